@@ -92,7 +92,7 @@ def new_directory(
     owned: returns the files of the old directory that belong to the checkpoint. They are replaced; other files are
         kept.
     names: the names that the new directory needs.
-    beside: checks the files that would be kept next to the new ones.
+    `beside` raises `ExistsError` for files that must not stay in the directory.
 
     Raises `ExistsError` for an old directory with folders of other things, for files that have one of `names`, for
     files that `beside` refuses, and for a link that another user may have made.
@@ -285,14 +285,14 @@ def _change_places(disk: Disk, new: Entry, old: Entry) -> None:
         return
     # After a crash between these renames, the old directory has the temporary name. `_clean` runs only once a complete
     # checkpoint is in place, so it is not removed before.
-    aside = old.sibling(os.path.basename(temporary_beside(old)))
-    disk.rename(old, aside)
+    spare = old.sibling(os.path.basename(temporary_beside(old)))
+    disk.rename(old, spare)
     try:
         disk.rename(new, old)
     except OSError:
-        disk.rename(aside, old)
+        disk.rename(spare, old)
         raise
-    disk.rename(aside, new)
+    disk.rename(spare, new)
 
 
 @contextlib.contextmanager

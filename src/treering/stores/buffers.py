@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 PAGE = 4096  # bytes; direct I/O begins and ends at multiples of it
 _HUGE = 2 << 20  # bytes of a huge page
 _LINE = 64  # bytes of a cache line
-_MOST_AXES = 32  # axes that an array may have in every release of NumPy
+_MAX_AXES = 32  # axes that an array may have in every release of NumPy
 _SMALL = 64 << 10  # bytes; copying fewer takes less time than switching to another thread
 
 
@@ -71,7 +71,7 @@ def in_a_row(
     """Returns `count` arrays of one shape that share `memory`. They start at byte `begin`, `stride` bytes apart."""
     import numpy as np  # Imported late: commands that only list files start faster without it.
 
-    if count == 1 or not 0 < len(shape) < _MOST_AXES:
+    if count == 1 or not 0 < len(shape) < _MAX_AXES:
         return [np.ndarray(shape, dtype, memory, begin + n * stride) for n in range(count)]
     inner = np.ndarray(shape, dtype, memory, begin).strides
     return list(np.ndarray((count, *shape), dtype, memory, begin, (stride, *inner)))  # a third of the loop's time

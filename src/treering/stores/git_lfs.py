@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 LARGEST = 1024  # bytes; the specification allows no larger pointer
 _BEGIN = b"version https://git-lfs.github.com/spec/"
-_MOST_NAMES = 10_000  # names in folders; further ones are not examined
+_MAX_NAMES = 10_000  # names in folders; further ones are not examined
 
 
 def check(path: str, begin: bytes | bytearray) -> None:
@@ -45,8 +45,8 @@ def check_all(store: "Store", path: str, *, levels: int = 5) -> None:
 
 
 def _files(store: "Store", path: str, levels: int) -> Iterator[str]:
-    """Yields the small files at a path and below it, down to `levels` folders and up to `_MOST_NAMES` names."""
-    left = _MOST_NAMES
+    """Yields the small files at a path and below it, down to `levels` folders and up to `_MAX_NAMES` names."""
+    left = _MAX_NAMES
     stack = [(path, levels)]
     while stack:
         place, levels = stack.pop()

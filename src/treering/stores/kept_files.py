@@ -79,14 +79,14 @@ class Replaced:
         except OSError as error:
             self._stuck.append(str(error))
         if self._stuck and look(old):
-            aside = old.sibling(f"{os.path.basename(new)}.kept-{os.urandom(3).hex()}")
+            spare = old.sibling(f"{os.path.basename(new)}.kept-{os.urandom(3).hex()}")
             with contextlib.suppress(OSError):
-                disk.rename_new(old, aside)
+                disk.rename_new(old, spare)
             _log.warning(
                 "%s: files that appeared in it while it was replaced could not be moved to the new directory; they "
                 "are in %s: %s",
                 new,
-                aside if look(aside) else old,
+                spare if look(spare) else old,
                 few(tuple(self._stuck)),
             )
             return

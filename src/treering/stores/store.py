@@ -1,6 +1,6 @@
-"""The protocol of a place where bytes live: a file system, memory, a bucket.
+"""The protocol of a place that stores bytes: a file system, memory or a bucket.
 
-A store knows names and bytes; what an array, a step or a manifest is, it does not know. Paths are absolute text.
+A store knows names and bytes, but not arrays, steps or manifests. Paths are absolute text.
 """
 
 import mmap
@@ -10,12 +10,15 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from .ranges import Range
 
-ABSENT = "absent"  # the version of what is not there
-LOCK_NAME = "writer.lock"  # of the file or object of a run that its writer holds
+ABSENT = "absent"  # the version of a path where nothing exists
+LOCK_NAME = "writer.lock"  # the file or object in a run that its writer holds
 
 
 class Stat(NamedTuple):
-    """What a path leads to. Two looks at the same contents have equal versions; contents that differ have others."""
+    """The kind, size, time and version of a path.
+
+    Equal contents of one path have equal versions, changed ones do not.
+    """
 
     kind: Literal["file", "folder", "other"]
     nbytes: int
@@ -24,19 +27,19 @@ class Stat(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file, or an object."""
+        """True for a file or an object."""
         return self.kind == "file"
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder, or the beginning of the names of objects."""
+        """True for a folder, or a key that other keys continue after a slash."""
         return self.kind == "folder"
 
 
 class Blob(Protocol):
     """A file or object that is open for reading.
 
-    What replaces it is never read in its place; where a deleted one is gone for good, that is a `ReplacedError`.
+    It never reads the bytes of a file that replaced it. If it was deleted and is gone, reading raises `ReplacedError`.
     """
 
     @property
@@ -49,7 +52,7 @@ class Blob(Protocol):
 
     @property
     def local(self) -> bool:
-        """Whether it may be mapped unasked: its pages stay as they were read unless it is written."""
+        """True if it may be mapped by default: mapped pages change only if the file is written."""
         ...
 
     @property
@@ -59,46 +62,47 @@ class Blob(Protocol):
 
     @property
     def read_bytes(self) -> int:
-        """The bytes that each of them had best read."""
+        """The best number of bytes for each read."""
         ...
 
     @property
     def has_holes(self) -> bool:
-        """Whether parts of it were never written, and read as zeros; False where that cannot be known."""
+        """True if parts of it were never written and read as zeros; False where that cannot be known."""
         ...
 
     def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
-        """Fills a buffer from an offset, `anew` from where the bytes lie even if they are known.
+        """Fills a buffer from an offset. With `anew` it ignores bytes that came with opening, and asks the store again.
 
-        Raises `CorruptError` when the bytes end before, or cannot be read.
+        Raises `CorruptError` if the bytes end earlier or cannot be read.
         """
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes from an offset. Raises `CorruptError` when there are fewer."""
+        """Returns bytes from an offset. Raises `CorruptError` if there are fewer."""
         ...
 
     def read_up_to(self, nbytes: int) -> bytes:
-        """The first bytes, or all where there are fewer."""
+        """Returns the first `nbytes` bytes, or all if there are fewer."""
         ...
 
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
-        """The bytes of some ranges that came with opening it, in memory that is the caller's alone from now on.
+        """Returns the bytes of some ranges that came with opening it, in memory that only the caller uses from now on.
 
-        None where they did not all come, or are the lesser part of what did, which would be kept with them.
+        Returns None if some of them did not come. Returns None too if they are a small part of what came, because the
+        caller would keep all of it in memory.
         """
         ...
 
     def forget(self) -> None:
-        """Lets go of bytes in memory that came with opening it; they are read again when they are asked for."""
+        """Frees the bytes that came with opening it. They are read again on demand."""
         ...
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
-        """Private memory with all of it, of which the caller gets these merged ranges; None where there is none."""
+        """Returns private memory that maps it, for use in these merged ranges only; None if it cannot be mapped."""
         ...
 
     def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
-        """Reads a range of a mapping once. Raises `CorruptError` for what cannot be read."""
+        """Reads a range of a mapping once. Raises `CorruptError` for pages that cannot be read."""
         ...
 
     def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
@@ -106,24 +110,27 @@ class Blob(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Releases its resources."""
         ...
 
 
 class Sink(Protocol):
-    """A new file or object that is being written. Until it is closed, others can tell that its writer lives."""
+    """A new file or object that is being written.
+
+    Until it is closed, other processes can tell that its writer lives.
+    """
 
     @property
     def path(self) -> str: ...
 
     def protect(self) -> bool:
-        """Keeps others from removing it as a leftover; False when one of them was faster."""
+        """Keeps other processes from removing it as a leftover. Returns False if one of them has removed it already."""
         ...
 
     def preallocate(self, nbytes: int) -> memoryview | None:
-        """Reserves room, so that a full disk shows before anything is written.
+        """Reserves room, so that a full disk raises before anything is written.
 
-        Returns the memory, where that is what the room is: what is put there is as good as written.
+        Returns the memory if the room is in memory. Bytes that the caller puts there need no `write`.
         """
         ...
 
@@ -132,35 +139,35 @@ class Sink(Protocol):
         ...
 
     def finish(self, nbytes: int, *, read_only: bool = False) -> None:
-        """Cuts it to its size and makes it durable, but for its name: see `Store.settle`."""
+        """Cuts it to its size and makes its contents durable. `Store.settle` makes its name durable."""
         ...
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
-        """Gives it its name, in one step. Raises `FileExistsError` when that is taken, unless it is to be overwritten.
+        """Gives it its name in one step. Raises `FileExistsError` if the name is taken and `overwrite` is False.
 
-        version: that of what is to be overwritten when it was seen, or `ABSENT`; a store that can tell raises
-        `FileExistsError` for anything else. None for whatever is there.
-        retract: whether it is removed again when it turns out that its writer was taken for dead meanwhile, unless it
-        has replaced something. (Where there are locks, it never is.)
-        The name under which it was created is gone when it overwrites; else it may remain beside the other.
+        version: the version of the file to overwrite when the caller saw it, or `ABSENT`. Stores that can compare
+            versions raise `FileExistsError` for any other version. None overwrites any file.
+        retract: removes it again if its writer turns out to have been taken for dead meanwhile, unless it replaced a
+            file. Stores with locks never need that. The name under which it was created is gone if it overwrites.
+            Otherwise that name may remain as a second one.
         """
         ...
 
     def is_at(self, path: str) -> bool:
-        """Whether a path leads to this very file or object. Raises `OSError` where that cannot be known."""
+        """Returns True if a path leads to this file or object. Raises `OSError` where that cannot be known."""
         ...
 
     def close(self) -> None:
-        """Lets go of it, as it is."""
+        """Closes it as it is."""
         ...
 
 
 class Writer(Protocol):
-    """A file that is written from one end to the other."""
+    """A file that is written from start to end."""
 
     @property
     def size(self) -> int:
-        """The number of bytes so far."""
+        """The number of bytes written so far."""
         ...
 
     def write(self, data: bytes | memoryview) -> None:
@@ -171,135 +178,143 @@ class Writer(Protocol):
 class Lease(Protocol):
     """The right to write a run."""
 
-    lost: bool  # taken over by another one of this process
+    lost: bool  # another lease of this process has acquired the run
 
     def acquire(self) -> None:
-        """Takes it unless it is held. Raises `ExistsError` with the holder's name, `MismatchError` when it is lost."""
+        """Acquires the lease unless it is held.
+
+        Raises an `ExistsError` that names the holder, and `MismatchError` if the lease is lost.
+        """
         ...
 
     def check_free(self) -> None:
-        """Raises `ExistsError` with the name of another process that holds it, if that is known; takes nothing."""
+        """Raises an `ExistsError` that names another process if that is known to hold the lease. Acquires nothing."""
         ...
 
     def release(self) -> None:
-        """Gives it up."""
+        """Releases the lease."""
         ...
 
 
-# The files in a folder, by their paths within it, that are part of a checkpoint of some format.
+# Returns the files of a folder that belong to a checkpoint of some format, as paths within the folder.
 Owned = Callable[["Store", str], Collection[str]]
-Beside = Callable[["Store", str, Sequence[str]], None]  # raises `ExistsError` for files in a folder that are in the way
+Beside = Callable[["Store", str, Sequence[str]], None]  # raises `ExistsError` for files that must not stay in a folder
 
 
 class Store(Protocol):
     """Names and bytes. Errors are `OSError`s as a file system raises them.
 
-    A store without folders takes the beginnings of names for them: they need not be made.
+    A store without folders treats common beginnings of names as folders, which need not be made.
     """
 
     @property
     def has_folders(self) -> bool:
-        """Whether folders exist by themselves, and lie in others that do."""
+        """True if folders exist by themselves, and their parents must exist."""
         ...
 
     @property
     def has_locks(self) -> bool:
-        """Whether a writer that does not move is known to live, however long; else it counts as dead after a while."""
+        """True if the store knows that a writer lives, however long it pauses.
+
+        Otherwise a writer must renew its lease in time.
+        """
         ...
 
     @property
     def object_bytes(self) -> int | None:
-        """The most bytes that a file should have, so that several are written at a time; None for no limit."""
+        """The most bytes that a file should have, so that several files are written at a time; None for no limit."""
         ...
 
     # Reading
 
     def stat(self, path: str) -> Stat | None:
-        """What is at a path; None when nothing is there."""
+        """Returns the `Stat` of a path; None if nothing exists at the path."""
         ...
 
     def list(self, path: str) -> list[str]:
-        """The names in a folder, sorted; none when it does not exist."""
+        """Returns the names in a folder, sorted; none if it does not exist."""
         ...
 
     def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> Blob:
-        """Opens a file. Raises `CorruptError` for what is no file.
+        """Opens a file. Raises `CorruptError` for a path that is not a file.
 
-        expected: how many of its first bytes are about to be read, for stores that would bring them at once.
-        into: memory for the last of these. A store may bring them there, and `Blob.take` then gives that very memory.
-            Until then it is the blob's, which nobody but the opener may use: others would take it for theirs.
+        expected: how many of its first bytes the caller is about to read. Some stores fetch them at once.
+        into: memory for the last of these bytes. A store may fetch them into it; then `Blob.take` returns that memory.
+            Until then the memory belongs to the blob, and only the opener may use the blob: other readers would take it
+            as theirs.
         """
         ...
 
     def glance(self, path: str) -> AbstractContextManager[None]:
-        """Lets `stat` and `list` answer from one look at a folder, while the `with` block runs.
+        """Lets `stat` and `list` answer from one listing of a folder, while the `with` block runs.
 
-        Stores where each question takes long look at all that is below, unless that is too much, and remember what
-        else they were asked about it, the beginnings of files that were opened among it. Opening a file that was
-        replaced since it was seen is a `ReplacedError`, unless it is `expected` to have a certain size.
+        Stores with slow requests list everything below the path, unless that is too much. They also remember the
+        answers to other requests about it, such as the first bytes of files that were opened. Opening a file that was
+        replaced after it was listed raises `ReplacedError`, unless the caller passes `expected`.
         """
         ...
 
     def is_local(self, path: str) -> bool:
-        """Whether what is read there comes from this host: its disk or its memory. False where that is not known."""
+        """Returns True if reads from the path come from this host's disk or memory; False where that is not known."""
         ...
 
     def is_link(self, path: str) -> bool:
-        """Whether a path is a link to another."""
+        """Returns True if a path is a link to another."""
         ...
 
     def real_path(self, path: str) -> str:
-        """The path without links."""
+        """Returns the path without links."""
         ...
 
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
-        """TensorStore's specification of the files in a folder, to be opened in a `tensorstore.Context`.
+        """Returns TensorStore's specification of the files in a folder, to be opened in a `tensorstore.Context`.
 
-        A store that TensorStore cannot reach itself brings them into the memory of that context, at least where it
-        `writes`.
+        A store that TensorStore cannot reach copies the files into the memory of that context, at least if it `writes`.
         """
         ...
 
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
-        """Takes in what TensorStore has written into a folder, unless it has written into the store itself.
+        """Copies files that TensorStore wrote to a folder into the store.
 
-        which: of the files, by their paths within the folder; TensorStore cannot read these again.
+        Does nothing if TensorStore wrote to the store itself.
+
+        which: chooses the files, by their paths within the folder. TensorStore cannot read these again.
         """
         ...
 
     # Writing
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Sink:
-        """A new file. Raises `FileExistsError` when there is one.
+        """Creates a file. Raises `FileExistsError` if it exists.
 
-        visible: others see it, and that its writer lives, from now on until it is published or deleted. Other files are
-        seen when they are finished at the latest, and only then may there be the `FileExistsError`.
-        expected: about how many bytes it will have, where that is known.
+        visible: other processes see the file from now on, and that its writer lives, until it is published or deleted.
+            Other files appear when they are finished at the latest, and may raise `FileExistsError` only then.
+        expected: the approximate number of bytes, if that is known.
         """
         ...
 
     def delete(self, path: str) -> None:
-        """Removes a file. Some stores raise `FileNotFoundError` when there is none."""
+        """Removes a file. Some stores raise `FileNotFoundError` if it does not exist."""
         ...
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
-        """Removes the files of these names in a folder that are there. Raises the first error after trying all."""
+        """Removes those of these files that exist in a folder. Raises the first error after it has tried all."""
         ...
 
     def is_in_use(self, path: str) -> bool:
-        """Whether a living writer has a file. Raises `FileNotFoundError`."""
+        """Returns True if a living writer has the file. Raises `FileNotFoundError`."""
         ...
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        """Removes a file unless a living writer has it.
+        """Removes a file unless a living writer has it or `check` returns False.
 
-        `check` is asked when no writer can begin to use it any more, whether it may be removed. False where it
-        cannot be known whether the writer lives.
+        `check` runs when no writer can begin to use the file any more. Returns False where it cannot be known whether
+        the writer lives.
         """
         ...
 
     def remove_leftover(self, path: str) -> None:
-        """Removes what a killed writer has left under a temporary name, and nothing whose writer lives."""
+        """Removes what a killed writer left under a temporary name. Leaves it alone if its writer lives."""
         ...
 
     def make_folder(self, path: str) -> None:
@@ -307,33 +322,33 @@ class Store(Protocol):
         ...
 
     def make_folders(self, path: str, made: "list[str]") -> None:
-        """Makes a folder and those above it where they are missing, durably; `made` gets the ones that it made."""
+        """Makes a folder and its missing parents, durably. Appends those that it made to `made`."""
         ...
 
     def remove_folder(self, path: str) -> None:
-        """Removes an empty folder. Raises `OSError` for one with contents."""
+        """Removes an empty folder. Raises `OSError` if it has contents."""
         ...
 
     def settle(self, path: str) -> None:
-        """Makes the names in a folder durable: those that were given, and that others were removed.
+        """Makes the names in a folder durable, both new names and removals.
 
-        A file that was finished may still be on its way until then: what was wrong with it is raised here.
+        A finished file may still be uploading until then. This call raises the error of such an upload.
         """
         ...
 
     def move(self, old: str, new: str, *, last: str) -> None:
-        """Moves a folder to a name that is free. Raises `FileExistsError` and `FileNotFoundError`.
+        """Moves a folder to a free name. Raises `FileExistsError` and `FileNotFoundError`.
 
-        A store that cannot do it in one step copies the files, that of the name `last` after all others, and removes
-        the old ones, that one first: a folder with such a file is at every moment whole.
+        A store that cannot move in one step copies the files, and then removes the old ones. The file named `last` is
+        copied last and removed first, so a folder that has this file is complete at every moment.
         """
         ...
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
-        """Yields a file to write within a `with` block; at its end it is in place, after an error it never was.
+        """Yields a file to write within a `with` block. It is in place at the end; after an error, it never was.
 
-        Raises `ExistsError` for what is there, unless it is a file that is to be overwritten, and `TakenOverError` in a
-        run that another job may have taken over by now.
+        Raises `ExistsError` for anything at the path, except a file that may be overwritten. Raises `TakenOverError` in
+        a run whose lease another job may have acquired meanwhile.
         """
         ...
 
@@ -346,18 +361,25 @@ class Store(Protocol):
         names: Collection[str] = (),
         beside: Beside | None = None,
     ) -> AbstractContextManager[str]:
-        """Yields a folder to fill within a `with` block; at its end it is in place, after an error it never was.
+        """Yields a folder to fill within a `with` block. It is in place at the end; after an error, it never was.
 
-        owned: the files in the old folder that are part of what is replaced. Other files are kept. Raises `ExistsError`
-        for other folders, which may be anything, and for other files whose `names` the new one needs or that must not
-        lie `beside` it.
+        owned: returns the files of the old folder that belong to the checkpoint. They are replaced; other files are
+            kept.
+        names: the names that the new folder needs.
+        `beside` raises `ExistsError` for files that must not stay in the folder.
+
+        Raises `ExistsError` for an old folder with folders of other things, for other files that have one of `names`,
+        and for files that `beside` refuses.
         """
         ...
 
     def scratch_folder(self, path: str) -> AbstractContextManager[str]:
-        """Yields a folder beside a path, removed after the `with` block, or by the next writer after a kill."""
+        """Yields a folder next to a path. It is removed after the `with` block, or by the next writer after a kill."""
         ...
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> Lease:
-        """The right to write a run, to be acquired. One that is `busy` is not taken over within a process."""
+        """Returns the lease of a run, not yet acquired.
+
+        No other Checkpointer of this process gets it while `busy` returns True.
+        """
         ...

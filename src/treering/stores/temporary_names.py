@@ -1,6 +1,6 @@
-"""Names of what is there for a while.
+"""Makes and recognizes temporary names.
 
-``.name.7f3a9c.tmp`` is being written and becomes ``name``; ``name.7f3a9c.tmp`` was put there to read a server's clock.
+``.name.7f3a9c.tmp`` is being written and becomes ``name``. ``name.7f3a9c.tmp`` was written to read a server's clock.
 """
 
 import os
@@ -12,24 +12,27 @@ _CLOCK = re.compile(r"(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 
 
 def temporary_beside(path: str) -> str:
-    """A temporary name for what will be at a path."""
+    """Returns a temporary name for a file or folder that will be at a path."""
     directory, name = os.path.split(path)
     return posixpath.join(directory, f".{name}.{os.urandom(3).hex()}.tmp")
 
 
 def place_of(name: str) -> str | None:
-    """The name beside which something with a temporary name is written; None for other names."""
+    """Returns the final name that belongs to a temporary name; None for other names."""
     found = _TEMPORARY.fullmatch(name)
     return found and found[1]
 
 
 def clock_beside(path: str) -> str:
-    """A name for an object that is put beside what is at a path, which may be temporary itself."""
-    beside = _CLOCK.fullmatch(path)
-    return f"{beside[1] if beside else path}.{os.urandom(3).hex()}.tmp"
+    """Returns a name for an object next to a path, which reads the server's clock.
+
+    The path may be such a name itself.
+    """
+    found = _CLOCK.fullmatch(path)
+    return f"{found[1] if found else path}.{os.urandom(3).hex()}.tmp"
 
 
 def clock_of(name: str) -> str | None:
-    """The name beside which a server was asked for the time; None for other names."""
+    """Returns the name next to which the server's clock was read; None for other names."""
     found = _CLOCK.fullmatch(name)
     return found and found[1]

@@ -1,7 +1,6 @@
-"""Directories with all that is in them, while others may replace any of it by a link.
+"""Walks, syncs and removes directory trees, while other users may replace any part of them by a link.
 
-Each directory is opened in the one above it, never through a link, and what is done to its names is done in the open
-one.
+Each directory is opened from its parent and never through a link. Its names are changed through the open directory.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from .posix import Disk, Opened, look
 
 
 class _Level:
-    """A directory that is gone through: what its names are, and those of the directories that are still to come."""
+    """A directory on the way down: its names, and the subdirectories that are still to visit."""
 
     def __init__(self, disk: Disk, opened: Opened):
         self.path = str(opened)
@@ -25,22 +24,23 @@ class _Level:
         self.inner = [name for name, found in reversed(self.names.items()) if stat.S_ISDIR(found.st_mode)]
 
     def above(self, disk: Disk, below: Opened) -> Opened:
-        """Opens it again from the one below. Raises `OSError` when somebody has moved that one elsewhere."""
+        """Opens this directory again from the one below. Raises `OSError` if another process has moved the latter."""
         if self._own is None:
             return open_folder(disk, self.path)
         found = Opened(self.path, disk.open_dir(below.entry("..")))
         if found.fd is not None and not os.path.samestat(os.fstat(found.fd), self._own):
             close_folder(disk, found)
-            raise OSError(errno.ESTALE, "moved while it was gone through", str(below))
+            raise OSError(errno.ESTALE, "moved while it was read", str(below))
         return found
 
 
 def walk(
     disk: Disk, top: Opened, failed: Callable[[OSError], None]
 ) -> Iterator[tuple[Opened, dict[str, os.stat_result]]]:
-    """Goes through a directory and those in it, the innermost first: each, open, and the `lstat` of its names.
+    """Yields each directory of a tree, innermost first: the open directory and the `lstat` of its names.
 
-    `failed` gets the errors of directories that are left out. However deep it goes, three are open at a time at most.
+    failed: gets the error of each directory that is skipped. At most three directories are open at a time, at any
+        depth.
     """
     here, levels = top, [_Level(disk, top)]
     try:
@@ -70,9 +70,9 @@ def walk(
 
 
 def remove_tree(disk: Disk, path: str, opened: Opened | None = None) -> None:
-    """Removes a directory and everything in it; what cannot be removed stays. Links are removed, and not followed.
+    """Removes a directory and everything in it, except what cannot be removed. Removes links without following them.
 
-    opened: the directory, where it is open already. Nothing is removed when another one is at the path by now.
+    opened: the directory, if it is open already. If another directory is at the path by now, nothing is removed.
     """
     if opened and opened.fd is not None and not disk.same_file(opened.fd, path):
         return

@@ -1,4 +1,4 @@
-"""What a disk allows and how quick it is, tried out."""
+"""Measures what a disk supports and how fast it is."""
 
 import contextlib
 import dataclasses
@@ -13,20 +13,18 @@ from .filesystem import Filesystem
 from .posix import UNSUPPORTED, Disk
 from .store import Store
 
-_TRIES = 9  # of what is timed
+_TRIES = 9  # per measurement
 _PAGE = 4096  # bytes
 _NETWORKS = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse.", "afs", "glusterfs")
 _SLOW_SYNC_SECONDS = 0.02
-_LEAST_FREE = 10 << 30  # bytes
-_NETWORK_ADVICE = "over a network; local= saves to a local disk first, and copies in the background"
-_NO_LOCKS = (
-    "what killed saves leave is not removed, and two writers are not kept apart; mount it with locks (Lustre: flock)"
-)
+_MIN_FREE_BYTES = 10 << 30
+_NETWORK_ADVICE = "over a network; local= saves to a local disk first, and uploads in the background"
+_NO_LOCKS = "files of killed saves are not removed, and two jobs may write one run; mount it with locks (Lustre: flock)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One fact: `value` is a bool, a number of seconds, bytes or bytes a second, or a text, as `unit` says."""
+    """One fact about a disk. `unit` says whether `value` is a bool, seconds, bytes, bytes per second or text."""
 
     name: str
     value: bool | float | str
@@ -35,7 +33,7 @@ class Finding:
 
 
 def of_disk(store: Store, folder: str) -> Iterator[Finding]:
-    """What is known of the disk that an empty directory lies on; nothing of another store. Leaves files there."""
+    """Yields facts about the disk of an empty directory, and leaves files there. Yields nothing for other stores."""
     if not isinstance(store, Filesystem):
         return
     disk = store.disk
@@ -43,7 +41,7 @@ def of_disk(store: Store, folder: str) -> Iterator[Finding]:
     yield Finding("file system", kind, "", _NETWORK_ADVICE if network else "")
     free = shutil.disk_usage(folder).free
     yield Finding(
-        "free", free, "bytes", "little room is left: prune, or keep fewer steps" if free < _LEAST_FREE else ""
+        "free", free, "bytes", "little space is left: prune, or keep fewer steps" if free < _MIN_FREE_BYTES else ""
     )
     a, b = os.path.join(folder, "a"), os.path.join(folder, "b")
     with _file(disk, a) as fd:
@@ -60,16 +58,16 @@ def of_disk(store: Store, folder: str) -> Iterator[Finding]:
     advice = (
         ""
         if exchanged
-        else "a folder of another format is replaced in two renames: a crash may leave the old one aside"
+        else "a folder of another format is replaced in two renames: a crash may leave the old one under another name"
     )
     yield Finding("exchange of names", exchanged, "", advice)
     seconds = median(lambda: _durable_page(folder))
-    slow = "a save of small leaves waits for the disk this long three times; local= saves to a nearer one"
+    slow = "a save of small leaves waits for the disk this long three times; local= saves to a faster one first"
     yield Finding("durable write of a page", seconds, "seconds", slow if seconds > _SLOW_SYNC_SECONDS else "")
 
 
 def leave_cache(store: Store, path: str) -> None:
-    """Asks the system to forget what it has of the files in a directory, so that the disk is read."""
+    """Asks the system to drop the files of a directory from its cache, so that the next read comes from the disk."""
     if isinstance(store, Filesystem) and hasattr(os, "posix_fadvise"):
         for name in os.listdir(path):
             with contextlib.suppress(OSError), open(os.path.join(path, name), "rb") as file:
@@ -77,7 +75,7 @@ def leave_cache(store: Store, path: str) -> None:
 
 
 def _mounted(folder: str) -> tuple[str, bool]:
-    """The type of the file system that a directory lies on, and whether it is reached over a network."""
+    """Returns the type of a directory's file system, and whether it is on a network."""
     if sys.platform != "linux":
         return "unknown", False
     found, longest = "unknown", -1
@@ -131,7 +129,7 @@ def _durable_page(folder: str) -> None:
 
 
 def median(do: Callable[[], object]) -> float:
-    """The median of the seconds that a call takes."""
+    """Returns the median time of a call, in seconds."""
     times: list[float] = []
     for _ in range(_TRIES):
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Several operations of a store in one: reading whole files, opening them with a look at what they are."""
+"""Combines several operations of a store, such as reading complete files and opening them with checks."""
 
 import contextlib
 import posixpath
@@ -11,31 +11,32 @@ from .posix import looked_up_again
 from .read_errors import reading
 from .store import Blob, Store
 
-_MAX_FILE_BYTES = 2 << 30
-_MAX_SPARSE_BYTES = 16 << 20  # bytes; larger files are not read if they have holes
+_MAX_FILE_BYTES = 2 << 30  # far more than any manifest has
+_MAX_SPARSE_BYTES = 16 << 20  # a larger file with holes is refused: it may claim any size
 
 
 def read_file(store: Store, path: str, *, expected: int = 0) -> bytes:
-    """Reads a whole file of text, of at most 2 GiB, which no manifest comes near, and without holes if it is large.
+    """Reads a complete file of at most 2 GiB, and without holes if it has more than 16 MiB.
 
-    With the number of bytes that are `expected` it is read as it is now, whatever `Store.glance` has shown. Raises
-    `CorruptError` for a file that cannot be read any more, and for pointers of git-lfs.
+    expected: the number of bytes. With it, the file is read as it is now, and not from the listing of `Store.glance`.
+    Raises `UnsafeError` for larger files, and `CorruptError` for unreadable files and pointers of git-lfs.
     """
     with reading(path):
-        return looked_up_again(lambda: _read_file(store, path, expected))  # it may also be replaced while it is open
+        # Another host may also replace the file while it is open, so opening and reading are repeated together.
+        return looked_up_again(lambda: _read_file(store, path, expected))
 
 
 def _read_file(store: Store, path: str, expected: int) -> bytes:
     with opened(store, path, expected=expected) as blob:
         if blob.size > _MAX_FILE_BYTES or (blob.size > _MAX_SPARSE_BYTES and blob.has_holes):
-            raise UnsafeError(f"{path}: {blob.size} bytes, which cannot be meant to be read at once")
+            raise UnsafeError(f"{path}: {blob.size} bytes, too many to be read at once")
         data = blob.read_up_to(blob.size)
         git_lfs.check(path, data)
         return data
 
 
 def make_empty(store: Store, path: str) -> None:
-    """Makes an empty file, durable once its folder is settled. Raises `FileExistsError` when there is one."""
+    """Creates an empty file, which is durable once its folder is settled. Raises `FileExistsError`."""
     sink = store.create(path)
     try:
         sink.finish(0)
@@ -44,13 +45,13 @@ def make_empty(store: Store, path: str) -> None:
 
 
 def is_file(store: Store, path: str) -> bool:
-    """Whether there is a file at a path."""
+    """Returns True if a path is a file."""
     there = store.stat(path)
     return there is not None and there.is_file
 
 
 def check_free(store: Store, path: str, *, overwrite: bool, folder: bool) -> None:
-    """Raises `ExistsError` when writing a file or folder to a path would touch something it must not."""
+    """Raises `ExistsError` if a file or folder must not be written to a path because of what exists there."""
     found = store.stat(path)
     if found is not None:
         what = "directory" if found.is_folder else "file"
@@ -61,13 +62,13 @@ def check_free(store: Store, path: str, *, overwrite: bool, folder: bool) -> Non
 
 
 def is_folder(store: Store, path: str, *, links: bool = False) -> bool:
-    """Whether there is a folder at a path; one that a link leads to counts with `links`."""
+    """Returns True if a path is a folder. A link to a folder is one only with `links`."""
     there = store.stat(path)
     return there is not None and there.is_folder and (links or not store.is_link(path))
 
 
 def files_in(store: Store, path: str) -> Iterator[str]:
-    """The files below a folder, by their paths within it. Links count as files, wherever they lead."""
+    """Yields the files below a folder, as paths within it. Links count as files and are not followed."""
     for name in store.list(path):
         inner = posixpath.join(path, name)
         if is_folder(store, inner):
@@ -87,9 +88,9 @@ def opened(store: Store, path: str, *, expected: int = 0) -> Iterator[Blob]:
 
 
 def open_fetched(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
-    """Opens a file to be read at any time. Raises `CorruptError` for a pointer of git-lfs in its place."""
+    """Opens a file for reading. Raises `CorruptError` for a pointer of git-lfs."""
     with reading(path):
-        options: dict[str, Any] = {} if into is None else {"into": into}  # which only stores of objects need to know
+        options: dict[str, Any] = {} if into is None else {"into": into}  # only object stores have this option
         blob = store.open(path, expected=expected, **options)
         git_lfs.check_open(blob)
     return blob

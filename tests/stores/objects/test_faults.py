@@ -337,7 +337,7 @@ def test_what_may_not_be_deleted_is_said_at_once(
     begun = len(between.requests)
     tr.save(f"{place}/e", _TREE)
     deletes = [request for request in between.requests[begun:] if _deletes(request)]
-    assert len(deletes) == 1 and "they may list, get, put and delete" in caplog.text
+    assert len(deletes) == 1 and "the credentials may list, get, put and delete" in caplog.text
     assert _same(f"{place}/e", _TREE)
 
 
@@ -386,7 +386,7 @@ def test_a_store_that_takes_nothing_and_has_nothing(
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.01)
     between.fault = lambda request: "409 OperationAborted" if _puts_lease(request) else None
     begun = len(between.requests)
-    with pytest.raises(TreeringError, match="refuses to create it"), tr.Checkpointer(f"{place}/run") as ckpts:
+    with pytest.raises(TreeringError, match="refuses to create this object"), tr.Checkpointer(f"{place}/run") as ckpts:
         ckpts.save(1, _TREE)
     assert len([request for request in between.requests[begun:] if _puts_lease(request)]) < 200
 

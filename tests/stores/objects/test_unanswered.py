@@ -128,7 +128,7 @@ def test_a_manifest_whose_answer_was_lost_is_looked_after(bucket: Bucket, monkey
         raise RequestError("no answer")
 
     monkeypatch.setattr(Bucket, "put", lost)
-    with pytest.raises(SaveError, match="took this save for one whose writer is dead"):
+    with pytest.raises(SaveError, match="considered the writer of this save dead"):
         tr.save("odd://t/c", _ONE)
     monkeypatch.undo()
     with pytest.raises(NotFoundError):
@@ -146,9 +146,9 @@ def test_a_folder_that_cannot_be_put_in_place_is_kept(
     for n in range(2):  # the second as well
         with monkeypatch.context() as patch:
             patch.setattr(Bucket, "copy", _failing(Bucket.copy, lambda number, key: number == 2))
-            with pytest.raises(SaveError, match=r"it is not whole there.*all files of the new one are in") as error:
+            with pytest.raises(SaveError, match=r"it is not complete there.*all files of the new one are in") as error:
                 tr.save(path, _TWO, format="orbax", overwrite=True)
-        assert ("what was there may be gone" in str(error.value)) == (overwrite and n == 0)
+        assert ("the old checkpoint may be gone" in str(error.value)) == (overwrite and n == 0)
         kept = str(error.value).rpartition("all files of the new one are in ")[2].partition(":  ")[0].split(": copy")[0]
         assert np.array_equal(tr.restore(kept)["a"], _TWO["a"])
     tr.save(path, _TWO, format="orbax", overwrite=True)
@@ -209,7 +209,7 @@ def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Bucket, "copy", copying)
     formats.get("levanter").write(stores.of(path), path, one, overwrite=False)
-    assert "another job is writing there" in str(refused[0])
+    assert "another job is writing it too" in str(refused[0])
     assert np.array_equal(tr.restore(path)["a"], _ONE["a"])
 
 

@@ -328,7 +328,7 @@ except SaveError as error:
         ckpts.save(3, {"w": np.ones(10)})
         assert "which is dead" in caplog.text
         stopped.send_signal(signal.SIGCONT)
-        assert "another job has taken this run over" in stopped.communicate(timeout=60)[0]
+        assert "another job has acquired this run" in stopped.communicate(timeout=60)[0]
         assert tr.steps(place) == [1, 3]
         assert not any(r.method == "PUT" and r.path.endswith("2/treering.json") for r in between.requests)
         ckpts.save(4, {"w": np.ones(10)})
@@ -389,7 +389,7 @@ else:
         ckpts.wait()
         stopped.send_signal(signal.SIGCONT)
         said = stopped.communicate(timeout=60)[0]
-        assert doing == "delete" or "another job has taken this run over" in said
+        assert doing == "delete" or "another job has acquired this run" in said
         for step in (1, 2):
             assert np.array_equal(tr.restore(place, step=step)["w"], np.ones(10))
 
@@ -406,7 +406,7 @@ def test_the_lease_of_a_whole_bucket_is_looked_up(monkeypatch: pytest.MonkeyPatc
     with tr.Checkpointer(bucket) as ckpts:
         ckpts.save(1, {"w": 1}).result()
         monkeypatch.setattr(sink.ObjectSink, "publish", late)
-        with pytest.raises(SaveError, match="another job has taken this run over"):
+        with pytest.raises(SaveError, match="another job has acquired this run"):
             ckpts.save(2, {"w": 1}).result()
     assert tr.steps(bucket) == [1]
 
@@ -472,7 +472,7 @@ def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any,
 
     monkeypatch.setattr(sink.ObjectSink, "_check_alive", stopped)
     monkeypatch.setattr(heartbeat, "SAFE_SECONDS", -1.0)
-    with pytest.raises(SaveError, match="another job took"):
+    with pytest.raises(SaveError, match="another job considered"):
         writer.publish(path, overwrite=overwrite)
     assert buckets.open(path).read_up_to(100) == b"another's"
     writer.close()
@@ -523,7 +523,7 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
     buckets = ObjectStore()
     buckets.add("memory://marks", obstore.store.MemoryStore())
     path = "memory://marks/c"
-    with pytest.raises(SaveError, match="took what is written here"), buckets.scratch_folder(path) as files:
+    with pytest.raises(SaveError, match="the writer of this folder dead"), buckets.scratch_folder(path) as files:
         folder = files.rpartition("/")[0]
         with buckets.new_file(f"{files}/x", overwrite=False) as file:
             file.write(b"x")

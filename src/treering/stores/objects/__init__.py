@@ -1,1 +1,4 @@
-"""Object stores: S3, Google Cloud Storage, Azure, and web servers that are only read, by way of obstore."""
+"""Object stores: S3, Google Cloud Storage, Azure, and web servers that are only read.
+
+All requests go through obstore.
+"""

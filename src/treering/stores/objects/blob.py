@@ -15,20 +15,20 @@ from .glance import Glance
 from .request_errors import ChangedError
 from .upload import OBJECT_BYTES
 
-_MOST_OF_IT = 0.75  # of the bytes that came: who takes so many keeps the others as well
+_MIN_TAKEN_PART = 0.75  # least part of the fetched bytes that a caller may take, because it keeps all of their memory
 _log = logging.getLogger("treering")
-_HEAD_BYTES = 1 << 20  # bytes that come with opening: reading them takes no longer than asking does
+_HEAD_BYTES = 1 << 20  # bytes that are fetched on opening: they take no longer than a request without data
 
 
 class _Came(NamedTuple):
-    """Bytes that came with opening an object: the offset of the first, and where they are."""
+    """Bytes that were fetched when an object was opened: the offset of the first, and the memory that holds them."""
 
     begin: int
     memory: memoryview
 
 
 class ObjectBlob:
-    """An object, of the version that it had when it was opened; reading any other is a `ReplacedError`."""
+    """An object in the version that it had when it was opened. Reading another version raises `ReplacedError`."""
 
     local = has_holes = False
     readers, read_bytes = 16, 8 << 20
@@ -52,17 +52,17 @@ class ObjectBlob:
         self.size, self._found = found.nbytes, found
         if found.version[0] is None and found.modified <= 0:
             _log.warning(
-                "%s: the server sends neither an ETag nor Last-Modified, so that the file is replaced while it is open "
-                "cannot be seen",
+                "%s: the server sends neither an ETag nor Last-Modified; if the file is replaced while it is open, "
+                "Treering does not notice",
                 self.path,
             )
         came = [_Came(0, memoryview(head))]
         if into is not None and nbytes <= found.nbytes:
             came.append(_Came(nbytes - len(into), into))
-        self._came = [came]  # at most one: no lock, for a signal handler may read the same
+        self._came = [came]  # At most one element. There is no lock, because a signal handler may read this blob too.
 
     def check_is(self, found: Found) -> None:
-        """Raises `ReplacedError` unless it is the object that was found, by its version."""
+        """Raises `ReplacedError` unless this is the object that was found, in that version."""
         if not self._found.is_same(found):
             raise ReplacedError(f"{self.path}: it was replaced while the folder was read; open it again")
 
@@ -78,7 +78,7 @@ class ObjectBlob:
                 copy(target[held : held + count], memory[first : first + count])
                 held += count
             if not any(one is came for one in self._came):
-                held = 0  # it was handed over meanwhile, and may have been written
+                held = 0  # `take` gave this memory to a caller meanwhile, who may have written to it
 
         def read(begin: int) -> None:
             stop = min(begin + self.read_bytes, end)
@@ -112,13 +112,13 @@ class ObjectBlob:
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
         wanted = sum(end - begin for begin, end in ranges)
         try:
-            came = self._came.pop()  # in one step, so that it has one owner
+            came = self._came.pop()  # in one step, so that the memory has one owner
         except IndexError:
             return None
         for first, memory in came:
             behind = first + len(memory)
             inside = all(first <= begin and end <= behind for begin, end in ranges)
-            if inside and not memory.readonly and wanted >= len(memory) * _MOST_OF_IT:
+            if inside and not memory.readonly and wanted >= len(memory) * _MIN_TAKEN_PART:
                 return [memory[begin - first : end - first] for begin, end in ranges]
         self._came.append(came)
         return None

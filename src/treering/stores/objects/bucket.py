@@ -1,4 +1,4 @@
-"""Requests to one bucket, by way of obstore: their errors as a file system raises them, short answers as errors."""
+"""Sends requests to one bucket through obstore. Raises errors as a file system does, also for incomplete answers."""
 
 import contextlib
 import errno
@@ -12,19 +12,19 @@ from ..buffers import aligned, copy
 from ..temporary_names import clock_beside
 from .request_errors import BROKEN, BUSY, EMPTY, ChangedError, ConflictError, failure, missing, translate_errors
 
-_ATTEMPTS = 4  # at reading bytes; obstore itself tries requests again that were not answered
+_ATTEMPTS = 4  # per request; obstore itself repeats requests that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
-_CLOCK_SECONDS = 600  # for which a look at the server's clock counts
-_QUICK_BYTES = 64 << 10
-_SMALL_BYTES = 1 << 20  # bytes of an answer, so many or fewer of which are left where they came
+_CLOCK_SECONDS = 600  # for which one reading of the server's clock is used
+_QUICK_BYTES = 64 << 10  # requests with at most so many bytes use the client with the short timeout
+_SMALL_BYTES = 1 << 20  # an answer of at most so many bytes is not copied to aligned memory
 _NOTHING = memoryview(b"")
 
 T = TypeVar("T")
-Version = tuple[str | None, str | None]  # ETag, and the version of those stores that count them
+Version = tuple[str | None, str | None]  # the ETag, and the version number in stores that have one
 
 
 def now() -> float:
-    """Seconds that go on while the machine is suspended, where the system can tell."""
+    """Returns seconds of a clock that also runs while the machine is suspended, where the system has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -37,9 +37,9 @@ class Found(NamedTuple):
     version: Version
 
     def is_same(self, other: "Found") -> bool:
-        """Whether two answers are about one object, or equal ones.
+        """Returns True if two answers describe the same object, or equal ones.
 
-        Lists have no numbers of versions, and fractions of seconds that other answers lack.
+        Listings lack version numbers, and have fractions of seconds that other answers lack.
         """
         (tag, number), (other_tag, other_number) = self.version, other.version
         if self.nbytes != other.nbytes or tag != other_tag:
@@ -51,29 +51,29 @@ class Found(NamedTuple):
 
 
 class Bucket:
-    """The requests to one bucket. `url` is what the paths in it begin with; `client` is a store of obstore's.
+    """Requests to one bucket. All paths in it begin with `url`; `client` is a store object of obstore.
 
-    `quick` is another for what has few bytes, and should not wait as long for an answer.
+    quick: a client with a shorter timeout, for requests with few bytes.
     """
 
     def __init__(self, url: str, client: Any, quick: Any = None, *, conditional: bool = True):
         self.url, self.client, self._quick = url, client, quick or client
-        self.conditional = conditional  # whether the server is asked to keep to conditions
-        self._honours = False  # the server was seen to do so, and to give back what was put; see `round_trip`
-        self.is_read_back = False  # it was seen to do the latter
-        self._clock: tuple[float, float] | None = None  # the server's time, and the time here when it was asked
+        self.conditional = conditional  # requests have conditions, such as If-Match
+        self._honours = False  # a test has shown that the server obeys conditions and returns stored bytes
+        self.is_read_back = False  # a test has shown that it returns stored bytes; see `round_trip`
+        self._clock: tuple[float, float] | None = None  # the server's time, and the local time of that reading
 
     def head(self, key: str) -> Found | None:
-        """The object of a key; None when there is none."""
+        """Returns the object of a key; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
             return _found(self._repeated(key, lambda: self._obstore.head(self._quick, key)))
         return None
 
     def beginning(self, key: str, nbytes: int, into: memoryview = _NOTHING) -> tuple[Any, Found]:
-        """The object of a key and a buffer of its first bytes, all of them where it has fewer.
+        """Returns a buffer with the first bytes of an object, and the object. It has all bytes if there are fewer.
 
-        Many come in memory of their own, which may be written. The last of them come `into` other memory, and are not
-        in that buffer, if the object has as many. Raises `FileNotFoundError`.
+        Many bytes come in new memory that the caller may write to. If the object has `nbytes` bytes, the last ones are
+        written to `into` instead of the buffer. Raises `FileNotFoundError`.
         """
         try:
             return self._bytes(key, 0, nbytes, None, into)
@@ -86,7 +86,10 @@ class Bucket:
             return b"", found
 
     def read_into(self, target: memoryview, key: str, begin: int, expected: Found) -> None:
-        """Fills a buffer with bytes of an object, from `begin` on. Raises `ChangedError` for another than expected."""
+        """Fills a buffer with bytes of an object, from `begin` on.
+
+        Raises `ChangedError` unless it is the expected object.
+        """
         _, found = self._bytes(key, begin, begin + len(target), expected.version, target)
         if not found.is_same(expected):
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
@@ -96,7 +99,7 @@ class Bucket:
     ) -> tuple[Any, Found]:
         client = self._quick if end - begin <= _QUICK_BYTES else self.client
         options: dict[str, Any] = {"range": (begin, end)}
-        if version and version[0] and not version[0].startswith("W/"):  # weak ones fit nothing by the rules of HTTP
+        if version and version[0] and not version[0].startswith("W/"):  # in HTTP, a weak ETag never matches If-Match
             options["if_match"] = version[0]
 
         def read() -> tuple[Any, Found]:
@@ -104,7 +107,7 @@ class Bucket:
             found = _found(got.meta)
             size = min(end, found.nbytes) - begin
             elsewhere = into if end <= found.nbytes else _NOTHING
-            came = memoryview(got.bytes())  # taking it chunk by chunk needs less memory, and a sixth more time
+            came = memoryview(got.bytes())  # Reading it in chunks would need less memory, but a sixth more time.
             if len(came) != size:
                 raise failure(f"{self.url}/{key}: expected {size} bytes, found {len(came)}", BROKEN)
             if size <= _SMALL_BYTES and not elsewhere:
@@ -119,7 +122,7 @@ class Bucket:
         return self._repeated(key, read)
 
     def _repeated(self, key: str, ask: Callable[[], T]) -> T:
-        """The answer to a request that may be made again, until it comes whole."""
+        """Returns the answer to a request that may be repeated, once it is complete."""
         for attempt in range(_ATTEMPTS):
             try:
                 with self.asked(key):
@@ -131,17 +134,17 @@ class Bucket:
                     if isinstance(error, RequestError):
                         raise
                     raise RequestError(
-                        f"{self.url}/{key}: the store answers again and again that another request about it is under "
-                        "way; try again later"
+                        f"{self.url}/{key}: the store keeps answering that another request for it is in progress; try "
+                        "again later"
                     ) from None
                 time.sleep(_PAUSE_SECONDS * 2**attempt)
         raise AssertionError
 
     def put(self, key: str, data: Any, *, replaces: Version | None = None, overwrite: bool = False) -> Version:
-        """Puts an object: a new one, or over the one that it replaces, or over whatever is there.
+        """Puts an object: a new one, or over the version that it `replaces`, or over any with `overwrite`.
 
-        Raises `ChangedError` when that is not so, unless the object that is there is this very one: an answer that was
-        lost makes the client ask again.
+        Raises `ChangedError` if another version is in place. An object with exactly these bytes is a success: after a
+        lost answer, the client sends the request again and finds its own object.
         """
         mode: Any = "overwrite" if overwrite else "create" if replaces is None else _mode(replaces)
         if not self.conditional and not overwrite:
@@ -158,14 +161,15 @@ class Bucket:
             except ChangedError as error:
                 if found := self.same(key, data):
                     return found.version
-                conflict = overwrite or isinstance(error, ConflictError)  # without a condition it can be nothing else
+                # A request without a condition fails like this only because another request is in progress.
+                conflict = overwrite or isinstance(error, ConflictError)
                 if not conflict or attempt == _ATTEMPTS - 1:
                     raise
             time.sleep(_PAUSE_SECONDS * 2**attempt)
         raise AssertionError
 
     def same(self, key: str, data: Any) -> Found | None:
-        """The object of a key if it has exactly these bytes, of which there are some."""
+        """Returns the object of a key if it has exactly these bytes, at least one."""
         data = memoryview(data).cast("B")
         if not len(data):
             return None
@@ -175,25 +179,28 @@ class Bucket:
         return None
 
     def check_unchanged(self, key: str, replaces: Version | None) -> Found | None:
-        """What is there. Raises `ChangedError` unless it is what is to be replaced, or nothing when that is None."""
+        """Returns the object of a key.
+
+        Raises `ChangedError` unless it has the version `replaces`; None stands for no object.
+        """
         found = self.head(key)
         if (found and found.version) == replaces:
             return found
         raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
 
     def list(self, key: str) -> tuple[list[Found], list[str]]:
-        """The objects whose names are a key, a slash and one more name, and the keys of those below which there are."""
+        """Returns the objects one level below a key, and the keys of the folders there."""
         found = self._repeated(key, lambda: self._obstore.list_with_delimiter(self._quick, prefix=key or None))
         folders = list(found["common_prefixes"])
         objects = [_found(one) for one in found["objects"] if one["path"] != key]
         return [one for one in objects if one.nbytes or one.key not in folders], folders
 
     def list_all(self, key: str) -> "list[Found]":
-        """All objects below a key, in the order of their names."""
+        """Returns all objects below a key, sorted by name."""
         return sorted(self.list_up_to(key, None) or ())
 
     def list_up_to(self, key: str, most: int | None) -> "list[Found] | None":
-        """All objects below a key; None where there are more than so many."""
+        """Returns all objects below a key; None if there are more than `most`."""
 
         def ask() -> list[Found] | None:
             found: list[Found] = []
@@ -207,12 +214,12 @@ class Bucket:
         return self._repeated(key, ask)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects; those that are not there are none."""
+        """Deletes objects. Missing objects are ignored."""
         if keys:
             chosen = list(keys) if len(keys) > 1 else keys[0]
             try:
                 self._repeated(keys[0], lambda: self._obstore.delete(self._quick, chosen))
-            except FileNotFoundError:  # where a missing one ends the request, the others are removed one by one
+            except FileNotFoundError:  # Some servers end a bulk request at a missing object: delete one by one.
                 for key in keys if len(keys) > 1 else ():
                     self.delete([key])
 
@@ -221,19 +228,22 @@ class Bucket:
         self._repeated(key, lambda: self._obstore.copy(self.client, key, other))
 
     def writer(self, key: str, part_bytes: int, parts: int) -> Any:
-        """An upload in parts, so many of which are in flight; a context manager that gives it up after an error."""
+        """Returns a context manager that uploads an object in parts, `parts` of them at a time.
+
+        An error aborts the upload.
+        """
         with self.asked(key):
             return self._obstore.open_writer(self.client, key, buffer_size=part_bytes, max_concurrency=parts)
 
     def check_conditions(self, key: str) -> None:
-        """Raises `UnsupportedError` unless the server keeps to conditions, tried on an object that is there."""
+        """Raises `UnsupportedError` unless the server obeys conditions, which it tests on an existing object."""
         refused = [self._refuses(key, replaces) for replaces in (None, ('"treering"', "1"))]
         if not all(refused):
             raise UnsupportedError(
-                f"{self.url}: expected a store that refuses to create what is there (If-None-Match) and to replace "
-                "what has changed (If-Match), found one that does not: two jobs could replace each other's checkpoints "
-                "and neither would know; save elsewhere, or pass a store that is registered with conditional=False if "
-                "nothing else ever writes there"
+                f"{self.url}: expected a store that refuses to create an object that exists (If-None-Match) and to "
+                "replace one that has changed (If-Match), found one that does not: two jobs could replace each other's "
+                "checkpoints and neither would know; save elsewhere, or pass a store that is registered with "
+                "conditional=False if nothing else ever writes there"
             )
 
     def _refuses(self, key: str, replaces: Version | None) -> bool:
@@ -245,20 +255,26 @@ class Bucket:
             return True
         return False
 
-    def age(self, found: Found, beside: str) -> float:
-        """The seconds since an object was written, by the server's clock; it is read off an object beside a key."""
+    def age(self, found: Found, neighbor: str) -> float:
+        """Returns the seconds since an object was written, by the server's clock.
+
+        A new object next to `neighbor` shows the time.
+        """
         for _ in range(_ATTEMPTS):
             if self._clock is not None and now() - self._clock[1] <= _CLOCK_SECONDS:
                 return self._clock[0] + (now() - self._clock[1]) - found.modified
-            self._ask_clock(beside)
-        raise RequestError(f"{self.url}/{beside}: the server's clock cannot be read off an object beside it")
+            self._ask_clock(neighbor)
+        raise RequestError(f"{self.url}/{neighbor}: the server's clock cannot be read from an object next to it")
 
-    def _ask_clock(self, beside: str) -> None:
-        """Reads the server's clock off an object that was just put, unless another process has removed that."""
-        probe = clock_beside(beside)
+    def _ask_clock(self, neighbor: str) -> None:
+        """Puts an object and reads the server's clock from its time.
+
+        Reads nothing if another process has removed the object.
+        """
+        probe = clock_beside(neighbor)
         try:
             self.put(probe, b"-", overwrite=True)
-            here = now()  # afterwards: what is old is rather taken for younger than it is
+            here = now()  # Read after the put: an age may come out too small, but a living writer never looks dead.
             if seen := self.head(probe):
                 self._clock = (seen.modified, here)
         finally:
@@ -276,22 +292,22 @@ class Bucket:
         return translate_errors(self.url, key)
 
 
-_process: int | None = None  # that has made the first request
+_process: int | None = None  # the process that made the first request
 
 
 def _check_process() -> None:
-    """Raises `UnsupportedError` in a forked child, which would wait for ever for threads that only its parent has."""
+    """Raises `UnsupportedError` in a forked child, which would wait forever for threads that only its parent has."""
     global _process
     _process = _process or os.getpid()
     if _process != os.getpid():
         raise UnsupportedError(
-            "buckets cannot be used in a process that was forked from one that has used them: begin it with "
-            "multiprocessing's method 'spawn', or read there from a local copy"
+            "buckets cannot be used in a process that was forked from one that has used them: start it with "
+            "multiprocessing's method 'spawn', or read a local copy in it"
         )
 
 
 def _above(key: str) -> Iterator[str]:
-    """The keys that others would take for the folders of one; some programs put empty objects there."""
+    """Yields the keys that some programs treat as folders of this one. They put empty objects there."""
     while key := key.rpartition("/")[0]:
         yield key
 
@@ -301,7 +317,10 @@ def _found(meta: Any) -> Found:
 
 
 def _version(answer: Any) -> Version:
-    """The same for the same object whatever was asked: Azure's lists give the tag without its quotes."""
+    """Returns the version of an object, the same for every kind of request.
+
+    Azure's listings give the ETag without quotes, so they are added.
+    """
     tag = answer["e_tag"]
     return (f'"{tag}"' if tag and '"' not in tag else tag), answer["version"]
 

@@ -1,4 +1,4 @@
-"""The clients of obstore's for the URLs of buckets, with the credentials that the field's programs use."""
+"""Makes obstore's clients for the URLs of buckets, with the credentials that other programs of the field use."""
 
 import datetime
 import functools
@@ -12,20 +12,20 @@ EXTRAS = {
     "abfs": "azure", "abfss": "azure", "http": "http", "https": "http", "memory": "http",
 }  # fmt: skip
 WEB = ("http://", "https://")
-_SECONDS = 300  # for one request with data: five objects at a time need half a megabyte a second
-QUICK_SECONDS = 20  # for one without, and for what says that a writer lives
+_SECONDS = 300  # per request with data: five objects at a time need half a megabyte a second
+QUICK_SECONDS = 20  # per request without data, and per renewal of a lease
 _RETRIES = {
     "max_retries": 6,
     "retry_timeout": datetime.timedelta(seconds=90),
-    # Google's store changes one object once a second: six of the shortest pauses are longer.
+    # Google's store accepts one change of an object per second. Six of the shortest pauses are longer than that.
     "backoff": {"init_backoff": datetime.timedelta(milliseconds=300), "base": 2},
 }
 
 
 def make(root: str, seconds: int = _SECONDS) -> Any:
-    """The client for what is before the names in a URL (`s3://bucket`, `https://host`), with a limit for each request.
+    """Returns the client for the beginning of a URL (`s3://bucket`, `https://host`), with a timeout for each request.
 
-    Raises `UnsupportedError` when obstore is not installed, and `RequestError` when it makes no client of the URL.
+    Raises `UnsupportedError` if obstore is not installed, and `RequestError` if it cannot make a client for the URL.
     """
     scheme, _, place = root.partition("://")
     try:
@@ -48,21 +48,24 @@ def make(root: str, seconds: int = _SECONDS) -> Any:
         return store.from_url(f"gs://{place}" if scheme == "gcs" else root, **options)
     except BaseError as error:
         raise RequestError(
-            f"{root}: no client can be made for it: {short(error)}; look at the URL, and at the variables of the "
-            "environment with the account and the credentials"
+            f"{root}: no client can be made for it: {short(error)}; check the URL, and the environment variables with "
+            "the account and the credentials"
         ) from error
 
 
 @functools.cache
 def _in_memory(name: str) -> Any:
-    """The memory of that name, for as long as the process lives."""
+    """Returns the memory store of that name, which lives as long as the process."""
     from obstore.store import MemoryStore
 
     return MemoryStore()
 
 
 def _s3(store: Any, bucket: str, options: dict[str, Any]) -> Any:
-    """S3, or what speaks its language at `AWS_ENDPOINT_URL`. Payloads are not signed over TLS: checksums cover them."""
+    """Returns a client for S3, or for the server at `AWS_ENDPOINT_URL` that speaks its protocol.
+
+    Over TLS, payloads are not signed: checksums protect them.
+    """
     if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profile():
         options |= _of_profile(bucket)
     named = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -88,26 +91,26 @@ def _of_profile(bucket: str) -> dict[str, Any]:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise UnsupportedError(
-            f"s3://{bucket}: the credentials lie in a profile of AWS, which boto3 reads: pip install 'treering[s3]'"
+            f"s3://{bucket}: the credentials are in an AWS profile, which boto3 reads: pip install 'treering[s3]'"
         ) from None
     session = boto3.Session()
     found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session=session)}
     if session.region_name:
         found["region"] = session.region_name
     endpoint = session.client("s3", region_name=session.region_name or "us-east-1").meta.endpoint_url
-    if "amazonaws.com" not in endpoint:  # the profile names one
+    if "amazonaws.com" not in endpoint:  # the profile names an endpoint
         found["endpoint"] = endpoint
     return found
 
 
 def short(error: Exception) -> str:
-    """The first line of an error, without the source that obstore adds."""
+    """Returns the first 300 characters of an error, without the source that obstore adds."""
     text = str(error).partition("\n\nDebug source")[0]
     return " ".join(text.split())[:300]
 
 
 def url_of(client: Any) -> str:
-    """The URL of a store object of obstore's. Raises `MismatchError` for one that has none."""
+    """Returns the URL of a store object of obstore. Raises `MismatchError` for one that has none."""
     kind = type(client).__name__
     prefix = f"/{client.prefix}" if getattr(client, "prefix", None) else ""
     config = getattr(client, "config", {})
@@ -121,4 +124,4 @@ def url_of(client: Any) -> str:
         return client.url.rstrip("/")
     if kind == "MemoryStore":
         return f"memory://{id(client):x}"
-    raise MismatchError(f"expected a path, a URL or a store of obstore's for a bucket, found a {kind}")
+    raise MismatchError(f"expected a path, a URL or a store object of obstore for a bucket, found a {kind}")

@@ -1,4 +1,4 @@
-"""What one look has shown of a bucket, or several have: who asks the same again for a moment gets the same answer."""
+"""Caches listings and heads of a bucket during one operation, so that repeated requests get the same answer."""
 
 import threading
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from typing import Any
 from ..read_errors import ReplacedError
 from .bucket import Bucket, Found
 
-_MOST_BEGINNINGS = 16  # that are remembered, each of 1 MiB at most
+_MAX_BEGINNINGS = 16  # first bytes of objects in the cache, at most 1 MiB each
 
 
 class Glance:
-    """The objects below a key, all of which were `found`; None where they are too many to list at once, or cannot be.
+    """The objects below a key, all of which were `found`. None stands for too many to list at once, or for no listing.
 
-    Then they are listed level by level, as they are asked for; what was asked about single objects is remembered.
+    In that case, levels are listed on demand, and the answers about single objects are cached.
     """
 
     def __init__(self, bucket: Bucket, key: str, found: Sequence[Found] | None):
         self.is_whole = found is not None
         self._bucket, self.key = bucket, key
         self._levels: dict[str, tuple[list[Found], list[str]]] = {}  # see `Bucket.list`
-        self._objects = {one.key: one for one in found or ()}  # of all levels that are known
-        self._folders: set[str] = set()  # likewise
+        self._objects = {one.key: one for one in found or ()}  # of all listed levels
+        self._folders: set[str] = set()  # of all listed levels
         self._asked: dict[str, Found | None] = {}
         self._beginnings: dict[str, tuple[Any, Found]] = {}
         self._lock = threading.RLock()
@@ -39,11 +39,11 @@ class Glance:
         return self._levels.setdefault(key, ([], []))
 
     def covers(self, bucket: Bucket, key: str) -> bool:
-        """Whether a key is that of this glance, or below it."""
+        """Returns True if a key is the key of this cache, or below it."""
         return bucket is self._bucket and (key == self.key or not self.key or key.startswith(self.key + "/"))
 
     def list(self, key: str) -> tuple[list[Found], list[str]]:
-        """See `Bucket.list`."""
+        """Returns what `Bucket.list` does."""
         if not self._is_known(key):
             self._levels[key] = objects, folders = self._bucket.list(key)
             self._objects |= {one.key: one for one in objects}
@@ -51,13 +51,13 @@ class Glance:
         return self._levels.get(key, ([], []))
 
     def _is_known(self, key: str) -> bool:
-        """Whether it is known what is below a key: it was listed, or what is around it has no such folder."""
+        """Returns True if the level below a key is known: it was listed, or a listed level above has no such folder."""
         if self.is_whole or key in self._levels:
             return True
         return key != self.key and key not in self._folders and self._is_known(_around(key))
 
     def head(self, key: str) -> Found | None:
-        """See `Bucket.head`."""
+        """Returns what `Bucket.head` does."""
         if key != self.key and self._is_known(_around(key)):
             return self._objects.get(key)
         if key not in self._asked:
@@ -65,7 +65,10 @@ class Glance:
         return self._asked[key]
 
     def all(self, key: str) -> "list[Found]":
-        """See `Bucket.list_all`. Raises `ReplacedError` when levels that were listed before are others now."""
+        """Returns what `Bucket.list_all` does.
+
+        Raises `ReplacedError` if levels that were listed before have changed.
+        """
         before = {one.key: one for one in self._objects.values() if one.key.startswith(f"{key}/" if key else "")}
         if self.is_whole:
             return sorted(before.values())
@@ -77,9 +80,10 @@ class Glance:
         return found
 
     def beginning(self, key: str, nbytes: int) -> tuple[Any, Found]:
-        """See `Bucket.beginning`; what is remembered is not to be written.
+        """Returns what `Bucket.beginning` does, in memory that must not be written.
 
-        Raises `ReplacedError` for another object than was listed: names from then do not belong to contents from now.
+        Raises `ReplacedError` if the object has changed since it was listed: old names must not be combined with new
+        contents.
         """
         with self._lock:
             known = self._beginnings.get(key)
@@ -88,7 +92,7 @@ class Glance:
             self._check(found)
             known = memoryview(data).toreadonly(), found
             with self._lock:
-                if len(self._beginnings) == _MOST_BEGINNINGS:
+                if len(self._beginnings) == _MAX_BEGINNINGS:
                     del self._beginnings[next(iter(self._beginnings))]
                 self._beginnings[key] = known
             self._asked[key] = found
@@ -100,13 +104,13 @@ class Glance:
             return
         listed = self._objects.get(found.key)
         if listed and (found.is_same(listed) or listed in self._bucket.list(around)[0]):
-            return  # or lists of this store name versions otherwise than answers about one object
+            return  # unchanged, or this store's listings state versions differently from its other answers
         raise self._replaced(found.key)
 
     def _replaced(self, key: str) -> ReplacedError:
-        return ReplacedError(f"{self._bucket.url}/{key}: it was replaced while it was looked for; open it again")
+        return ReplacedError(f"{self._bucket.url}/{key}: it was replaced while it was being opened; open it again")
 
 
 def _around(key: str) -> str:
-    """The key of the level that an object is in."""
+    """Returns the key of the level that an object is in."""
     return key.rpartition("/")[0]

@@ -1,4 +1,7 @@
-"""Small objects that say who writes, renewed while the writer lives: the locks of a store that has none."""
+"""Small objects that name a living writer and are renewed while it lives.
+
+They replace locks in stores without locks.
+"""
 
 import contextlib
 import datetime
@@ -19,20 +22,20 @@ from ...errors import SaveError
 from .bucket import Bucket, Found, Version, now
 from .request_errors import ChangedError
 
-LEASE_SECONDS = 90.0  # after which one that was not renewed may be taken over, by the server's clock
+LEASE_SECONDS = 90.0  # after its last renewal by the server's clock, another writer may acquire it
 _RENEWAL_SECONDS = 20.0
-SAFE_SECONDS = 60.0  # since the last renewal, within which no other writer can have taken it over
+SAFE_SECONDS = 60.0  # after its last renewal, no other writer can have acquired it
 VERSION = 1
-_MAX_BYTES = 4096  # of such an object; larger ones are none
-_UNSEEN = "unseen"  # in the place of the time when a process began
-_ENDED = b'{"version":1}'  # nobody's
+_MAX_BYTES = 4096  # larger objects are not heartbeats
+_UNSEEN = "unseen"  # instead of the start time of a process, if it cannot be read
+_ENDED = b'{"version":1}'  # the contents after a release: no token, so no holder
 _log = logging.getLogger("treering")
 _PROCESS = os.urandom(8).hex()  # names this process in the objects that it writes
 _alive: "Alive[Heartbeat]" = Alive()
 
 
 class About(msgspec.Struct):
-    """The contents of the object: who writes, and how to tell whether that process lives."""
+    """The contents of the object: which process writes, and how to tell whether it lives."""
 
     version: Any = VERSION
     requires: Any = ()
@@ -40,14 +43,14 @@ class About(msgspec.Struct):
     process: int = 0
     since: str = ""
     token: str = ""
-    owner: str = ""  # the process, by a name that no other has
-    machine: str = ""  # the machine, its boot and the space of its process numbers; "" where that is not known
-    started: str = ""  # when the process began, by that machine
+    owner: str = ""  # a unique name of the process
+    machine: str = ""  # the machine's boot and PID namespace; "" where they are not known
+    started: str = ""  # the start time of the process, by that machine
     beats: int = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether this release knows what it says; what a later one wrote may mean anything."""
+        """True if this release understands the contents. Those of a later release may mean anything."""
         return self.version == VERSION and not self.requires
 
 
@@ -55,14 +58,17 @@ learn(About)
 
 
 class Heartbeat:
-    """An object that names this process as a living writer. `lost`: it was removed or replaced by another."""
+    """An object that names this process as a living writer.
+
+    `lost` is True once another writer removed or replaced it.
+    """
 
     def __init__(self, bucket: Bucket, key: str, *, replaces: Version | None = None):
         self.key, self.lost, self.stopped = key, False, False
         self._bucket = bucket
         self._about = _about_this_process()
-        self._lock = threading.RLock()  # held while it is renewed
-        self._renewed = now()
+        self._lock = threading.RLock()  # held while the object is renewed
+        self._renewed = now()  # Read before the put: the lease must not seem to last longer here than on the server.
         self._version = bucket.put(key, self._data(), replaces=replaces)
         self._ending = threading.Event()
         _alive.add(self)
@@ -70,17 +76,17 @@ class Heartbeat:
 
     @property
     def token(self) -> str:
-        """The name of this writer among all."""
+        """The unique name of this writer."""
         return self._about.token
 
     def holds(self) -> bool:
-        """Whether it is this writer's still; asks the server only when the last renewal is long ago."""
+        """Returns True if this writer still holds the object. Asks the server only if the last renewal is long ago."""
         if now() - self._renewed > SAFE_SECONDS and not self.lost:
             self.renew()
         return not self.lost and (now() - self._renewed <= SAFE_SECONDS or self.confirm())
 
     def confirm(self) -> bool:
-        """Whether the object is there as it was written last, which is looked up."""
+        """Asks the server, and returns True if the object is as this writer wrote it last."""
         with self._lock:
             if self.lost:
                 return False
@@ -88,7 +94,7 @@ class Heartbeat:
             return found is not None and found.version[0] == self._version[0]
 
     def renew(self) -> None:
-        """Writes it once more, unless it is another's by now."""
+        """Writes the object again, unless another writer has it by now."""
         with self._lock:
             if self.lost or self.stopped:
                 return
@@ -104,23 +110,26 @@ class Heartbeat:
                 _log.warning("%s/%s: not renewed: %s", self._bucket.url, self.key, error)
 
     def _look(self) -> None:
-        """Finds out whose the object is. A renewal whose answer was lost has made it another version of this one's."""
+        """Finds out who holds the object.
+
+        If the answer to a renewal was lost, it is this writer's in a newer version.
+        """
         with contextlib.suppress(FileNotFoundError):
             about, found = read(self._bucket, self.key)
             if about is not None and about.token == self.token:
-                self._version = found.version  # and it is renewed the next time
+                self._version = found.version  # The next renewal uses it.
                 return
         self.lost = True
-        _log.warning("%s/%s: taken over or removed by another writer", self._bucket.url, self.key)
+        _log.warning("%s/%s: another writer has acquired or removed it", self._bucket.url, self.key)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[bytes]:
-        """Yields what the object holds, and renews it only after the `with` block."""
+        """Yields the contents of the object, and does not renew it during the `with` block."""
         with self._lock:
             yield self._data()
 
     def stop(self, *, delete: bool) -> None:
-        """Renews it no longer, and removes the object unless it is another's."""
+        """Stops the renewals. With `delete` it also removes the object, unless another writer has it."""
         with self._lock:
             self.stopped = True
             self._ending.set()
@@ -128,15 +137,15 @@ class Heartbeat:
                 self._bucket.delete([self.key])
 
     def give_back(self) -> None:
-        """Renews it no longer, and leaves the object as nobody's, unless it is another's.
+        """Stops the renewals and marks the object as held by no process, unless another writer has it.
 
-        A delete cannot be tied to what was seen: one that is repeated because its answer was lost would hit whatever
-        another writer has put there meanwhile.
+        A delete cannot be conditional. If its answer were lost and it were repeated, it would hit an object that
+        another writer has made meanwhile.
         """
         with self._lock:
             self.stopped = True
             self._ending.set()
-            for _ in range(2):  # the version is another than known where the answer to a renewal was lost
+            for _ in range(2):  # twice: after a lost answer to a renewal, the known version is outdated
                 if self.lost:
                     return
                 try:
@@ -146,15 +155,15 @@ class Heartbeat:
                     self._look()
 
     def end(self) -> None:
-        """Gives it back in the thread that renews it."""
+        """Lets the thread that renews the object release it."""
         self._ending.set()
 
     def beat(self) -> None:
-        """Renews it again and again until its end."""
+        """Renews the object regularly until `end` is called."""
         while not self._ending.wait(_RENEWAL_SECONDS):
             try:
                 self.renew()
-            except Exception:  # it is tried again, for without it a living writer would be taken for dead
+            except Exception:  # The loop continues: without renewals, a living writer would be taken for dead.
                 _log.exception("%s/%s: not renewed", self._bucket.url, self.key)
         if not self.stopped:
             with contextlib.suppress(OSError):
@@ -165,7 +174,10 @@ class Heartbeat:
 
 
 def read(bucket: Bucket, key: str) -> tuple[About | None, Found]:
-    """What such an object says; None for one that says nothing. Raises `FileNotFoundError`."""
+    """Returns the contents of such an object, or None if they cannot be decoded, and the object.
+
+    Raises `FileNotFoundError`.
+    """
     data, found = bucket.beginning(key, _MAX_BYTES)
     if found.nbytes < _MAX_BYTES:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -175,17 +187,17 @@ def read(bucket: Bucket, key: str) -> tuple[About | None, Found]:
 
 
 def has_writer(bucket: Bucket, key: str) -> bool:
-    """Whether such an object names a writer that lives. Raises `FileNotFoundError`."""
+    """Returns True if such an object names a living writer. Raises `FileNotFoundError`."""
     about, found = read(bucket, key)
     return about is not None and lives(bucket, about, found)
 
 
 def lives(bucket: Bucket, about: About, found: Found) -> bool:
-    """Whether the writer that an object names may still write; that of a later release may."""
+    """Returns True if the writer that an object names may still write. A writer of a later release may."""
     if not about.is_known:
         return True
     if not about.token:
-        return False  # the lock of a disk, which was copied: who had that does not write here
+        return False  # a released object, or a copied lock file of a disk, whose holder does not write here
     if about.owner == _PROCESS:
         return any(one.token == about.token and not one.stopped for one in _alive.all())
     if is_here(about):
@@ -194,9 +206,10 @@ def lives(bucket: Bucket, about: About, found: Found) -> bool:
 
 
 def end(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> bool:
-    """Takes an object away from a writer that is dead, or will know it by that; False for one that lives.
+    """Takes an object away from a dead writer. Returns False if the writer lives or `check` returns False.
 
-    For an object of another kind nothing is done. False as well unless `check` agrees. Raises `FileNotFoundError`.
+    A writer that was wrongly taken for dead finds out, because its object has changed. An object that is not a
+    heartbeat stays as it is. Raises `FileNotFoundError`.
     """
     about, found = read(bucket, key)
     if (about is not None and lives(bucket, about, found)) or not check():
@@ -205,12 +218,12 @@ def end(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> b
         try:
             bucket.put(key, _ENDED, replaces=found.version)
         except (ChangedError, FileNotFoundError):
-            return False  # it was renewed meanwhile
+            return False  # its writer has renewed it meanwhile
     return True
 
 
 def is_here(about: About) -> bool:
-    """Whether its process, dead or alive, is one of this machine, which knows which of the two."""
+    """Returns True if the writer's process belongs to this machine, which therefore knows whether it lives."""
     return bool(about.machine) and about.machine == _machine()
 
 
@@ -232,11 +245,11 @@ def _machine() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""  # not Linux: there the age alone decides
+        return ""  # Not Linux: then only the age of the object decides.
 
 
 def _runs(about: About) -> bool:
-    """Whether a process of this machine runs; one that may not be looked at does."""
+    """Returns True if a process of this machine runs, or if this user may not ask."""
     try:
         os.kill(about.process, 0)
     except ProcessLookupError:
@@ -247,7 +260,7 @@ def _runs(about: About) -> bool:
 
 
 def _started(process: int) -> str:
-    """The time when a process began, in ticks since the boot; "" when it has ended, `_UNSEEN` where that is unknown."""
+    """Returns the start time of a process in ticks since the boot; "" after its end, `_UNSEEN` if it cannot be read."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -257,18 +270,18 @@ def _started(process: int) -> str:
 
 
 def _begin(one: Heartbeat) -> None:
-    """Starts the thread that renews."""
-    with contextlib.suppress(SaveError):  # no more threads are allowed: `holds` renews it itself
+    """Starts the thread that renews the object."""
+    with contextlib.suppress(SaveError):  # Without room for a thread, `holds` renews the object.
         start(threading.Thread(target=one.beat, name="treering-heartbeat", daemon=True))
 
 
 def _forget_after_fork() -> None:
-    """Leaves all of them to the process that this one was forked from."""
+    """Leaves all heartbeats to the process that this one was forked from."""
     global _PROCESS
     _PROCESS = os.urandom(8).hex()
     for one in _alive.all():
         one.stopped = one.lost = True
-        one._lock = threading.RLock()  # the old one may be held by a thread that the child does not have
+        one._lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
 
 
 if hasattr(os, "register_at_fork"):

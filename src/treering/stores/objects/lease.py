@@ -1,4 +1,4 @@
-"""The right to write a run in a store without locks: an object that names the writer, and is renewed while it lives."""
+"""The lease of a run in a store without locks: an object that names the writer and is renewed while it lives."""
 
 import atexit
 import logging
@@ -19,17 +19,17 @@ from .keys import joined
 from .request_errors import ChangedError
 
 _POLL_SECONDS = 2.0
-_MOST_CHANGES = 10  # that others may make while the lease is being taken
+_MAX_ATTEMPTS = 10  # failed attempts, after which the store is considered broken
 _log = logging.getLogger("treering")
 _alive: "Alive[ObjectLease]" = Alive()
-_taking: "dict[str, threading.RLock]" = {}  # by run: held while its lease is taken, one at a time in this process
+_taking: "dict[str, threading.RLock]" = {}  # by run; held while its lease is acquired or released
 
 
 class ObjectLease:
     """The right to write a run. See `stores.store.Lease`.
 
-    Within a process the newest claim counts. Of other processes' leases one whose process is known to be dead counts no
-    longer, and any that was not renewed for `LEASE_SECONDS` by the server's clock.
+    Within a process the newest claim wins. The lease of another process is free once that process is known to be dead,
+    or if it was not renewed for `LEASE_SECONDS` by the server's clock.
     """
 
     def __init__(self, bucket: Bucket, key: str, busy: Callable[[], bool]):
@@ -39,7 +39,7 @@ class ObjectLease:
         _alive.add(self)
         claims.add(self)
         weakref.finalize(self, _drop, held := [])
-        self._held: list[Heartbeat] = held  # what is left when the `Checkpointer` was dropped without `close`
+        self._held: list[Heartbeat] = held  # for the finalizer: a `Checkpointer` may be dropped without `close`
 
     @property
     def _alone(self) -> threading.RLock:
@@ -56,7 +56,10 @@ class ObjectLease:
             self._wait_for_it()
 
     def check_free(self) -> None:
-        """Raises an `ExistsError` for another process of this machine; of others that would take waiting."""
+        """Raises an `ExistsError` if another process of this machine holds the lease.
+
+        Finding out about other machines would mean waiting, so their leases are not examined.
+        """
         with self._alone:
             if any(one._beat is not None and one.run == self.run for one in _alive.all()):
                 return
@@ -70,31 +73,34 @@ class ObjectLease:
                 raise _held_by(self.run, holder)
 
     def _take_over(self) -> None:
-        """Takes the lease away from an idle owner in this process. Raises `ExistsError` for one that is saving."""
+        """Releases the lease of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
         for other in _alive.all():
             if other is self or other._beat is None or other.run != self.run:
                 continue
             if other._busy():
                 raise claims.busy(self.run)
-            _log.warning("%s: taken over from another Checkpointer of this process, which was not closed", self.run)
+            _log.warning("%s: acquired from another Checkpointer of this process, which was not closed", self.run)
             other.lost = True
             other.release()
 
     def _wait_for_it(self) -> None:
-        """Takes the lease once its holder is dead, which may take `LEASE_SECONDS` to see. Raises `ExistsError`."""
+        """Acquires the lease once its holder is dead, which may take `LEASE_SECONDS` to find out.
+
+        Raises `ExistsError`.
+        """
         first: About | None = None
         gone = 0
         while not self._taken(None):
             try:
                 holder, found = heartbeat.read(self._bucket, self._key)
-            except FileNotFoundError:  # it was removed meanwhile
+            except FileNotFoundError:  # another process has removed it meanwhile
                 gone += 1
-                if gone == _MOST_CHANGES:
+                if gone == _MAX_ATTEMPTS:
                     raise RequestError(
-                        f"{self.run}/{LOCK_NAME}: the store refuses to create it as one that is there, and says that "
-                        "there is none, again and again; look whether the store works"
+                        f"{self.run}/{LOCK_NAME}: the store refuses to create this object because it exists, and then "
+                        "says that it does not exist, again and again; check whether the store works"
                     ) from None
-                time.sleep(_POLL_SECONDS * gone / _MOST_CHANGES)
+                time.sleep(_POLL_SECONDS * gone / _MAX_ATTEMPTS)
                 continue
             if holder is None or not holder.is_known:
                 raise UnsupportedError(
@@ -104,19 +110,21 @@ class ObjectLease:
                 )
             if not heartbeat.lives(self._bucket, holder, found):
                 if self._taken(found.version):
-                    if holder.token:  # or it was given back
+                    if holder.token:  # else the holder has released it
                         _log.warning(
-                            "%s: taken over from process %d on %s, which is dead", self.run, holder.process, holder.host
+                            "%s: acquired from process %d on %s, which is dead", self.run, holder.process, holder.host
                         )
                     return
-                gone += 1  # another one was faster, or what is read here is not what is there
-                if gone == _MOST_CHANGES:
+                gone += 1  # another process was faster, or a cache answers reads with an old version
+                if gone == _MAX_ATTEMPTS:
                     raise RequestError(
-                        f"{self.run}/{LOCK_NAME}: the store gives this object to read again and again, and refuses to "
-                        "replace that; does it, or something on the way, answer from a cache, as for public objects?"
+                        f"{self.run}/{LOCK_NAME}: the store refuses to replace this object in the version that it "
+                        "returns, again and again; does the store, or a proxy on the way, answer from a cache, as for "
+                        "public objects?"
                     )
-                time.sleep(_POLL_SECONDS * gone / _MOST_CHANGES)
+                time.sleep(_POLL_SECONDS * gone / _MAX_ATTEMPTS)
                 continue
+            # The holder runs on this machine, or its lease was renewed during the wait: it lives.
             if heartbeat.is_here(holder) or (first and (first.token, first.beats) != (holder.token, holder.beats)):
                 raise _held_by(self.run, holder)
             if first is None:
@@ -128,7 +136,10 @@ class ObjectLease:
             time.sleep(_POLL_SECONDS)
 
     def _taken(self, replaces: Version | None) -> bool:
-        """Whether the lease is this one's now: there was none, or the one that it replaces."""
+        """Tries to acquire the lease if its object is absent, or has the version `replaces`.
+
+        Returns True on success.
+        """
         try:
             self._beat = Heartbeat(self._bucket, self._key, replaces=replaces)
         except ChangedError:
@@ -149,15 +160,15 @@ class ObjectLease:
                 try:
                     beat.give_back()
                 except OSError as error:
-                    _log.warning("%s: its lease was not given back, and runs out: %s", self.run, error)
+                    _log.warning("%s: its lease was not released, and will expire: %s", self.run, error)
 
     def check(self) -> None:
-        """Raises `TakenOverError` when another may write the run by now."""
+        """Raises `TakenOverError` if another job may have acquired the run by now."""
         beat = self._beat
         if beat is not None and not beat.holds():
             raise claims.TakenOverError(
-                f"{self.run}: another job has taken this run over, for this one did not renew its lease in time; this "
-                "one saves nothing there any more; stop one of the two, and go on in a new process"
+                f"{self.run}: another job has acquired this run, because this one did not renew its lease in time; "
+                "this job saves nothing there any more; stop one of the two jobs, and continue in a new process"
             )
 
 
@@ -166,20 +177,23 @@ def _held_by(run: str, holder: About) -> ExistsError:
 
 
 def _drop(held: list[Heartbeat]) -> None:
-    """Gives back the lease of a `Checkpointer` that was dropped; the thread that renews it does so, at its end."""
+    """Releases the lease of a `Checkpointer` that was dropped. The thread that renews it does so before it ends."""
     for beat in held:
         beat.end()
 
 
 @atexit.register
 def _release_all() -> None:
-    """Gives back the leases of Checkpointers that were not closed, or jobs elsewhere would wait. All saves are over."""
+    """Releases the leases of Checkpointers that were not closed, or jobs elsewhere would wait.
+
+    All saves are over by then.
+    """
     for lease in _alive.all():
         lease.release()
 
 
 def _forget_after_fork() -> None:
-    _taking.clear()  # they may be held by threads that the child does not have
+    _taking.clear()  # threads that do not exist in the child may hold these locks
 
 
 if hasattr(os, "register_at_fork"):

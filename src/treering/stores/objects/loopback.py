@@ -1,7 +1,7 @@
-"""TensorStore's view of a folder in a bucket: it asks a server on this machine, which asks the bucket.
+"""Gives TensorStore access to a folder in a bucket, through a server on this machine that asks the bucket.
 
-TensorStore has drivers for buckets of its own, but not with the credentials, endpoints and proxies of a client of
-obstore's. So its driver for web servers reads from the loopback interface here, and only what it needs is read.
+TensorStore has its own drivers for buckets, but they lack the credentials, endpoints and proxies of obstore's client.
+So its driver for web servers reads from the loopback interface, and only the bytes that it needs are fetched.
 """
 
 import hashlib
@@ -26,27 +26,27 @@ from .keys import below
 from .request_errors import ChangedError
 
 _HOST = "127.0.0.1"
-_PIECE_BYTES = 16 << 20  # bytes that are asked for at a time
+_PIECE_BYTES = 16 << 20  # per request to the bucket
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
-_server: "_Server | None" = None  # while there are folders
-_changing = threading.RLock()  # a signal handler may open something while its thread holds it
+_server: "_Server | None" = None  # runs while it serves any folder
+_changing = threading.RLock()  # reentrant: a signal handler may open a folder while its thread holds the lock
 
 
 def is_reachable() -> bool:
-    """Whether TensorStore asks this machine directly, and not the proxy that its environment names."""
+    """Returns True if TensorStore asks this machine directly, and not through the proxy of its environment."""
     environment = {name.lower(): value for name, value in os.environ.items()}
-    proxy = os.environ.get("http_proxy") or environment.get("all_proxy")  # the first has to be in small letters
+    proxy = os.environ.get("http_proxy") or environment.get("all_proxy")  # only `http_proxy` must be in lower case
     direct = {one.strip() for one in environment.get("no_proxy", "").split(",")}
     return not proxy or not direct.isdisjoint((_HOST, "*"))
 
 
 def served(bucket: Bucket, key: str, found: Sequence[Found], context: Any) -> dict[str, Any]:
-    """The specification of a folder whose objects are those that were found, as long as the context lives.
+    """Returns the specification of a folder with exactly the objects in `found`, which works while the context lives.
 
-    What is not among them is not there; one that was replaced since is an error.
+    Other objects do not exist for TensorStore. Reading an object that was replaced since raises an error.
     """
     global _server
-    token = secrets.token_hex(16)  # for nobody else on this machine may read the bucket
+    token = secrets.token_hex(16)  # part of the URL, so other users of this machine cannot read the bucket
     with _changing:
         if _server is None or _server.process != os.getpid():
             _server = _Server()
@@ -58,11 +58,11 @@ def served(bucket: Bucket, key: str, found: Sequence[Found], context: Any) -> di
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Serves folders by their tokens, and ends with the last of them."""
+    """Serves folders by their tokens, and ends when the last folder is released."""
 
     daemon_threads = True
-    request_queue_size = 128  # connections that are opened at once; of more, one waits a second until it tries again
-    timeout = 0.5  # seconds between looks whether there are any
+    request_queue_size = 128  # connections opened at once; a further one would wait a second before it tries again
+    timeout = 0.5  # seconds between checks whether any folder is left
 
     def __init__(self) -> None:
         super().__init__((_HOST, 0), _Handler)
@@ -71,7 +71,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self._begun = False
 
     def serve(self) -> None:
-        """Answers until there are no folders, unless another thread does so already."""
+        """Answers requests until no folder is left, unless another thread does so already."""
         global _server
         with _changing:
             if self._begun:
@@ -86,14 +86,14 @@ class _Server(http.server.ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of connections that TensorStore has given up."""
+        """Ignores connections that TensorStore has closed."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any  # the `_Server`
     disable_nagle_algorithm = True
-    timeout = 60.0  # seconds after which a connection on which nothing comes is closed
+    timeout = 60.0  # seconds after which an idle connection is closed
 
     def do_GET(self) -> None:
         token, _, name = urllib.parse.unquote(self.path).lstrip("/").partition("/")
@@ -114,11 +114,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         begin, end, is_part = span
         try:
-            data = _read(bucket, found, begin, end)  # all of it first: of an answer that breaks off no reason is told
+            data = _read(bucket, found, begin, end)  # first all bytes: a broken answer states no reason
         except (ChangedError, FileNotFoundError):
             self._refuse(ReplacedError("it was replaced or deleted while it was open; open it again"))
             return
-        except Exception as error:  # an answer that does not come would be asked for again and again
+        except Exception as error:  # TensorStore would repeat a request without an answer forever
             self._refuse(error)
             return
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -127,7 +127,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._say(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK, data, headers)
 
     def _span(self, size: int) -> tuple[int, int, bool] | None:
-        """The bytes that are asked for, and whether that is a part; None where there are none."""
+        """Returns the first byte, the end and whether the request has a range; None for a range without bytes."""
         match = _RANGE.fullmatch(self.headers.get("Range", ""))
         if match is None:
             return 0, size, False
@@ -139,7 +139,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return (begin, end, True) if begin < end else None
 
     def _refuse(self, error: Exception) -> None:
-        self._say(HTTPStatus.FORBIDDEN, as_text(error).encode())  # which TensorStore does not ask for again
+        self._say(HTTPStatus.FORBIDDEN, as_text(error).encode())  # TensorStore does not repeat such a request
 
     def _say(
         self, status: HTTPStatus, body: bytes | memoryview = b"", headers: Mapping[str, str] | None = None

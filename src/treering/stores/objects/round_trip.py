@@ -1,4 +1,4 @@
-"""The trial before the first write to a bucket: its server must give back what was put, whole and in part."""
+"""Tests a server before the first write to a bucket: it must return what was stored, completely and in ranges."""
 
 import contextlib
 import logging
@@ -11,14 +11,15 @@ from .heartbeat import Heartbeat
 from .request_errors import BROKEN, EMPTY, ChangedError
 
 _log = logging.getLogger("treering")
-_LINES = b"".join(b"%07d\n" % n for n in range(512))  # compressible, as some servers do; no two parts are equal
-_BEYOND = 64  # bytes that are asked for beyond the end, as when a file is opened
+# Compressible, because some servers compress. No two ranges are equal, so a wrong range shows.
+_LINES = b"".join(b"%07d\n" % n for n in range(512))
+_BEYOND = 64  # bytes requested beyond the end, as when a file is opened
 
 
 def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
-    """Tries a server, once in a process, on the heartbeat of a writer. Raises `UnsupportedError`.
+    """Tests a server once per process, with the heartbeat of a writer. Raises `UnsupportedError`.
 
-    A server that is not asked to keep to conditions is tried on an object of its own, which is also listed and deleted.
+    A server that does not get conditions is tested with an object of its own, which is also listed and deleted.
     """
     if bucket._honours:
         return
@@ -32,20 +33,20 @@ def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
 
 
 def check_beside(bucket: Bucket, key: str) -> None:
-    """Tries a server, once in a process, on an object beside a key, whatever it does about conditions.
+    """Tests a server once per process, with an object next to a key. Does not test conditions.
 
-    Whoever may not delete is not refused: that says nothing about the server.
+    A user who may not delete objects is not refused: that says nothing about the server.
     """
     if bucket._honours or bucket.is_read_back:
         return
-    probe = f"{clock_beside(key)}/probe"  # in a folder of its own, whose list is short
+    probe = f"{clock_beside(key)}/probe"  # in its own folder, so that the listing is short
     bucket.put(probe, _LINES, overwrite=True)
     try:
         _check_reads(bucket, probe, _LINES)
-        with _understood(bucket, probe, "to list what is beside it"):
+        with _understood(bucket, probe, "to list its folder"):
             listed, _ = bucket.list(probe.rpartition("/")[0])
         if not any(one.key == probe and one.nbytes == len(_LINES) for one in listed):
-            raise _refusal(bucket, probe, "to list what is beside it", "a list without it, or with another size")
+            raise _refusal(bucket, probe, "to list its folder", "a list without it, or with another size")
     except BaseException:
         with contextlib.suppress(OSError):
             bucket.delete([probe])
@@ -75,7 +76,7 @@ def _check_reads(bucket: Bucket, key: str, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _understood(bucket: Bucket, key: str, asked: str) -> Iterator[None]:
-    """Raises `UnsupportedError` for an answer that is none. Other errors say nothing about what the server can do."""
+    """Raises `UnsupportedError` for a wrong answer. Other errors say nothing about what the server can do."""
     try:
         yield
     except FileNotFoundError:
@@ -90,7 +91,7 @@ def _understood(bucket: Bucket, key: str, asked: str) -> Iterator[None]:
 
 def _refusal(bucket: Bucket, key: str, asked: str, answer: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{bucket.url}: expected a server that gives back what is put there; asked {asked}, about {key}, found "
+        f"{bucket.url}: expected a server that returns what is stored there; asked {asked}, about {key}, found "
         f"{answer}; nothing is saved where it could not be restored: make the server answer ranges as "
         "HTTP says (206, exactly those bytes, no content encoding), lists and deletes as S3 does, or save elsewhere"
     )

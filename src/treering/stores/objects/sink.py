@@ -16,14 +16,14 @@ from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
 from .upload import Stream, Upload, Uploads
 
-_AT_ONCE = 256 << 10  # bytes; what is smaller is put before `finish` returns
+_AT_ONCE = 256 << 10  # bytes; a smaller object is put before `finish` returns, a larger one in the background
 
 
 class ObjectSink:
-    """An object that is not there before it is finished.
+    """An object that does not exist before it is finished.
 
-    One that is `visible` has an object of its own under its name at once, which says who writes and is renewed; what
-    is written into it is put under the name that it is published with.
+    A `visible` one has a heartbeat under its name from the start, which names the writer and is renewed. Its data is
+    put only under the name that `publish` gives it.
     """
 
     def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, expected: int):
@@ -36,16 +36,16 @@ class ObjectSink:
             try:
                 round_trip.check(bucket, self.heartbeat)
             except BaseException:
-                with contextlib.suppress(OSError):  # it counts why nothing is saved there
+                with contextlib.suppress(OSError):  # the caller needs the first error
                     self.heartbeat.stop(delete=True)
                 raise
         self._buffer: memoryview | None = None
         self._stream = Stream(bucket, key, held=visible, expected=expected)
-        self._kept: Any = None  # the last bytes, which may be cut
+        self._kept: Any = None  # The last buffer is held back, because `finish` may cut it.
         self._at = 0
         self._lock = threading.Lock()
         self._upload: Upload | None = None
-        self._versions: dict[str, Version] = {}  # of what it was published as
+        self._versions: dict[str, Version] = {}  # of the objects that this sink has put, by key
 
     def protect(self) -> bool:
         return True
@@ -80,7 +80,7 @@ class ObjectSink:
             self._versions[self._key] = self._stream.put(replaces=None, overwrite=False)
 
     def _put(self, data: memoryview) -> None:
-        self._bucket.put(self._key, data, overwrite=True)  # no other object gets its name
+        self._bucket.put(self._key, data, overwrite=True)  # safe without a condition: no other object gets this name
         self._uploads.give_back(data)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
@@ -94,7 +94,7 @@ class ObjectSink:
         try:
             published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
         except RequestError:
-            found = self._bucket.same(key, data)  # it may have been carried out, and its answer lost
+            found = self._bucket.same(key, data)  # The put may have succeeded and its answer may be lost.
             if found is None:
                 raise
             published = found.version
@@ -102,20 +102,21 @@ class ObjectSink:
         try:
             claims.check(path)
             self._check_alive()
-        except TakenOverError as error:  # it took so long that another may have begun to write here
-            if replaces is not None or anything or not retract:  # without it nothing might be there at all
+        except TakenOverError as error:  # The put took so long that another job may have begun to write here.
+            # If it replaced an object, removing it could leave nothing at all, so it stays.
+            if replaces is not None or anything or not retract:
                 raise TakenOverError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
             self._take_back(key, published)
             raise
         except OSError as error:
             raise TakenOverError(
-                f"{path}: it is in place, but whether another job has begun to write here is not known: {error}"
+                f"{path}: it is in place, but it is unknown if another job has begun to write here: {error}"
             ) from error
         if overwrite and key != self._key and self.heartbeat:
             self.heartbeat.stop(delete=True)
 
     def _take_back(self, key: str, published: Version) -> None:
-        """Removes what was published, unless it is another's by now."""
+        """Removes the published object, unless another writer has replaced it by now."""
         with contextlib.suppress(OSError):
             found = self._bucket.head(key)
             if found and found.version[0] == published[0]:
@@ -124,19 +125,17 @@ class ObjectSink:
     def _check_alive(self) -> None:
         beat = self.heartbeat
         if beat and not beat.holds():
-            raise TakenOverError(
-                f"{self.path}: another job took this save for one whose writer is dead, and removed it"
-            )
+            raise TakenOverError(f"{self.path}: another job considered the writer of this save dead, and removed it")
 
     def is_at(self, path: str) -> bool:
         key = path[len(self._bucket.url) + 1 :]
         if self._upload is not None and key == self._key:
             self._upload.wait()
             self._upload.check()
-            return True  # its name is its own
+            return True  # no other object gets this name
         if self.heartbeat and key == self._key:
             return self.heartbeat.confirm()
-        if key not in self._versions:  # an answer that was lost may have been a good one
+        if key not in self._versions:  # The answer to the put may be lost, and the object in place.
             if self.heartbeat is None or self._bucket.same(key, self._stream.contents()) is None:
                 return False
             claims.check(path)
@@ -147,7 +146,7 @@ class ObjectSink:
 
     def close(self) -> None:
         if os.getpid() != self._process:
-            return  # the threads and uploads are those of the process that this one was forked from
+            return  # In a forked child, the threads and uploads belong to its parent.
         if self.heartbeat:
             self.heartbeat.stop(delete=False)
         self._stream.give_up()

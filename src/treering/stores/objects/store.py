@@ -1,4 +1,4 @@
-"""Buckets as a `Store`: names without folders, objects that appear as a whole, writers known by what they renew."""
+"""Buckets as a `Store`: names without folders, objects that appear complete, and writers that renew a heartbeat."""
 
 import contextlib
 import contextvars
@@ -31,18 +31,18 @@ from .temporary_folder import TemporaryFolder
 from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads
 
 _log = logging.getLogger("treering")
-_GLANCE_OBJECTS = 5000  # objects, beyond which asking for each of them that matters takes less
-# Those within which this runs, of whatever store; threads that help have them, too.
+_GLANCE_OBJECTS = 5000  # With more objects, single requests for those that matter take less time than the listing.
+# The caches of the `with` blocks around the current code, of all stores. Helper threads inherit them.
 _glances: "contextvars.ContextVar[tuple[Glance, ...]]" = contextvars.ContextVar("glances", default=())
 
 
 class ObjectStore:
-    """The buckets that URLs name. See `stores.store.Store` for the methods.
+    """The buckets that URLs name. `stores.store.Store` documents the methods.
 
-    The first write to a bucket in a process tries whether its server gives back what was put; see `round_trip`.
+    The first write of a process to a bucket tests whether its server returns what was stored; see `round_trip`.
 
-    conditional: whether the servers are asked to keep to conditions. Without them two jobs that write one checkpoint or
-    run at the same time replace each other's, and neither knows.
+    conditional: requests have conditions. Without them, two jobs that write the same checkpoint or run at the same time
+        replace each other's files, and neither notices.
     """
 
     has_folders = False
@@ -57,13 +57,13 @@ class ObjectStore:
         self._lock = threading.Lock()
 
     def add(self, url: str, client: Any) -> None:
-        """Makes a store object of obstore's the one for all paths that begin with a URL."""
+        """Makes a store object of obstore the client of all paths that begin with a URL."""
         with self._lock:
             known = self._buckets.get(url)
             if known and known.client is not client and known.client != client:
                 raise MismatchError(
-                    f"{url}: expected the store object that stands for this URL already, found another; use one "
-                    "for each bucket within a process"
+                    f"{url}: expected the store object that this process already uses for the URL, found another; use "
+                    "one store object for each bucket"
                 )
             self._buckets[url] = known or Bucket(url, client, conditional=self._conditional)
 
@@ -97,12 +97,12 @@ class ObjectStore:
         except ReplacedError:
             raise
         except FileNotFoundError:
-            if expected:  # it is known to be an object, or not there
+            if expected:  # The caller knows that it is not a folder, so no further request is needed.
                 raise
             found = self.stat(path)
             if found and found.is_folder:
                 raise CorruptError(f"{path}: expected an object, found names that begin with this one") from None
-            if found:  # put there meanwhile
+            if found:  # another process has put it meanwhile
                 return ObjectBlob(bucket, key, expected)
             raise
 
@@ -120,7 +120,7 @@ class ObjectStore:
             _glances.reset(before)
 
     def _glance(self, bucket: Bucket, key: str) -> Glance | None:
-        """A glance within which this runs, at a key or at what is around it; one that has listed all, if there is."""
+        """Returns a cache of the current `with` blocks that covers a key, preferably one with a complete listing."""
         covering = [one for one in _glances.get() if one.covers(bucket, key)]
         return max(covering, key=lambda one: one.is_whole) if covering else None
 
@@ -130,7 +130,7 @@ class ObjectStore:
             return seen.list(key)
         if seen.head(key):
             return [], []
-        raise NotFoundError(f"{bucket.url}/{key}: expected a file, for web servers cannot be listed; found none")
+        raise NotFoundError(f"{bucket.url}/{key}: expected a file, because web servers cannot be listed; found none")
 
     def is_local(self, path: str) -> bool:
         return False
@@ -149,8 +149,8 @@ class ObjectStore:
             if loopback.is_reachable():
                 return loopback.served(bucket, key, found, context)
             _log.warning(
-                "%s: read into memory as a whole, for `http_proxy` is set, and `no_proxy` has no 127.0.0.1, by way of "
-                "which TensorStore would read only what it needs",
+                "%s: all of it is read into memory, because `http_proxy` is set and `no_proxy` lacks 127.0.0.1; with "
+                "127.0.0.1 in `no_proxy`, TensorStore reads only what it needs",
                 path,
             )
         return brought_in(path, context, ((below(key, one.key), self._read(bucket, one)) for one in found))
@@ -182,7 +182,7 @@ class ObjectStore:
         if beat := self._heartbeats.pop(path, None):
             beat.stop(delete=True)
         else:
-            self._uploads.end(path)  # or what is on its way would come after
+            self._uploads.end(path)  # Else a running upload could create the object after the delete.
             bucket.delete([key])
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
@@ -225,8 +225,8 @@ class ObjectStore:
         names.sort(key=lambda name: name == last)
         for name in names:
             bucket.copy(joined(key, name), joined(target, name))
-        claims.check(old)  # copying may have taken longer than a lease
-        if names[-1] == last:
+        claims.check(old)  # Copying may have taken longer than the lease lasts, and a delete cannot be conditional.
+        if names[-1] == last:  # removed first: without it, readers do not take the old folder for complete
             bucket.delete([joined(key, names.pop())])
         bucket.delete([joined(key, name) for name in names])
 
@@ -243,7 +243,7 @@ class ObjectStore:
             claims.check(path)
             stream.put(replaces=found and found.version, overwrite=False)
         except ChangedError:
-            raise ExistsError(f"{path}: another writer put something there meanwhile; it is untouched") from None
+            raise ExistsError(f"{path}: another writer made it meanwhile; it is untouched") from None
         finally:
             stream.give_up()
 
@@ -283,11 +283,14 @@ class ObjectStore:
         return TemporaryFolder(bucket, key, takes_place=takes_place).filled(self._uploads)
 
     def _beside(self, path: str) -> "list[str]":
-        """The names of what is beside a path."""
+        """Returns the names in the folder of a path."""
         return self.list(path.rpartition("/")[0])
 
     def _clear_dead(self, path: str) -> None:
-        """Removes what killed writers have left for a path; not before it is whole, for that may be all there is."""
+        """Removes what killed writers left for a path.
+
+        Called once the path is complete: before, that may be the only copy.
+        """
         bucket, key = self._find(path)
         for other in temporary_folder.beside(key, self._beside(path)):
             temporary_folder.remove_unless_filled(bucket, other)
@@ -297,12 +300,12 @@ class ObjectStore:
         return ObjectLease(bucket, key, busy)
 
     def _find(self, path: str) -> tuple[Bucket, str]:
-        """The bucket of a path and the key in it."""
+        """Returns the bucket of a path, and the key in it."""
         if path.startswith(clients.WEB):
             if "?" in path or "#" in path:
                 raise UnsupportedError(
-                    f"{path}: expected a URL without a query and a fragment, found one; pass one that leads there by "
-                    "itself or by redirects, or download the file"
+                    f"{path}: expected a URL without a query and a fragment, found one; pass a URL that leads to the "
+                    "file by itself or by redirects, or download the file"
                 )
             path = urllib.parse.unquote(path)  # the client quotes it
         known = [url for url in list(self._buckets) if path == url or path.startswith(url + "/")]
@@ -322,5 +325,5 @@ class ObjectStore:
 
 
 def _is_web(bucket: Bucket) -> bool:
-    """Whether it is a web server, which has files that can be read and nothing else."""
+    """Returns True for a web server, whose files can only be read and not listed."""
     return bucket.url.startswith(clients.WEB)

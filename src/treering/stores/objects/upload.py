@@ -1,4 +1,4 @@
-"""Writing objects: small ones in one request, those of unknown length in parts."""
+"""Uploads objects: small ones in one request, those of unknown length in parts."""
 
 import contextlib
 import os
@@ -14,19 +14,19 @@ from .bucket import Bucket, Version
 from .request_errors import is_unknown
 
 OBJECT_BYTES = 16 << 20  # bytes of an array object, which is put in one request
-IN_FLIGHT = 10  # objects that are being put at a time
-_PART_BYTES = 8 << 20  # bytes of the parts of a stream, unless it is known to be larger
-_PART_OF_ANY_BYTES = 16 << 20  # the same of one that may become as large as it likes
-_MAX_PARTS = 10_000  # that stores take
-_DIRECT_BYTES = 1 << 20  # that are sent at once when others were; fewer are gathered
+IN_FLIGHT = 10  # objects that are uploaded at a time
+_PART_BYTES = 8 << 20  # bytes per part of a stream, unless its expected size needs larger parts
+_PART_OF_ANY_BYTES = 16 << 20  # bytes per part of a stream of unknown size
+_MAX_PARTS = 10_000  # per object; more are refused by stores
+_DIRECT_BYTES = 1 << 20  # once parts are being sent, a write of so many bytes is sent at once; fewer are collected
 _NOTHING = memoryview(b"")
-_PARTS, _PARTS_BYTES = 8, 128 << 20  # of a stream that are in flight
+_PARTS, _PARTS_BYTES = 8, 128 << 20  # parts of a stream that are in flight, and their bytes
 
 
 class Stream:
-    """The bytes of an object from one end to the other; those of a small one are held until the end.
+    """Writes an object from start to end. Small objects are held in memory until the end.
 
-    `expected` is about how many it will have, where that is known.
+    expected: the approximate number of bytes, if it is known.
     """
 
     def __init__(self, bucket: Bucket, key: str, *, held: bool = False, expected: int = 0):
@@ -51,14 +51,15 @@ class Stream:
             self._chunk_bytes += len(view)
 
     def contents(self) -> bytes:
-        """All bytes of one that is held."""
+        """Returns all bytes of a stream that was held."""
         self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
     def put(self, *, replaces: Version | None, overwrite: bool) -> Version:
-        """Makes the object: its name is there from now on, as a whole. Raises `ChangedError` as `Bucket.put` does.
+        """Creates the object, which appears complete under its name. Raises `ChangedError` as `Bucket.put` does.
 
-        One that went in parts cannot be tied to a condition by obstore: what is there is looked up just before.
+        obstore cannot make an upload in parts conditional. For such an upload, the old object is checked just before
+        the end.
         """
         if self._parts is None:
             return self._bucket.put(self._key, self.contents(), replaces=replaces, overwrite=overwrite)
@@ -70,36 +71,37 @@ class Stream:
         try:
             with bucket.asked(key):
                 parts.close()
-        except OSError as raised:  # it may have been carried out, and its answer lost
+        except OSError as raised:  # The server may have carried it out, and its answer may be lost.
             error = raised
         path = f"{bucket.url}/{key}"
         try:
             found = bucket.head(key)
         except OSError as unknown:
             raise SaveError(
-                f"{path}: it cannot be known whether the new one is in place, for looking was not answered "
-                f"({unknown}); {'it is, whole, or what was there before is' if before else 'it is, whole, or nothing'}"
+                f"{path}: upload not confirmed ({unknown}); the complete new object is in place, or "
+                f"{'the old one' if before else 'none'}; save again"
             ) from error
         is_new = found is not None and (before is None or found.version != before.version)
-        if found and found.nbytes == self.size and (is_new or not error):  # the same bytes may get no new version
+        if found and found.nbytes == self.size and (is_new or not error):  # equal bytes may keep their version
             return found.version
         if error and not is_unknown(error):
             raise error
-        done = f"has not said that it put them together ({error})" if error else "says that it put them together"
+        done = f"has not confirmed that it joined them ({error})" if error else "has confirmed that it joined them"
         raise SaveError(
-            f"{path}: expected {self.size} bytes that were put in parts, found {found.nbytes if found else 'nothing'}: "
-            f"the store {done}, which may take minutes, so it cannot be known what will be in place; look there later"
+            f"{path}: expected {self.size} bytes that were uploaded in parts, found "
+            f"{found.nbytes if found else 'nothing'}; the store {done}, which may take minutes, so it is unknown which "
+            "object will be in place; check later"
         ) from error
 
     def give_up(self) -> None:
-        """Leaves nothing behind."""
+        """Aborts the upload and leaves nothing behind."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
             with contextlib.suppress(Exception):
                 parts.__exit__(SaveError, SaveError("given up"), None)
 
     def _send(self, last: memoryview = _NOTHING) -> None:
-        """Sends what has come so far, and some bytes more, a part at a time: they may be many."""
+        """Sends the collected bytes and those of `last`, which may be many, a part at a time."""
         if self._parts is None:
             self._parts = contextlib.ExitStack()
             parts = max(2, min(_PARTS, _PARTS_BYTES // self._part_bytes))
@@ -108,59 +110,59 @@ class Stream:
             for chunk in self._chunks:
                 self._writer.write(chunk)
             for begin in range(0, len(last), _PART_BYTES):
-                self._writer.write(bytes(last[begin : begin + _PART_BYTES]))  # obstore copies nothing, and keeps it
+                self._writer.write(bytes(last[begin : begin + _PART_BYTES]))  # a copy: obstore keeps a reference
         self._chunks, self._chunk_bytes = [], 0
 
 
 class Uploads:
-    """The objects that are on their way, a few at a time."""
+    """The objects that are being uploaded, a few at a time."""
 
     def __init__(self) -> None:
         self._room = threading.BoundedSemaphore(IN_FLIGHT)
         self._lock = threading.Lock()
         self._under_way: dict[str, Upload] = {}
-        self._free: list[Any] = []  # memory of objects that are there
+        self._free: list[Any] = []  # buffers of finished uploads
         _alive.add(self)
 
     def memory(self, nbytes: int) -> memoryview:
-        """Memory for an object, with any bytes in it: pages that were in use before come far quicker than new ones."""
+        """Returns memory for an object, with arbitrary contents. Reused pages are much faster than new ones."""
         with self._lock:
             fitting = (n for n, one in enumerate(self._free) if nbytes <= len(one) <= 2 * nbytes)
             found = next(fitting, None)
             return aligned(nbytes) if found is None else memoryview(self._free.pop(found))
 
     def give_back(self, data: memoryview) -> None:
-        """Takes the memory of an object that was put, unless the client holds any of it, as `memory://` does."""
+        """Takes back the memory of an uploaded object, unless the client still refers to it, as `memory://` does."""
         memory: Any = data.obj
         try:
             data.release()
-            memory.resize(len(memory))  # to what it is, which is refused while anything refers to it
+            memory.resize(len(memory))  # the same size: this fails with BufferError while anything refers to it
         except BufferError:
             return
-        except (AttributeError, OSError, SystemError, TypeError, ValueError):  # no resizing here: who knows
-            return
+        except (AttributeError, OSError, SystemError, TypeError, ValueError):
+            return  # The system cannot resize mappings, so whether the client refers to it is unknown.
         with self._lock:
             if self._under_way and len(self._free) < IN_FLIGHT:
                 self._free.append(memory)
 
     def begin(self, path: str, put: Callable[[], None]) -> "Upload":
-        """Begins to put an object in the background, as soon as there is room for it."""
+        """Starts to upload an object in the background, as soon as a slot is free."""
         upload = Upload(put, self._room)
         folder = path.rpartition("/")[0]
         with self._lock:
             for other, one in self._under_way.items():
                 if other.rpartition("/")[0] == folder:
-                    one.check()  # or thousands more would be tried in vain
+                    one.check()  # After one failure, thousands of further uploads of this folder would be in vain.
             self._under_way[path] = upload
         self._room.acquire()
         try:
             start(threading.Thread(target=upload.run, name="treering-upload", daemon=False))
-        except SaveError:  # as many threads as there may be, or the program is ending
+        except SaveError:  # no more threads are allowed, or the program is ending
             upload.run()
         return upload
 
     def end(self, path: str) -> None:
-        """Waits until an object is no longer on its way, whatever became of it."""
+        """Waits until an object is no longer being uploaded, with or without success."""
         with self._lock:
             upload = self._under_way.pop(path, None)
             self._forget_if_idle()
@@ -168,7 +170,7 @@ class Uploads:
             upload.wait()
 
     def settle(self, folder: str) -> None:
-        """Waits for all below a folder. Raises the first error."""
+        """Waits for all uploads below a folder. Raises the first error."""
         with self._lock:
             own = [path for path in self._under_way if path.startswith(folder + "/")]
             waiting = [self._under_way.pop(path) for path in own]
@@ -179,13 +181,13 @@ class Uploads:
             upload.check()
 
     def _forget_if_idle(self) -> None:
-        """Lets go of memory that no save needs. Called with `_lock` held."""
+        """Frees the memory that no save needs. Called with `_lock` held."""
         if not self._under_way:
             self._free.clear()
 
 
 def _forget_after_fork() -> None:
-    """Leaves what is on its way to the process that this one was forked from."""
+    """Leaves running uploads to the process that this one was forked from."""
     for one in _alive.all():
         one._room, one._lock = threading.BoundedSemaphore(IN_FLIGHT), threading.Lock()
         one._under_way, one._free = {}, []
@@ -197,7 +199,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Upload:
-    """An object on its way."""
+    """An object that is being uploaded."""
 
     def __init__(self, put: Callable[[], None], room: threading.Semaphore):
         self._put, self._room = put, room
@@ -205,21 +207,21 @@ class Upload:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Puts it."""
+        """Uploads it."""
         try:
             self._put()
         except BaseException as error:
-            self._error = error.with_traceback(None)  # which would keep the bytes
+            self._error = error.with_traceback(None)  # the traceback would keep the bytes in memory
         finally:
-            self._put = lambda: None  # and its bytes
+            self._put = lambda: None  # frees the bytes
             self._room.release()
             self._over.set()
 
     def wait(self) -> None:
-        """Returns when it is over."""
+        """Returns when the upload has ended."""
         self._over.wait()
 
     def check(self) -> None:
-        """Raises the error that it ended with."""
+        """Raises the error of the upload, if it failed."""
         if self._error is not None:
             raise self._error
