@@ -614,7 +614,7 @@ def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: pathlib.Path, tr
 
     use_disk(Poor())
     found = treering("doctor", tmp_path, "--size", "1M").out
-    assert re.search(r"locks +no", found) and "locks: what killed saves leave is not removed" in found
+    assert re.search(r"locks +no", found) and "locks: files of killed saves are not removed" in found
     assert "mmap=True" in found
 
 

@@ -88,7 +88,7 @@ def test_what_cannot_be_looked_into_is_no_step(
         tr.verify(tmp_path)
     assert tr.open(tmp_path).step == 8
     for name in closed[5:]:  # and once is enough
-        assert caplog.text.count(f"/{name}: it cannot be looked into (Permission denied)") == 1, name
+        assert caplog.text.count(f"/{name}: it cannot be read (Permission denied)") == 1, name
 
 
 def test_a_run_of_which_no_step_can_be_looked_into_is_not_begun_anew(
@@ -143,7 +143,7 @@ else:
         os.chmod(place, 0o777)
         done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("lost+found") == 0 and done.stderr.count("step-00000007: it cannot be looked into") == 1
+    assert done.stderr.count("lost+found") == 0 and done.stderr.count("step-00000007: it cannot be read") == 1
 
 
 class LocksAsOverNFS(Disk):

@@ -84,7 +84,7 @@ def warn_of_anothers(path: str, user: int) -> None:
 def warn_of_no_locks(path: str) -> None:
     """Logs once that leftovers are not removed because there are no locks."""
     _log.warning(
-        "%s: files that killed saves left here are not removed, because this file system cannot lock files; remove "
+        "%s: what killed saves left here is not removed, because files cannot be locked on this file system; remove "
         "files that no manifest names yourself, while no job saves, or mount it with locks (Lustre: -o flock)",
         path,
     )

@@ -213,7 +213,7 @@ class StoreWriting(StoreSubject):
         busy = False
         second.acquire()
         assert first.lost and not second.lost
-        with pytest.raises(MismatchError, match="taken this run over"):
+        with pytest.raises(MismatchError, match="writes this run by now"):
             first.acquire()
         first.release()
         second.acquire()

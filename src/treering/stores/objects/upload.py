@@ -88,7 +88,7 @@ class Stream:
             raise error
         done = f"has not confirmed that it joined them ({error})" if error else "has confirmed that it joined them"
         raise SaveError(
-            f"{path}: expected {self.size} bytes that were uploaded in parts, found "
+            f"{path}: upload not confirmed: expected {self.size} bytes that were uploaded in parts, found "
             f"{found.nbytes if found else 'nothing'}; the store {done}, which may take minutes, so it is unknown which "
             "object will be in place; check later"
         ) from error
