@@ -1,4 +1,4 @@
-"""The stores pass the tests of stores; what those tests are there for, they find."""
+"""Runs the conformance tests on every store, and shows that these tests find broken stores."""
 
 import contextlib
 import functools
@@ -50,7 +50,7 @@ class TestMemory(StoreConformance):
 
 
 class _Buckets(StoreConformance):
-    """The tests on a client of obstore's; the names of each test begin with one of their own."""
+    """The tests on a client of obstore. Each test uses its own beginning of names."""
 
     @pytest.fixture
     def store(self, client: Any) -> Store:
@@ -70,7 +70,7 @@ class TestObstoreMemory(_Buckets):
 
 
 class TestRootOfBucket(_Buckets):
-    """A store object that is passed as it is, or a URL without a path."""
+    """A store object or a URL without a path."""
 
     @pytest.fixture
     def client(self) -> Any:
@@ -82,11 +82,11 @@ class TestRootOfBucket(_Buckets):
 
 
 class TestUrlsOnWindows(TestObstoreMemory):
-    """URLs have slashes where the paths of the system have others."""
+    """URLs have slashes, even where system paths have backslashes."""
 
     @pytest.fixture(autouse=True)
     def windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Gives URLs, of all paths, to what `os.path` is on Windows, which this machine is not."""
+        """Applies the `os.path` functions of Windows to URLs only, because this machine does not run Windows."""
 
         def on_windows(name: str) -> Any:
             here, there = getattr(posixpath, name), getattr(ntpath, name)
@@ -119,14 +119,14 @@ class TestGoogle(_Buckets):
 
 
 class _Forgetful(MemoryStore):
-    """Finds nothing in folders below."""
+    """Lists no names of folders."""
 
     def list(self, path: str) -> list[str]:
         return [name for name in super().list(path) if self.objects.get(f"{path}/{name}")]
 
 
 class _Overwriting(MemoryStore):
-    """Has no create-only names."""
+    """Replaces an existing file instead of raising an error."""
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
         self.objects.pop(path, None)
@@ -134,7 +134,7 @@ class _Overwriting(MemoryStore):
 
 
 class _Careless(MemoryStore):
-    """Removes what a living writer has."""
+    """Removes a file although its writer lives."""
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
         self._find(path).in_use = False
@@ -142,14 +142,14 @@ class _Careless(MemoryStore):
 
 
 class _Hasty(MemoryStore):
-    """Does not ask whether what is left over may be removed."""
+    """Removes leftovers without calling `check`."""
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
         return super().delete_unused(path, lambda: True)
 
 
 class _Early(MemoryStore):
-    """Shows new files while they are written."""
+    """Shows a new file while it is being written."""
 
     @contextlib.contextmanager
     def new_file(self, path: str, *, overwrite: bool) -> Iterator[Writer]:
@@ -159,14 +159,14 @@ class _Early(MemoryStore):
 
 
 class _Generous(MemoryStore):
-    """Gives a run to everybody."""
+    """Gives the lease of a run to every caller."""
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> Any:
         return super().lease(f"{run}/{id(busy)}", busy)
 
 
 class _Moving(MemoryStore):
-    """Moves one folder into another."""
+    """Moves a folder into an existing one."""
 
     def move(self, old: str, new: str, *, last: str) -> None:
         for name in [name for name in self.objects if name.startswith(f"{old}/")]:
@@ -174,14 +174,14 @@ class _Moving(MemoryStore):
 
 
 class _Greedy(MemoryStore):
-    """Replaces folders with everything in them."""
+    """Replaces a folder together with other files in it."""
 
     def new_folder(self, path: str, **options: Any) -> Any:
         return super().new_folder(path, **{**options, "owned": lambda store, folder: list(files_in(store, folder))})
 
 
 class _Ageless(MemoryStore):
-    """Has one version of everything."""
+    """Reports the same version for everything."""
 
     def stat(self, path: str) -> Stat | None:
         found = super().stat(path)
@@ -189,7 +189,7 @@ class _Ageless(MemoryStore):
 
 
 class _Timeless(MemoryStore):
-    """Says of a folder only that it is one."""
+    """Reports no time and no version for a folder."""
 
     def stat(self, path: str) -> Stat | None:
         found = super().stat(path)
@@ -197,14 +197,14 @@ class _Timeless(MemoryStore):
 
 
 class _Paging(MemoryStore):
-    """Lists the first page."""
+    """Lists only the first page."""
 
     def list(self, path: str) -> list[str]:
         return super().list(path)[:1000]
 
 
 class _Prefixed(MemoryStore):
-    """Moves whatever begins with a name."""
+    """Moves every name that begins with the old path, even without a slash."""
 
     def move(self, old: str, new: str, *, last: str) -> None:
         for name in [name for name in self.objects if name.startswith(old)]:
@@ -212,7 +212,7 @@ class _Prefixed(MemoryStore):
 
 
 class _Racing(MemoryStore):
-    """Looks whether a name is free, and takes it later."""
+    """Checks that a name is free and takes it later."""
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
         if self.stat(path):
@@ -224,14 +224,14 @@ class _Racing(MemoryStore):
 
 
 class _Hidden(MemoryStore):
-    """Shows a file when it is finished."""
+    """Lists a file only when it has data."""
 
     def list(self, path: str) -> list[str]:
         return [name for name in super().list(path) if self.objects[f"{path}/{name}"].data]
 
 
 class _Staring(MemoryStore):
-    """Never looks again at what a glance has shown."""
+    """Caches `stat` forever once a glance has begun."""
 
     @contextlib.contextmanager
     def glance(self, path: str) -> Iterator[None]:
@@ -260,6 +260,7 @@ class _Staring(MemoryStore):
     ],
 )
 def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:
+    """The conformance tests pass with a correct store and fail with each broken one."""
     run = getattr(TestMemory(), f"test_{test}")
     run(store=MemoryStore(), root="memory://bucket/folder")
     with pytest.raises((AssertionError, pytest.fail.Exception)):
@@ -267,7 +268,7 @@ def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:
 
 
 class _Broken(MemoryStore):
-    """Fails in one thread of those that write at once."""
+    """Fails in one of several threads that write at once."""
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
         if path.endswith("temporary-3-1"):
@@ -276,5 +277,6 @@ class _Broken(MemoryStore):
 
 
 def test_what_a_thread_meets_is_what_the_test_raises() -> None:
-    with pytest.raises(RuntimeError, match="no more names"):  # not that the others waited for it
+    """The test raises the error of the thread, instead of waiting for that thread until it times out."""
+    with pytest.raises(RuntimeError, match="no more names"):  # and not a timeout of the waiting threads
         TestMemory().test_of_many_writers_one_wins(store=_Broken(), root="memory://bucket/folder")

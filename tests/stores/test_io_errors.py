@@ -1,4 +1,4 @@
-"""Errors of the disk wherever a save, overwrite, delete or restore touches it, and disks that are really full."""
+"""Disk errors at every operation of a save, overwrite, delete or restore, and disks that are really full."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ def listing(path: pathlib.Path) -> list[str]:
 
 def assert_no_more_descriptors(before: int) -> None:
     if descriptors() > before:
-        gc.collect()  # slow, and hardly ever needed
+        gc.collect()  # slow, so only if it seems needed
         assert descriptors() <= before
 
 
@@ -43,7 +43,10 @@ def descriptors() -> int:
 def each_operation(
     scenario: Scenario, tmp_path: pathlib.Path, use_disk: Any, code: Callable[[int], int], lasting: bool
 ) -> Iterator[tuple[pathlib.Path, FailingDisk, Exception | None]]:
-    """Performs a scenario with an error at its first operation, its second, …: where, the disk, what was raised."""
+    """Runs a scenario with an error at its first operation, its second and so on.
+
+    Yields the folder, the disk and the error that the scenario raised, or None.
+    """
     use_disk(QuickDisk())
     scenario.prepare(tmp_path / "before")
     (tmp_path / "before").mkdir(exist_ok=True)
@@ -63,7 +66,7 @@ def each_operation(
             return
 
 
-# And whether it lasts.
+# Each with True if the error lasts, False if only one operation fails.
 QUICK = [("save", False), ("overwrite_async", True), ("first step", False), ("delete", True)]
 SLOW = [pair for pair in itertools.product(SCENARIOS, (False, True)) if pair not in QUICK]
 
@@ -76,6 +79,7 @@ SLOW = [pair for pair in itertools.product(SCENARIOS, (False, True)) if pair not
 def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
     tmp_path: pathlib.Path, use_disk: Any, name: str, lasting: bool
 ) -> None:
+    """After an error at any operation, the old checkpoint is in place and no other files are left."""
     scenario = SCENARIOS[name]
     before, errors = None, 0
     for place, disk, error in each_operation(scenario, tmp_path, use_disk, lambda at: CODES[at % 5], lasting):
@@ -86,17 +90,17 @@ def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
             assert found != "old", where
         else:
             errors += 1
-            # A step that cannot be looked into is none: the log says why.
+            # A step directory without permission is not listed as a step, and the log says why.
             closed = disk.code == errno.EACCES and disk.failed[0] == "stat"
             assert closed or os.strerror(disk.code) in str(error), where
-            # What is only looked at by the caller of a run passes through, as it does while reading.
+            # Errors of reads, such as listing a run, may be plain OSErrors.
             assert isinstance(error, tr.errors.SaveError) or "run" in os.listdir(place) or not before[0], where
             if found == "old":
                 assert lasting or listing(place) == before[0], where
             else:
                 assert "in place" in str(error) or name == "delete", where
-        if "sync" in disk.failed:  # what the kernel could not write, it has forgotten
-            since = [operation for operation, _ in disk.log[disk.at - 1 :]]  # the first that failed
+        if "sync" in disk.failed:  # The kernel forgets data that it could not write, so a second sync would lie.
+            since = [operation for operation, _ in disk.log[disk.at - 1 :]]  # from the first failed operation on
             after = since[since.index("sync") + 1 :]
             assert not {"sync", "link", "rename"} & set(after), where
         assert_no_more_descriptors(before[1])
@@ -107,6 +111,7 @@ def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), some(itertools.product(["save_async", "overwrite"], CODES)))
 def test_every_error_at_any_operation(tmp_path: pathlib.Path, use_disk: Any, name: str, code: int) -> None:
+    """Every kind of error at any operation is raised as a `SaveError` that contains the system's text."""
     scenario = SCENARIOS[name]
     for place, disk, error in each_operation(scenario, tmp_path, use_disk, lambda at: code, False):
         new = scenario.look(place) == "new"
@@ -117,6 +122,8 @@ def test_every_error_at_any_operation(tmp_path: pathlib.Path, use_disk: Any, nam
 def test_a_new_checkpoint_that_can_neither_be_made_durable_nor_taken_back(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
+    """If a new checkpoint can be neither synced nor removed, the error says that it is in place and may be lost."""
+
     class Broken(QuickDisk):
         def sync_dir(self, path: str) -> None:
             if os.path.exists(f"{path}/treering.json"):
@@ -135,7 +142,7 @@ def test_a_new_checkpoint_that_can_neither_be_made_durable_nor_taken_back(
 
 
 class ShortDisk(SteppedDisk):
-    """One of its files ends early: at the read with the number `at`."""
+    """A disk on which one file ends early, at the read with the number `at`."""
 
     def __init__(self, at: int):
         super().__init__(looking=True)
@@ -143,7 +150,7 @@ class ShortDisk(SteppedDisk):
 
     def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if name != "read":
-            self.count -= 1  # only reads count
+            self.count -= 1  # only reads are counted
             return operation(*args)
         fd, buffer, offset = args
         if number != self.at:
@@ -161,7 +168,7 @@ READS: dict[str, Callable[[pathlib.Path], Any]] = {
 }
 
 
-DAMAGE = [errno.EIO, errno.EFAULT, errno.EBADMSG, errno.EUCLEAN]  # "what was stored cannot be given back"
+DAMAGE = [errno.EIO, errno.EFAULT, errno.EBADMSG, errno.EUCLEAN]  # "the system cannot return the stored bytes"
 
 
 @pytest.mark.long
@@ -170,12 +177,12 @@ DAMAGE = [errno.EIO, errno.EFAULT, errno.EBADMSG, errno.EUCLEAN]  # "what was st
 def test_what_cannot_be_read_is_never_returned(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, name: str, double: str
 ) -> None:
-    """What a disk cannot give back is damage and the step before it is taken, as where a file ends early.
+    """Unreadable data is damage, as a file that ends early is: restore takes the step before it.
 
-    Who may not look, or has too many files open, is told so. Where another machine has taken a file away, the step is
-    gone, unless it is there when it is opened again.
+    Missing permission or too many open files raise an `OSError`. If another machine has removed a file, the step is
+    gone, unless it exists when it is opened again.
     """
-    caplog.set_level(logging.CRITICAL, "treering")  # records of damage are kept to the end, and hold the error
+    caplog.set_level(logging.CRITICAL, "treering")  # pytest keeps log records, which would keep the errors alive
     use_disk(QuickDisk())
     for step in (1, 4):
         tr.save(tmp_path / f"step-{step}", tree(step))
@@ -197,7 +204,7 @@ def test_what_cannot_be_read_is_never_returned(
             assert double in ("short", "gone") or os.strerror(disk.code) in str(error)  # noqa: PT017
             del error
         else:
-            # A directory that is closed is no step.
+            # A directory without permission is not listed as a step.
             closed = disk.code == errno.EACCES and disk.failed == ["stat"] if double == "other" else False
             fell_back += found["n"] == 1 and not closed
             assert_is(found, 1 if found["n"] == 1 and (double != "other" or closed) else 4)
@@ -210,7 +217,7 @@ def test_what_cannot_be_read_is_never_returned(
 
 
 class BadFiles(QuickDisk):
-    """A disk that cannot give back what is in files whose paths have some part, or not even say what they are."""
+    """A disk that cannot read the files whose paths contain `part`; with `inode`, not even their `stat`."""
 
     def __init__(self, part: str, code: int, *, inode: bool = False):
         self.part, self.code, self.inode = part, code, inode
@@ -246,6 +253,7 @@ class BadFiles(QuickDisk):
 def test_a_run_goes_on_from_the_step_before_one_that_cannot_be_read(
     tmp_path: pathlib.Path, use_disk: Any, part: str, code: int
 ) -> None:
+    """A run continues from the step before an unreadable one."""
     use_disk(QuickDisk())
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2, 4):
@@ -263,7 +271,8 @@ def test_a_run_goes_on_from_the_step_before_one_that_cannot_be_read(
         for step in (5, 6, 7):
             ckpts.save(step, tree(step))
         ckpts.wait()
-        assert [step for step in ckpts.steps if step != 4] == [2, 6, 7]  # that it went on from, and those that are kept
+        # The step that it continued from, and those that retention keeps.
+        assert [step for step in ckpts.steps if step != 4] == [2, 6, 7]
     assert_is(tr.restore(tmp_path), 7)
 
 
@@ -272,6 +281,7 @@ def test_a_run_goes_on_from_the_step_before_one_that_cannot_be_read(
 def test_steps_of_other_libraries_that_cannot_be_read(
     tmp_path: pathlib.Path, use_disk: Any, name: str, inode: bool
 ) -> None:
+    """Restore falls back from an unreadable step of another library to the one before it."""
     numbers = {"w": np.arange(6, dtype=np.float32)}
     for step in (1, 4):
         tr.save(
@@ -294,6 +304,7 @@ def test_steps_of_other_libraries_that_cannot_be_read(
 def test_files_that_cannot_be_read_are_named(
     tmp_path: pathlib.Path, use_disk: Any, name: str, format: str | None
 ) -> None:
+    """Errors about unreadable files name the file and the system's error code."""
     path = tmp_path / name
     tr.save(path, {"w": np.arange(100_000, dtype=np.float32)}, format=format)
     ckpt = tr.open(path)
@@ -332,6 +343,7 @@ LOOKS: dict[str, Callable[[pathlib.Path], Any]] = {
 def test_no_bare_error_of_the_system_comes_out_of_anything(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, name: str, code: int
 ) -> None:
+    """Public calls raise a `TreeringError` for these errors, and no bare `OSError`."""
     caplog.set_level(logging.CRITICAL, "treering")
     use_disk(QuickDisk())
     for step in (1, 4):
@@ -355,7 +367,7 @@ TENSORSTORE = """
         tr.save(f"{place}/{name}", {"w": np.ones(100_000, np.float32)}, format=name)
         tr.restore(f"{place}/{name}")
     lazy = tr.open(f"{place}/levanter")["w"]
-    refusing.refuse("pread64", code)  # by which TensorStore reads, and nobody else
+    refusing.refuse("pread64", code)  # only TensorStore reads by this call
     for name in ("orbax", "levanter", "t5x"):
         try:
             tr.restore(f"{place}/{name}")
@@ -365,7 +377,7 @@ TENSORSTORE = """
         try:
             assert not tr.verify(f"{place}/{name}").ok
         except tr.errors.NotFoundError:
-            pass  # what another machine has taken away
+            pass  # another machine has removed the file
     try:
         lazy[:3]
     except tr.errors.TreeringError as error:
@@ -381,6 +393,7 @@ TENSORSTORE = """
     ids=lambda code: errno.errorcode.get(code, code),
 )
 def test_what_tensorstore_cannot_read(tmp_path: pathlib.Path, code: int, kind: str) -> None:
+    """Files that TensorStore cannot read raise the same errors as files that Treering reads itself."""
     script = [sys.executable, "-c", textwrap.dedent(TENSORSTORE), str(tmp_path), str(code)]
     tests = os.path.dirname(os.path.dirname(__file__))
     path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -410,7 +423,7 @@ FULL = """
     place, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
 
     class Careless(stores.Disk):
-        def preallocate(self, fd, size): ...  # so that it is full in the middle of writing
+        def preallocate(self, fd, size): ...  # so that the disk is full only in the middle of writing
 
     def listing():
         return sorted(str(p.relative_to(place)) for p in place.rglob("*"))
@@ -449,7 +462,10 @@ FULL = """
 
 @pytest.mark.long
 def test_a_disk_that_is_really_full(tmp_path: pathlib.Path) -> None:
-    """A file system of 8 MiB where one may be mounted; elsewhere the system's limit on the size of a file."""
+    """A save to a full disk raises and leaves everything as it was.
+
+    The disk is a file system of 8 MiB where one may be mounted. Elsewhere the system's limit of file sizes replaces it.
+    """
     script = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
     mount = f"mount -t tmpfs -o size=8m tmpfs {tmp_path}"
     can_mount = (

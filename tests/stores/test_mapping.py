@@ -1,4 +1,4 @@
-"""Files in memory: what mappings cost, what they share, and what becomes of pages that cannot be read."""
+"""Mapped files: what mappings cost, what arrays share, and what happens with pages that cannot be read."""
 
 import errno
 import mmap
@@ -17,18 +17,19 @@ import treering as tr
 from treering.stores import posix as module
 from treering.stores.posix import Disk
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells and limits")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists and limits mappings")
 NAMES = {"treering": "c", "safetensors": "c.safetensors"}
 
 
 @pytest.fixture(params=NAMES)
 def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A place for a checkpoint of a format whose files are mapped."""
+    """Returns a path for a checkpoint of a format whose files are mapped."""
     return tmp_path / NAMES[request.param]
 
 
 @LINUX
 def test_leaves_that_are_read_one_by_one_share_a_mapping_and_its_descriptor(path: pathlib.Path) -> None:
+    """Leaves that are read one by one share one mapping and its descriptor."""
     tr.save(path, {f"{n:03}": np.full(1000, n, np.float32) for n in range(120)})
     ckpt = tr.open(path)
     first = np.asarray(ckpt["000"])
@@ -41,23 +42,25 @@ def test_leaves_that_are_read_one_by_one_share_a_mapping_and_its_descriptor(path
 
 
 def test_what_is_written_into_one_array_shows_in_no_other(path: pathlib.Path) -> None:
+    """Writing to one restored array changes no other array."""
     tree = {"a": np.arange(6000, dtype=np.float32), "b": np.arange(6000, dtype=np.float32)}
     tr.save(path, tree)
     ckpt = tr.open(path)
-    whole, part = np.asarray(ckpt["a"]), ckpt.restore()
-    whole[:] = -1
+    first, part = np.asarray(ckpt["a"]), ckpt.restore()
+    first[:] = -1
     part["b"][:] = -2
     again, other = np.asarray(ckpt["a"]), np.asarray(ckpt["b"])
     for found in (again, part["a"]):
         np.testing.assert_array_equal(found, tree["a"])
     np.testing.assert_array_equal(other, tree["b"])
     again[:] = -3
-    del whole, part, other
+    del first, part, other
     np.testing.assert_array_equal(ckpt.restore()["a"], tree["a"])
 
 
 def test_what_is_written_into_an_array_that_was_not_verified_is_no_damage(tmp_path: pathlib.Path) -> None:
-    tree = {"a": np.arange(200_000.0), "b": np.arange(200_000.0)}  # both lie in the second block
+    """Writing to an unverified array does not make a later read of its block report damage."""
+    tree = {"a": np.arange(200_000.0), "b": np.arange(200_000.0)}  # both are in the second block
     tr.save(tmp_path / "c", tree)
     ckpt = tr.open(tmp_path / "c")
     written = ckpt.restore({"a": tree["a"], "b": ...}, verify=False)["a"]
@@ -76,7 +79,8 @@ def test_what_is_written_into_an_array_that_was_not_verified_is_no_damage(tmp_pa
 
 
 def test_damage_that_comes_between_two_reads_is_seen(tmp_path: pathlib.Path) -> None:
-    tr.save(tmp_path / "c", {"a": np.zeros(65_544), "b": np.ones(393_216)})  # both lie in the first block
+    """Damage between two reads is detected, although the first read has verified the block."""
+    tr.save(tmp_path / "c", {"a": np.zeros(65_544), "b": np.ones(393_216)})  # both are in the first block
     ckpt = tr.open(tmp_path / "c")
     first = ckpt.select("a").restore(mmap=True)["a"]
     (file,) = (tmp_path / "c").glob("arrays-*")
@@ -90,10 +94,11 @@ def test_damage_that_comes_between_two_reads_is_seen(tmp_path: pathlib.Path) -> 
 
 
 def test_who_maps_in_the_middle_of_mapping_gets_memory_of_its_own(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """A signal handler that maps a file while its thread maps the same file gets its own memory."""
     tr.save(tmp_path / "c", {"a": np.arange(100_000.0), "b": np.arange(100.0)})
 
     class Interrupted(Disk):
-        """A disk whose mapping is interrupted by the handler of a signal that reads the same."""
+        """A disk whose `map` is interrupted by a signal handler that reads the same file."""
 
         handler: Callable[[], None] | None = None
 
@@ -117,7 +122,7 @@ def test_who_maps_in_the_middle_of_mapping_gets_memory_of_its_own(tmp_path: path
 
 
 class Unmapped(Disk):
-    """A disk that maps nothing, be it for want of addresses, of descriptors, or because it never does."""
+    """A disk that cannot map, for lack of address space, descriptors or support."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -133,6 +138,7 @@ class Unmapped(Disk):
 def test_where_mapping_is_refused_files_are_read(
     path: pathlib.Path, use_disk: Any, error: Exception, verify: bool
 ) -> None:
+    """Files are read where they cannot be mapped."""
     tree = {"a": np.arange(300_000, dtype=np.float32), "b": np.arange(6, dtype=np.float32)}
     tr.save(path, tree)
     use_disk(Unmapped(error))
@@ -146,7 +152,7 @@ LITTLE = """
     import pathlib, resource, sys
     import numpy as np
     import treering as tr
-    np.asarray(tr.open(sys.argv[2])["b"])  # so that all that is needed is in memory
+    np.asarray(tr.open(sys.argv[2])["b"])  # loads all code before memory is limited
     status = pathlib.Path("/proc/self/status").read_text()
     used = int(status.split("VmSize:")[1].split()[0]) << 10
     resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
@@ -158,6 +164,7 @@ LITTLE = """
 @LINUX
 @pytest.mark.slow
 def test_a_few_bytes_of_a_large_file_are_read_where_there_is_no_room_for_all(path: pathlib.Path) -> None:
+    """A few bytes of a file can be read even if the address space has no room for all of it."""
     small = path.with_name(f"small-{path.name}")
     tr.save(path, {"a": np.arange(16 << 20, dtype=np.float32), "b": np.arange(6, dtype=np.float32)})
     tr.save(small, {"b": np.arange(6, dtype=np.float32)})
@@ -167,11 +174,11 @@ def test_a_few_bytes_of_a_large_file_are_read_where_there_is_no_room_for_all(pat
     assert done.returncode == 0, done.stderr
 
 
-# Pages that cannot be read. A double stands for the bad sector: a real one takes a device mapper, and the kernel.
+# Pages that cannot be read. A double simulates the bad sector: a real one needs the kernel's device mapper.
 
 
 class BadSector(Disk):
-    """A disk with a page that cannot be read, in all files that have so many bytes."""
+    """A disk on which one page cannot be read, in every file that is long enough to have it."""
 
     AT = 3 << 20
 
@@ -182,7 +189,7 @@ class BadSector(Disk):
 
 
 class Populated(mmap.mmap):
-    """A mapping on a kernel that says what it cannot bring in, be it of which kernel it may not be asked."""
+    """A mapping that reports an unreadable page when it is populated, on any kernel."""
 
     asked = 0
 
@@ -199,12 +206,13 @@ class Populated(mmap.mmap):
 def test_a_page_that_cannot_be_read_is_damage_before_anyone_looks_at_it(
     path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, trusted: bool, verify: bool
 ) -> None:
+    """An unreadable page raises `CorruptError` when it is read, and no signal on access."""
     monkeypatch.setattr(module, "_POPULATES", trusted)
     monkeypatch.setattr(module.mmap, "mmap", Populated)
     tr.save(path, {"a": np.zeros(1000, np.uint8), "b": np.zeros(5 << 20, np.uint8)})
     Populated.asked = 0
     tr.restore(path, verify=verify, mmap=True)
-    assert bool(Populated.asked) == trusted  # where it may never return it is not asked
+    assert bool(Populated.asked) == trusted  # not called on kernels where it may never return
     use_disk(BadSector())
     for read in (
         lambda: tr.restore(path, verify=verify, mmap=True),
@@ -221,6 +229,7 @@ def test_a_page_that_cannot_be_read_is_damage_before_anyone_looks_at_it(
     [("6.18.44-x", True), ("6.9.0", True), ("6.8.12", False), ("5.14.0-427.el9", False), ("?", False)],
 )
 def test_which_kernels_may_be_asked_to_populate(monkeypatch: pytest.MonkeyPatch, release: str, trusted: bool) -> None:
+    """Only kernels from 6.9 on populate mappings."""
     monkeypatch.setattr(module.os, "uname", lambda: type("", (), {"release": release}))
     monkeypatch.setattr(module.sys, "platform", "linux")
     assert module._populates() == trusted

@@ -1,4 +1,7 @@
-"""Mounts in user space, whose files are what a program makes of them. What cannot be mounted is skipped by name."""
+"""FUSE mounts, whose behavior depends on the program that serves them.
+
+Mounts that cannot be made are skipped by name.
+"""
 
 import contextlib
 import os
@@ -24,7 +27,7 @@ MOUNTS = {
 
 @pytest.fixture(params=MOUNTS)
 def mount(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory on such a mount."""
+    """Returns a directory on such a mount."""
     command = MOUNTS[request.param]
     if not shutil.which(request.param) or not os.path.exists("/dev/fuse"):
         pytest.skip(f"{request.param} cannot be mounted here")
@@ -47,7 +50,7 @@ def mount(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[pa
 
 def test_saves_overwrites_runs_and_files(mount: pathlib.Path) -> None:
     def tree(n: int) -> dict[str, np.ndarray]:
-        return {"w": np.full(2 << 20, n, np.float32), "n": np.array(n)}  # which several threads write
+        return {"w": np.full(2 << 20, n, np.float32), "n": np.array(n)}  # large enough for several writing threads
 
     for n in range(3):
         tr.save(mount / "c", tree(n), overwrite=True)

@@ -1,4 +1,4 @@
-"""Kernels and volumes that are not like the machine of the tests; doubles, for the real ones can seldom be had."""
+"""Kernels and volumes that differ from this machine. Most are doubles, because the real ones are rarely available."""
 
 import errno
 import fcntl
@@ -25,14 +25,15 @@ from treering.stores.posix import Disk
 
 
 class NoHints(mmap.mmap):
-    """Memory on a kernel without transparent huge pages, where the hint is an error."""
+    """Memory on a kernel without transparent huge pages, where the hint raises an error."""
 
     def madvise(self, *_: Any) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="there is no such hint here")
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no such hint")
 def test_a_hint_never_fails_a_save_or_a_verification(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save or verification succeeds if the kernel refuses a memory hint."""
     monkeypatch.setattr(buffers.mmap, "mmap", NoHints)
     tree = {"w": np.arange(2 << 20, dtype=np.float32)}
     tr.save(tmp_path / "c", tree)
@@ -59,6 +60,7 @@ NO_HINTS = """
 @pytest.mark.slow
 @pytest.mark.skipif(not refusing.available(), reason="no system call can be refused here")
 def test_no_hint_is_needed_where_the_kernel_takes_none(tmp_path: pathlib.Path) -> None:
+    """Everything works on a kernel that refuses all memory hints."""
     tests = os.path.dirname(os.path.dirname(__file__))
     path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     script = [sys.executable, "-c", textwrap.dedent(NO_HINTS), str(tmp_path)]
@@ -69,6 +71,7 @@ def test_no_hint_is_needed_where_the_kernel_takes_none(tmp_path: pathlib.Path) -
 def test_what_cannot_be_looked_into_is_no_step(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A directory without read permission is not listed as a step, and the log says so once."""
     nfs.warn_of_closed.cache_clear()
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
@@ -84,16 +87,17 @@ def test_what_cannot_be_looked_into_is_no_step(
         assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 2}, 2)
         ckpts.save(8, {"n": 8})
     assert tr.steps(tmp_path) == [1, 2, 8]
-    with pytest.raises(PermissionError, match="4 of 7 checkpoints cannot be checked"):  # each whose name has a number
+    with pytest.raises(PermissionError, match="4 of 7 checkpoints cannot be checked"):  # those with a number
         tr.verify(tmp_path)
     assert tr.open(tmp_path).step == 8
-    for name in closed[5:]:  # and once is enough
+    for name in closed[5:]:  # The message appears only once.
         assert caplog.text.count(f"/{name}: it cannot be read (Permission denied)") == 1, name
 
 
 def test_a_run_of_which_no_step_can_be_looked_into_is_not_begun_anew(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]
 ) -> None:
+    """A run whose steps are all unreadable raises an error, instead of starting from the beginning."""
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
             ckpts.save(step, {"n": step})
@@ -112,10 +116,13 @@ def test_a_run_of_which_no_step_can_be_looked_into_is_not_begun_anew(
         assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 2}, 2)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user")
 @pytest.mark.slow
 def test_a_volume_of_which_root_has_closed_folders() -> None:
-    """Real directories that are closed to the job, which is not root; others may not enter the directory of a test."""
+    """A job without root's rights uses a volume with real directories that only root may read.
+
+    The volume is outside the test's own directory, which other users may not enter.
+    """
     code = """
 import os, sys
 import treering as tr
@@ -127,7 +134,7 @@ def use(run):
         assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 10}, 10)
     assert tr.steps(run) == [9, 10] and tr.restore(run) == {"n": 10} and tr.open(run).step == 10
     assert [ckpt.step for ckpt in tr.follow(run, timeout=0)] == [9, 10]
-use(sys.argv[1] + "/as-root")  # and all is imported
+use(sys.argv[1] + "/as-root")  # also imports everything
 os.setgid(65534); os.setuid(65534)
 use(sys.argv[1])
 try:
@@ -147,14 +154,14 @@ else:
 
 
 class LocksAsOverNFS(Disk):
-    """NFSv4 refuses what excludes others (EBADF) for a file that is open for reading alone."""
+    """Refuses exclusive locks for files that are open only for reading, as NFSv4 does (EBADF)."""
 
     def lock(self, fd: int) -> bool | None:
         return super().lock(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR else None
 
 
 class NoLocks(Disk):
-    """Lustre without `-o flock` (ENOSYS)."""
+    """Has no locks, as Lustre without `-o flock` (ENOSYS)."""
 
     def lock(self, fd: int) -> bool | None:
         return None
@@ -165,6 +172,7 @@ class NoLocks(Disk):
 def test_over_nfs_what_is_left_over_goes_and_what_is_being_written_stays(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]
 ) -> None:
+    """Over NFS, files of a killed save are removed and those of a running save stay."""
     use_disk(LocksAsOverNFS())
     path = tmp_path / "c"
     for n in range(3):
@@ -173,7 +181,7 @@ def test_over_nfs_what_is_left_over_goes_and_what_is_being_written_stays(
         (path / name).touch()  # of a killed save
     (path / "arrays-012345-00000-of-00001.safetensors").touch()
     (path / "arrays-012345-00001-of-00002.safetensors").touch()
-    with open(path / "treering.json.012345.tmp", "w+b") as living:  # of one that goes on elsewhere
+    with open(path / "treering.json.012345.tmp", "w+b") as living:  # of a save that runs elsewhere
         fcntl.flock(living, fcntl.LOCK_EX)
         tr.save(path, {"n": np.full(3, 3)}, overwrite=True)
         assert sum("012345" in name for name in os.listdir(path)) == 3 and len(os.listdir(path)) == 5
@@ -185,13 +193,14 @@ def test_over_nfs_what_is_left_over_goes_and_what_is_being_written_stays(
 def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_stays(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without locks, replaced and deleted files are removed, and the log names the leftovers that stay."""
     nfs.warn_of_no_locks.cache_clear()
     use_disk(NoLocks())
     path = tmp_path / "c"
     for n in range(10):
         tr.save(path, {"n": np.full(3, n)}, overwrite=True)
     assert len(os.listdir(path)) == 2 and not caplog.records
-    (path / "arrays-abcdef-00000-of-00001.safetensors").touch()  # of a killed save, or of one that goes on elsewhere
+    (path / "arrays-abcdef-00000-of-00001.safetensors").touch()  # of a killed save, or of one that runs elsewhere
     for n in range(2):
         tr.save(path, {"n": np.full(3, n)}, overwrite=True)
     assert len(os.listdir(path)) == 3
@@ -207,6 +216,7 @@ def test_without_locks_what_was_replaced_or_deleted_goes_and_the_log_says_what_s
 
 @pytest.mark.long
 def test_a_colleague_of_the_group_may_go_on_after_a_killed_job(tmp_path: pathlib.Path) -> None:
+    """The modes of all files allow another user of the group to continue after a killed job."""
     before = os.umask(0o002)
     try:
         code = "import os, signal, sys, treering as tr; c = tr.Checkpointer(sys.argv[1]); c.save(1, {'n': 1}); c.wait()"
@@ -215,13 +225,14 @@ def test_a_colleague_of_the_group_may_go_on_after_a_killed_job(tmp_path: pathlib
         os.umask(before)
     modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
     assert modes.pop("run/writer.lock") == 0o664
-    for name, mode in modes.items():  # what never changes is never written again, and a directory's modes say the rest
+    for name, mode in modes.items():  # Files never change, so they are read-only; directories decide about the rest.
         assert mode == (0o775 if "." not in name else 0o444), (name, oct(mode))
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be two others")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user")
 @pytest.mark.slow
 def test_two_colleagues_one_after_the_other() -> None:
+    """Two users of a group continue a run in turns, each after the other's job was killed."""
     code = """
 import os, signal, sys
 import treering as tr

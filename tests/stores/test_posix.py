@@ -1,4 +1,4 @@
-"""The disk's few operations, and their portable fallbacks forced on."""
+"""The operations of `Disk`, and their portable fallbacks."""
 
 import errno
 import mmap
@@ -25,7 +25,7 @@ from treering.stores.posix import Disk
 
 @pytest.fixture(params=["native", "portable"])
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on Linux, and as where none of the calls exist that only some systems have."""
+    """Selects Linux as it is, or a system without the calls that only some systems have."""
     if request.param == "portable":
         for name in ("O_DIRECT", "O_CLOEXEC", "pwrite", "preadv", "posix_fallocate"):
             monkeypatch.delattr(os, name)
@@ -49,11 +49,12 @@ def test_saving_restoring_and_overwriting_work_everywhere(tmp_path: pathlib.Path
             np.testing.assert_array_equal(found["y"], state["y"])
     assert tr.verify(tmp_path / "c").ok
     left = len(list((tmp_path / "c").glob("*.safetensors")))
-    assert left == 1  # to know what is replaced takes no locks
+    assert left == 1  # replaced files are known without locks
 
 
 @pytest.mark.usefixtures("platform")
 def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path) -> None:
+    """Creating an existing file fails, and a finished file is read-only."""
     disk, path = Disk(), str(tmp_path / "x")
     fd = disk.create(path)
     buffer = aligned(5000)
@@ -101,11 +102,11 @@ def test_file_systems_that_refuse_direct_io(tmp_path: pathlib.Path, monkeypatch:
     assert tr.verify(tmp_path / "c").ok
 
 
-@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="there is no direct writing here")
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct writing")
 def test_direct_writes_that_are_refused_to_several_threads_at_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them are refused before the first of them has ended direct writing for all."""
+    """Several threads get a refusal before the first of them has ended direct writing; all continue without it."""
     fcntl = pytest.importorskip("fcntl")
     real, together = os.pwrite, threading.Barrier(3)
 
@@ -120,7 +121,7 @@ def test_direct_writes_that_are_refused_to_several_threads_at_once(
     fd = disk.create(str(tmp_path / "x"))
     if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         disk.close(fd)
-        pytest.skip("no file system for direct writing here")
+        pytest.skip("this file system has no direct writing")
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda n: disk.write(fd, aligned(4096), 4096 * n), range(3)))
     assert disk.size(fd) == 3 * 4096
@@ -128,7 +129,7 @@ def test_direct_writes_that_are_refused_to_several_threads_at_once(
 
 
 def test_nothing_is_opened_for_direct_writing_on_fuse(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the program that serves the files has to refuse it, and some do so only when something is written."""
+    """Direct writing is not used on FUSE: some of its programs refuse it only when data is written."""
     real = os.open
     monkeypatch.setattr(module, "_kind", lambda place: 0x65735546)
 
@@ -144,7 +145,7 @@ def test_nothing_is_opened_for_direct_writing_on_fuse(tmp_path: pathlib.Path, mo
 def test_file_servers_that_go_by_the_mode_of_what_is_open(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As over 9P, where nobody but root cuts a file that is read-only."""
+    """A file becomes read-only last: over 9P only root can truncate a read-only file, even an open one."""
     real = os.ftruncate
 
     def refuse(fd: int, size: int) -> None:
@@ -165,7 +166,7 @@ def test_file_servers_that_go_by_the_mode_of_what_is_open(
 def test_an_error_of_the_disk_at_a_link_is_no_word_about_links(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a network the answer may be lost of a link that was made; then there is nothing to be renamed."""
+    """An EIO from `link` does not mean that links are unsupported: over a network, the link may exist already."""
     real = os.link
 
     def made(*args: Any, **more: Any) -> None:
@@ -211,6 +212,7 @@ def test_local_file_systems_are_recognized(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("shape", [(3,), (1000, 7), (512, 1024)])
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, ml_dtypes.bfloat16, np.complex64])
 def test_jax_takes_adoptable_memory_over_without_a_copy(shape: tuple[int, ...], dtype: Any) -> None:
+    """JAX adopts memory from `adoptable` without copying it."""
     arrays = [adoptable(shape, np.dtype(dtype)) for _ in range(5)]
     for array in arrays:
         array[...] = 1
@@ -221,7 +223,10 @@ def test_jax_takes_adoptable_memory_over_without_a_copy(shape: tuple[int, ...], 
 def test_a_name_that_another_host_has_given_to_something_else_is_looked_up_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Over NFS (ESTALE), which takes two hosts; the errors are made up, at every place where names are looked up."""
+    """A stale NFS name (ESTALE) is looked up again, a limited number of times.
+
+    Real ones would need two hosts, so the errors are simulated wherever names are looked up.
+    """
     tr.save(tmp_path / "c", {"x": np.ones(3)})
     left = {"open": times, "stat": times, "listdir": times}
 
@@ -250,7 +255,10 @@ def test_a_name_that_another_host_has_given_to_something_else_is_looked_up_again
 
 @pytest.mark.parametrize("times", range(1, 5))
 def test_a_file_that_goes_stale_once_it_is_open_is_looked_up_again(tmp_path: pathlib.Path, times: int) -> None:
-    """Over NFS; what is not read must never count as what is not there, or files would be taken for leftovers."""
+    """A file that becomes stale while it is open is opened again, and never counts as missing.
+
+    Otherwise files of a valid checkpoint would be removed as leftovers.
+    """
 
     class Stale(Disk):
         left = times
@@ -271,7 +279,7 @@ def test_a_file_that_goes_stale_once_it_is_open_is_looked_up_again(tmp_path: pat
 
 
 class WithoutFolders(Disk):
-    """As on Windows, where no directory is opened."""
+    """A disk that cannot open directories, as on Windows."""
 
     def open_dir(self, path: str) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
@@ -281,6 +289,7 @@ class WithoutFolders(Disk):
 def test_trees_are_replaced_and_removed_everywhere(
     tmp_path: pathlib.Path, platform: str, disk: Disk, use_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Replacing and removing directories works on every platform, and never follows a link out of them."""
     if isinstance(disk, WithoutFolders):
         monkeypatch.setattr(module, "RELATIVE", False)
     use_disk(disk)

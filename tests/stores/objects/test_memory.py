@@ -1,4 +1,4 @@
-"""The memory that saves to a bucket and restores from it take beyond the state, each in a process of its own."""
+"""Measures the memory that saving to a bucket and restoring from it take beyond the state, each in its own process."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.slow
-_MOST = {"save": 256, "restore": 192}  # MiB, whatever the sizes of the state and of its leaves
+_MAX_MIB = {"save": 256, "restore": 192}  # for any size of the state and of its leaves
 _PROGRAM = """
 import s3, sys, jax, numpy as np, treering as tr
 from resident import most
@@ -22,7 +22,7 @@ leaves, size = int(mib) // int(leaf), int(leaf) << 18
 if what == "save":
     state = {f"w{n}": jax.device_put(np.full((size,), n, np.float32)) for n in range(leaves)}
     jax.block_until_ready(state)
-    tr.save(f"{root}/warm", {"w": state["w0"][:1]}, format=format)  # what making the state has left is gone after it
+    tr.save(f"{root}/warm", {"w": state["w0"][:1]}, format=format)  # frees the memory that making the state has left
     print(most(lambda: tr.save(f"{root}/c", state, format=format))[0])
 else:
     like = {f"w{n}": jax.ShapeDtypeStruct((size,), np.float32) for n in range(leaves)}
@@ -36,10 +36,12 @@ else:
 @pytest.mark.rare
 @pytest.mark.parametrize(("format", "mib", "leaf"), [("treering", 768, 128), ("safetensors", 256, 32)])
 def test_what_a_save_and_a_restore_take(s3_server: str, format: str, mib: int, leaf: int) -> None:
+    """A save and a restore stay below a fixed amount of memory beyond the state."""
     arguments = [s3_server, secrets.token_hex(4), format, str(mib), str(leaf)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # what is free is given back
+    # With this threshold the allocator returns free memory to the system.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     tests = pathlib.Path(__file__).parents[2]
     for what in ("save", "restore"):
         command = [sys.executable, "-c", _PROGRAM, *arguments, what]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tests, check=True, env=environment)
-        assert int(done.stdout) <= _MOST[what], f"{what} took {done.stdout} MiB more than the state"
+        assert int(done.stdout) <= _MAX_MIB[what], f"{what} took {done.stdout} MiB more than the state"
