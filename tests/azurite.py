@@ -1,4 +1,7 @@
-"""A real server of Azure's blobs on loopback, Azurite, in a process of its own; npm installs it beside pytest, once."""
+"""Runs Azurite, a real server for Azure's blobs, on loopback in its own process.
+
+npm installs it once, next to pytest.
+"""
 
 import base64
 import contextlib
@@ -17,14 +20,14 @@ from typing import Any
 import s3
 
 CONTAINER = "treering"
-_ACCOUNT = "devstoreaccount1"  # which everyone knows
+_ACCOUNT = "devstoreaccount1"  # Azurite's public default account
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _VERSION = "2021-12-02"
 _INSTALL_SECONDS = 300
 
 
 class UnavailableError(Exception):
-    """Azurite cannot be had: there is no npm, or it finds no packages."""
+    """Azurite cannot be installed: npm is missing, or cannot reach its registry."""
 
 
 @contextlib.contextmanager
@@ -47,7 +50,7 @@ def server(data: pathlib.Path) -> Iterator[str]:
 
 
 def client(url: str) -> Any:
-    """A store of obstore's for the container."""
+    """Returns a store object of obstore for the container."""
     from obstore.store import AzureStore
 
     return AzureStore(
@@ -61,12 +64,12 @@ def client(url: str) -> Any:
 
 
 def _installed() -> pathlib.Path:
-    """The program, installed by whoever of the processes that run tests comes first. Raises `UnavailableError`."""
-    import fcntl  # there is none on Windows
+    """Returns the program. The first test process installs it. Raises `UnavailableError`."""
+    import fcntl  # missing on Windows
 
     npm = shutil.which("npm")
     if npm is None:
-        raise UnavailableError("Azurite needs npm, which is not there")
+        raise UnavailableError("Azurite needs npm, which is not installed")
     folder = pathlib.Path(sys.prefix, "azurite")
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -81,7 +84,10 @@ def _installed() -> pathlib.Path:
 
 
 def _make_container(port: int) -> None:
-    """obstore makes none; the request is signed as "Authorize with Shared Key" of Azure's reference says."""
+    """Makes the container, which obstore cannot do.
+
+    The request is signed by "Authorize with Shared Key" of Azure's reference.
+    """
     date = email.utils.formatdate(usegmt=True)
     signed = "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{_VERSION}\n"
     signed += f"/{_ACCOUNT}/{_ACCOUNT}/{CONTAINER}\nrestype:container"

@@ -1,4 +1,4 @@
-"""A proxy between a client and an S3 server that loses, cuts, delays, changes and repeats what passes through it."""
+"""A proxy between a client and an S3 server. It can drop, cut, delay, change and repeat requests and answers."""
 
 import contextlib
 import http.client
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 
 class Request(NamedTuple):
-    """A request on its way: its number among all, method, path with its query, and headers."""
+    """A request that passes the proxy: its number, method, path with query, and headers."""
 
     number: int
     method: str
@@ -19,15 +19,15 @@ class Request(NamedTuple):
     headers: dict[str, str]
 
 
-# What happens to a request: None passes it on. The others: "drop" (never arrives), "lose" (is done, and its answer is
-# lost), "twice" (is done twice), "cut" (the connection ends within the body of the answer), "short" (the answer has
-# fewer bytes and says so), "flip" (one bit of the answer's body), "late" (after half a second), "silent" (no answer
-# ever), or a status, an S3 code that the server is made to answer with: "503 SlowDown".
+# The fault of a request; None passes it on. "drop": it never arrives. "lose": it is carried out, and its answer is
+# lost. "twice": it is carried out twice. "cut": the connection ends within the answer's body. "short": the answer has
+# fewer bytes, and its headers say so. "flip": one bit of the answer's body is flipped. "late": it is passed on after
+# half a second. "silent": it is never answered. A status and an S3 code, such as "503 SlowDown", are the answer.
 Fault = Callable[[Request], str | None]
 
 
 class Proxy:
-    """A running proxy. `fault` may be replaced at any time; `requests` are those that came, in their order.
+    """A running proxy. `fault` may be replaced at any time. `requests` lists the requests in order.
 
     `sent` counts the bytes of the answers' bodies.
     """
@@ -44,7 +44,7 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            wbufsize = -1  # head and body in one packet, or each answer would wait for an acknowledgement
+            wbufsize = -1  # head and body in one packet, else each answer would wait for an acknowledgement
             disable_nagle_algorithm = True
 
             def _handle(self) -> None:
@@ -61,7 +61,7 @@ class Proxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the proxy."""
         self._ended.set()
         self._http.shutdown()
         self._http.server_close()
@@ -137,7 +137,7 @@ _OF_CONNECTION = ("connection", "transfer-encoding", "date", "server")
 
 @contextlib.contextmanager
 def proxy(server: str) -> Iterator[Proxy]:
-    """Yields a proxy before a server, while the `with` block runs."""
+    """Yields a proxy in front of a server, while the `with` block runs."""
     one = Proxy(server)
     try:
         yield one

@@ -1,10 +1,12 @@
-"""A double of Google Cloud Storage on loopback, in a process of its own: its XML interface, as its reference has it.
+"""Runs a double of Google Cloud Storage on loopback in its own process. It has the XML interface of Google's reference.
 
-The real thing cannot be had without an account, and no emulator on the package registries has the conditions and the
-uploads in parts of this interface, which is the one that obstore uses. What it has in common with the real one, and
-differs from S3 in: conditions go by the number of an object's generation, and uploads in parts have none; deleting what
-is not there is an error; putting parts together, or giving them up, once more is none; and one name is changed once a
-second at most (`WRITE_SECONDS`): what comes earlier is answered with 429, whatever its conditions, and not done.
+The real store needs an account. No emulator on the package registries has this interface's conditions and uploads in
+parts, and obstore uses this interface. The double differs from S3 as Google does:
+
+- Conditions name the generation number of an object, and uploads in parts have no conditions.
+- Deleting a missing object is an error. Completing or aborting an upload in parts a second time is not.
+- An object changes at most once per second (`WRITE_SECONDS`). An earlier request gets a 429, whatever its conditions,
+  and is not carried out.
 """
 
 import contextlib
@@ -28,8 +30,8 @@ import s3
 
 BUCKET = "treering"
 WRITE_SECONDS = 1.0
-_PAGE = 1000  # names in a list
-_LEAST_PART = 5 << 20  # bytes of each part but the last
+_PAGE = 1000  # names per page of a listing
+_MIN_PART_BYTES = 5 << 20  # of each part except the last
 
 
 @contextlib.contextmanager
@@ -48,7 +50,7 @@ def server(write_seconds: float = WRITE_SECONDS) -> Iterator[str]:
 
 
 def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
-    """A store of obstore's for the bucket."""
+    """Returns a store object of obstore for the bucket."""
     from obstore.store import GCSStore
 
     from treering.stores.objects.clients import _RETRIES  # as for URLs
@@ -63,7 +65,7 @@ def client(url: str, bucket: str = BUCKET, **options: Any) -> Any:
 
 
 def account(url: str) -> str:
-    """What is in the file of a service account that needs no token and finds its buckets at a URL."""
+    """Returns the contents of a service account file that needs no token and finds its buckets at a URL."""
     unused = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
     return json.dumps({**unused, "gcs_base_url": url, "disable_oauth": True})
 
@@ -76,17 +78,17 @@ class _Object(NamedTuple):
 
 
 class _Answer(Exception):
-    """status, body, headers"""
+    """An answer: status, body, headers."""
 
 
 class _Bucket:
-    """The objects, which are changed one at a time."""
+    """The objects. They change one at a time."""
 
     def __init__(self, write_seconds: float):
         self.objects: dict[str, _Object] = {}
         self.lock = threading.Lock()
         self._uploads: dict[str, dict[int, bytes]] = {}
-        self._ended: dict[str, _Object | None] = {}  # uploads, and what they have become
+        self._ended: dict[str, _Object | None] = {}  # ended uploads, and their objects
         self._numbers = itertools.count(int(time.time() * 1e6))
         self._changed: dict[str, float] = {}
         self._write_seconds = write_seconds
@@ -225,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = [(int(one.findtext("PartNumber", "")), one.findtext("ETag", "")) for one in listed]
         if any(tag.strip('"') != hashlib.md5(parts.get(n, b"")).hexdigest() for n, tag in asked):
             raise _error(400, "InvalidPart", "One or more of the specified parts could not be found.")
-        if any(len(parts[n]) < _LEAST_PART for n, _ in asked[:-1]):
+        if any(len(parts[n]) < _MIN_PART_BYTES for n, _ in asked[:-1]):
             raise _error(400, "EntityTooSmall", "Your proposed upload is smaller than the minimum allowed size.")
         made = self.bucket.put(key, b"".join(parts[n] for n, _ in asked), parts=len(asked))
         self.bucket.end(upload, made)

@@ -1,4 +1,4 @@
-"""System calls that fail in this process from now on, by seccomp: a kernel or a disk that is not to be had."""
+"""Makes system calls fail in this process, by seccomp. This simulates kernels and disks that are not available."""
 
 import ctypes
 import platform
@@ -13,12 +13,12 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def available() -> bool:
-    """Whether calls can be refused here."""
+    """Returns True if system calls can be refused on this system."""
     return sys.platform == "linux" and platform.machine() in _NUMBERS
 
 
 def refuse(call: str, code: int) -> None:
-    """Makes all calls of a kind fail with an error, in all threads; there is no way back."""
+    """Makes all calls of one kind fail with an error, in all threads. It cannot be undone."""
     arch, numbers = _NUMBERS[platform.machine()]
     code_of = [  # struct sock_filter: load, jump if equal, return
         (0x20, 0, 0, 4),

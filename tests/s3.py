@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, moto's, in a process of its own."""
+"""Runs a real S3 server, moto, on loopback in its own process."""
 
 import contextlib
 import socket
@@ -11,8 +11,8 @@ from typing import Any
 BUCKET = "treering"
 _START_SECONDS = 60
 
-# S3 carries out the requests for one key one after another. moto looks whether a condition holds some time before it
-# does what is asked for: of two puts that may only create, both can succeed.
+# S3 carries out the requests for one key one after another. moto checks a condition some time before it carries out the
+# request, so two create-only puts can both succeed. The lock makes it behave like S3.
 _SERVER = """
 import threading
 from moto.s3.responses import S3Response
@@ -51,7 +51,7 @@ def server() -> Iterator[str]:
 
 
 def client(url: str, bucket: str = BUCKET, timeout: str = "20s", **options: Any) -> Any:
-    """A store of obstore's for the bucket."""
+    """Returns a store object of obstore for the bucket."""
     from obstore.store import S3Store
 
     options.setdefault("retry_config", {"max_retries": 3})
@@ -67,13 +67,13 @@ def client(url: str, bucket: str = BUCKET, timeout: str = "20s", **options: Any)
 
 
 def keep_versions(url: str, bucket: str) -> None:
-    """Makes a bucket that keeps what is overwritten and deleted."""
+    """Makes a bucket that keeps old versions of overwritten and deleted objects."""
     _boto(url).create_bucket(Bucket=bucket)
     _boto(url).put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
 
 
 def environment(url: str) -> dict[str, str]:
-    """The variables with which programs that know nothing of the server use it."""
+    """Returns the environment variables with which a program uses the server as if it were S3."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -90,7 +90,7 @@ def _boto(url: str) -> Any:
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Returns when the server that a process is listens on a port of the loopback."""
+    """Returns when the server process listens on a port of the loopback interface."""
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):

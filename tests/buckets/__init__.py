@@ -1,1 +1,1 @@
-"""What a bucket can look like, after whatever requests of whatever jobs, and what the library makes of it."""
+"""Explores the states of a bucket after requests of several jobs, and what the library makes of each state."""

@@ -1,6 +1,6 @@
-"""`python -m buckets`: plans for every scenario, in several processes, and the table of them.
+"""`python -m buckets`: runs plans for every scenario in several processes, and prints a table of the results.
 
-With `tests` on the path.
+It needs `tests` on the path.
 """
 
 import argparse
@@ -21,16 +21,16 @@ _BEGIN, _END = "<!-- buckets:begin -->", "<!-- buckets:end -->"
 
 
 def main() -> None:
-    """Runs everything, or the scenarios whose names begin with what `--only` says; ends with 1 if anything fails."""
+    """Runs all scenarios, or those whose names begin with `--only`. Exits with 1 if any plan fails."""
     parser = argparse.ArgumentParser(prog="python -m buckets", description=__doc__)
     parser.add_argument("--only", default="", help="the beginning of the names of scenarios")
     parser.add_argument("--plans", type=int, default=1000, help="for each scenario (default: 1000; a fifth with hosts)")
-    parser.add_argument("--seed", type=int, default=0, help="of those that are drawn (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random plans (default: 0)")
     parser.add_argument(
         "--jobs",
         type=int,
         default=2 * (os.cpu_count() or 1),
-        help="processes, which wait a lot (default: 2 for each CPU)",
+        help="processes; they mostly wait (default: 2 per CPU)",
     )
     parser.add_argument("--write", metavar="FILE", help=f"put the table between {_BEGIN} and {_END} of a file")
     wish = parser.parse_args()
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def explored(name: str, count: int, seed: int) -> Count:
-    """What so many plans for a scenario come to."""
+    """Runs `count` plans for a scenario and returns the results."""
     logging.disable(logging.CRITICAL)
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     try:

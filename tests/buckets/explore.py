@@ -1,4 +1,4 @@
-"""Plans of which job makes how many requests when, and of what becomes of requests; and what is found between them."""
+"""Plans say which job makes how many requests when, and what happens to requests. Explores the states in between."""
 
 import collections
 import contextlib
@@ -23,16 +23,16 @@ from .server import EXPIRES_SECONDS, OUTCOMES, Answer, Server
 
 ALL = 10**9  # requests
 _KILLED = Answer(None, ("killed", ""), 0.0)
-_STOPPED_SECONDS = (0.0, 0.0, 65.0, 100.0)  # leases hold, are to be looked up, have run out
-_LATER_SECONDS = 48 * 3600.0  # after the end of the others the last job comes
+_STOPPED_SECONDS = (0.0, 0.0, 65.0, 100.0)  # leases are valid (twice), must be looked up, have expired
+_LATER_SECONDS = 48 * 3600.0  # from the end of the other jobs to the last job
 _numbers = itertools.count()  # of local folders
 
 
 class Moment(NamedTuple):
-    """A request by what it does: the `time`-th one, from 1 on, in whose text this regular expression is found.
+    """A request, chosen by its text: the `time`-th one, from 1 on, that this regular expression matches.
 
-    The text has its name and what it is asked with: "put place/step-00000001/treering.json", "report near: 1", and
-    for a change of a disk "disk unlink …/a/step-00000001/treering.json".
+    The text has the name and the arguments of the request: "put place/step-00000001/treering.json", "report local: 1",
+    and for a change of a disk "disk unlink …/a/step-00000001/treering.json".
     """
 
     pattern: str
@@ -41,12 +41,12 @@ class Moment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`turns`: a job and how many requests of it come next, or the last of them; then the rest of each job.
+    """`turns`: a job, and how many requests it makes next, or the last of them. Afterwards each job runs to its end.
 
-    faults: process, request, outcome; the processes of all jobs are counted. A plan of which a named moment does not
-    come has failed.
-
-    waited: the seconds that pass whenever a job waits for another's lease. stopped: those after each turn.
+    faults: process, request and outcome; the processes of all jobs are numbered together. A plan has failed if a
+        `Moment` in it does not come.
+    waited: the seconds that pass whenever a job waits for another job's lease.
+    stopped: the seconds that pass after each turn.
     """
 
     turns: tuple[tuple[int, int | Moment], ...] = ()
@@ -57,19 +57,19 @@ class Plan:
 
 @dataclasses.dataclass
 class Count:
-    """What was looked at."""
+    """The results of a scenario."""
 
     plans: int = 0
     states: int = 0
-    buckets: set[int] = dataclasses.field(default_factory=set)  # contents, and what was reported by then
-    distinct: set[int] = dataclasses.field(default_factory=set)  # those, and how far each job had come
+    buckets: set[int] = dataclasses.field(default_factory=set)  # hashes of contents and reports
+    distinct: set[int] = dataclasses.field(default_factory=set)  # the same with the number of requests of each job
     ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    limits: int = 0  # plans that came to the known one, see `_Late`
+    limits: int = 0  # plans that reached the known limit, see `_Late`
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
 class Explorer:
-    """A server, and a process from which those of jobs that use it are begun. Made within a `with` block."""
+    """A server, and a process from which the processes of jobs are forked. Used as a context manager."""
 
     def __init__(self, local: str):
         self.server, self.local = Server(), local
@@ -91,20 +91,20 @@ class Explorer:
         self._listener.close()
 
     def begin(self, orders: list[job.Order]) -> dict[int, Connection]:
-        """Begins processes; returns the connections to them by their numbers."""
+        """Starts processes; returns the connections to them by their numbers."""
         for order in orders:
             self._orders.send(order._replace(address=self._listener.address))
         made = [self._listener.accept() for _ in orders]
         return {one.recv(): one for one in made}
 
     def requests(self, name: str) -> list[list[int]]:
-        """How many requests each process of each job of a scenario makes that comes first."""
+        """Returns how many requests each process of each job makes if that job runs first."""
         jobs = range(len(scenarios.ALL[name].jobs) - 1)
         plays = (self._run(name, Plan(((number, ALL),)), Count()) for number in jobs)
         return [[play.numbers[who] for who in play.processes(number)] for number, play in enumerate(plays)]
 
     def explore(self, name: str, plans: Iterator[Plan]) -> Count:
-        """Looks at all that plans lead to."""
+        """Runs plans and returns the results."""
         count = Count()
         for plan in plans:
             self._run(name, plan, count)
@@ -117,20 +117,20 @@ class Explorer:
 
 
 class _Late:
-    """Whether a job whose lease has run out removes the manifest of another.
+    """Detects that a job whose lease has expired removes another job's manifest.
 
     It has looked, and then stood still before it asked, and no store deletes what it saw and nothing else: the limit
     that `docs/reference/limits.md` names.
     """
 
     def __init__(self) -> None:
-        self._renewed: dict[int, float] = {}  # by processes: when a lease or mark of theirs was put
-        self._went_on: dict[int, float] = {}  # when they had their last answer
-        self._putters: dict[str, int] = {}  # by manifests: the process that put it
-        self._late: set[tuple[int, str]] = set()  # manifests that were put when a lease had run out
+        self._renewed: dict[int, float] = {}  # by process: when it last put a lease or mark
+        self._went_on: dict[int, float] = {}  # by process: when it got its last answer
+        self._putters: dict[str, int] = {}  # by manifest: the process that put it
+        self._late: set[tuple[int, str]] = set()  # manifests that were put after the lease had expired
 
     def put(self, who: int, key: str, clock: float) -> None:
-        """Takes note of an object that was put."""
+        """Records an object that was put."""
         if key.endswith(("/writer.lock", ".tmp")):
             self._renewed[who] = clock
         elif key.endswith("/treering.json"):
@@ -139,11 +139,11 @@ class _Late:
                 self._late.add((who, key))
 
     def answered(self, who: int, clock: float) -> None:
-        """Takes note of an answer, after which a process goes on."""
+        """Records an answer, after which a process continues."""
         self._went_on[who] = clock
 
     def removes_others(self, who: int, keys: str | list[str], clock: float) -> bool:
-        """Whether it is about to happen."""
+        """Returns True if a delete is about to do that."""
         keys = [keys] if isinstance(keys, str) else keys
         stood_still = self._is_late(who, clock) and not self._is_late(who, self._went_on.get(who, clock))
         others = [key for key in keys if self._putters.get(key, who) != who]
@@ -154,19 +154,19 @@ class _Late:
 
 
 class _Countdown:
-    """Counts the requests up to the one that is meant."""
+    """Counts requests up to a given one."""
 
     def __init__(self, to: int | Moment):
         self._to = to
         self._pattern, self.left = to if isinstance(to, Moment) else ("", to)
 
     def is_next(self, text: str) -> bool:
-        """Counts a request; returns True if it is the one that is meant."""
+        """Counts a request; returns True if it is the given one."""
         self.left -= re.search(self._pattern, text) is not None
         return self.left == 0
 
     def missed(self) -> str:
-        """Returns what to say of a named moment that has not come, or ""."""
+        """Returns a message if the given moment has not come, else ""."""
         return f"expected {self._to}, which did not come" if isinstance(self._to, Moment) and self.left > 0 else ""
 
 
@@ -185,19 +185,19 @@ class _Play:
         self._last = len(self._scenario.jobs) - 1
         self.numbers = [0] * len(self._scenario.jobs) * self._scenario.processes  # of requests so far
         self._begun: set[int] = set()  # jobs
-        self._pipes: dict[int, Connection] = {}  # of processes that go on
-        self._waiting: dict[int, Connection] = {}  # of those that have come to their end before others of their job
-        self._over: dict[int, str | None] = {}  # processes that have ended, and their errors
+        self._pipes: dict[int, Connection] = {}  # of running processes
+        self._waiting: dict[int, Connection] = {}  # of processes that are done and wait for the others of their job
+        self._over: dict[int, str | None] = {}  # ended processes, and their errors
         self._reports: list[tuple[int, Any]] = []
         self._wrong = ""
         self._late, self._limit = _Late(), False
 
     def processes(self, job: int) -> range:
-        """Those of a job."""
+        """Returns the numbers of a job's processes."""
         return range(job * self._scenario.processes, (job + 1) * self._scenario.processes)
 
     def run(self) -> None:
-        """Runs the jobs, and looks at the bucket after each request and at the end."""
+        """Runs the jobs, and checks the bucket after each request and at the end."""
         self._count.plans += 1
         try:
             with self._reading():
@@ -227,7 +227,7 @@ class _Play:
             self._count.failures.append(f"{self._name}: {self._plan}: {self._wrong}; processes ended: {self._over}")
 
     def _end(self, job: int) -> str | None:
-        """How a job has ended: killed, if one of its processes was, or with the first error."""
+        """Returns "killed" if any process of a job was killed, else the job's first error or None."""
         errors = [error for who in self.processes(job) if (error := self._over[who]) is not None]
         return "killed" if "killed" in errors else next(iter(errors), None)
 
@@ -247,7 +247,7 @@ class _Play:
         self._pipes.update(self._explorer.begin(orders))
 
     def _serve(self, number: int, requests: int | Moment) -> None:
-        """Answers so many requests of a job, or all up to one."""
+        """Answers this many requests of a job, or all up to a moment."""
         if number not in self._begun:
             self._begin(number)
         processes = self.processes(number)
@@ -256,14 +256,14 @@ class _Play:
             for pipe in cast("list[Connection]", wait(pipes)):
                 if self._turn.left <= 0:
                     return
-                self._hear(pipes[pipe], pipe)
+                self._receive(pipes[pipe], pipe)
         for who in processes:
             if pipe := self._waiting.pop(who, None):
                 pipe.send("all have ended")
                 pipe.close()
 
-    def _hear(self, who: int, pipe: Connection) -> None:
-        """Answers one request of a process."""
+    def _receive(self, who: int, pipe: Connection) -> None:
+        """Receives and answers one request of a process."""
         try:
             name, args, options = pipe.recv()
         except (EOFError, ConnectionError):
@@ -317,7 +317,7 @@ class _Play:
         return {"unanswered": unanswered, "killed after": _KILLED}.get(outcome, answer)
 
     def _see(self) -> None:
-        """Counts the state, and looks at the bucket unless one like it was seen."""
+        """Counts the state, and checks the bucket unless an equal one was checked before."""
         self._count.states += 1
         if self._last in self._begun:
             return
@@ -341,10 +341,10 @@ class _Play:
 
 
 def plans(requests: list[list[int]], count: int, seed: int) -> Iterator[Plan]:
-    """Every fault of every request, and every two moments at which one job stops for the other; then both by chance.
+    """Yields every fault of every request and every two moments at which a job stops for the other; then random plans.
 
-    `requests`: those of each process of each job. Where there are more such plans than half of the count, as many of
-    them by chance.
+    requests: the number of requests of each process of each job. If there are more such plans than half of `count`, a
+        random selection of them is used.
     """
     chance = random.Random(seed)
     every = [

@@ -1,4 +1,4 @@
-"""A job in processes of its own, which wait at each request until they are told to go on."""
+"""A job in its own processes, which wait at each request until the explorer answers."""
 
 import atexit
 import builtins
@@ -33,9 +33,9 @@ _CHANGES = ("make_dir", "remove_dir", "hard_link", "link", "rename", "rename_new
 
 
 class Order(NamedTuple):
-    """What process `rank` of the `number`-th job of a scenario is to do. `meet`: where its processes find each other.
+    """What process `rank` of job `number` of a scenario does. Its processes find each other at `meet`.
 
-    It connects to `address`, and says that it is `who`.
+    The process connects to `address` and says that it is process `who`.
     """
 
     address: str
@@ -49,7 +49,7 @@ class Order(NamedTuple):
 
 
 class Job:
-    """What a scenario is given: `report` what the user of the job now relies on. Its requests go to the explorer."""
+    """The first argument of a scenario's jobs. Its requests go to the explorer."""
 
     def __init__(self, connection: Connection, rank: int):
         self._connection = connection
@@ -58,16 +58,16 @@ class Job:
         self.clock = 0.0
 
     def report(self, what: Any) -> None:
-        """Says that a call has returned."""
+        """Reports that a call has returned, so the user of the job relies on its result."""
         self.ask("report", (what,), {})
 
     def ask(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Asks, and waits for the answer, however long the explorer lets others go first."""
+        """Sends a request and waits for the answer, however long the explorer serves other jobs first."""
         with self._one:
             try:
                 self._connection.send((name, args, options))
                 answer: Answer = self._connection.recv()
-            except (EOFError, OSError):  # the explorer has given up
+            except (EOFError, OSError):  # the explorer has closed the connection
                 os._exit(1)
             if answer.error == ("killed", ""):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -77,7 +77,7 @@ class Job:
         return answer.result
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The functions of obstore."""
+        """Stands for the functions of obstore."""
 
         def ask(client: Any, *args: Any, **options: Any) -> Any:
             args = tuple(one if isinstance(one, str | list) else bytes(one) for one in args)
@@ -101,13 +101,13 @@ class _Got:
 
 
 def serve(orders: Connection) -> None:
-    """Begins a process for each order, until the other end hangs up."""
+    """Starts a process for each order, until the other end closes the connection."""
     logging.disable(logging.CRITICAL)
-    # What it loads for this no process of a job need load.
+    # The forked processes share the modules that this loads.
     with tempfile.TemporaryDirectory() as folder, tr.Checkpointer(f"{folder}/run", local=f"{folder}/near") as ckpts:
         ckpts.save(1, {"w": np.zeros(1)})
         ckpts.restore()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are not waited for
     while True:
         try:
             order = Order(*orders.recv())
@@ -135,10 +135,10 @@ def _do(order: Order) -> NoReturn:
         end = "end", f"{type(raised).__name__}: {raised}"
     except BaseException as raised:
         end = "wrong", f"{type(raised).__name__}: {raised}"
-    with job._one:  # no other thread says anything any more
+    with job._one:  # From here on, no other thread of this process sends a request.
         connection.send((*end, {}))
         try:
-            connection.recv()  # when all its processes have come here: process 0 has what they meet by
+            connection.recv()  # Answered when all processes are here: process 0 runs the service that they need.
         finally:
             os._exit(0)
 
@@ -147,8 +147,8 @@ def _simulate(job: Job, machine: str) -> None:
     bucket.Bucket._obstore = job  # pyright: ignore[reportAttributeAccessIssue]
     bucket._PAUSE_SECONDS = 0
     bucket.now = heartbeat.now = lambda: job.clock
-    heartbeat._begin = lambda one: None  # `holds` renews it where that is due
-    heartbeat._machine = lambda: machine  # another than that of the other jobs, of which only the age of a lease tells
+    heartbeat._begin = lambda one: None  # no thread: `holds` renews it when that is due
+    heartbeat._machine = lambda: machine  # each job on its own machine, so only the age of a lease counts
     removal.time = types.SimpleNamespace(time=lambda: job.clock)
     lease.time = types.SimpleNamespace(sleep=lambda seconds: job.ask("sleep", (seconds,), {}))
     buckets = ObjectStore()
@@ -158,12 +158,12 @@ def _simulate(job: Job, machine: str) -> None:
 
 
 def _join(job: Job, meet: str, count: int) -> None:
-    """Makes this a process of a job of several, in which JAX is real; what it changes on its disk is asked for, too."""
+    """Makes this process one of several of a job, with real JAX. Changes of its disk become requests too."""
     quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)  # JAX tells of those that were killed
+    os.dup2(quiet, 2)  # JAX reports killed processes there
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(meet, count, job.rank)
-    assignment._MIN_CUT_BYTES = 8  # so that each of them writes something
+    assignment._MIN_CUT_BYTES = 8  # small, so that each process writes something
 
     def asking(name: str) -> Callable[..., Any]:
         def change(self: Any, *args: Any) -> Any:

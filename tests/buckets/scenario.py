@@ -1,4 +1,4 @@
-"""What a scenario is: what jobs do with a bucket, and what must hold after every request of theirs."""
+"""Scenarios: what jobs do with a bucket, and what must hold after each of their requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,23 +7,25 @@ import numpy as np
 
 import treering as tr
 
-_SIZE, LARGE = 9, 40_000  # elements; objects of the second size go on their way in the background
+_SIZE, LARGE = 9, 40_000  # elements; objects of the second size are uploaded in the background
 KEPT = tr.keep.last(2)
-LAST = 90  # the step that the job after all others saves
+LAST = 90  # the step that the last job saves
 
-Reports = Sequence[tuple[int, Any]]  # the number of a job, from 1 on, and what its user was told
+Reports = Sequence[tuple[int, Any]]  # the number of a job, from 1 on, and what its user relies on
 
 
 class Scenario(NamedTuple):
-    """Jobs that each write at a place, and the one that comes after them; `check` is to hold at every moment.
+    """Jobs that write to the same place, a last job that runs after them, and the checks.
 
-    A job is called with a `Job`, and arguments that all jobs share: the place, a URL, and a local folder. With several
-    `processes` each of them is.
-    `over` is what must hold before the last job, with the error of the first one and the number of faults; `end` when
-    the last one is over.
+    A job is a function. It gets a `Job`, and arguments that all jobs share: the place, which is a URL, and a local
+    folder. With several `processes`, each process of the job calls it.
+
+    check: must hold at every moment.
+    over: must hold before the last job. It gets the error of the first job and the number of faults.
+    end: must hold after the last job.
     """
 
-    jobs: Sequence[Callable[..., None]]  # the last one comes when the others are over, and nothing fails in it
+    jobs: Sequence[Callable[..., None]]  # the last one runs after the others, without faults
     check: Callable[[str, Reports], None]
     end: Callable[[str, Reports], None]
     before: Callable[[str, str], None] = lambda place, local: None
@@ -36,7 +38,7 @@ def tree(value: int, size: int = _SIZE) -> dict[str, Any]:
 
 
 def read_value(place: str, step: int | None = None) -> int:
-    """The value of a checkpoint, whole and verified."""
+    """Returns the value of a checkpoint. Asserts that all its elements are equal."""
     array = tr.restore(place, step=step)["w"] if step is not None else tr.restore(place)["w"]
     assert array.shape in ((_SIZE,), (LARGE,)) and (array == array[0]).all(), array
     return int(array[0])

@@ -1,4 +1,4 @@
-"""All scenarios, by their names."""
+"""All scenarios by name."""
 
 from .scenarios_hosts import HOSTS
 from .scenarios_runs import RUNS

@@ -1,7 +1,7 @@
-"""Runs of two processes with a disk each beside the bucket, which copy to it together.
+"""Runs of two processes, each with its own local tier, which upload together.
 
-The disks are named by letters, and process n of a job has the n-th that are named for it. Processes are killed between
-requests, and between changes of their disks.
+The disks are named by letters: process n of a job uses the n-th letter of the job's `disks`. Processes are killed
+between requests, and between changes of their disks.
 """
 
 import pathlib
@@ -16,9 +16,9 @@ from treering.formats.treering import manifest
 from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree
 from .scenarios_runs import check_run, end_run, nothing_left, report_far, save_near
 
-_NEWEST = (0, 1, 2, 3, 2, 4, 2, 3)  # step after so many changes of `_change`
-_TIMEOUT = 2.0  # seconds; a process that is killed is missed for so long
-_PATIENCE = 30.0  # seconds, where none is
+_NEWEST = (0, 1, 2, 3, 2, 4, 2, 3)  # the newest step, by the number of changes of `_change` that were made
+_TIMEOUT = 2.0  # seconds that its peers wait for a killed process
+_PATIENCE = 30.0  # seconds, in jobs where no process is killed
 
 
 def _run(job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT) -> tr.Checkpointer:
@@ -26,9 +26,9 @@ def _run(job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT
 
 
 def _begin(ckpts: tr.Checkpointer) -> int:
-    """The step to go on from."""
+    """Restores and returns the step to continue from."""
     try:
-        found = ckpts.restore(read="each")  # or JAX, when it makes the devices, waits for minutes for one that is dead
+        found = ckpts.restore(read="each")  # else JAX waits for minutes for a dead process when it makes its devices
     except NotFoundError:
         return 0
     step = ckpts.restored_step or 0
@@ -37,7 +37,7 @@ def _begin(ckpts: tr.Checkpointer) -> int:
 
 
 def _copy(number: int, steps: int, disks: str) -> Callable[..., None]:
-    """Saves some steps more than there are; reports those that must be far when it has closed."""
+    """Returns a job that saves `steps` further steps, and reports those that must be remote when it has closed."""
 
     def job(job: Any, place: str, local: str) -> None:
         with _run(job, place, local, disks) as ckpts:
@@ -49,7 +49,7 @@ def _copy(number: int, steps: int, disks: str) -> Callable[..., None]:
 
 
 def _change(job: Any, place: str, local: str) -> None:
-    """Saves, deletes, goes back, and saves other steps in the place of those that were set aside."""
+    """Saves, deletes and rewinds, and saves other steps instead of the archived ones."""
     with _run(job, place, local, "ab") as ckpts:
 
         def save(step: int, value: int = 100) -> None:
@@ -68,10 +68,10 @@ def _change(job: Any, place: str, local: str) -> None:
             job.report(f"changed: {number}")
 
 
-def _last(disks: str, *, aside: bool = False) -> Callable[..., None]:
-    """Goes on from what is there, on the disks of the job before or others.
+def _last(disks: str, *, check_archived: bool = False) -> Callable[..., None]:
+    """Returns a job that continues from the existing steps, on the disks of the job before or on others.
 
-    aside: what is set aside must be whole, for all disks are in all jobs.
+    check_archived: archived steps must be complete. Used only if all jobs use the same disks.
     """
 
     def job(job: Any, place: str, local: str) -> None:
@@ -83,30 +83,30 @@ def _last(disks: str, *, aside: bool = False) -> Callable[..., None]:
                 steps = {f"step-{begun:08}", f"step-{LAST:08}"}
                 left = [file for file in pathlib.Path(local, disk).glob("step-*/*") if file.parent.name not in steps]
                 assert not left, f"left over: {left}"
-            if aside:
-                _aside_is_whole(place, local)
+            if check_archived:
+                _check_archived(place, local)
             job.report((begun, LAST))
 
     return job
 
 
-def _aside_is_whole(place: str, local: str) -> None:
-    """Of each step that was set aside where its manifest is, all files are among what was set aside, or far."""
-    near, far = pathlib.Path(local), stores.of(place)
-    for file in near.glob("*/rewound-*/*/treering.json"):
+def _check_archived(place: str, local: str) -> None:
+    """Asserts that each archived step with a manifest is complete: all its files are archived or remote."""
+    disks, remote = pathlib.Path(local), stores.of(place)
+    for file in disks.glob("*/rewound-*/*/treering.json"):
         step = file.parent.name
-        folders = [f"{place}/{name}/{step}" for name in far.list(place) if name.startswith("rewound-")]
+        folders = [f"{place}/{name}/{step}" for name in remote.list(place) if name.startswith("rewound-")]
         for name in manifest.file_names(file.read_bytes()):
-            there = [*near.glob(f"*/rewound-*/{step}/{name}")]
-            there += [folder for folder in (f"{place}/{step}", *folders) if far.stat(f"{folder}/{name}")]
-            assert there, f"{file}: expected {name} beside it on some disk, found it nowhere"
+            found = [*disks.glob(f"*/rewound-*/{step}/{name}")]
+            found += [folder for folder in (f"{place}/{step}", *folders) if remote.stat(f"{folder}/{name}")]
+            assert found, f"{file}: expected {name} in this step on some disk or in the bucket, found it nowhere"
 
 
-def _end_near(place: str, reports: Reports) -> None:
-    """The last job went on from the newest step that was committed near, and has copied it."""
-    near = max((int(what[6:]) for _, what in reports if isinstance(what, str)), default=0)
+def _end_local(place: str, reports: Reports) -> None:
+    """Asserts that the last job continued from the newest step that was committed locally, and has uploaded it."""
+    newest = max((int(what[7:]) for _, what in reports if isinstance(what, str)), default=0)
     _, (begun, _) = reports[-1]
-    assert begun >= near, f"went on from {begun}, reported {reports}"
+    assert begun >= newest, f"continued from {begun}, reported {reports}"
     assert not begun or read_value(place, begun) == 100 + begun
     nothing_left(place, reports)
 
@@ -127,7 +127,7 @@ def _check_changed(place: str, reports: Reports) -> None:
 def _end_changed(place: str, reports: Reports) -> None:
     _, (begun, _) = reports[-1]
     done = _done(reports)
-    assert begun in _NEWEST[done : done + 2], f"went on from {begun} after {done} changes"
+    assert begun in _NEWEST[done : done + 2], f"continued from {begun} after {done} changes"
     nothing_left(place, reports)
 
 
@@ -136,8 +136,10 @@ def _done(reports: Reports) -> int:
 
 
 HOSTS = {
-    "hosts' disks": Scenario([_copy(1, 3, "ab"), _last("ba")], check_run, _end_near, processes=2),
-    "hosts' disks, changed": Scenario([_change, _last("ab", aside=True)], _check_changed, _end_changed, processes=2),
+    "hosts' disks": Scenario([_copy(1, 3, "ab"), _last("ba")], check_run, _end_local, processes=2),
+    "hosts' disks, changed": Scenario(
+        [_change, _last("ab", check_archived=True)], _check_changed, _end_changed, processes=2
+    ),
     "hosts' disks, one lost": Scenario([_copy(1, 3, "ab"), _last("ac")], check_run, end_run, processes=2),
     "hosts' disks, other hosts": Scenario(
         [_copy(1, 2, "ab"), _copy(2, 2, "cd"), _last("ba")], check_run, end_run, processes=2

@@ -1,4 +1,4 @@
-"""Jobs that write a run, alone or with a disk of their own beside the bucket."""
+"""Jobs that write a run, alone or with their own local tier."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,14 +24,14 @@ def _prepare_pinned(place: str, local: str) -> None:
 
 
 def _read_run(job: Any, place: str, local: str) -> None:
-    """Reads the newest step, which is the one that it says; steps come and go meanwhile."""
+    """Reads the newest step and checks its value, while steps come and go."""
     for _ in range(2):
         ckpts = tr.Checkpointer(place)
         assert int(ckpts.restore()["w"][0]) == 100 + (ckpts.restored_step or 0)
 
 
 def _train(number: int, steps: int, **options: Any) -> Callable[..., None]:
-    """Saves some steps more than there are, and reports each of them with the step that was restored."""
+    """Returns a job that saves `steps` further steps, and reports each of them with the restored step."""
 
     def job(job: Any, place: str, local: str) -> None:
         with tr.Checkpointer(place, keep=KEPT, **options) as ckpts:
@@ -45,7 +45,10 @@ def _train(number: int, steps: int, **options: Any) -> Callable[..., None]:
 
 
 def _copy(number: int, steps: int) -> Callable[..., None]:
-    """Saves some steps more than there are on a disk of its own; reports those that must be far when it has closed."""
+    """Returns a job that saves `steps` further steps to its local tier.
+
+    It reports those that must be remote when it has closed.
+    """
 
     def job(job: Any, place: str, local: str) -> None:
         with tr.Checkpointer(place, keep=KEPT, local=f"{local}/{number}") as ckpts:
@@ -57,22 +60,22 @@ def _copy(number: int, steps: int) -> Callable[..., None]:
 
 
 def save_near(job: Any, ckpts: tr.Checkpointer, number: int, steps: Iterable[int]) -> None:
-    """Saves steps, and reports each as one that is there on the disk of the job."""
+    """Saves steps and reports each as present in the local tier of the job."""
     for step in steps:
         ckpts.save(step, tree(100 * number + step))
         ckpts.wait()
-        job.report(f"near: {step}")
+        job.report(f"local: {step}")
 
 
 def report_far(job: Any, begun: int, steps: int) -> None:
-    """Reports the steps that must be far when so many were saved from one on, and copied."""
+    """Reports the steps that must be remote after `steps` steps from `begun` on were saved and uploaded."""
     end = begun + steps
     for step in range(max(begun + 1, end - 1), end + 1):
         job.report((begun, step))
 
 
 def _change(job: Any, place: str, local: str) -> None:
-    """Saves, pins, deletes, goes back, and saves other steps in the place of those that were set aside."""
+    """Saves, pins, deletes and rewinds, and saves other steps instead of the archived ones."""
     with tr.Checkpointer(place, keep=KEPT) as ckpts:
         for step in (1, 2, 3):
             ckpts.save(step, tree(100 + step))
@@ -92,7 +95,7 @@ def _change(job: Any, place: str, local: str) -> None:
 
 
 def _go_on(job: Any, place: str, local: str) -> None:
-    """Saves five steps more than there are."""
+    """Saves five further steps."""
     with tr.Checkpointer(place, keep=KEPT) as ckpts:
         begun = int(ckpts.restore()["w"][0])
         job.report("after the other" if begun > 200 else "first")
@@ -103,7 +106,7 @@ def _go_on(job: Any, place: str, local: str) -> None:
 
 
 def _go_back(job: Any, place: str, local: str) -> None:
-    """Goes back to step 1, and saves others in the place of those that came after it; deletes none."""
+    """Rewinds to step 1 and saves other steps instead of those after it. Deletes none."""
     with tr.Checkpointer(place) as ckpts:
         ckpts.restore(step=1)
         job.report("back")
@@ -113,59 +116,63 @@ def _go_back(job: Any, place: str, local: str) -> None:
             job.report((1, step))
 
 
-def _not_set_aside(reports: Reports) -> Reports:
-    """The reports of steps, without those of the first job once the second goes back, unless it went on from there."""
-    told = {what for _, what in reports if isinstance(what, str)}
-    gone = "back" in told and "after the other" not in told
+def _not_archived(reports: Reports) -> Reports:
+    """Returns the reports of steps that were not archived.
+
+    Those are all, except the first job's steps once the second job has rewound. If the first job continued after the
+    second one, its steps count too.
+    """
+    reported = {what for _, what in reports if isinstance(what, str)}
+    gone = "back" in reported and "after the other" not in reported
     return [(number, what) for number, what in reports if not isinstance(what, str) and not (gone and number == 1)]
 
 
 def _check_gone_back(place: str, reports: Reports) -> None:
-    """What the second job has saved is there, unless the first has gone on from it; step 1 is pinned."""
+    """Asserts that the second job's steps exist, unless the first job has continued from them. Step 1 is pinned."""
     assert read_value(place, 1) == 101
-    check_run(place, told := _not_set_aside(reports))
-    for number, (_, step) in told if (1, "after the other") not in reports else ():
+    check_run(place, reported := _not_archived(reports))
+    for number, (_, step) in reported if (1, "after the other") not in reports else ():
         assert number == 1 or read_value(place, step) == 200 + step
 
 
 def _end_gone_back(place: str, reports: Reports) -> None:
-    end_run(place, _not_set_aside(reports))
+    end_run(place, _not_archived(reports))
 
 
 def check_run(place: str, reports: Reports) -> None:
-    """The two newest steps that were reported are there, whole, or newer ones are; others are whole or not told of."""
-    told = {what[1]: 100 * number + what[1] for number, what in reports if not isinstance(what, str)}
-    newest = sorted(told)[-2:]
+    """Asserts that the two newest reported steps are complete, or newer steps are. Unreported steps may be damaged."""
+    reported = {what[1]: 100 * number + what[1] for number, what in reports if not isinstance(what, str)}
+    newest = sorted(reported)[-2:]
     steps = tr.steps(place)
     values: dict[int, int | None] = {}
     for step in steps:
         try:
             values[step] = value = read_value(place, step)
             assert value % 100 == step, values
-        except CorruptError:  # one that a job has put whose lease had run out, before that looks and removes it
-            assert step not in newest, f"{step} is damaged, found {values}, reported {told}"
+        except CorruptError:  # A job whose lease has expired has put it, and has not yet noticed and removed it.
+            assert step not in newest, f"{step} is damaged, found {values}, reported {reported}"
             values[step] = None
-    whole = [step for step in values if values[step]]
+    complete = [step for step in values if values[step]]
     for step in newest:
-        kept = values.get(step) == told[step] or len([one for one in whole if one > step]) >= 2
-        assert kept, f"found {values}, reported {told}"
+        kept = values.get(step) == reported[step] or len([one for one in complete if one > step]) >= 2
+        assert kept, f"found {values}, reported {reported}"
 
 
 def _check_changed(place: str, reports: Reports) -> None:
     steps = tr.steps(place)
     values = {step: read_value(place, step) for step in steps}
     assert all(value == 100 + step for step, value in values.items()), values
-    told = [what for _, what in reports]
-    if told and told[-1] not in ("deleted", "rewound"):
-        newest = told[-1][1]
-        later = {3: [1, 2] if len(told) == 3 else [2]}  # `delete` and `rewind` may be under way
-        assert newest in steps or set(steps) & set(later.get(newest, [2])), f"found {values}, reported {told}"
-    if len(told) > 2:
-        assert 2 in values, f"found {values}, reported {told}, and 2 is kept"
-    if len(told) > 3 and told[-1] == "deleted":
-        assert 3 not in values, f"found {values}, reported {told}"
-    if told and told[-1] == "rewound":
-        assert 4 not in values, f"found {values}, reported {told}"
+    reported = [what for _, what in reports]
+    if reported and reported[-1] not in ("deleted", "rewound"):
+        newest = reported[-1][1]
+        later = {3: [1, 2] if len(reported) == 3 else [2]}  # `delete` and `rewind` may be in progress
+        assert newest in steps or set(steps) & set(later.get(newest, [2])), f"found {values}, reported {reported}"
+    if len(reported) > 2:
+        assert 2 in values, f"found {values}, reported {reported}, and 2 is kept"
+    if len(reported) > 3 and reported[-1] == "deleted":
+        assert 3 not in values, f"found {values}, reported {reported}"
+    if reported and reported[-1] == "rewound":
+        assert 4 not in values, f"found {values}, reported {reported}"
 
 
 def _last_step(job: Any, place: str, local: str) -> None:
@@ -177,7 +184,7 @@ def _last_step(job: Any, place: str, local: str) -> None:
 
 
 def _last_copy(job: Any, place: str, local: str) -> None:
-    """The next job on the disk of the first one."""
+    """Continues on the local tier of the first job."""
     with tr.Checkpointer(place, keep=KEPT, local=f"{local}/1") as ckpts:
         if ckpts.latest_step is not None:
             assert int(ckpts.restore()["w"][0]) % 100 == ckpts.restored_step
@@ -186,24 +193,24 @@ def _last_copy(job: Any, place: str, local: str) -> None:
 
 
 def _end_copy(place: str, reports: Reports) -> None:
-    """The last job went on from the newest step that was near, and has copied it."""
-    near = max((int(what[6:]) for _, what in reports if isinstance(what, str)), default=0)
+    """Asserts that the last job continued from the newest local step, and has uploaded it."""
+    newest = max((int(what[7:]) for _, what in reports if isinstance(what, str)), default=0)
     _, (begun, _) = reports[-1]
-    assert begun >= near, f"went on from {begun}, reported {reports}"
+    assert begun >= newest, f"continued from {begun}, reported {reports}"
     assert tr.steps(place) == [*([begun] if begun else []), LAST], tr.steps(place)
     assert not begun or read_value(place, begun) == 100 + begun
     nothing_left(place, reports)
 
 
 def end_run(place: str, reports: Reports) -> None:
-    """The last job went on from the newest step that was reported, or a later one; nothing is left over."""
-    *told, (begun, _) = [what for _, what in reports if not isinstance(what, str)]
-    assert begun >= max((step for _, step in told), default=0), f"went on from {begun}, reported {told}"
+    """Asserts that the last job continued from the newest reported step or a later one, and nothing is left over."""
+    *reported, (begun, _) = [what for _, what in reports if not isinstance(what, str)]
+    assert begun >= max((step for _, step in reported), default=0), f"continued from {begun}, reported {reported}"
     nothing_left(place, reports)
 
 
 def nothing_left(place: str, reports: Reports) -> None:
-    """Nothing is left over, and the lease is given back."""
+    """Asserts that no files are left over, and that the lease is released."""
     steps = tr.steps(place)
     assert steps[-1] == LAST and read_value(place, LAST) == LAST, steps
     assert read_file(stores.of(place), f"{place}/writer.lock") == b'{"version":1}'
@@ -220,8 +227,8 @@ RUNS = {
     "a run": Scenario([_train(1, 5), _last_step], check_run, end_run),
     "a run, read": Scenario([_train(1, 4), _read_run, _last_step], check_run, end_run, _prepare_run),
     "a run, changed": Scenario([_change, _last_step], _check_changed, nothing_left),
-    "a run, copied": Scenario([_copy(1, 3), _last_copy], check_run, _end_copy),
-    "a copied run, taken over": Scenario([_copy(1, 2), _copy(2, 2), _last_step], check_run, end_run),
-    "a run, gone back": Scenario([_go_on, _go_back, _last_step], _check_gone_back, _end_gone_back, _prepare_pinned),
-    "a run, taken over": Scenario([_train(1, 3), _train(2, 3), _last_step], check_run, end_run),
+    "a run, uploaded": Scenario([_copy(1, 3), _last_copy], check_run, _end_copy),
+    "an uploaded run, new owner": Scenario([_copy(1, 2), _copy(2, 2), _last_step], check_run, end_run),
+    "a run, rewound": Scenario([_go_on, _go_back, _last_step], _check_gone_back, _end_gone_back, _prepare_pinned),
+    "a run, new owner": Scenario([_train(1, 3), _train(2, 3), _last_step], check_run, end_run),
 }

@@ -28,30 +28,33 @@ def _prepare_source(place: str, local: str) -> None:
 
 
 def _copy_one(job: Any, place: str, local: str) -> None:
-    """A copy has the names of its source: two of them are not told apart by those."""
+    """Copies a checkpoint. A copy has the file names of its source, so two copies have the same names."""
     copy_all(f"{local}/source", place)
     job.report(1)
 
 
 def _check_one(allowed: Sequence[int | None], *, first: bool) -> Callable[[str, Reports], None]:
-    """One of the values is there; `first`: once one was reported it is that one, for nobody overwrites."""
+    """Returns a check that the place has one of the `allowed` values.
+
+    first: once a value was reported, it stays, because no job overwrites.
+    """
 
     def check(place: str, reports: Reports) -> None:
         try:
             found: int | None = read_value(place)
         except NotFoundError:
             found = None
-        told = [value for _, value in reports]
+        reported = [value for _, value in reports]
         assert found in allowed, f"found {found}"
-        assert not told or found not in (None, 0), f"found {found}, but {told} was reported"
-        if first and told:
-            assert told == [found], f"found {found}, but {told} was reported"
+        assert not reported or found not in (None, 0), f"found {found}, but {reported} was reported"
+        if first and reported:
+            assert reported == [found], f"found {found}, but {reported} was reported"
 
     return check
 
 
 def _check_untold(before: int | None) -> Callable[[str, str | None, int], None]:
-    """One request that fails is told apart: a save that raises an error has changed nothing."""
+    """Returns a check that a save which raised an error has changed nothing. Only used after a single fault."""
 
     def over(place: str, error: str | None, faults: int) -> None:
         if faults == 1 and error not in (None, "killed"):
@@ -81,12 +84,12 @@ def _read(job: Any, place: str, local: str) -> None:
 
 
 def _check_read(place: str, reports: Reports) -> None:
-    """A reader gets the old one or the new one, and not the old one once it has got the new one."""
+    """Asserts that a reader gets the old value or the new one, and never the old one after the new one."""
     read = [value for number, value in reports if number == 2]
     assert read in ([], [0], [1], [0, 0], [0, 1], [1, 1]), read
     if (1, 1) in reports:
         after = reports[reports.index((1, 1)) + 1 :]
-        assert after[1:] in ([], [(2, 1)]), reports  # the first may have been under way
+        assert after[1:] in ([], [(2, 1)]), reports  # the first read may have started before
 
 
 SINGLE = {

@@ -1,7 +1,7 @@
-"""A bucket in memory, in simulated time, that does one request at a time for whoever asks.
+"""A bucket in memory and in simulated time, which carries out one request at a time.
 
-A double, for no real server can be stopped between any two requests a hundred thousand times. The objects are in
-obstore's own store in memory, which keeps to conditions; times are put into its answers.
+It is a double, because no real server can be stopped between any two requests a hundred thousand times. The objects are
+in obstore's memory store, which obeys conditions. The simulated times are put into its answers.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import obstore.store
 import xxhash
 
 OUTCOMES = ("lost", "unanswered", "repeated", "killed before", "killed after")
-EXPIRES_SECONDS = 90.0  # the age at which a lease counts no longer
+EXPIRES_SECONDS = 90.0  # the age at which a lease expires
 _NAMES = re.compile(r"(?<=[-.])[0-9a-f]{6}(?=[-.]|$)|(?<=kept-)[0-9a-f]{6}|[0-9]{20}")
 _DRAWN = re.compile(
     rb'(?<="xxh3":")[0-9a-f]{16}(?="}\n)|(?<=-)[0-9a-f]{6}(?=-)|(?<="created":")[^"]*'
@@ -24,7 +24,7 @@ _ARRAYS = re.compile(rb'"name":"(arrays-[^"]*)"')
 
 
 class Answer(NamedTuple):
-    """What a request came to: a result, or the name and text of an error; and the time after it."""
+    """The outcome of a request: a result, or the name and text of an error, and the time after it."""
 
     result: Any
     error: tuple[str, str] | None
@@ -32,17 +32,17 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """The requests by their names in obstore. `clock`: the simulated seconds since the epoch."""
+    """The requests, by their names in obstore. `clock` has the simulated seconds since the epoch."""
 
     def __init__(self) -> None:
         self.memory = obstore.store.MemoryStore()
         self.clock = 1.7e9
         self._modified: dict[str, float] = {}
-        self._contents: dict[str, int] = {}  # hashes of what objects hold, without what is drawn by chance
-        self._named: dict[str, list[str]] = {}  # by manifests: the keys of the array objects that they name
+        self._contents: dict[str, int] = {}  # hashes of the objects' contents without random parts
+        self._named: dict[str, list[str]] = {}  # by manifest: the keys of the array objects that it names
 
     def ask(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Answer:
-        """Does a request of a job."""
+        """Carries out a request of a job."""
         try:
             result = getattr(self, f"_{name}")(*args, **options)
             return Answer(result, None, self.clock)
@@ -50,7 +50,7 @@ class Server:
             return Answer(None, (type(error).__name__, str(error)), self.clock)
 
     def contents(self) -> int:
-        """A number that two contents share when nothing but what is drawn by chance differs."""
+        """Returns a hash that two contents share if they differ only in random parts."""
         found = sorted(
             (
                 _NAMES.sub("*", key),
@@ -63,13 +63,13 @@ class Server:
         return xxhash.xxh3_64_intdigest(repr(found).encode())
 
     def adopt(self) -> None:
-        """Takes note of the objects that were put without it."""
+        """Records objects that were put directly into the memory store."""
         for page in obstore.list(self.memory):
             for one in page:
                 self._note(one["path"], bytes(obstore.get(self.memory, one["path"]).bytes()))
 
     def clear(self) -> None:
-        """Removes all objects; versions go on counting, for the library knows objects by them."""
+        """Removes all objects. Version numbers continue, because the library recognizes objects by them."""
         obstore.delete(self.memory, list(self._modified))
         self._modified.clear()
         self._contents.clear()

@@ -1,4 +1,4 @@
-"""What goes wrong on the way to a bucket: a save is there as a whole or not at all; nothing wrong is ever read."""
+"""Faults on the way to a bucket: a save is complete or absent, and wrong bytes are never returned."""
 
 import contextlib
 import datetime
@@ -28,21 +28,24 @@ from treering.stores.objects.store import ObjectStore
 
 _ROOT = "faulty://tests"
 _TREE = {"w": np.arange(300_000, dtype=np.float32), "b": np.ones(3)}
-_LARGE = {"w": np.arange(8_800_000, dtype=np.float32)}  # goes in parts into one file
-_CUT_UP = {"w": np.arange(4_400_000, dtype=np.float32), "b": np.ones(3)}  # the bytes of one leaf lie in two objects
+_LARGE = {"w": np.arange(8_800_000, dtype=np.float32)}  # one file, uploaded in parts
+_CUT_UP = {"w": np.arange(4_400_000, dtype=np.float32), "b": np.ones(3)}  # the bytes of one leaf are in two objects
 _KEY = re.compile(rb"<Key>(.*?)</Key>")
 
 
 @pytest.fixture(scope="module")
 def google() -> Iterator[str]:
-    """The URL of a double of Google's server that allows any number of changes a second."""
+    """Yields the URL of a double of Google's server that allows any number of changes per second."""
     with gcs.server(write_seconds=0) as url:
         yield url
 
 
 @pytest.fixture
 def between(request: pytest.FixtureRequest) -> Iterator[Proxy]:
-    """The proxy before the server, S3's or what a test asks for; all paths with the scheme `faulty` go through it."""
+    """Yields a proxy in front of the server that the test names, by default S3.
+
+    Paths with the scheme `faulty` use it.
+    """
     which = getattr(request, "param", "s3_server")
     client = {"s3_server": s3.client, "google": gcs.client}[which]
     with proxy(request.getfixturevalue(which)) as one:
@@ -54,7 +57,7 @@ def between(request: pytest.FixtureRequest) -> Iterator[Proxy]:
 
 @pytest.fixture
 def place(between: Proxy) -> str:
-    """A path in the bucket, where the server was seen to keep to conditions."""
+    """Returns a path in the bucket, after the test that the server obeys conditions."""
     place = f"{_ROOT}/{secrets.token_hex(4)}"
     tr.save(f"{place}/first", {"a": 1})
     return place
@@ -66,7 +69,7 @@ _FAULTS += ["409 OperationAborted"]
 
 
 def _once(fault: str, which: int) -> Any:
-    """Does it to the request of this number, and to no other."""
+    """Returns a fault for the request of this number, and for no other."""
     return lambda request: fault if request.number == which else None
 
 
@@ -100,7 +103,7 @@ def _same(path: str, tree: Any) -> bool:
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: str, overwrite: bool) -> None:
-    """It is done, or an error says that it is not, and what was there is."""
+    """After one fault, either the save is done, or it raises an error and the old checkpoint is in place."""
     old = {"w": np.zeros(10)}
     if overwrite:
         tr.save(f"{place}/counted", old)
@@ -118,7 +121,7 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
             failed = error
         finally:
             between.fault = lambda request: None
-        assert failed is None or not fault[0].isdigit(), "what the server asks to be tried again is"
+        assert failed is None or not fault[0].isdigit(), "a request is repeated if the server asks for that"
         if failed is None:
             assert _same(path, _TREE)
         elif overwrite:
@@ -126,7 +129,7 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
         else:
             with pytest.raises(NotFoundError):
                 tr.restore(path)
-        tr.save(path, _TREE, overwrite=True)  # whatever was left behind is in nobody's way
+        tr.save(path, _TREE, overwrite=True)  # leftovers do not block the next save
         names = stores.of(path).list(path)
         assert len(names) == 2 and all(re.fullmatch(r"treering\.json|arrays-\S*", name) for name in names), names
 
@@ -143,7 +146,7 @@ _SILENT_FROM: dict[str, Callable[[Request], bool]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("silent_from", _SILENT_FROM)
 def test_a_server_that_falls_silent_ends_in_an_error(s3_server: str, silent_from: str) -> None:
-    """Whichever requests of a save it has answered before; and nothing of that is in anybody's way later."""
+    """A save raises an error if the server stops answering at any moment. What it left does not block the next save."""
     root = f"silent://{secrets.token_hex(4)}"
     with proxy(s3_server) as between:
         buckets = ObjectStore()
@@ -179,9 +182,9 @@ def test_a_server_that_falls_silent_ends_in_an_error(s3_server: str, silent_from
 @pytest.mark.parametrize("between", ["s3_server", "google"], indirect=True)
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["drop", "cut", "flip", "short", "503 SlowDown", "500 InternalError"])
-@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
+@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["one object", "cut up"])
 def test_one_fault_at_any_request_of_a_restore(between: Proxy, place: str, tree: Any, fault: str) -> None:
-    """Nothing but what was saved is ever returned."""
+    """A restore returns only saved bytes, whatever fault happens."""
     path = f"{place}/c"
     tr.save(path, tree)
     begun = len(between.requests)
@@ -198,10 +201,11 @@ def test_one_fault_at_any_request_of_a_restore(between: Proxy, place: str, tree:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
+@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["one object", "cut up"])
 def test_a_flipped_bit_on_the_way_is_read_again_and_reported(
     between: Proxy, place: str, tree: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A bit that flips on the way is detected, read again and logged."""
     path = f"{place}/c"
     tr.save(path, tree)
     flipped = []
@@ -219,8 +223,9 @@ def test_a_flipped_bit_on_the_way_is_read_again_and_reported(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["whole", "cut up"])
+@pytest.mark.parametrize("tree", [_TREE, _CUT_UP], ids=["one object", "cut up"])
 def test_what_stays_wrong_is_damage(between: Proxy, place: str, tree: Any) -> None:
+    """Bytes that stay wrong when they are read again raise `CorruptError`."""
     path = f"{place}/c"
     tr.save(path, tree)
     between.fault = lambda request: "flip" if "arrays-" in request.path and request.method == "GET" else None
@@ -231,7 +236,10 @@ def test_what_stays_wrong_is_damage(between: Proxy, place: str, tree: Any) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("between", ["s3_server", "google"], indirect=True)
 def test_a_lost_answer_to_the_manifest_is_no_failure(between: Proxy, place: str) -> None:
-    """It is asked for again where that is safe; else, as with Google's, it is looked whether it is there."""
+    """A save succeeds if only the answer to its manifest is lost.
+
+    The put is repeated where that is safe. Elsewhere, as with Google, the object is looked up.
+    """
     path = f"{place}/c"
     lost: list[int] = []
 
@@ -248,6 +256,7 @@ def test_a_lost_answer_to_the_manifest_is_no_failure(between: Proxy, place: str)
 
 @pytest.mark.long
 def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Proxy, place: str) -> None:
+    """A failed save waits for its running uploads, so that none creates an object later."""
     seen: list[str] = []
 
     def fail_the_second(request: Request) -> str | None:
@@ -256,7 +265,7 @@ def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Prox
             if seen[1:2] != [request.path]:
                 return "late"
             end = time.monotonic() + 20
-            while len(seen) < 3 and time.monotonic() < end:  # or it would fail before the others are on their way
+            while len(seen) < 3 and time.monotonic() < end:  # else it would fail before the other uploads have started
                 time.sleep(0.01)
             return "403 AccessDenied"
         return None
@@ -269,6 +278,7 @@ def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Prox
 
 @pytest.mark.long
 def test_a_list_that_fails_is_never_an_empty_run(between: Proxy, place: str) -> None:
+    """A failed listing raises an error and is never taken for an empty run."""
     run = f"{place}/run"
     with tr.Checkpointer(run) as ckpts:
         ckpts.save(1, _TREE)
@@ -297,6 +307,7 @@ def test_a_list_that_fails_is_never_an_empty_run(between: Proxy, place: str) -> 
 def test_what_is_not_allowed_is_said(
     between: Proxy, place: str, answer: str, hint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Errors about permissions, expired credentials and missing buckets name the cause."""
     tr.save(f"{place}/c", _TREE)
     between.fault = lambda request: answer
     for call in (lambda: tr.save(f"{place}/d", _TREE), lambda: tr.restore(f"{place}/c"), lambda: tr.steps(place)):
@@ -307,7 +318,7 @@ def test_what_is_not_allowed_is_said(
         tr.save(f"{place}/d", _TREE)
     between.fault = lambda request: answer if _deletes(request) else None
     for _ in range(2):
-        tr.save(f"{place}/e", _TREE, overwrite=True)  # what could not be removed is logged
+        tr.save(f"{place}/e", _TREE, overwrite=True)  # a failed removal is only logged
         assert _same(f"{place}/e", _TREE)
     assert "tidying up failed" in caplog.text
     for of_parts in (_begins_parts, _sends_part, _ends_parts):
@@ -323,7 +334,10 @@ def test_what_is_not_allowed_is_said(
 def test_what_may_not_be_deleted_is_said_at_once(
     between: Proxy, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3 answers a list of objects to delete with success, and an error for each one."""
+    """A refused delete is reported at once and not repeated.
+
+    S3 answers a bulk delete with success, and with an error for each refused object.
+    """
     ask = between._ask
 
     def refuse(request: Request, body: bytes) -> Any:
@@ -348,7 +362,7 @@ def test_what_may_not_be_deleted_is_said_at_once(
     [("drop", True), ("lose", True), ("lose", False), ("cut", True), ("short", False), ("503 SlowDown", False)],
 )
 def test_one_fault_at_any_request_of_a_file_in_parts(between: Proxy, place: str, fault: str, overwrite: bool) -> None:
-    """It is in place, whole, or an error says that it is not, or that nobody knows."""
+    """After one fault the complete file is in place, or the error says that it is not, or that this is unknown."""
     old = {"w": np.zeros(10, np.float32)}
     if overwrite:
         tr.save(f"{place}/counted.safetensors", old)
@@ -381,7 +395,7 @@ def test_one_fault_at_any_request_of_a_file_in_parts(between: Proxy, place: str,
 def test_a_store_that_takes_nothing_and_has_nothing(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lease that can neither be created nor read ends in an error, not in a loop."""
+    """A lease that can be neither created nor read ends in an error, not in an endless loop."""
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.01)
     between.fault = lambda request: "409 OperationAborted" if _puts_lease(request) else None
@@ -395,7 +409,7 @@ def test_a_store_that_takes_nothing_and_has_nothing(
 def test_a_lease_that_cannot_be_taken_over_ends_in_an_error(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is read of it is an old one, from a cache."""
+    """A cache that returns an old version of the lease ends in an error, not in an endless loop."""
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
     with pytest.raises(TreeringError, match="from a cache"), tr.Checkpointer(f"{place}/run") as ckpts:
         dead = heartbeat._about_this_process()
@@ -440,12 +454,12 @@ def _span(request: Request, size: int) -> tuple[int, int]:
 
 
 def _answering(status: int, span: slice, said: tuple[int, int, int], encoding: str = "") -> Any:
-    """What replaces the answer to a range: a status, other bytes, other numbers in Content-Range, an encoding."""
+    """Returns a function that changes the answer to a range: its status, bytes, Content-Range numbers or encoding."""
 
-    def answer(request: Request, whole: bytes) -> tuple[int, dict[str, str], bytes]:
-        begin, end = _span(request, len(whole))
-        data = whole if status == 200 else whole[begin + span.start : end + span.stop]
-        shown = f"bytes {begin + said[0]}-{end - 1 + said[1]}/{len(whole) + said[2]}"
+    def answer(request: Request, content: bytes) -> tuple[int, dict[str, str], bytes]:
+        begin, end = _span(request, len(content))
+        data = content if status == 200 else content[begin + span.start : end + span.stop]
+        shown = f"bytes {begin + said[0]}-{end - 1 + said[1]}/{len(content) + said[2]}"
         headers = {"Content-Range": shown} if status == 206 else {}
         if encoding:
             data, headers = gzip.compress(data), {**headers, "Content-Encoding": encoding}
@@ -457,20 +471,20 @@ def _answering(status: int, span: slice, said: tuple[int, int, int], encoding: s
 _SAME = (0, 0, 0)
 _UNREADABLE: dict[str, Any] = {
     "ignores ranges": _answering(200, slice(0, 0), _SAME),
-    "whole": lambda request, whole: _answering(
-        200 if _span(request, len(whole)) == (0, len(whole)) else 206, slice(0, 0), _SAME
-    )(request, whole),
-    "part": lambda request, whole: _answering(
-        206 if _span(request, len(whole)) == (0, len(whole)) else 200, slice(0, 0), _SAME
-    )(request, whole),
-    "other bytes": lambda request, whole: (206, *_answering(206, slice(0, 0), _SAME)(request, whole[::-1])[1:]),
+    "no range for all": lambda request, content: _answering(
+        200 if _span(request, len(content)) == (0, len(content)) else 206, slice(0, 0), _SAME
+    )(request, content),
+    "all for a part": lambda request, content: _answering(
+        206 if _span(request, len(content)) == (0, len(content)) else 200, slice(0, 0), _SAME
+    )(request, content),
+    "other bytes": lambda request, content: (206, *_answering(206, slice(0, 0), _SAME)(request, content[::-1])[1:]),
     "from the next byte on": _answering(206, slice(1, 0), (1, 0, 0)),
     "fewer": _answering(206, slice(0, -1), (0, -1, 0)),
     "fewer, and says more": _answering(206, slice(0, -1), _SAME),
     "another size": _answering(206, slice(0, 0), (0, 0, 7)),
     "numbers of others": _answering(206, slice(0, 0), (3, 3, 0)),
     "compressed": _answering(206, slice(0, 0), _SAME, "gzip"),
-    "nothing": lambda request, whole: (404, {}, b"<Error><Code>NoSuchKey</Code></Error>"),
+    "nothing": lambda request, content: (404, {}, b"<Error><Code>NoSuchKey</Code></Error>"),
 }
 _FIRST_SAVES: dict[str, Any] = {
     "native": lambda place: tr.save(f"{place}/c", _TREE),
@@ -482,7 +496,7 @@ _FIRST_SAVES: dict[str, Any] = {
 
 @contextlib.contextmanager
 def _odd_server(s3_server: str, answer: Any, *, conditional: bool) -> Iterator[str]:
-    """Yields a path behind a proxy that answers ranges in its own way."""
+    """Yields a path behind a proxy that changes the answers to ranges."""
     with proxy(s3_server) as odd:
         ask = odd._ask
 
@@ -490,11 +504,11 @@ def _odd_server(s3_server: str, answer: Any, *, conditional: bool) -> Iterator[s
             ranged = {name: value for name, value in request.headers.items() if name.lower() != "range"}
             if request.method != "GET" or len(ranged) == len(request.headers):
                 return ask(request, body)
-            status, headers, whole = ask(request._replace(headers=ranged), body)
+            status, headers, content = ask(request._replace(headers=ranged), body)
             if status != 200:
-                return status, headers, whole
+                return status, headers, content
             named = {name.title(): value for name, value in request.headers.items()}
-            status, new, data = answer(request._replace(headers=named), whole)
+            status, new, data = answer(request._replace(headers=named), content)
             kept = {name: value for name, value in headers.items() if name.lower() in ("etag", "last-modified")}
             return status, {**kept, **new}, data
 
@@ -511,7 +525,7 @@ def _odd_server(s3_server: str, answer: Any, *, conditional: bool) -> Iterator[s
 def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_save(
     s3_server: str, monkeypatch: pytest.MonkeyPatch, conditional: bool, fault: str
 ) -> None:
-    """Its puts succeed, and nothing could be restored."""
+    """The first save refuses a server whose puts succeed and whose answers could not be restored."""
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
     with _odd_server(s3_server, _UNREADABLE[fault], conditional=conditional) as place:
         for save in _FIRST_SAVES.values():
@@ -525,6 +539,7 @@ def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_s
 @pytest.mark.long
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 def test_the_trial_of_a_server_takes_few_requests_once(s3_server: str, conditional: bool) -> None:
+    """The test of a server takes few requests, once per process."""
     with proxy(s3_server) as counted:
         buckets = ObjectStore(conditional=conditional)
         buckets.add(_ROOT, s3.client(counted.url))
@@ -565,6 +580,7 @@ def test_a_server_that_deletes_or_lists_nothing_is_refused(s3_server: str, monke
 
 @pytest.mark.long
 def test_who_may_not_delete_saves_a_file(s3_server: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A user who may not delete objects can save a file."""
     with proxy(s3_server) as odd:
         ask = odd._ask
 
@@ -585,6 +601,7 @@ def test_who_may_not_delete_saves_a_file(s3_server: str, caplog: pytest.LogCaptu
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["cut", "short", "drop", "409 OperationAborted", "429 TooManyRequests", "400 Odd"])
 def test_errors_of_a_store_are_public(between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Every error that a store causes is of a public type."""
     monkeypatch.setattr(bucket, "_PAUSE_SECONDS", 0.001)
     tr.save(f"{place}/c.safetensors", _TREE)
     with tr.Checkpointer(f"{place}/run") as ckpts:
@@ -611,6 +628,7 @@ def test_errors_of_a_store_are_public(between: Proxy, place: str, monkeypatch: p
 def test_an_object_that_comes_while_it_is_looked_up(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An object that another process puts while it is being opened is opened."""
     store, asked = stores.of(place), iter([True])
 
     def absent(self: Bucket, key: str, nbytes: int, *into: memoryview) -> Any:

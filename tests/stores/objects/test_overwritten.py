@@ -1,4 +1,4 @@
-"""A checkpoint in a bucket that another job overwrites while it is opened: it is the old one or the new one."""
+"""Another job overwrites a checkpoint in a bucket while it is opened: the reader gets the old or the new one."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ _PAIRS = {
 
 
 class _Interruption:
-    """Does something before the request of a number, whichever thread makes it."""
+    """Runs a function before the request of a given number, in whichever thread makes it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class _Interruption:
                 self._left -= 1
                 now = self._left == 0
             if now:
-                other = threading.Thread(target=self._then)  # with glances of its own, as another job has
+                other = threading.Thread(target=self._then)  # a thread has its own listing caches, as another job has
                 other.start()
                 other.join()
             with asked(bucket, key):
@@ -73,7 +73,7 @@ def _same(found: Any, tree: Any) -> bool:
 def test_before_any_request_of_a_restore(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, format: str, pair: str, listed: int
 ) -> None:
-    """Treering's is never taken for damaged, and no other is a mixture of both."""
+    """A native checkpoint is never taken for damaged, and no format returns a mixture of both checkpoints."""
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
     options: Any = {"max_shard_size": 20} if format == "safetensors" else {}
@@ -87,7 +87,7 @@ def test_before_any_request_of_a_restore(
         try:
             found = tr.restore(path)
             seen.add("old" if _same(found, old) else "new" if _same(found, new) else f"{number}: {found}")
-        except CorruptError as error:  # a folder is not overwritten in one step
+        except CorruptError as error:  # other formats do not overwrite a folder in one step
             seen.add(f"{number}: {error}" if format == "treering" else "an error")
         if not interruption.is_over:
             break
@@ -99,7 +99,10 @@ def test_before_any_request_of_a_restore(
 def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
     monkeypatch: pytest.MonkeyPatch, format: str, listed: int
 ) -> None:
-    """What was asked for when there was nothing, and what is there now, are not put together."""
+    """A checkpoint that is saved during a restore is found or not found.
+
+    Answers from before and after are not combined.
+    """
     monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
     _, new = _PAIRS["more"]
     interruption = _Interruption(monkeypatch)
@@ -111,7 +114,7 @@ def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
             seen.add("new" if _same(tr.restore(path), new) else f"{number}: another")
         except NotFoundError as error:
             seen.add("nothing" if "found nothing" in str(error) else f"{number}: {error}")
-        except CorruptError as error:  # the files of a folder come one after another
+        except CorruptError as error:  # other formats put the files of a folder one after another
             seen.add(f"{number}: {error}" if format in ("treering", "safetensors") else "an error")
         if not interruption.is_over:
             break
@@ -119,6 +122,7 @@ def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
 
 
 def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwriting the latest step during a restore does not make it look damaged."""
     interruption = _Interruption(monkeypatch)
     for number in itertools.count(1):
         run = f"{stores.absolute(obstore.store.MemoryStore())}/run"  # type: ignore[arg-type]
@@ -136,6 +140,7 @@ def test_the_latest_step_of_a_run_is_not_taken_for_damaged(monkeypatch: pytest.M
 
 
 def test_what_is_overwritten_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification includes a step that is overwritten meanwhile."""
     interruption = _Interruption(monkeypatch)
     for number in itertools.count(1):
         run = f"{stores.absolute(obstore.store.MemoryStore())}/run"  # type: ignore[arg-type]
@@ -145,7 +150,7 @@ def test_what_is_overwritten_is_verified(monkeypatch: pytest.MonkeyPatch) -> Non
             number, lambda run=run: tr.save(f"{run}/step-00000002", {"a": np.ones(10_000)}, step=2, overwrite=True)
         )
         report = tr.verify(run)
-        assert report.ok and report.nbytes > 2 * 80_000, "no step is left out"
+        assert report.ok and report.nbytes > 2 * 80_000, "no step is skipped"
         if not interruption.is_over:
             break
     assert number > 4

@@ -1,4 +1,4 @@
-"""Runs, overwriting and formats at providers that do not speak S3's language; what is Google's alone."""
+"""Runs, overwriting and formats at providers other than S3, and what only Google's store does."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ _TREE = {"params": {"w": np.arange(300_000, dtype=np.float32)}, "step": np.array
 
 @pytest.fixture(params=["azure", "google"])
 def container(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A folder of a container of Azure's, on a real server, or of a bucket of Google's double."""
+    """Yields a folder in a container of a real Azure server, or in a bucket of Google's double."""
     made = {"azure": azurite.client, "google": gcs.client}
     server = request.getfixturevalue({"azure": "azure_server", "google": "gcs_server"}[request.param])
     containers = ObjectStore()
@@ -57,7 +57,7 @@ def test_a_run(container: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("format", ["safetensors", "orbax", "t5x"])
 def test_formats(container: str, tmp_path: pathlib.Path, format: str) -> None:
-    large = {"w": np.arange(9_000_000, dtype=np.float32)}  # in parts, where it is one file
+    large = {"w": np.arange(9_000_000, dtype=np.float32)}  # uploaded in parts if the format has one file
     tr.save(f"{container}/{format}", large, format=format)
     np.testing.assert_array_equal(tr.restore(f"{container}/{format}", large)["w"], large["w"])
     tr.convert(f"{container}/{format}", tmp_path / "here", format="treering")
@@ -66,7 +66,7 @@ def test_formats(container: str, tmp_path: pathlib.Path, format: str) -> None:
 
 @pytest.mark.rare
 def test_what_changes_faster_than_google_allows_is_changed_a_little_later() -> None:
-    """One name, once a second; not even a client that tries nothing again fails a save to the native format."""
+    """Google changes an object once per second; a save waits, even if the client itself repeats nothing."""
     path = f"gs://{gcs.BUCKET}/{secrets.token_hex(4)}"
     buckets = ObjectStore()
     with gcs.server() as server, stores.using(buckets, "gs"):
@@ -82,6 +82,7 @@ def test_what_changes_faster_than_google_allows_is_changed_a_little_later() -> N
 
 
 def test_the_objects_of_a_client_of_googles_have_its_url(gcs_server: str) -> None:
+    """A store object for Google stands for the URL of its bucket."""
     report = tr.save(gcs.client(gcs_server, prefix=secrets.token_hex(4)), _TREE)
     assert report.path.startswith(f"gs://{gcs.BUCKET}/")
     np.testing.assert_array_equal(tr.restore(report.path)["params"]["w"], _TREE["params"]["w"])
@@ -105,7 +106,7 @@ def test_any_name_is_a_name(container: str, name: str) -> None:
 def test_without_credentials_it_says_so(
     url: str, asked: dict[str, str], gcs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """What would give them on a machine of the provider is here a server that knows of none."""
+    """Without credentials, an error says so. A server without any replaces the provider's metadata service."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))

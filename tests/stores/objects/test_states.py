@@ -1,5 +1,7 @@
-"""What a bucket can look like after any request was lost, done without an answer, or the last of its process; and while
-another job goes on. `make torture-buckets` tries a thousand plans for most scenarios, not some dozens.
+"""The states of a bucket after lost requests, requests without an answer, and requests that were the last of a process.
+
+In some of them another job continues. These tests try some dozens of plans per scenario; `make torture-buckets` tries
+a thousand for most.
 """
 
 import pathlib
@@ -13,13 +15,14 @@ from buckets.scenario import Reports, read_value
 from samples import EVERY, some
 from treering.formats.treering import manifest
 
-# The quickest, and those with two jobs that meet in many ways.
+# More plans for the fastest scenarios, and for those in which two jobs can interleave in many ways.
 _PLANS = {"saving": 120, "overwriting": 120, "two that save": 120, "two that overwrite": 120}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", scenarios.ALL)
 def test_any_request_of_any_job(name: str) -> None:
+    """After a fault at any request of any job, the checks of the scenario hold."""
     number = (_PLANS.get(name, 80) if scenarios.ALL[name].processes == 1 else 30) // EVERY
     count = explored(name, number, seed=0)
     assert not count.failures, count.failures[0]
@@ -28,8 +31,8 @@ def test_any_request_of_any_job(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_copy_that_comes_when_another_job_has_the_run(tmp_path: pathlib.Path) -> None:
-    """Its job is not told that the step is there: the other one may replace it."""
-    name = "a copied run, taken over"
+    """An upload that ends after another job has acquired the run is not reported: that job may replace its step."""
+    name = "an uploaded run, new owner"
     with Explorer(str(tmp_path)) as explorer:
         first, second = map(sum, explorer.requests(name))
         points = some(range(first // 2, first))
@@ -41,8 +44,11 @@ def test_a_copy_that_comes_when_another_job_has_the_run(tmp_path: pathlib.Path) 
 
 @pytest.mark.slow
 def test_a_job_that_stands_still_before_it_deletes_a_step(tmp_path: pathlib.Path) -> None:
-    """Meanwhile another one takes the run, goes back, and saves other steps of the same numbers."""
-    name = "a run, gone back"
+    """A job pauses before it deletes a step.
+
+    Meanwhile another job acquires the run and saves new steps of the same numbers.
+    """
+    name = "a run, rewound"
     with Explorer(str(tmp_path)) as explorer:
         first = sum(explorer.requests(name)[0])
         late = (Plan(((0, number), (1, ALL), (0, ALL)), stopped=100.0) for number in some(range(first // 2, first)))
@@ -55,17 +61,18 @@ def test_a_job_that_stands_still_before_it_deletes_a_step(tmp_path: pathlib.Path
 def test_a_part_of_what_replaces_a_step_is_not_set_aside_with_it(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process was killed before it could say that it has one.
+    """Files of a new step stay when the old step of that number is archived, although no record names them yet.
 
-    The first job commits its step 1 after the second one has looked at the disks, and before that commits its own.
+    Their process was killed before it could record them. The first job commits its step 1 after the second job has
+    listed the disks, and before the second job commits its own step 1.
     """
     name = "hosts' disks, other ranks"
     turns = ((0, Moment("disk rename .*/b/copied-to.json")), (1, Moment("disk make_dir .*/b/step-00000001")))
-    committed = Moment("report near: 1|put place/step-00000001/")  # and nothing is copied yet
+    committed = Moment("report local: 1|put place/step-00000001/")  # and nothing is uploaded yet
     scenario, found = scenarios.ALL[name], list[int]()
 
     def over(place: str, error: str | None, faults: int) -> None:
-        """Disk a has an array file of the second job's step, and says no more than that it has the first one's."""
+        """Asserts that disk a has an array file of the second job's step, but records only the first job's step."""
         (here,), (other,) = (tmp_path.glob(f"*/{disk}/step-00000001") for disk in "ab")
         data = (other / "treering.json").read_bytes()
         assert any((here / file).exists() for file in manifest.file_names(data))
@@ -80,12 +87,12 @@ def test_a_part_of_what_replaces_a_step_is_not_set_aside_with_it(
     with Explorer(str(tmp_path)) as explorer:
         count = explorer.explore(name, iter([plan]))
     assert not count.failures, count.failures[0]
-    assert count.limits == 0 and found == [201], "the step of the second job is whole"
+    assert count.limits == 0 and found == [201], "the step of the second job is complete"
 
 
 @pytest.mark.slow
 def test_a_plan_whose_moment_does_not_come_has_failed(tmp_path: pathlib.Path) -> None:
-    """Or a test would stop testing what it says when the library makes other requests."""
+    """A plan fails if its named request never comes. Otherwise a test could stop testing its claim without notice."""
     never = Moment("put nowhere")
     with Explorer(str(tmp_path)) as explorer:
         count = explorer.explore("saving", iter([Plan(), Plan(((0, never),)), Plan(faults=((0, never, "lost"),))]))

@@ -1,4 +1,4 @@
-"""What requests leave behind that fail at a bad moment: nothing is concluded from them, and nothing of others goes."""
+"""Requests that fail at a bad moment: Treering concludes nothing from them, and removes nothing of other writers."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ _ONE, _TWO = ({name: np.full(3, value, np.float32) for name in "abc"} for value 
 
 @pytest.fixture
 def bucket() -> Iterator[Bucket]:
-    """That of `odd://t`, in memory."""
+    """Yields the bucket `odd://t`, which is in memory."""
     buckets = ObjectStore()
     buckets.add("odd://t", obstore.store.MemoryStore())
     with stores.using(buckets, "odd"):
@@ -39,7 +39,7 @@ def bucket() -> Iterator[Bucket]:
 
 
 def _failing(function: Any, when: Callable[[int, str], bool]) -> Callable[..., Any]:
-    """A function of a bucket that fails at the calls of these numbers and keys."""
+    """Returns a method of a bucket that fails for the calls that `when` chooses by number and key."""
     numbers = itertools.count()
 
     def call(self: Bucket, key: str, *args: Any, **options: Any) -> Any:
@@ -54,7 +54,7 @@ def _failing(function: Any, when: Callable[[int, str], bool]) -> Callable[..., A
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_none(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    """A run would start over: what fails says nothing about the format of what is there."""
+    """A failed request raises an error instead of hiding a checkpoint, because a run would otherwise start over."""
     name = {"flax": "checkpoint_3", "t5x": "checkpoint_3", "levanter": "step-3", "safetensors": "3.safetensors"}
     path = f"odd://t/run/{name.get(format, '3')}"
     tr.save(path, _ONE, format=format)
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_none(
     ("number", "raised"), [(24, True), (110, True), (12, True), (13, False), (2, False), (21, False)]
 )
 def test_errors_of_the_moment(number: int, raised: bool) -> None:
-    """EMFILE, ETIMEDOUT, ENOMEM; and EACCES, ENOENT, EISDIR, which say what is there."""
+    """EMFILE, ETIMEDOUT and ENOMEM say nothing about the files. EACCES, ENOENT and EISDIR do."""
     error = OSError(number, os.strerror(number))
     if raised:
         with pytest.raises(OSError, match=os.strerror(number)):
@@ -80,11 +80,12 @@ def test_errors_of_the_moment(number: int, raised: bool) -> None:
 
 
 def test_what_fails_while_it_is_verified_is_no_damage(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that fails during a verification is not reported as damage."""
     for format in ("treering", "orbax", "safetensors"):
         path = f"odd://t/{format}" + ("" if format != "safetensors" else ".safetensors")
         tr.save(path, {"w": np.zeros(3_000_000)}, format=format)
         with monkeypatch.context() as patch:
-            # What is verified; the first request for a file of safetensors is for its header.
+            # Requests for array data; the first request for a file of safetensors is for its header.
             arrays = lambda number, key: "/arrays-" in key or "/d/" in key or ("/" not in key and number > 0)  # noqa: E731
             patch.setattr(Bucket, "_bytes", _failing(Bucket._bytes, arrays))
             with pytest.raises(RequestError):
@@ -95,7 +96,7 @@ def test_what_fails_while_it_is_verified_is_no_damage(bucket: Bucket, monkeypatc
 def test_a_save_that_fails_removes_no_other_ones_manifest(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, published: bool
 ) -> None:
-    """Its look at what is in place fails as well."""
+    """A failed save does not remove another writer's manifest, even if looking it up fails too."""
     save = Transaction(stores.of("odd://t/c"), "odd://t/c", overwrite=False)
     bucket.put("c/treering.json", b"another one's")
     if published:
@@ -110,12 +111,15 @@ def test_a_save_that_fails_removes_no_other_ones_manifest(
     monkeypatch.setattr(Bucket, "beginning", _failing(Bucket.beginning, fails))
     save.abort()
     monkeypatch.undo()
-    assert looks == ["c/treering.json"] * published, "what was not put in place is not looked for"
+    assert looks == ["c/treering.json"] * published, "a manifest that was not put is not looked up"
     assert bytes(bucket.beginning("c/treering.json", 99)[0]) == b"another one's"
 
 
 def test_a_manifest_whose_answer_was_lost_is_looked_after(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it was on its way another job took the writer for dead and removed the arrays: that is no good save."""
+    """A save fails if its arrays are gone, even though its manifest was put.
+
+    While that put was running, another job considered the writer dead and removed the arrays.
+    """
     put = Bucket.put
 
     def lost(self: Bucket, key: str, data: Any, **options: Any) -> Any:
@@ -139,11 +143,11 @@ def test_a_manifest_whose_answer_was_lost_is_looked_after(bucket: Bucket, monkey
 def test_a_folder_that_cannot_be_put_in_place_is_kept(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, overwrite: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An overwrite has removed the old one by then: the new one is somewhere, whole, until the next is in place."""
+    """If an overwrite fails after it removed the old folder, the new one is kept until a later save is done."""
     path = "odd://t/c"
     if overwrite:
         tr.save(path, _ONE, format="orbax")
-    for n in range(2):  # the second as well
+    for n in range(2):  # A second failure keeps its folder too.
         with monkeypatch.context() as patch:
             patch.setattr(Bucket, "copy", _failing(Bucket.copy, lambda number, key: number == 2))
             with pytest.raises(SaveError, match=r"it is not complete there.*all files of the new one are in") as error:
@@ -156,7 +160,7 @@ def test_a_folder_that_cannot_be_put_in_place_is_kept(
 
 
 def test_what_is_not_removed_stays_whole(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request of an overwrite's last step is refused: the old checkpoint is as it was."""
+    """If the first request of an overwrite's last step is refused, the old checkpoint stays complete."""
     path = "odd://t/c"
     tr.save(path, _ONE, format="orbax")
     delete = Bucket.delete
@@ -175,7 +179,7 @@ def test_what_is_not_removed_stays_whole(bucket: Bucket, monkeypatch: pytest.Mon
 def test_an_interrupt_while_a_folder_is_put_in_place(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It stays an interrupt, and the log says where the new checkpoint is."""
+    """An interrupt stays an interrupt, and the log says where the new checkpoint is."""
     store = stores.of("odd://t/c")
 
     def interrupted(self: Bucket, key: str, other: str) -> None:
@@ -191,7 +195,7 @@ def test_an_interrupt_while_a_folder_is_put_in_place(
 
 
 def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One writes while the other puts its files in place: what is there is all of one, or nothing."""
+    """A job is refused while another puts its files in the same folder: the result is all of one, or nothing."""
     path = "odd://t/step-1"
     for n, tree in enumerate((_ONE, _TWO)):
         tr.save(f"odd://t/{n}", tree)
@@ -214,13 +218,14 @@ def test_two_that_write_one_folder(bucket: Bucket, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_renewal_that_fails_ends_no_other(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal that fails does not stop the renewals of other leases."""
     monkeypatch.setattr(heartbeat, "_RENEWAL_SECONDS", 0.05)
     one, other = heartbeat.Heartbeat(bucket, "one"), heartbeat.Heartbeat(bucket, "other")
     put = Bucket.put
 
     def changed(self: Bucket, key: str, data: Any, **options: Any) -> Any:
         if key == "one":
-            raise ChangedError(17, "there", key)  # an answer was lost, and then no request is answered
+            raise ChangedError(17, "exists", key)  # as after a lost answer; the following reads fail too
         return put(self, key, data, **options)
 
     with monkeypatch.context() as patch:
@@ -236,7 +241,10 @@ def test_a_renewal_that_fails_ends_no_other(bucket: Bucket, monkeypatch: pytest.
 
 @pytest.mark.long
 def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Putting the object that shows the server's clock takes long, and another process removes it before it is seen."""
+    """The computed age of an object is never too large.
+
+    Here the put of the object that shows the server's clock is slow, and another process removes it before it is read.
+    """
     bucket.put("one", b"1")
     found = bucket.head("one")
     put, head, heads = Bucket.put, Bucket.head, itertools.count()
@@ -247,11 +255,12 @@ def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: py
 
     monkeypatch.setattr(Bucket, "put", slow)
     monkeypatch.setattr(Bucket, "head", lambda self, key: head(self, key) if next(heads) else None)
-    assert found and bucket.age(found, "beside") <= 1.3  # two of them, and no time for the answer
-    assert next(heads) > 1, "it was removed, and is looked at again"
+    assert found and bucket.age(found, "beside") <= 1.3  # two slow puts, and no time for the answers
+    assert next(heads) > 1, "the removed object was put and read again"
 
 
 def test_the_first_upload_that_fails_ends_a_save(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first failed upload, a save starts no further ones."""
     puts: list[str] = []
     put = Bucket.put
 
@@ -265,11 +274,11 @@ def test_the_first_upload_that_fails_ends_a_save(bucket: Bucket, monkeypatch: py
     monkeypatch.setattr(Bucket, "put", broken)
     with pytest.raises(SaveError, match="503"):
         tr.save("odd://t/c", {f"w{n}": np.zeros(4_500_000) for n in range(16)})
-    assert len(puts) <= IN_FLIGHT + 1 < 48, "those that were on their way"
+    assert len(puts) <= IN_FLIGHT + 1 < 48, "only uploads that had started already"
 
 
 def test_markers_of_folders_are_no_files(s3_server: str) -> None:
-    """As consoles and mounted buckets leave them: empty objects whose names end in a slash."""
+    """Empty objects whose names end in a slash are ignored. Consoles and mounted buckets leave them."""
     buckets = ObjectStore()
     buckets.add("markers://t", s3.client(s3_server))
     run = f"markers://t/markers-{time.time_ns()}"
@@ -285,6 +294,7 @@ def test_markers_of_folders_are_no_files(s3_server: str) -> None:
 
 @pytest.mark.long
 def test_a_forked_child_is_told() -> None:
+    """A forked child that uses a bucket gets an error that recommends 'spawn'."""
     code = """
 import os, numpy as np, obstore.store, treering as tr
 from treering.errors import UnsupportedError
@@ -309,20 +319,22 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_run_that_was_dropped_gives_its_lease_back(bucket: Bucket) -> None:
+    """A `Checkpointer` that is garbage collected without `close` releases its lease."""
     ckpts = tr.Checkpointer("odd://t/run")
     ckpts.save(1, _ONE)
     ckpts.wait()
-    given_back = b'{"version":1}'
-    assert bucket.beginning("run/writer.lock", 100)[0] != given_back
+    released = b'{"version":1}'
+    assert bucket.beginning("run/writer.lock", 100)[0] != released
     del ckpts
     end = time.monotonic() + 10
-    while bucket.beginning("run/writer.lock", 100)[0] != given_back:
+    while bucket.beginning("run/writer.lock", 100)[0] != released:
         gc.collect()
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
 def test_a_lock_that_was_copied_from_a_disk_is_nobodys(bucket: Bucket, tmp_path: Any) -> None:
+    """A lock file that was copied from a disk to a bucket does not hold the run."""
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, _ONE)
         ckpts.wait()
@@ -334,11 +346,13 @@ def test_a_lock_that_was_copied_from_a_disk_is_nobodys(bucket: Bucket, tmp_path:
 
 
 def test_a_later_releases_writer_lives(bucket: Bucket) -> None:
+    """The heartbeat of a later release counts as a living writer."""
     bucket.put("c/treering.json.abcdef.tmp", b'{"version": 2, "token": "later"}')
     assert stores.of("odd://t/c").is_in_use("odd://t/c/treering.json.abcdef.tmp")
 
 
 def test_files_of_others_are_not_replaced_without_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store without conditions checks for another writer's file before it puts its own."""
     buckets = ObjectStore(conditional=False)
     buckets.add("loose://t", obstore.store.MemoryStore())
     with (

@@ -1,4 +1,4 @@
-"""URLs in every call: buckets with the credentials of the environment, web servers, several processes."""
+"""URLs in every call: buckets with the environment's credentials, web servers, several processes."""
 
 import functools
 import http.server
@@ -34,7 +34,11 @@ from treering.stores.read_errors import RequestError
 
 @pytest.mark.long
 def test_a_store_in_memory_is_listed_while_another_thread_writes() -> None:
-    """obstore before 0.12 lists it with the interpreter's lock held, for which one that overwrites may be waiting."""
+    """Listing does not deadlock with a writing thread.
+
+    obstore before 0.12 lists its memory store with the GIL held, and a thread that overwrites may be waiting for the
+    GIL.
+    """
     code = """
 import threading, obstore.store
 from treering.stores.objects.bucket import Bucket
@@ -101,7 +105,7 @@ def test_a_profile_names_the_endpoint(
     monkeypatch.setenv("AWS_PROFILE", "mine")
     client = clients.make(f"s3://{s3.BUCKET}")
     assert client.config["endpoint"] == s3_server and client.config["region"] == "eu-west-3"
-    assert "unsigned_payload" not in client.config  # nothing else would cover it without TLS
+    assert "unsigned_payload" not in client.config  # without TLS, only the signature protects the payload
 
 
 def test_clients_of_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +143,7 @@ def test_a_file_url_is_a_path(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_without_obstore_it_is_named() -> None:
+    """Without obstore, the error names the package to install."""
     code = (
         "import sys; sys.modules['obstore'] = None\nimport treering as tr\n"
         "try: tr.steps('gs://bucket/run')\nexcept tr.errors.UnsupportedError as error: print(error)"
@@ -155,11 +160,11 @@ def test_importing_and_local_calls_leave_obstore_alone(tmp_path: pathlib.Path) -
 
 @pytest.mark.long
 def test_requests_are_few(s3_server: str) -> None:
-    """At 50 ms each they are what saving and restoring small states takes."""
+    """Saving and restoring small states takes few requests, which take about 50 ms each."""
     tree = {f"layer-{n}": np.full(1000, n, np.float32) for n in range(1000)}
     with proxy(s3_server) as counted:
         root = stores.absolute(s3.client(counted.url, prefix=secrets.token_hex(4)))  # type: ignore[arg-type]
-        tr.save(f"{root}/first", {"a": 1})  # the server is asked once whether it keeps to conditions
+        tr.save(f"{root}/first", {"a": 1})  # the server's conditions are tested once per process
 
         def requests(call: Any) -> int:
             begun = len(counted.requests)
@@ -187,6 +192,7 @@ def test_requests_are_few(s3_server: str) -> None:
 def test_an_object_that_is_missing_is_found_though_nothing_in_it_is_wanted(
     wanted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A restore reports a missing object even if it needs nothing from it."""
     client = obstore.store.MemoryStore()
     run = f"{stores.absolute(client)}/run"  # type: ignore[arg-type]
     for step in (1, 2):
@@ -205,7 +211,7 @@ def test_an_object_that_is_missing_is_found_though_nothing_in_it_is_wanted(
     like = {"n": ..., "w": ..., "x": ..., "random": here, wanted: {"n": 0, "w": np.zeros(9, int)}[wanted]}
     with pytest.raises(CorruptError, match=r"arrays-.*expected an array file, found nothing"):
         tr.restore(f"{run}/step-00000002", like)
-    assert here.getstate() == random.Random(7).getstate(), "what is set in place is set when all else is there"
+    assert here.getstate() == random.Random(7).getstate(), "objects are changed in place last"
     assert np.all(tr.restore(run, at=wanted) == 1) and "step 2 is damaged" in caplog.text
 
 
@@ -220,7 +226,7 @@ def test_an_object_that_is_missing_is_found_though_nothing_in_it_is_wanted(
         ("c.eqx", "equinox", 3),
         ("c", "t5x", 3),
         ("c", "orbax", 12),
-        ("c", "levanter", 8 + 2 * 20),  # what describes each array is a file
+        ("c", "levanter", 8 + 2 * 20),  # each array has a file that describes it
     ],
 )
 def test_a_checkpoint_of_any_format_is_opened_in_few_requests(
@@ -248,7 +254,7 @@ def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypa
         raise TimeoutError
 
     def copying(target: memoryview, source: memoryview) -> None:
-        if not found and len(target) > 4096:  # of an array, not of the header
+        if not found and len(target) > 4096:  # array data instead of the header
             found.append(None)
             os.kill(os.getpid(), signal.SIGUSR1)
         buffers.copy(target, source)
@@ -274,7 +280,7 @@ def test_a_signal_handler_reads_what_its_thread_is_reading(bucket: str, monkeypa
 @pytest.mark.rare
 @pytest.mark.slow
 def test_arrays_are_cut_into_objects(bucket: str) -> None:
-    """And come back whole, from one device and from many, with and without rules."""
+    """Arrays are cut into several objects and restored correctly, from one device or many, with and without rules."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     tree = {
@@ -332,7 +338,7 @@ _PREEMPTED = """
 tree = {"w": put(np.arange(1 << 20, dtype=np.float32).reshape(8, -1), P("x"))}
 with tr.Checkpointer(URL + "/run", save_every=1000, save_on_preemption=True) as ckpts:
     for step in range(1, 900):
-        time.sleep(0.02)  # JAX's service takes a while to tell all processes
+        time.sleep(0.02)  # JAX's service takes a while to notify all processes
         if step == 5 and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         ckpts.save(step, tree)
@@ -347,7 +353,7 @@ report(step)
 
 @pytest.mark.slow
 def test_a_job_that_is_told_to_stop_saves_in_a_bucket(bucket: str, s3_server: str, tmp_path: pathlib.Path) -> None:
-    """One process hears it; all save one step, and the lease is given back, so that the next job begins at once."""
+    """One process gets the signal; all save the same step and release the lease, so the next job starts at once."""
     body = f"import signal\nos.environ.update({s3.environment(s3_server)!r})\n" + _PREEMPTED
     found = run_job(tmp_path, body, processes=2, URL=bucket)
     assert [result.code for result in found] == [0, 0], found[0].output
@@ -356,7 +362,7 @@ def test_a_job_that_is_told_to_stop_saves_in_a_bucket(bucket: str, s3_server: st
 
 
 class _Hub(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder with ranges, and sends who asks for `/resolve/…` to another address, as the Hub does."""
+    """Serves a folder with ranges, and redirects requests for `/resolve/…`, as the Hugging Face Hub does."""
 
     def do_GET(self) -> None:
         if self.path.startswith("/resolve/"):
@@ -409,10 +415,10 @@ def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path)
     ckpt = tr.open(url)
     assert ckpt.format == "safetensors" and ckpt["big"].shape == (8, 1_000_000)
     opened = len(hub.requests)
-    assert opened <= 2 * 3, "each is redirected"
+    assert opened <= 2 * 3, "each request is redirected once"
     np.testing.assert_array_equal(ckpt["big"][5, :1000], weights["big"][5, :1000])
     asked = sum(_length(request.headers) for request in hub.requests[opened:] if request.method == "GET")
-    assert asked <= 2 << 20, "one row is some ranges, not a download"
+    assert asked <= 2 << 20, "one row needs some ranges, not the file"
     np.testing.assert_array_equal(tr.restore(url)["big"], weights["big"])
     with pytest.raises(UnsupportedError, match="only read"):
         tr.save(f"{hub.url}/new", {"a": 1})
@@ -429,6 +435,7 @@ def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path)
 def test_a_file_on_the_web_that_nothing_tells_from_another_is_named(
     hub: Proxy, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log names a file for which the server sends neither an ETag nor Last-Modified."""
     tr.save(tmp_path / "untagged.safetensors", {"w": np.ones(4, np.float32)})
     assert tr.restore(f"{hub.url}/files/untagged.safetensors")["w"].sum() == 4
     assert "neither an ETag nor Last-Modified" in caplog.text
@@ -436,6 +443,7 @@ def test_a_file_on_the_web_that_nothing_tells_from_another_is_named(
 
 @pytest.mark.parametrize("call", [tr.steps, tr.follow, tr.Checkpointer])
 def test_a_run_on_a_web_server_is_refused_and_not_taken_for_an_empty_one(call: Any) -> None:
+    """A run on a web server raises an error, because it cannot be listed."""
     with pytest.raises(UnsupportedError, match="can neither be listed nor written"):
         call("https://example.org/run")
 
@@ -448,7 +456,7 @@ def _length(headers: dict[str, str]) -> int:
 
 @pytest.mark.long
 def test_nothing_is_held_of_what_was_opened() -> None:
-    """Of objects that are read for the most part all bytes come at once, and those that nobody asked for go."""
+    """If most of an object is read, all of it is fetched, and the bytes that no caller requested are freed."""
     bucket = obstore.store.MemoryStore()
     report = tr.save(bucket, {"w": np.zeros((1000, 9000))})
     ckpt = tr.open(report.path)
@@ -458,7 +466,7 @@ def test_nothing_is_held_of_what_was_opened() -> None:
 
 
 def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes straight into the array of one of them is not taken by the other, at whatever moment that comes."""
+    """Bytes that are fetched directly into the array of one thread are never given to another thread."""
     saved = np.arange(6_000_000, dtype=np.float32)  # in two objects
     ckpt = tr.open(tr.save(obstore.store.MemoryStore(), {"w": saved}).path)
     opened, taken, written = threading.Event(), threading.Event(), threading.Event()
@@ -467,7 +475,7 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
 
     def in_turns(self: ArrayFile, *arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is first and not opened.is_set():
-            opened.set()  # before it takes what has come
+            opened.set()  # before it takes the fetched bytes
             taken.wait(20)
             return memory(self, *arguments, **options)
         found = memory(self, *arguments, **options)
@@ -503,6 +511,7 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
 def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
     s3_server: str, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Upload buffers are used again once the client has released them."""
     monkeypatch.setattr(upload, "IN_FLIGHT", 2)
     made: list[int] = []
     monkeypatch.setattr(upload, "aligned", lambda nbytes: made.append(nbytes) or buffers.aligned(nbytes))
@@ -517,7 +526,7 @@ def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
 
 
 def test_where_memory_cannot_say_who_refers_to_it_none_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A double of a system without `mremap`, whose mappings cannot be resized."""
+    """Upload buffers are not used again on a system without `mremap`, here a double: its mappings cannot be resized."""
     uploads = upload.Uploads()
     uploads._under_way["other"] = upload.Upload(lambda: None, uploads._room)
     monkeypatch.setattr(upload, "aligned", lambda nbytes: memoryview(bytes(nbytes)))
@@ -527,6 +536,7 @@ def test_where_memory_cannot_say_who_refers_to_it_none_is_used_again(monkeypatch
 
 @pytest.mark.parametrize("view", [lambda one: one[1:5], lambda one: one.cast("H"), lambda one: np.frombuffer(one, "B")])
 def test_memory_is_not_used_again_while_a_client_holds_a_part_of_it(view: Any) -> None:
+    """An upload buffer is not used again while the client holds a part of it."""
     uploads = upload.Uploads()
     uploads._under_way["other"] = upload.Upload(lambda: None, uploads._room)
     memory = uploads.memory(1 << 20)

@@ -1,4 +1,4 @@
-"""Several writers of one bucket, some of them killed or stopped in the middle."""
+"""Several writers of one bucket, some of which are killed or stopped in the middle."""
 
 import functools
 import itertools
@@ -62,7 +62,7 @@ def place() -> str:
 
 
 def _start(url: str, code: str, *arguments: str) -> "subprocess.Popen[str]":
-    """A process that uses the bucket behind a URL; `arguments` are `sys.argv[2:]`."""
+    """Starts a process that uses the bucket behind a URL; `arguments` become `sys.argv[2:]`."""
     return subprocess.Popen(
         [sys.executable, "-c", _SCRIPT + code, url, *arguments],
         env={**os.environ, "PYTHONPATH": os.path.dirname(s3.__file__), "JAX_PLATFORMS": "cpu"},
@@ -82,7 +82,7 @@ def _names(path: str) -> list[str]:
 
 
 def _is_free(run: str) -> bool:
-    """Whether the lease of a run was given back."""
+    """Returns True if the lease of a run was released."""
     return stores.of(run).open(f"{run}/writer.lock").read_up_to(100) == b'{"version":1}'
 
 
@@ -102,7 +102,7 @@ def _kill_at(number: int, processes: "list[subprocess.Popen[str]]", request: Req
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["new", "overwrite"])
 def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: str, mode: str) -> None:
-    """What was there is there, or what is new; the next save removes all that is left."""
+    """After a kill, the old or the new checkpoint is in place, and the next save removes the leftovers."""
     old, new = np.zeros(10), np.arange(300_000)
     with proxy(s3_server) as counted:
         if mode == "overwrite":
@@ -136,27 +136,27 @@ with tr.Checkpointer(sys.argv[2], local=sys.argv[3], keep=tr.keep.last(2)) as ck
 @pytest.mark.rare
 @pytest.mark.slow
 def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str, tmp_path: pathlib.Path) -> None:
-    """What is far is whole, what is near is the newest, and the next job of that disk copies what is missing."""
+    """After a kill, remote steps are complete and the newest step is local. The next job uploads what is missing."""
     with proxy(s3_server) as counted:
         assert _ended(_start(counted.url, _COPYING, f"{place}/counted", str(tmp_path / "counted"))) == 0
         count = len(counted.requests)
     for number in some(range(0, count + 1, 7)):
-        far, near = f"{place}/{number}", str(tmp_path / str(number))
+        remote, local = f"{place}/{number}", str(tmp_path / str(number))
         with proxy(s3_server) as deadly:
             processes: list[subprocess.Popen[str]] = []
             deadly.fault = functools.partial(_kill_at, number, processes)
-            processes.append(_start(deadly.url, _COPYING, far, near))
+            processes.append(_start(deadly.url, _COPYING, remote, local))
             _ended(processes[0])
-        for step in tr.steps(far):
-            assert np.array_equal(tr.restore(far, step=step)["w"], np.full(70_000, step))
-        with tr.Checkpointer(far, local=near, keep=tr.keep.last(2)) as ckpts:
+        for step in tr.steps(remote):
+            assert np.array_equal(tr.restore(remote, step=step)["w"], np.full(70_000, step))
+        with tr.Checkpointer(remote, local=local, keep=tr.keep.last(2)) as ckpts:
             last = ckpts.latest_step
-            assert last == max(tr.steps(near), default=None)
+            assert last == max(tr.steps(local), default=None)
             ckpts.save(9, {"w": np.full(70_000, 9)})
-        assert tr.steps(far) == [*([last] if last else []), 9]
-        assert set(_names(far)) == {"origin", "writer.lock", *(f"step-{step:08}" for step in tr.steps(far))}
-        for step in tr.steps(far):
-            assert tr.verify(tr.Checkpointer(far).path(step)).ok and len(_names(f"{far}/step-{step:08}")) == 2
+        assert tr.steps(remote) == [*([last] if last else []), 9]
+        assert set(_names(remote)) == {"origin", "writer.lock", *(f"step-{step:08}" for step in tr.steps(remote))}
+        for step in tr.steps(remote):
+            assert tr.verify(tr.Checkpointer(remote).path(step)).ok and len(_names(f"{remote}/step-{step:08}")) == 2
 
 
 _KEEPING = """
@@ -169,7 +169,7 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(1)) as ckpts:
 
 @pytest.mark.slow
 def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, place: str) -> None:
-    """From the commit of the second step on, which the first one goes for; that one is whole or gone."""
+    """A kill after the commit of the second step leaves the first step complete or deleted."""
     with proxy(s3_server) as counted:
         assert _ended(_start(counted.url, _KEEPING, f"{place}/counted")) == 0
         requests = counted.requests
@@ -189,7 +189,7 @@ def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, plac
         with tr.Checkpointer(run, keep=tr.keep.last(1)) as ckpts:
             assert np.array_equal(ckpts.restore()["w"], np.full(70_000, steps[-1]))
             ckpts.save(9, {"w": np.full(70_000, 9)})
-        assert {9} <= set(tr.steps(run)) <= {steps[-1], 9}  # what was restored is not deleted by this job
+        assert {9} <= set(tr.steps(run)) <= {steps[-1], 9}  # retention does not delete the restored step
         assert all(len(_names(f"{run}/step-{step:08}")) == 2 for step in tr.steps(run))
         assert set(_names(run)) == {"writer.lock", *(f"step-{step:08}" for step in tr.steps(run))} and _is_free(run)
 
@@ -206,6 +206,7 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2)) as ckpts:
 
 @pytest.mark.long
 def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> None:
+    """On the same machine, a new job acquires the run of a killed job without waiting."""
     job = _start(between.url, _RUN, place, "stay")
     assert job.stdout is not None
     while job.stdout.readline().strip() != "5":
@@ -227,14 +228,18 @@ def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> No
 
 @pytest.mark.long
 def test_a_program_that_ends_gives_its_lease_back(between: Proxy, place: str) -> None:
-    code = "ckpts = tr.Checkpointer(sys.argv[2])\nckpts.save(1, {'w': 1})\n"  # and is never closed
+    """A program that ends without `close` releases its lease."""
+    code = "ckpts = tr.Checkpointer(sys.argv[2])\nckpts.save(1, {'w': 1})\n"  # is never closed
     assert _ended(_start(between.url, code, place)) == 0
     assert tr.steps(place) == [1] and _is_free(place)
 
 
 @pytest.mark.long
 def test_giving_a_lease_back_again_takes_it_from_nobody(between: Proxy, place: str) -> None:
-    """The answer to that was lost, and when it is asked for once more, another job has the run."""
+    """A repeated release does not take the lease from another job.
+
+    The answer to the first release was lost. When it is repeated, another job holds the run.
+    """
     code = """
 ckpts = tr.Checkpointer(sys.argv[2])
 ckpts.save(1, {"w": 1})
@@ -247,7 +252,7 @@ ckpts.close()
     which = itertools.count()
 
     def fault(request: Request) -> str | None:
-        if request.method == "GET" or repeated.is_set():  # closing asks for nothing else
+        if request.method == "GET" or repeated.is_set():  # closing makes no other requests
             return None
         if next(which) == 0:
             return "lose"
@@ -293,7 +298,7 @@ ckpts.close()
 def test_a_writer_that_was_stopped_too_long_cannot_commit(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its lease has run out, another has taken the run over: what it then commits would be among the other's steps."""
+    """A writer that was stopped for longer than its lease lasts cannot commit among the steps of its successor."""
     stopped = _start(
         between.url,
         """
@@ -306,7 +311,7 @@ def stop_before(path):
     claims.check = put
     print("committing", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.2)  # or this thread goes on for a moment
+    time.sleep(0.2)  # else this thread continues for a moment
     put(path)
 ckpts = tr.Checkpointer(sys.argv[2])
 ckpts.save(1, {"w": np.zeros(10)})
@@ -322,7 +327,7 @@ except SaveError as error:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "committing\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if it were another machine's
+    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if the lease belonged to another machine
     time.sleep(0.5)
     with caplog.at_level(logging.WARNING), tr.Checkpointer(place) as ckpts:
         ckpts.save(3, {"w": np.ones(10)})
@@ -340,7 +345,7 @@ except SaveError as error:
 def test_a_writer_that_was_stopped_too_long_removes_nothing(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, doing: str
 ) -> None:
-    """The step that it was about to delete, or to set aside, is another job's by now."""
+    """The step that a stopped writer was about to delete or archive belongs to another job by now, and stays."""
     stopped = _start(
         between.url,
         """
@@ -356,7 +361,7 @@ def stop_after(owner, name):
         result = call(*args)
         print("stopped", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.2)  # or this thread goes on for a moment
+        time.sleep(0.2)  # else this thread continues for a moment
         return result
     setattr(owner, name, stop)
 ckpts = tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2))
@@ -379,10 +384,10 @@ else:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "stopped\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if it were another machine's
+    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if the lease belonged to another machine
     time.sleep(0.5)
     with tr.Checkpointer(place) as ckpts:
-        ckpts.rewind(ckpts.steps[-1])  # takes the run over, and changes nothing
+        ckpts.rewind(ckpts.steps[-1])  # acquires the run and changes nothing
         for step in ckpts.steps:
             ckpts.delete(step)
             ckpts.save(step, {"w": np.ones(10)})
@@ -395,6 +400,7 @@ else:
 
 
 def test_the_lease_of_a_whole_bucket_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit checks the lease of a run at the root of a bucket."""
     bucket = obstore.store.MemoryStore()
     publish = sink.ObjectSink.publish
 
@@ -421,7 +427,7 @@ def test_two_saves_to_one_path_at_a_time(between: Proxy, place: str) -> None:
 
 @pytest.mark.long
 def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> None:
-    """Another replaces the checkpoint after it was looked at: neither is lost without a word."""
+    """If another job replaces the checkpoint after it was looked up, the overwrite is refused with an error."""
     tr.save(place, {"w": np.zeros(3)})
     seen: list[Request] = []
 
@@ -445,6 +451,7 @@ def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> No
 
 @pytest.mark.long
 def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) -> None:
+    """A lease object of a later release is recognized and refused."""
     with stores.of(place).new_file(f"{place}/writer.lock", overwrite=False) as file:
         file.write(b'{"version": 2, "token": "x"}')
     with pytest.raises(TreeringError, match="a later release"), tr.Checkpointer(place) as ckpts:
@@ -453,7 +460,7 @@ def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) ->
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any, overwrite: bool) -> None:
-    """It wakes right after its manifest was put; another has taken its save for dead, and put its own over it."""
+    """A writer that wakes right after its manifest was put does not remove the manifest of another writer."""
     buckets = ObjectStore()
     buckets.add("writers://tests", obstore.store.MemoryStore())
     path = "writers://tests/c/treering.json"
@@ -480,6 +487,7 @@ def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any,
 
 @pytest.mark.long
 def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: str) -> None:
+    """A writer keeps its lease if the answer to a renewal is lost."""
     with tr.Checkpointer(place) as ckpts:
         ckpts.save(1, {"w": 1})
         ckpts.wait()
@@ -493,7 +501,7 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
         ckpts.save(2, {"w": 2})
         ckpts.wait()
         between.fault = lambda request: "lose" if request.method == "PUT" else "503 SlowDown"
-        lease.renew()  # and it is not known any more as what
+        lease.renew()  # Now this writer does not know the version of its lease.
         between.fault = lambda request: None
     assert tr.steps(place) == [1, 2] and _is_free(place)
 
@@ -501,6 +509,7 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
 @pytest.mark.rare
 @pytest.mark.long
 def test_a_fork_while_arrays_are_on_their_way(between: Proxy, place: str) -> None:
+    """A save continues if its process forks while arrays are being uploaded."""
     code = """
 import os, warnings
 warnings.simplefilter("ignore")
@@ -519,7 +528,7 @@ pending.result()
 
 
 def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that only stood still must not put in place what is being removed."""
+    """A leftover's mark is invalidated before its files are removed, so a paused writer cannot put them in place."""
     buckets = ObjectStore()
     buckets.add("memory://marks", obstore.store.MemoryStore())
     path = "memory://marks/c"
@@ -532,7 +541,7 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
         writer = next(one for one in heartbeat._alive.all() if one.key.startswith("." + "c."))
         monkeypatch.setattr(heartbeat, "lives", lambda *_: writer.renew() or False)
         buckets.remove_leftover(folder)
-        assert buckets.list(files) == ["x"] and writer.confirm()  # renewed between the look at it and its removal
+        assert buckets.list(files) == ["x"] and writer.confirm()  # renewed after it was read and before its removal
         monkeypatch.setattr(heartbeat, "lives", lambda *_: False)
         monkeypatch.setattr(temporary_folder, "_clear", lambda *_: None)
         buckets.remove_leftover(folder)
@@ -542,7 +551,7 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
 
 
 def test_overwriting_a_damaged_checkpoint_leaves_nothing_of_it() -> None:
-    """What it consists of cannot be read any more."""
+    """Overwriting a damaged checkpoint removes its files, although its manifest no longer names them."""
     buckets = ObjectStore()
     buckets.add("damaged://tests", client := obstore.store.MemoryStore())
     with stores.using(buckets, "damaged"):
@@ -554,16 +563,17 @@ def test_overwriting_a_damaged_checkpoint_leaves_nothing_of_it() -> None:
 
 
 def test_a_copy_that_comes_second_touches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """A copy changes nothing if another copy was made first."""
     buckets = ObjectStore()
     buckets.add("copies://tests", obstore.store.MemoryStore())
     with stores.using(buckets, "copies"):
         tr.save(tmp_path / "c", {"w": np.ones(70_000)})
         copy_all(tmp_path / "c", path := "copies://tests/c")
         there = [stores.of(path).stat(f"{path}/{name}") for name in _names(path)]
-        monkeypatch.setattr(copying.OneCopy, "is_same", lambda *_, **__: None)  # the other one came after this look
+        monkeypatch.setattr(copying.OneCopy, "is_same", lambda *_, **__: None)  # another copy was made after this check
         with pytest.raises(ExistsError, match="meanwhile; it is untouched"):
             copy_all(tmp_path / "c", path)
-        look = copying.summary.look  # or after the second one
+        look = copying.summary.look  # here after the second check
         monkeypatch.setattr(copying.summary, "look", lambda at, path: None if "://" in path else look(at, path))
         with pytest.raises(ExistsError, match="pass overwrite=True"):
             copy_all(tmp_path / "c", path)

@@ -1,4 +1,4 @@
-"""Checkpoints of zarr arrays in buckets: only what is needed is read, and a failure is never damage."""
+"""Checkpoints of zarr arrays in buckets: only the needed bytes are read, and a failed request is not damage."""
 
 import logging
 import os
@@ -64,6 +64,7 @@ def test_only_what_is_needed_is_read(between: Proxy, format: str) -> None:
 
 @pytest.mark.parametrize("format", _FORMATS)
 def test_what_is_replaced_while_it_is_open_is_said(between: Proxy, format: str) -> None:
+    """Reading a checkpoint that was replaced while it was open raises an error that says so."""
     path = _saved(between, format)
     opened = tr.open(path)
     tr.save(path, {name: array + 1 for name, array in _TREE.items()}, format=format, overwrite=True)
@@ -96,6 +97,7 @@ def test_many_chunks_take_few_requests(between: Proxy) -> None:
 
 
 def test_nobody_else_on_the_machine_reads_the_bucket(between: Proxy) -> None:
+    """Requests to the loopback server without a folder's token are refused."""
     path = _saved(between, "orbax")
     opened = tr.open(path)
     assert loopback._server
@@ -111,6 +113,7 @@ def test_nobody_else_on_the_machine_reads_the_bucket(between: Proxy) -> None:
 def test_by_way_of_memory_where_a_proxy_is_in_between(
     between: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """With a proxy in the environment, the checkpoint is read through memory, and the log says so."""
     path = _saved(between, "orbax")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "localhost, example.com")
@@ -125,7 +128,10 @@ def test_by_way_of_memory_where_a_proxy_is_in_between(
 @pytest.mark.rare
 @pytest.mark.parametrize("format", ["orbax", "levanter"])
 def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any, format: str) -> None:
-    """Converted from the disk and back, in a process whose allocator gives back what is free."""
+    """Converting to a bucket and back takes a fixed amount of memory.
+
+    The process uses an allocator setting that returns free memory to the system.
+    """
     tree = {f"w{n}": _RNG.random((8 << 20,), np.float32) for n in range(12)}  # 384 MiB
     tr.save(tmp_path / "c", tree)
     tr.save(tmp_path / "warm", {"a": np.zeros(1 << 20, np.float32)})
@@ -179,7 +185,7 @@ def test_arrays_are_sent_while_they_are_written(between: Proxy, format: str, mon
     ],
 )
 def test_errors_come_by_way_of_tensorstore(error: Exception, expected: type[Exception]) -> None:
-    """As it shows them: the text that it was told stands among others of its own."""
+    """An error keeps its type on its way through TensorStore, which puts the error's text between other text."""
     text = as_text(error).replace("'", "\\'")
     shown = f"PERMISSION_DENIED: Error reading: [HTTP code 403] [http_response_body='{text}'] [tensorstore_spec='{{}}']"
     with pytest.raises(expected) as caught, errors(stores.of("/tmp"), "/tmp/place"):
@@ -189,7 +195,7 @@ def test_errors_come_by_way_of_tensorstore(error: Exception, expected: type[Exce
 
 @pytest.mark.parametrize("format", ["treering", "safetensors", *_FORMATS])
 def test_a_bucket_that_keeps_versions(s3_server: str, format: str) -> None:
-    """Answers about one object have the number of its version there, and lists of objects have none."""
+    """A bucket with versions works, although its listings lack the version numbers that its other answers have."""
     bucket = f"versions-{secrets.token_hex(4)}"
     s3.keep_versions(s3_server, bucket)
     buckets = store.ObjectStore()
@@ -208,7 +214,7 @@ def test_a_bucket_that_keeps_versions(s3_server: str, format: str) -> None:
 
 
 def _as_a_bucket(folder: pathlib.Path) -> Any:
-    """A store that has the files of a folder at its root."""
+    """Returns a store that has the files of a folder at its root."""
     bucket = obstore.store.MemoryStore()
     for file in folder.rglob("*"):
         if file.is_file():
@@ -218,7 +224,7 @@ def _as_a_bucket(folder: pathlib.Path) -> Any:
 
 @pytest.mark.parametrize("format", _FORMATS)
 def test_a_whole_bucket_is_read_by_the_names_in_it(tmp_path: pathlib.Path, format: str) -> None:
-    """Of two names one is the other without its first letter."""
+    """A checkpoint at the root of a bucket is read, even if one name is another without its first letter."""
     tree = {"a": np.full(3, 7.0, np.float32), "ba": np.full(3, 9.0, np.float32)}
     tr.save(tmp_path / "c", tree, format=format)
     bucket = _as_a_bucket(tmp_path / "c")
@@ -230,6 +236,7 @@ def test_a_whole_bucket_is_read_by_the_names_in_it(tmp_path: pathlib.Path, forma
 
 @pytest.mark.parametrize("format", _FORMATS)
 def test_a_folder_is_not_put_in_the_place_of_a_whole_bucket(tmp_path: pathlib.Path, format: str) -> None:
+    """A folder cannot be saved to the root of a bucket, and nothing is changed there."""
     (tmp_path / "nothing").mkdir()
     tr.save(tmp_path / "c", _TREE, format=format)
     for folder, overwrite in (("nothing", False), ("c", True)):
