@@ -52,9 +52,7 @@ def check_shared(
 ) -> None:
     """Waits until this process sees `marker`, which process 0 made for a checkpoint at a path.
 
-    Calls `check` in between.
-
-    Raises `SaveError` if it does not appear within `timeout` seconds.
+    Calls `check` in between. Raises `SaveError` if the marker does not appear within `timeout` seconds.
     """
     if not wait_until(lambda: store.stat(marker), lambda: look_anew(store, path, made), timeout, check):
         raise SaveError(

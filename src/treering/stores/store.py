@@ -148,8 +148,9 @@ class Sink(Protocol):
         version: the version of the file to overwrite when the caller saw it, or `ABSENT`. Stores that can compare
             versions raise `FileExistsError` for any other version. None overwrites any file.
         retract: removes it again if its writer turns out to have been taken for dead meanwhile, unless it replaced a
-            file. Stores with locks never need that. The name under which it was created is gone if it overwrites.
-            Otherwise that name may remain as a second one.
+            file. Stores with locks never need that.
+
+        The name under which it was created is gone if it overwrites. Otherwise that name may remain as a second one.
         """
         ...
 

@@ -39,8 +39,9 @@ def walk(
 ) -> Iterator[tuple[Opened, dict[str, os.stat_result]]]:
     """Yields each directory of a tree, innermost first: the open directory and the `lstat` of its names.
 
-    failed: gets the error of each directory that is skipped. At most three directories are open at a time, at any
-        depth.
+    At most three directories are open at a time, at any depth.
+
+    failed: gets the error of each directory that is skipped.
     """
     here, levels = top, [_Level(disk, top)]
     try:

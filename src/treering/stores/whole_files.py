@@ -19,6 +19,7 @@ def read_file(store: Store, path: str, *, expected: int = 0) -> bytes:
     """Reads a complete file of at most 2 GiB, and without holes if it has more than 16 MiB.
 
     expected: the number of bytes. With it, the file is read as it is now, and not from the listing of `Store.glance`.
+
     Raises `UnsafeError` for larger files, and `CorruptError` for unreadable files and pointers of git-lfs.
     """
     with reading(path):

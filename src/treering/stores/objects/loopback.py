@@ -118,7 +118,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except (ChangedError, FileNotFoundError):
             self._refuse(ReplacedError("it was replaced or deleted while it was open; open it again"))
             return
-        except Exception as error:  # TensorStore would repeat a request without an answer forever
+        except Exception as error:  # TensorStore would repeat a request without an answer again and again
             self._refuse(error)
             return
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
