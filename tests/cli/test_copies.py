@@ -325,7 +325,7 @@ def test_a_copy_that_cannot_be_repaired_stays_as_it_is(
             copy_all(source, copy, overwrite=True)
     monkeypatch.setattr(native_copy, "damaged", found_late)
     found = treering("cp", source, copy, "--overwrite")
-    assert found.code == 1 and "was deleted before it was repaired" in found.err
+    assert found.code == 1 and "was deleted before the repair ended" in found.err
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
 

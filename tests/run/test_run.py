@@ -782,7 +782,7 @@ def test_damaged_records_do_not_count_and_verify_names_them(
         assert tr.open(tmp_path).metrics == {}
         report = tr.verify(tmp_path / "step-00000001")
         assert [problem.file for problem in report.problems] == [file.name]
-    assert tr.Checkpointer(tmp_path).best_step("a", "min") is None and "do not count" in caplog.text
+    assert tr.Checkpointer(tmp_path).best_step("a", "min") is None and "metrics are ignored" in caplog.text
 
 
 def test_a_record_that_is_killed_leaves_nothing_that_stays(tmp_path: pathlib.Path, use_disk: Any) -> None:

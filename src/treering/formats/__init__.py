@@ -1,7 +1,7 @@
-"""One module per format, behind two small protocols, and the registry of them.
+"""The checkpoint formats, one module each, and their registry.
 
-A format knows files and their contents. It never knows about templates, meshes or Checkpointers. It reads a
-checkpoint as a `Source`: leaves by path and their contents on request; it is given a `Source` to write.
+A format knows files and their contents. It never knows about templates, meshes or Checkpointers. It opens a checkpoint
+as a `Source`, which has the leaves by path and reads their contents on request. It writes a checkpoint from a `Source`.
 """
 
 import importlib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treering")
 
-# The names that a format of another package needs.
+# The names that formats in other packages need.
 __all__ = [
     "ArrayEntry",
     "Box",
@@ -53,8 +53,8 @@ def __dir__() -> list[str]:
 class Format(Protocol):
     """A kind of checkpoint. Formats of other packages are added with `register`.
 
-    A format may also have a method `damaged_steps(store, folder, names)`. It returns the steps, by number, that have
-    the names and the files of its steps and are too damaged for `refuses` to recognize them.
+    A format may also have a method `damaged_steps(store, folder, names)`. It returns the names, by step number, of
+    steps that are probably of this format but too damaged for `refuses` to recognize them.
     """
 
     @property
@@ -62,49 +62,52 @@ class Format(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """File name endings by which a destination is known to be meant for this format: ``(".eqx",)``."""
+        """File name endings that choose this format for a destination without `format=`: ``(".eqx",)``."""
         ...
 
     @property
     def boxes(self) -> tuple[str, ...]:
-        """Kinds of boxes around leaves that its library shows as levels: "variable" (NNX), "axis-metadata" (Linen)."""
+        """Kinds of boxes around leaves that the library adds as path levels: "variable" (NNX), "axis-metadata" (Linen).
+
+        These boxes are wrapper objects, not the index bounds of pieces.
+        """
         ...
 
     def refuses(self, store: Store, path: str) -> str | None:
-        """The reason why a path is not of this format; None when it is. Reads no more than a header."""
+        """Returns the reason why a path is not of this format, or None if it is. Reads at most a header."""
         ...
 
     def open(self, store: Store, path: str) -> Source:
-        """Opens a checkpoint that is of this format. Raises `CorruptError` and `UnsupportedError`."""
+        """Opens a checkpoint of this format. Raises `CorruptError` and `UnsupportedError`."""
         ...
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        """The complete checkpoints of a run by step: their names, of those given in the folder."""
+        """Returns the names of the complete checkpoints of a run, by step number. Considers only `names`."""
         ...
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
-        """Those of ``step``, ``metrics`` and ``metadata``, as the contents have them, that come back from a path.
+        """Returns those of ``step``, ``metrics`` and ``metadata`` that this format stores, for these contents and path.
 
-        A save is refused before anything is written if the caller gave one that is not kept; one that a copied
-        checkpoint has is left out, which is logged.
+        A save raises before it writes anything if the caller has given one that is not stored. A copy of a checkpoint
+        leaves such a value out and logs that.
         """
         ...
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         """Writes a checkpoint in one step and returns its size in bytes.
 
-        Raises `UnsupportedError`, before anything is written, that names each leaf which the format cannot hold; and
-        for a checkpoint that would not open as this format.
+        Raises `UnsupportedError`, before anything is written, for leaves that the format cannot store, and names each.
+        Raises it too for a checkpoint that would not open as this format.
         """
         ...
 
 
 @runtime_checkable
 class JointFormat(Format, Protocol):
-    """A format of which several processes of a job can write one checkpoint, each its part of the arrays."""
+    """A format whose checkpoints the processes of a job can write together, each its part of the arrays."""
 
     def splits(self, entry: ArrayEntry) -> bool:
-        """Whether an array can be written in parts, of which each process has some."""
+        """Returns True if several processes can each write some parts of an array."""
         ...
 
     def write_together(
@@ -118,10 +121,10 @@ class JointFormat(Format, Protocol):
         overwrite: bool,
         **options: Any,
     ) -> int:
-        """Writes a checkpoint, together with the other processes of a call, and returns its size; see `write`.
+        """Writes a checkpoint together with the other processes of a call. Returns its size in bytes; see `write`.
 
-        layouts: the processes that have the parts of an array, by path; the others are whole in each process. A part
-        that this process does not have can't be read.
+        layouts: for each array that is split over processes, by path, the processes that have its parts. Every process
+            has all of each other array. `contents` cannot read parts that this process does not have.
         """
         ...
 
@@ -130,18 +133,19 @@ _Find = Callable[[Store, str, Sequence[str]], dict[int, str]]
 
 
 class StepPath(NamedTuple):
-    """Where a step of a run is. `format` is set where it is not recognized: by the caller, or for a damaged step."""
+    """The path of a step. `format` is set if the caller has named it, or if the step is too damaged to recognize it."""
 
     path: str
     format: str | None = None
 
 
-# In the order in which they are tried. Each module has an object `FORMAT`; it is imported when it is first needed.
+# In the order in which `detect` tries them. Each module has an object `FORMAT` and is imported when first needed.
 _MODULES = {
     "treering": "treering.formats.treering.format",
     "t5x": "treering.formats.t5x.format",
     "fjformer": "treering.formats.fjformer.format",
-    "safetensors": "treering.formats.safetensors.format",  # a model in several formats: most libraries have this one
+    # Before the formats below: of a folder with one model in several formats, most libraries read this one.
+    "safetensors": "treering.formats.safetensors.format",
     "flax": "treering.formats.flax.format",
     "equinox": "treering.formats.equinox.format",
     "npz": "treering.formats.npz.format",
@@ -150,57 +154,59 @@ _MODULES = {
     "levanter": "treering.formats.levanter.format",
 }
 _registered: dict[str, Format] = {}
-_looked = False  # for what is installed
-LOOK = 1 << 16  # bytes of a file that is too damaged to be recognized
-_SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # a folder of these is one by its files
+_looked = False  # True once the entry points of installed packages have been loaded
+LOOK = 1 << 16  # bytes that are read of a file that may be a damaged step
+_SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # their folders may have other files too
 _ALIASES = {"easylm": "fjformer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "t5_names":  # imported when it is first needed, as the formats are
+    if name == "t5_names":  # Imported when first needed, like the formats.
         return importlib.import_module(".t5_names", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register(format: Format) -> None:
-    """Adds a format of another package, or replaces the one of the same name.
+    """Adds a format of another package. It replaces a format of the same name.
 
-    Packages that are installed may offer one without that, as an entry point of the group ``treering.formats``.
+    Installed packages need no call: they can declare a format as an entry point of the group ``treering.formats``.
     """
     _registered[format.name] = format
 
 
 def _register_installed() -> None:
-    """Adds the formats that installed packages offer as entry points, once.
+    """Adds the formats that installed packages declare as entry points, once per process.
 
-    One that fails, or has the name of a shipped one, is logged and left out.
+    An entry point with the name of a known format is ignored. One that fails to load is logged.
     """
     global _looked
     if _looked:
         return
-    import importlib.metadata  # which is large, and seldom needed to open a checkpoint
+    import importlib.metadata  # A large module that opening a checkpoint seldom needs.
 
-    _looked = True  # first: a package may ask for the formats that there are while it is imported
+    _looked = True  # Set first: a package may call `names` while it is imported, which would recurse.
     for point in importlib.metadata.entry_points(group="treering.formats"):
         if point.name in _MODULES or point.name in _registered:
-            continue  # what the program itself has registered counts
+            continue  # A format that the program itself has registered has precedence.
         try:
             format = point.load()
-            if format.name in _MODULES:  # or what a file is would depend on whether anyone had looked
-                raise MismatchError(f"the name {format.name!r} is that of a format of Treering's own")
+            # It would replace the shipped format, but only once the entry points have been loaded. Then the format of
+            # a file would depend on earlier calls.
+            if format.name in _MODULES:
+                raise MismatchError(f"Treering itself has a format with the name {format.name!r}")
             register(format)
-        except Exception as error:  # of another package, without which all else goes on
-            _log.warning("the format %r of %s is not there, for loading it failed: %r", point.name, point.value, error)
+        except Exception as error:  # A fault in another package must not stop work with other formats.
+            _log.warning("the format %r of %s is not available; loading it failed: %r", point.name, point.value, error)
 
 
 def names() -> list[str]:
-    """The names of all formats: the shipped ones, those that were registered, and those of installed packages."""
+    """Returns the names of all formats: the shipped ones, the registered ones, and those of installed packages."""
     _register_installed()
     return list(dict.fromkeys([*_MODULES, *_registered]))
 
 
 def _each() -> Iterator[Format]:
-    """All formats, in the order in which they are tried; those of installed packages are looked for last."""
+    """Yields all formats in the order in which `detect` tries them. Loads those of installed packages last."""
     for name in _MODULES:
         yield get(name)
     for name in names()[len(_MODULES) :]:
@@ -208,7 +214,7 @@ def _each() -> Iterator[Format]:
 
 
 def get(name: str) -> Format:
-    """A format by name. Raises a `MismatchError` that lists the known ones."""
+    """Returns a format by name. Raises a `MismatchError` that lists the known names."""
     name = _ALIASES.get(name, name)
     if name not in _registered and name in _MODULES:
         _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
@@ -220,27 +226,27 @@ def get(name: str) -> Format:
 
 
 def for_path(path: str, name: str | None) -> Format:
-    """The format to write a path in: the named one, else what its suffix says, else the native one."""
+    """Returns the format to write a path in: the named one, else the one of its suffix, else the native one."""
     if name is not None:
         return get(name)
     return next((get(n) for n in names() if path.endswith(get(n).suffixes)), get("treering"))
 
 
 def detect(store: Store, path: str) -> Format:
-    """The format of the checkpoint at a path.
+    """Returns the format of the checkpoint at a path.
 
-    Raises an `UnsupportedError` that says what else it is, and why each format refuses it; `CorruptError` for pointers
-    of git-lfs and unreadable files, which may be anything.
+    Raises `UnsupportedError` if no format accepts the path. It says what the path is, if known, and why each format
+    refuses it. Raises `CorruptError` for git-lfs pointers and unreadable files, which may be of any format.
     """
     reasons: list[str] = []
-    with reading(path), store.glance(path):  # they ask for the same
+    with reading(path), store.glance(path):  # The formats ask for the same files, so the store caches its answers.
         for format in _each():
             with reading(path):
                 reason = format.refuses(store, path)
             if reason is None:
                 return format
             reasons.append(f"  {format.name}: {reason}")
-    for ending in ("", ".index"):  # TensorFlow's are named by what the names of their files begin with
+    for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         git_lfs.check_all(store, path + ending, levels=2)
     what = kinds.described(store, path)
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
@@ -248,26 +254,29 @@ def detect(store: Store, path: str) -> Format:
 
 
 def is_known(store: Store, path: str) -> bool:
-    """Whether a path is a checkpoint of any format, or unreadable, so that it may be one."""
+    """Returns True if a path is a checkpoint of any format, or unreadable and so perhaps one."""
     with store.glance(path):
         return any(accepts(format, store, path) for format in _each())
 
 
 def has_folder(store: Store, path: str) -> bool:
-    """Returns True if a path is a checkpoint, or unreadable, and no folder of files beside which others may lie."""
+    """Returns True if a path is a checkpoint, or unreadable, and everything at the path belongs to it.
+
+    Returns False for a folder with a checkpoint of a single-file format, because it may hold unrelated files too.
+    """
     with store.glance(path):
         found = {format.name for format in _each() if accepts(format, store, path)}
     return bool(found - _SINGLE_FILES) or (bool(found) and not is_folder(store, path, links=True))
 
 
 def is_foreign(store: Store, path: str) -> bool:
-    """Whether a path is a checkpoint that another library wrote, or unreadable, so that it may be one."""
+    """Returns True if a path is a checkpoint that another library wrote, or unreadable and so perhaps one."""
     with store.glance(path):
         return any(name != "treering" and accepts(get(name), store, path) for name in names())
 
 
 def accepts(format: Format, store: Store, path: str) -> bool:
-    """Whether a path is of a format, or unreadable: then opening it raises."""
+    """Returns True if a path is of a format, or unreadable. Opening an unreadable path raises the error."""
     try:
         with reading(path):
             return format.refuses(store, path) is None
@@ -276,7 +285,10 @@ def accepts(format: Format, store: Store, path: str) -> bool:
 
 
 def is_step(format: Format, store: Store, path: str) -> bool:
-    """Whether a directory with a step's name is of a format. Raises `PermissionError` when it cannot be read."""
+    """Returns True if a directory with the name of a step is of a format.
+
+    Raises `PermissionError` if this process may not read the directory.
+    """
     if accepts(format, store, path):
         return True
     store.stat(posixpath.join(path, "."))
@@ -284,9 +296,10 @@ def is_step(format: Format, store: Store, path: str) -> bool:
 
 
 def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes], bool]) -> bool:
-    """Returns True if what has the name of a step is what is left of one that no format recognizes.
+    """Returns True if a path with the name of a step is a damaged step that no format recognizes.
 
-    file: the file of it by which it is recognized: it is empty, or zeros, or `begins` as such a file does.
+    file: the file that identifies the format. In a damaged step it is empty, holds only zeros, or begins as such a file
+        does, which `begins` decides.
     """
     with reading(file):
         found = store.stat(file)
@@ -298,7 +311,7 @@ def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes]
 
 
 def may_be_file(store: Store, path: str) -> bool:
-    """Whether a path is a regular file, or unreadable: then opening it raises."""
+    """Returns True if a path is a regular file, or unreadable. Opening an unreadable path raises the error."""
     try:
         with reading(path):
             found = store.stat(path)
@@ -308,7 +321,7 @@ def may_be_file(store: Store, path: str) -> bool:
 
 
 def _steps(find: "_Find", store: Store, folder: str, listed: Sequence[str]) -> dict[int, str]:
-    """The steps that a method of a format finds, without directories that this process may not read."""
+    """Returns the steps that a method of a format finds. Skips directories that this process may not read."""
     try:
         return find(store, folder, listed)
     except PermissionError:
@@ -323,7 +336,7 @@ def _steps(find: "_Find", store: Store, folder: str, listed: Sequence[str]) -> d
 
 
 def check_open(store: Store, folder: str, name: str) -> None:
-    """Raises `PermissionError` if a name in a folder may be another library's step and this process may not read it."""
+    """Raises `PermissionError` if a name in a folder may be a foreign step that this process may not read."""
     for format in _foreign(None):
         format.steps(store, folder, [name])
         if find := getattr(format, "damaged_steps", None):
@@ -333,10 +346,12 @@ def check_open(store: Store, folder: str, name: str) -> None:
 def foreign_steps(
     store: Store, folder: str, ours: Container[str] = (), only: Format | None = None
 ) -> dict[int, StepPath]:
-    """The steps that other libraries have left in a folder; `ours` are names that are known.
+    """Returns the steps in a folder that other libraries have written, by step number.
 
-    only: the format that counts; by default each but the native one. A step that is too damaged to be recognized counts
-    where there is no other of its number.
+    A damaged step is included only if no undamaged one has its number.
+
+    ours: names in the folder that are not considered.
+    only: the format to look for; by default all except the native one.
     """
     found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
@@ -355,11 +370,11 @@ def foreign_steps(
 def damaged_steps(
     store: Store, folder: str, listed: Sequence[str], only: Format | None = None
 ) -> list[tuple[int, StepPath]]:
-    """Returns the steps that are too damaged to be recognized, of the format whose names they have."""
+    """Returns the steps that are too damaged to be recognized, each with the format that their names suggest."""
     return [
         (step, StepPath(posixpath.join(folder, name), format.name))
         for format in _foreign(only)
-        if (find := getattr(format, "damaged_steps", None))  # which a format of another package need not know
+        if (find := getattr(format, "damaged_steps", None))  # The method is optional for formats of other packages.
         for step, name in _steps(find, store, folder, listed).items()
     ]
 

@@ -1,4 +1,4 @@
-"""The parts of which a format of another package can be built; see "Formats of your own" in the guide.
+"""Building blocks for a format in another package; see "Formats of your own" in the guide.
 
 >>> from treering.formats.foreign import ForeignReader, Runs, Store
 """

@@ -1,10 +1,10 @@
-"""The names of T5's variables in TensorFlow, and in T5X.
+"""Rules that rename T5's variables from their TensorFlow names to their T5X names.
 
 >>> from treering.formats.t5_names import T5_TO_T5X
 >>> print(tr.open("t5-small/model.ckpt-1000000").apply(T5_TO_T5X))
 
-Those of T5 and T5 1.1, encoder and decoder, of any size, and of language models, whose one tower is called transformer
-there and decoder in T5X. Adafactor's state lies below ``state/param_states``.
+They cover T5 and T5 1.1 of any size, encoder and decoder. They also cover language models, whose single tower is called
+transformer in TensorFlow and decoder in T5X. The state of Adafactor goes to ``state/param_states``.
 """
 
 import re
@@ -27,9 +27,10 @@ _BIAS = r"^({})/block_0*(\d+)/layer_0*0/SelfAttention/relative_attention_bias"
 
 
 class _PositionBiases:
-    """Names the position biases of a tower: one that all layers share has no layer, several are those of their layers.
+    """Renames the position biases of a tower.
 
-    In TensorFlow the shared one lies in the first layer.
+    A bias that all layers share gets a path without a layer. In TensorFlow it is stored with the first layer. Separate
+    biases stay with their layers.
     """
 
     def apply(self, leaves: Leaves) -> Leaves:
@@ -73,4 +74,4 @@ T5_TO_T5X: tuple[Rule, ...] = (
     _PositionBiases(),
     *(rename(pattern, new, optional=True) for pattern, new in _PLACED),
 )
-"""Rules that go in order, each over all names."""
+"""The rules, in order. Each applies to all names before the next one does."""

@@ -1,4 +1,4 @@
-"""The header of an array file: where its tensors are, and the checksums of its blocks."""
+"""The header of an array file. It says where the tensors are and gives the checksum of every block."""
 
 import contextlib
 from collections.abc import Mapping
@@ -17,21 +17,22 @@ from . import manifest
 from .manifest import BLOCK
 from .manifest_fields import File
 
-_LARGE = 1 << 20  # bytes of a header that is not parsed for the sake of a few tensors
-_FEW = 4
+_LARGE_HEADER_BYTES = 1 << 20  # a header from this size on is not parsed to find a few tensors
+_MAX_SINGLE_LOOKUPS = 4  # tensors that are found in the text of such a header before all of it is parsed
 
 
 class ArrayHeader:
-    """The header of an array file of `file_size` bytes, given by its bytes, whose checksum is right.
+    """The header of an array file of `file_size` bytes. The caller has verified the checksum of its bytes, `data`.
 
-    `checksums` has 16 hexadecimal digits for each block, `dtypes` those of the tensors whose dtype safetensors does not
-    have. What is not as this version has it raises `UnsupportedError`, about single tensors when one is looked up.
+    `checksums` has 16 hexadecimal digits for each block. `dtypes` maps the keys of tensors to dtypes that safetensors
+    lacks. Raises `UnsupportedError` for a header that breaks the rules of this version. If the header is large, the
+    entries of single tensors are checked only when they are looked up.
     """
 
     def __init__(self, data: bytearray, file_size: int, path: str):
         self._data, self._file_size, self._path = data, file_size, path
         self._tensors: Mapping[str, safetensors.Tensor] | None = None
-        self._found = 0  # tensors, without parsing the others
+        self._lookups = 0  # of single tensors, without parsing all of the header
         self.size = len(data)
         self.blocks = -(-(file_size - self.size) // BLOCK)
         try:
@@ -42,9 +43,9 @@ class ArrayHeader:
         _check_version(metadata, path)
         try:
             if data[8:9] != b"{" or not data.rstrip(b" ").endswith(b"}"):
-                raise CorruptError(f"{path}: the header is no JSON object that is padded with spaces")
+                raise CorruptError(f"{path}: expected a header that is a JSON object padded with spaces")
             if safetensors.header_size(bytes(data[:8]), file_size, path) != self.size:
-                raise CorruptError(f"{path}: the header does not have the size that the manifest gives")
+                raise CorruptError(f"{path}: the size of the header differs from the one in the manifest")
             self.checksums = metadata.get("xxh3", "")
             if metadata.get("block") != str(BLOCK) or not _is_checksums(self.checksums, self.blocks):
                 raise CorruptError(f"{path}: expected {self.blocks} checksums of blocks of {BLOCK} bytes")
@@ -53,13 +54,13 @@ class ArrayHeader:
         of_tensors = ((key, value) for key, value in metadata.items() if key.startswith("dtype:"))
         self.dtypes = {key.removeprefix("dtype:"): dtype for key, dtype in of_tensors}
         self._metadata = metadata
-        if self.size < _LARGE:
-            self.tensors  # noqa: B018 (checked at once)
+        if self.size < _LARGE_HEADER_BYTES:
+            self.tensors  # noqa: B018 (parses and checks all of them now)
 
     @property
     def tensors(self) -> Mapping[str, safetensors.Tensor]:
-        """All tensors by their keys, in the order of the header."""
-        data = self._data  # first: another thread drops it when it has parsed it
+        """The tensors by their keys, in the order of the header."""
+        data = self._data  # Taken before the test below: another thread replaces it once it has parsed the header.
         if self._tensors is not None:
             return self._tensors
         try:
@@ -73,9 +74,9 @@ class ArrayHeader:
         return header.tensors
 
     def tensor(self, key: str) -> safetensors.Tensor | None:
-        """A tensor by its key; None when there is none."""
-        if self._tensors is None and self._found < _FEW:
-            self._found += 1
+        """Returns the tensor with a key, or None without one."""
+        if self._tensors is None and self._lookups < _MAX_SINGLE_LOOKUPS:
+            self._lookups += 1
             tensor = safetensors.find_tensor(self._data, key)
             if tensor and 0 <= tensor.data_offsets[0] <= tensor.data_offsets[1] <= self._file_size - self.size:
                 return tensor
@@ -95,22 +96,25 @@ def check_version(store: Store, path: str, listed: File) -> None:
         with reading(path), opened(store, path, expected=listed.header) as blob:
             header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER + 8))
     except (CorruptError, FileNotFoundError, NotADirectoryError):
-        return  # that header cannot be checked
+        return  # A header that cannot be read is damage, which this function does not report.
     if manifest.xxh3(header) == listed.xxh3:
         _check_version(_metadata(header), path)
 
 
 def _metadata(header: bytes | bytearray) -> Any:
-    """The metadata of a header, of whatever type a later version gives them; `UNSET` for what is no JSON object."""
+    """Returns the metadata of a header, of any type because a later version may change it.
+
+    Returns `UNSET` for bytes that are not a JSON object.
+    """
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
     return msgspec.UNSET
 
 
 def _check_version(metadata: Any, path: str) -> None:
-    """Raises `UnsupportedError` for the metadata of a later version; the checksum of their header is right."""
+    """Raises `UnsupportedError` for the metadata of a later version. The caller has verified the header's checksum."""
     if metadata is msgspec.UNSET:
-        return  # decoding the whole header says what is wrong
+        return  # The caller decodes all of the header next, and that names the fault.
     about = metadata if isinstance(metadata, dict) else {}
     version = about.get("version")
     requires = f" that requires {about['requires']!r:.100}" if "requires" in about else ""

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in other places: the same files, and the same manifest byte for byte."""
+"""Copies checkpoints between stores. A copy has the same file names and, byte for byte, the same manifest."""
 
 import contextlib
 import posixpath
@@ -23,7 +23,7 @@ from .schema import token_of
 
 
 class Others(Protocol):
-    """The processes of other hosts, on whose disks the files are that this host's disk does not have."""
+    """The processes of the other hosts. Their disks have the files that this host's disk lacks."""
 
     def copy(
         self,
@@ -32,9 +32,11 @@ class Others(Protocol):
         own: Callable[[], list[File]],
         commit: Callable[[Sequence[File]], None],
     ) -> None:
-        """Has them take part in a copy with `files`, calls `own`, and `commit` with the files that all have copied.
+        """Runs a copy in all processes, then calls `commit` with the files that they have copied.
 
-        Without `files`, those with this token are only read, and verified.
+        own: copies this host's files and returns them.
+        token: names the files of the checkpoint that the other processes copy.
+        files: None if the processes only read and verify their files.
         """
         ...
 
@@ -49,16 +51,17 @@ def copy(
     moved: Callable[[int], None] = lambda nbytes: None,
     others: Others | None = None,
 ) -> str:
-    """Copies a checkpoint, verified as it is read, with its pin and the metrics that were added to it.
+    """Copies a checkpoint with its pin and the metrics that were added to it. Verifies every byte that it reads.
 
-    Returns its identity.
+    Returns the identity of the checkpoint.
 
-    moved: told the bytes of every part before it is written; what it raises ends the copy. Nothing is left of it, but
-        in a store without locks arrays, which the next copy or save there removes.
-    others: those that copy, with `copy_part`, the files that are not here.
+    moved: called with the number of bytes of every buffer before it is written. An error that it raises ends the copy.
+        Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there removes
+        those.
+    others: the processes that copy, with `copy_part`, the files that this host lacks.
 
-    Raises `CorruptError` for a damaged one, `UnsupportedError` for one of a later release, `ReplacedError` for one that
-    is deleted meanwhile, and what a save raises.
+    Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote,
+    `ReplacedError` for one that is deleted during the copy, and the errors of a save.
     """
     reader = Reader(source, path)
     if others is None:
@@ -66,7 +69,8 @@ def copy(
     listed = reader.files
     here = [n for n, one in enumerate(listed) if others is None or source.stat(posixpath.join(path, one.name))]
     reader.hold(here)
-    # Others see that the writer of these files lives by the token in their names: see `remove_leftovers`.
+    # The token in the names of the files leads other processes to the temporary manifest, whose lock shows that this
+    # writer lives: see `remove_leftovers`.
     token = _token(reader)
     files = _Copy(target, to, overwrite=overwrite, token=token)
 
@@ -94,7 +98,7 @@ def copy(
 
 
 def damaged(store: Store, path: str) -> dict[str, str]:
-    """The files of a checkpoint that are damaged or missing, and what is wrong with each. Reads every byte."""
+    """Returns the damaged and missing files of a checkpoint, with the problem of each. Reads every byte."""
     found: dict[str, str] = {}
     for problem in Reader(store, path).problems():
         found.setdefault(problem.file, str(problem))
@@ -104,11 +108,13 @@ def damaged(store: Store, path: str) -> dict[str, str]:
 def repair(
     source: Store, path: str, target: Store, to: str, *, moved: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Replaces the damaged and missing files of a copy one by one, each in one step. All else of the copy stays.
+    """Replaces the damaged and missing files of a copy, each in one step. The other files stay as they are.
 
-    Nothing is removed: whatever ends it, a file of the copy is the new one or as it was. `moved` is as of `copy`.
+    Nothing is removed: if the repair is interrupted, every file of the copy is either the new or the old one. `moved`
+    is the parameter of `copy`.
 
-    Raises `CorruptError` for what is damaged in the checkpoint as well, or has been deleted there meanwhile.
+    Raises `CorruptError` for a file that the checkpoint cannot replace, because it is damaged there too or was deleted
+    during the repair.
     """
     bad = damaged(target, to)
     try:
@@ -127,11 +133,14 @@ def repair(
                 else:
                     raise CorruptError(f"{to}: {why}; {path} has no such file to repair it with")
     except (ReplacedError, FileNotFoundError):
-        raise CorruptError(f"{to}: is damaged, and {path} was deleted before it was repaired from there") from None
+        raise CorruptError(f"{to}: the copy is damaged, and {path} was deleted before the repair ended") from None
 
 
 def check(source: Store, path: str, others: Others | None = None) -> None:
-    """Raises `CorruptError` for a checkpoint that is damaged, or lacks files; `others` have those that are not here."""
+    """Raises `CorruptError` for a checkpoint that is damaged or lacks files.
+
+    others: the processes that verify the files that this host lacks.
+    """
     reader = Reader(source, path)
     if others is None:
         if problem := next(reader.problems(), None):
@@ -150,8 +159,8 @@ def check(source: Store, path: str, others: Others | None = None) -> None:
 def copy_part(source: Store, path: str, token: str, files: Files | None, *, moved: Callable[[int], None]) -> list[File]:
     """Copies, verified, the array files that this host's disk has of a checkpoint, for a `copy` in process 0.
 
-    Without `files`, for its `check`. Process 0 compares what is returned with the manifest, which alone knows the
-    checksums of the headers.
+    Without `files` it only verifies them, for a `check` in process 0. Returns the files with the checksums of their
+    headers. Process 0 compares these with the manifest, which this host does not have.
     """
     found: list[File] = []
     for name in source.list(path):
@@ -168,8 +177,8 @@ def _check_complete(path: str, listed: Sequence[File], found: Sequence[File]) ->
     there = {one.name: one for one in found}
     if lacking := tuple(one.name for one in listed if there.get(one.name) != one):
         raise CorruptError(
-            f"{path}: expected its files on the disks of this job's hosts, as they were saved; not there, or damaged: "
-            f"{few(lacking)}"
+            f"{path}: expected its files on the disks of this job's hosts, as they were saved; missing or damaged: "
+            f"{few(missing)}"
         )
 
 
@@ -201,17 +210,17 @@ def _copy_file(
 
 
 class _Copy(Transaction):
-    """A save whose files and manifest are those of another copy of the same checkpoint, by name and byte for byte.
+    """A save whose files have the names and the bytes of another copy of the same checkpoint.
 
-    In a store without locks the other job may have been taken for dead, and so may this one: what it would remove may
-    be what the other has committed. While the temporary manifest is there, of which there is one for all, no other
-    copy writes.
+    Two jobs may therefore copy to the same names. A store without locks may take a job that only stands still for
+    dead, so a file that this job wants to remove may be one that another job has committed. All copies use the same
+    temporary manifest: while it exists, no other copy writes.
     """
 
     def __init__(self, store: Store, path: str, *, overwrite: bool, token: str):
         super().__init__(store, path, overwrite=overwrite, token=token)
         self.retracts = store.has_locks
-        if names := [name for name in self._disowned if self._is_own(name)]:  # what an interrupted copy has left
+        if names := [name for name in self._disowned if self._is_own(name)]:  # the files of an interrupted copy
             self._disowned = [name for name in self._disowned if name not in names]
             try:
                 self._remove_own()
@@ -220,7 +229,11 @@ class _Copy(Transaction):
                 raise
 
     def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
-        """As every save does it. When another job has removed arrays meanwhile, the manifest goes, too."""
+        """Publishes the copy, as `Transaction.commit` does.
+
+        If another job has taken the run and removed some of the arrays, the new manifest is removed too: it would name
+        files that no longer exist.
+        """
         try:
             super().commit(manifest, check)
         except TakenOverError:
@@ -240,7 +253,10 @@ class _Copy(Transaction):
         super().abort()
 
     def _remove_own(self) -> None:
-        """Removes the files of these names unless they are committed. Raises `OSError` where that is not known."""
+        """Removes the files with the token of this copy unless a manifest names them.
+
+        Raises `OSError` if the manifest cannot be read.
+        """
         try:
             committed = file_names(read_file(self.store, self._manifest))
         except FileNotFoundError:

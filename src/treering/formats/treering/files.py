@@ -1,4 +1,4 @@
-"""An array file that is open: its blocks checked, its bytes in memory."""
+"""Open array files: reads their bytes into memory and verifies the blocks."""
 
 import logging
 import mmap
@@ -25,7 +25,7 @@ _log = logging.getLogger("treering")
 
 
 class ArrayFile:
-    """An open array file whose size and header have been checked; for `expected` and `into` see `Store.open`."""
+    """An open array file whose size and header are verified. For `expected` and `into` see `Store.open`."""
 
     def __init__(self, store: Store, directory: str, listed: File, expected: int = 0, into: memoryview | None = None):
         self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected, into)
@@ -35,8 +35,9 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
         self.header = ArrayHeader(self._read_header(listed), size, self.path)
         self._good = bytearray(self.header.blocks)
-        self._last: tuple[int, bytes] | None = None  # block: where one read ends the next one often begins
-        self._remembers = store.object_bytes is None  # or there may be thousands of files
+        # The last block of the previous read, with its number: the next read often begins in the same block.
+        self._last: tuple[int, bytes] | None = None
+        self._remembers = store.object_bytes is None  # Otherwise thousands of files may each keep a block in memory.
 
     def _read_header(self, listed: File) -> bytearray:
         data = bytearray(listed.header)
@@ -52,7 +53,7 @@ class ArrayFile:
     def contents(self, listed: File) -> Iterator[tuple[int, memoryview]]:
         """The file from one end to the other, each block checked: offsets and aligned buffers, the last padded.
 
-        Raises `CorruptError` for damage.
+        The buffers are aligned, and the last one is padded. Raises `CorruptError` for damage.
         """
         header, size = self._read_header(listed), self.header.size
         for begin in range(0, self.size, self._blob.read_bytes):
@@ -68,11 +69,11 @@ class ArrayFile:
             yield begin, buffer
 
     def can_mmap(self, requested: bool | None) -> bool:
-        """Whether the file is mapped rather than copied."""
+        """Returns True if the file is mapped rather than copied."""
         return self._blob.local if requested is None else requested
 
     def memory(self, ranges: list[tuple[int, int]], verify: bool, requested: bool | None) -> Memory:
-        """Memory that holds the byte ranges of the buffer, checked with `verify`. Raises `CorruptError` for damage."""
+        """Returns memory that holds the byte ranges of the buffer. With `verify`, raises `CorruptError` for damage."""
         within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
         if self.can_mmap(requested) and (mapped := self._blob.mapped(within)) is not None:
             if not verify:
@@ -80,8 +81,9 @@ class ArrayFile:
                 return Memory([(-self.header.size, mapped)])
             if not (odd := self.bad_blocks(ranges, mapped)):
                 return Memory([(-self.header.size, mapped)])
-            # A caller that got other bytes of a block, unverified, may have written into them since. So the file
-            # decides, and it is read into memory of its own.
+            # The mapping is shared with arrays that earlier unverified reads returned. A caller may have written into
+            # such an array, and then the block in memory differs from the undamaged file. So the file itself is
+            # checked here, and the bytes are read into memory of their own below.
             for block in odd:
                 self._good[block] = 0
             if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in odd]):
@@ -124,9 +126,10 @@ class ArrayFile:
         return Memory(runs)
 
     def bad_blocks(self, ranges: list[tuple[int, int]], mapped: mmap.mmap | None = None) -> list[int]:
-        """The damaged ones among the blocks that hold any of the bytes. Each is checked once, in parallel.
+        """Returns the numbers of the damaged blocks among those that hold the byte ranges. Works in parallel.
 
-        With `mapped`, the blocks are brought into that mapping of the file, and checked there.
+        A block that was found undamaged before is not checked again. With `mapped`, the blocks are read into that
+        mapping of the file and checked there.
         """
         jobs = [chunk for run in _blocks(ranges) for chunk in self._chunks(*run)]
         if mapped is None:
@@ -154,7 +157,7 @@ class ArrayFile:
         return sorted(bad)
 
     def leaves(self, block: int) -> tuple[str, ...]:
-        """The leaves with bytes in a block."""
+        """Returns the paths of the leaves with bytes in a block."""
         begin, end = block * BLOCK, (block + 1) * BLOCK
         inside = (
             key.rsplit("~@", 1)[0]
@@ -171,7 +174,7 @@ class ArrayFile:
         return [(block, min(block + step, last)) for block in range(first, last, step)]
 
     def _compare(self, first: int, last: int, data: memoryview) -> list[int]:
-        """The blocks whose bytes are not those that were saved."""
+        """Returns the blocks whose bytes differ from the saved ones."""
         bad = []
         for block in range(first, last):
             part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
@@ -182,7 +185,7 @@ class ArrayFile:
         return bad
 
     def _compare_twice(self, first: int, last: int, data: memoryview) -> list[int]:
-        """The blocks whose bytes are still not those that were saved when they are read once more."""
+        """Returns the blocks whose bytes differ from the saved ones, even when they are read a second time."""
         bad = []
         for block in self._compare(first, last, data):
             part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
@@ -217,5 +220,5 @@ class ArrayFile:
 
 
 def _blocks(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The blocks that hold the bytes, as half-open runs."""
+    """Returns the blocks that hold the byte ranges, as half-open runs of block numbers."""
     return merge([(begin // BLOCK, -(-end // BLOCK)) for begin, end in ranges if end > begin])

@@ -1,4 +1,4 @@
-"""The native format: a manifest beside safetensors files. `docs/format.md` specifies it."""
+"""The native format: a manifest next to safetensors files. `docs/format.md` specifies it."""
 
 import posixpath
 from collections.abc import Collection, Sequence
@@ -26,13 +26,13 @@ class Native:
         return NativeReader(store, path)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        return {}  # `treering._run` knows those, damaged ones and all
+        return {}  # `treering._run` lists the steps of native runs, including damaged ones.
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ABOUT
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError("treering._save writes this format, from many threads and processes")
+        raise UnsupportedError("treering._save writes the native format, because it uses several threads and processes")
 
 
 FORMAT = Native()

@@ -1,9 +1,10 @@
-"""The part of a checkpoint that lies on one host's disk, where each host has another.
+"""The files of a checkpoint on one host's disk, where each host has a disk of its own.
 
-Process 0 has the manifest on its disk. The disks of the other hosts have array files, known by the token in their
-names, and an empty file, ``part-of-`` and the identity of the manifest, which says that the checkpoint was committed:
-without one its array files are what a killed save has left, and with one they are never taken for that. These tokens
-and identities are the keys of what is in a folder, of temporary files and metrics as well.
+Process 0 has the manifest on its disk. The disks of the other hosts have array files, with the token of the save in
+their names, and an empty mark. The mark is named ``part-of-`` and the identity of the manifest. It says that the
+checkpoint was committed: array files without a mark are leftovers of a killed save, array files with one never are.
+
+The key of a file is the token or the identity in its name. Temporary files and metrics have keys too.
 """
 
 import contextlib
@@ -24,19 +25,16 @@ _log = logging.getLogger("treering")
 
 
 class Inventory(NamedTuple):
-    """What a disk has of a checkpoint: the identities of its manifest, if that is here, and of which it is a part.
+    """The files of a checkpoint on one disk."""
 
-    `kept`: that of a manifest that was here before another disk took its place.
-    """
-
-    manifest: str
-    part_of: list[str]
-    kept: str
+    manifest: str  # the identity of the manifest; "" if this disk does not have it
+    part_of: list[str]  # the identities in the marks
+    kept: str  # the identity of a demoted manifest, see `give_up_manifest`; "" without one
     sizes: dict[str, int]  # of the array files
 
 
 def inventory(store: Store, path: str) -> Inventory:
-    """What this disk has of the checkpoint at a path."""
+    """Returns what this disk has of the checkpoint at a path."""
     data = manifest_of(store, path)
     sizes = {name: size for name in _array_files(store, path) if (size := _size(store, path, name)) is not None}
     kept = kept_manifest(store, path)
@@ -46,18 +44,18 @@ def inventory(store: Store, path: str) -> Inventory:
 
 
 def part_of(store: Store, path: str) -> list[str]:
-    """The identities of the committed checkpoints at a path of which this disk has a part, and another the manifest."""
+    """Returns the identities of the committed checkpoints at a path whose manifest is on another disk."""
     return [identity for name in store.list(path) if (identity := identity_of(name))]
 
 
 def identities(store: Store, path: str) -> set[str]:
-    """Those, and that of the manifest if it is here."""
+    """Returns the identities of `part_of`, and that of the manifest if this disk has it."""
     data = manifest_of(store, path)
     return {*part_of(store, path), *([manifest.xxh3(data)] if data else [])}
 
 
 def kept_manifest(store: Store, path: str) -> bytes:
-    """The manifest that was here before another disk took its place; b"" where there was none."""
+    """Returns the manifest that `give_up_manifest` has demoted on this disk, or b"" without one."""
     for identity in part_of(store, path):
         with contextlib.suppress(CorruptError, FileNotFoundError):
             if manifest.xxh3(data := read_file(store, posixpath.join(path, PART + identity))) == identity:
@@ -66,9 +64,9 @@ def kept_manifest(store: Store, path: str) -> bytes:
 
 
 def notes(store: Store, path: str) -> dict[str, str]:
-    """What another disk gets that takes the place of this one, by names: metrics, a pin, and last the manifest.
+    """Returns the files that another disk needs to replace this one, by name: metrics, a pin, and last the manifest.
 
-    Each byte is a character.
+    The contents are text with one Latin-1 character per byte, because they are sent as JSON.
     """
     data = manifest_of(store, path) or kept_manifest(store, path)
     if not data:
@@ -78,12 +76,12 @@ def notes(store: Store, path: str) -> dict[str, str]:
         try:
             found[name] = read_file(store, posixpath.join(path, name))
         except (CorruptError, OSError) as error:
-            _log.warning("%s: the metrics in it do not count, for process 0 is on another host: %s", name, error)
+            _log.warning("%s: metrics ignored; they cannot be read and sent to process 0: %s", name, error)
     return {name: text.decode("latin-1") for name, text in {**found, MANIFEST: data}.items()}
 
 
 def has_files_of(store: Store, path: str, notes: Mapping[str, str]) -> bool:
-    """Whether array files are here of the manifest in what `notes` has returned on another disk."""
+    """Returns True if this disk has array files of the manifest in `notes`, which another disk has sent."""
     try:
         return not set(manifest.file_names(notes[MANIFEST].encode("latin-1"))).isdisjoint(store.list(path))
     except (CorruptError, UnsupportedError):
@@ -91,9 +89,9 @@ def has_files_of(store: Store, path: str, notes: Mapping[str, str]) -> bool:
 
 
 def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool) -> None:
-    """Puts here what another disk has had, and makes this the disk that has the manifest.
+    """Writes the files that another disk has sent, and makes this the disk that has the manifest.
 
-    unpin: what is pinned here is not any more unless it is there; not where that disk may know less.
+    unpin: removes a pin on this disk unless the other disk has it too. False if the other disk may be out of date.
     """
     store.make_folders(path, [])
     if unpin and PIN not in notes and pins.pinned(store, path):
@@ -105,7 +103,7 @@ def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool)
 
 
 def give_up_manifest(store: Store, path: str) -> None:
-    """Makes what is here a part of the checkpoint whose manifest is here, for another disk has taken its place."""
+    """Demotes the manifest on this disk: moves its bytes into a mark, because another disk has the manifest now."""
     if data := manifest_of(store, path):
         with store.new_file(posixpath.join(path, PART + manifest.xxh3(data)), overwrite=True) as file:
             file.write(data)
@@ -114,23 +112,26 @@ def give_up_manifest(store: Store, path: str) -> None:
 
 
 def note_part(store: Store, path: str, identity: str) -> None:
-    """Says, durably, that what is here is a part of a committed checkpoint, unless the manifest is here."""
+    """Writes the mark of a committed checkpoint, durably, unless this disk has the manifest."""
     if summary.look(store, path) is not None:
         return
-    with contextlib.suppress(FileExistsError):  # another process of this host was faster
+    with contextlib.suppress(FileExistsError):  # Another process of this host has written the mark.
         make_empty(store, posixpath.join(path, PART + identity))
     store.settle(path)
 
 
 def forget(store: Store, path: str) -> None:
-    """Says that nothing here is a part of a committed checkpoint any more, if the manifest is not here."""
+    """Removes the marks at a path. Without a manifest, the files there then no longer belong to a committed one."""
     for identity in part_of(store, path):
         with contextlib.suppress(FileNotFoundError):
             store.delete(posixpath.join(path, PART + identity))
 
 
 def is_whole(store: Store, path: str, elsewhere: Mapping[str, int] | None = None) -> bool:
-    """Whether the files that a manifest names are all here or elsewhere, where there are some of these sizes."""
+    """Returns True if each file that the manifest names has the right size, on this disk or in `elsewhere`.
+
+    elsewhere: the sizes in bytes of the files on other disks.
+    """
     elsewhere, data = elsewhere or {}, manifest_of(store, path)
     try:
         files = manifest.summarize(data, path).files
@@ -140,7 +141,7 @@ def is_whole(store: Store, path: str, elsewhere: Mapping[str, int] | None = None
 
 
 def manifest_of(store: Store, path: str) -> bytes:
-    """The manifest at a path; b"" where there is none that can be read."""
+    """Returns the bytes of the manifest at a path, or b"" without one that can be read."""
     try:
         return read_file(store, summary.file(path))
     except (CorruptError, FileNotFoundError, NotADirectoryError):
@@ -148,7 +149,10 @@ def manifest_of(store: Store, path: str) -> bytes:
 
 
 def needed(store: Store, path: str) -> set[str] | None:
-    """The keys of what is needed of the checkpoint whose manifest is here; None when that cannot be known."""
+    """Returns the keys of the files that belong to the checkpoint at a path; none without a manifest.
+
+    Returns None if the manifest cannot be read, because then any file may belong to it.
+    """
     try:
         data = read_file(store, summary.file(path))
         return {manifest.xxh3(data), *filter(None, map(token_of, manifest.file_names(data)))}
@@ -159,7 +163,7 @@ def needed(store: Store, path: str) -> set[str] | None:
 
 
 def there(store: Store, path: str) -> set[str]:
-    """The keys of what is here and of no living save."""
+    """Returns the keys of the files at a path, without the keys that a running save uses."""
     found, used = identities(store, path), set[str]()
     for name, key in _keyed(store, path).items():
         found.add(key)
@@ -170,7 +174,7 @@ def there(store: Store, path: str) -> set[str]:
 
 
 def is_in_use(store: Store, path: str) -> bool:
-    """Whether a living save writes there."""
+    """Returns True if a running save writes to a path."""
     for name in filter(is_of_save, store.list(path)):
         with contextlib.suppress(FileNotFoundError):
             if store.is_in_use(posixpath.join(path, name)):
@@ -179,19 +183,19 @@ def is_in_use(store: Store, path: str) -> bool:
 
 
 def take_away(store: Store, path: str, keys: Collection[str]) -> None:
-    """Removes what has one of these keys, and then the folder if it is empty."""
+    """Removes the files with one of these keys, and then the folder if it is empty."""
     try:
         if (data := manifest_of(store, path)) and manifest.xxh3(data) in keys:
             store.delete(summary.file(path))
         for identity in set(part_of(store, path)).intersection(keys):
             store.delete(posixpath.join(path, PART + identity))
-        store.settle(path)  # what says that arrays are a part goes before them
+        store.settle(path)  # After a crash no manifest or mark may remain whose arrays are gone.
         for name, key in _keyed(store, path).items():
             if key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     if not store.delete_unused(posixpath.join(path, name), lambda: True):
                         warn_of_no_locks(path)
-        if store.list(path) == [PIN]:  # of what was deleted where the manifest was
+        if store.list(path) == [PIN]:  # The pin of a step that was deleted on the disk with the manifest.
             store.delete(posixpath.join(path, PIN))
         if not store.list(path):
             store.remove_folder(path)
@@ -200,17 +204,20 @@ def take_away(store: Store, path: str, keys: Collection[str]) -> None:
 
 
 def nearest(near_store: Store, near: str, far_store: Store, far: str) -> Store:
-    """The checkpoints below `far`, of which the array files that are below `near` as well are read there."""
+    """Returns a store that shows, below the path `near`, the checkpoints of the remote tier below `far`.
+
+    It reads an array file from the local tier if that has it.
+    """
     return cast(Store, Nearest(near_store, near, far_store, far, lambda name: token_of(name) is not None))
 
 
 def _array_files(store: Store, path: str) -> dict[str, str]:
-    """The array files in a folder, and their tokens."""
+    """Returns the names of the array files in a folder, with their tokens."""
     return {name: token for name in store.list(path) if (token := token_of(name))}
 
 
 def _keyed(store: Store, path: str) -> dict[str, str]:
-    """The files in a folder that have a key, and their keys; array files last."""
+    """Returns the names of the files in a folder that have a key, with their keys; array files come last."""
     found = {name: key for name in store.list(path) if (key := key_of(name))}
     return dict(sorted(found.items(), key=lambda one: token_of(one[0]) is not None))
 

@@ -1,4 +1,4 @@
-"""The layout of pieces in array files: pure functions of a save's catalogue."""
+"""The layout of pieces in array files, computed by pure functions from the catalogue of a save."""
 
 import bisect
 import functools
@@ -21,7 +21,7 @@ _PREFIX = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')
 
 
 class ArrayFile(NamedTuple):
-    """An array file before it is written. `begins[i]` is where piece `first + i` begins, relative to the buffer."""
+    """An array file before it is written. Piece `first + i` begins at byte `begins[i]` of the buffer."""
 
     first: int
     begins: Sequence[int]
@@ -30,7 +30,7 @@ class ArrayFile(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, and so of checksums, of the buffer."""
+        """The number of blocks of the buffer. Each has one checksum."""
         return -(-self.nbytes // BLOCK)
 
 
@@ -40,16 +40,17 @@ def plan(
     header_limit: int = MAX_HEADER * 9 // 10,
     file_bytes: int | None = None,
 ) -> list[ArrayFile]:
-    """Lays out what a process writes, in as many files as keep each header below the limit.
+    """Returns the files for the pieces that a process writes. No header exceeds `header_limit` bytes.
 
-    With `file_bytes` also each buffer, unless a single piece has more.
+    With `file_bytes`, no buffer exceeds that size either, unless a single piece is larger.
     """
     groups: list[tuple[int, int]] = []
     first = used = nbytes = 0
     for n, piece in enumerate(pieces):
-        # Generous: the key, escaped at worst, and 120 bytes of dtype, shape and offsets.
+        # An upper bound: every character of the key escaped, and 120 bytes of dtype, shape and offsets.
         cost = 6 * len(entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _DIGITS * (piece.nbytes // BLOCK)
-        again = n > first and (piece.leaf, piece.box) == (pieces[n - 1].leaf, pieces[n - 1].box)  # a run of the same
+        # Successive runs of bytes of one piece form one tensor, so they must be in one file.
+        again = n > first and (piece.leaf, piece.box) == (pieces[n - 1].leaf, pieces[n - 1].box)
         full = used + cost > header_limit or (file_bytes is not None and nbytes + piece.nbytes > file_bytes)
         if n > first and not again and full:
             groups.append((first, n))
@@ -62,9 +63,10 @@ def plan(
 
 
 def names(token: str, files: int, index: int = 0, count: int = 1) -> list[str]:
-    """The names of the files that process `index` of `count` writes.
+    """Returns the names of the files that process `index` of `count` writes.
 
-    A process need not know how many files the others have: its numbers are those that are `index` modulo `count`.
+    The numbers in the names of a process are `index` modulo `count`. So a process chooses unique names without knowing
+    how many files its peers write.
     """
     numbers = range(index, files * count, count)
     return [f"arrays-{token}-{number:05}-of-{files * count:05}.safetensors" for number in numbers]
@@ -92,19 +94,19 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], first: int) -> Arra
 
 
 def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
-    """The header with the checksums in the place kept for them."""
+    """Returns the header with the checksums in place of the zeros that `plan` has reserved for them."""
     text = "".join(checksums).encode()
     return header[:_PREFIX] + text + header[_PREFIX + len(text) :]
 
 
-Files = tuple[tuple[int, ...], ...]  # that may hold each cell of a grid, by their numbers
+Files = tuple[tuple[int, ...], ...]  # for each cell of a grid, the numbers of the files that may hold it
 
 
 class FileIndex:
-    """Finds the file of the manifest that holds a piece.
+    """Finds the number, in the manifest, of the file that holds a piece.
 
-    `firsts[p]` gives for each file of process p the number of its first piece; `order(p)` are the pieces of process p
-    in order, used only if it has several files.
+    `firsts[p]` has the number of the first piece of each file of process p. `order(p)` yields the pieces of process p
+    in order. It is called only for a process with several files.
     """
 
     def __init__(self, firsts: Sequence[Sequence[int]], order: Callable[[int], Iterable[tuple[int, Box]]]):
@@ -114,22 +116,22 @@ class FileIndex:
         self._order = functools.cache(lambda process: {piece: n for n, piece in enumerate(order(process))})
 
     def of(self, process: int, leaf: int, box: Box) -> int:
-        """The file with a piece that a process wrote."""
+        """Returns the number of the file with a piece that a process wrote."""
         firsts = self._firsts[process]
         n = 0 if len(firsts) == 1 else bisect.bisect_right(firsts, self._order(process)[leaf, box]) - 1
         return self._before[process] + n
 
     def of_all(self, holders: Files) -> Files | None:
-        """The only file of each of these processes; None unless each has exactly one."""
+        """Replaces each process by the number of its only file. Returns None unless each has exactly one file."""
         if self._one_each:
-            return holders  # files have the numbers of their processes
+            return holders  # The number of every file is that of its process.
         if any(len(self._firsts[process]) != 1 for own in holders for process in own):
             return None
         return tuple(tuple(self._before[process] for process in own) for own in holders)
 
 
 class Rows(NamedTuple):
-    """The manifest's rows in tree order, and the layouts and holders that those of arrays in pieces refer to."""
+    """The leaf rows of the manifest in tree order, with the layouts and holders that rows of arrays refer to."""
 
     leaves: list[ArrayRow | ValueEntry]
     layouts: list[Layout]
@@ -137,7 +139,7 @@ class Rows(NamedTuple):
 
 
 def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) -> Rows:
-    """The rows of the manifest for all leaves. A leaf without a share is whole in a file of process 0."""
+    """Returns the rows of the manifest. A leaf without a share is one piece in a file of process 0."""
     known: dict[Any, int | None] = {}
     out = Rows([], [], [])
     only = numbers.of_all(((0,),))
@@ -147,14 +149,14 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         return len(out.holders) - 1
 
     def holding(files: Files) -> int:
-        """The number of these files, which hold the cells of a grid."""
+        """Returns the number of the holders that consist of these files. Adds them if they are new."""
         key = ("files", files)
         if key not in known:
             known[key] = listed(files)
         return known[key] or 0
 
     def of_writers(holders: Files) -> int | None:
-        """The number of the files of these processes; None unless each process has exactly one."""
+        """Returns the number of the holders of these processes, or None unless each process has exactly one file."""
         key = ("writers", holders)
         if key not in known:
             files = numbers.of_all(holders)
@@ -166,7 +168,10 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         return len(out.layouts) - 1
 
     def by_turns(share: Share, sharding: Any) -> int | None:
-        """The number of the layout of all leaves with this sharding; None unless each process has exactly one file."""
+        """Returns the number of the layout that all leaves with this sharding share.
+
+        Its holders take turns from leaf to leaf. Returns None unless each process has exactly one file.
+        """
         key = (sharding, share.layout)
         if share.layout and key not in known:
             holders = of_writers(share.layout.holders)
@@ -201,9 +206,9 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
 
 
 def placement(catalogue: Catalogue) -> Placement | None:
-    """Returns the manifest's record of where the arrays were, or None if no array has a place."""
+    """Returns the manifest's record of the devices and shardings of the arrays, or None if no array has one."""
     places: list[dict[str, Any]] = []
-    numbers: dict[int, int] = {id(None): -1}  # of the places by their object, of which equal arrays have the same
+    numbers: dict[int, int] = {id(None): -1}  # by identity: arrays with equal places share one object
     for place in dict(zip(map(id, catalogue.places), catalogue.places, strict=True)).values():
         if place is None:
             continue

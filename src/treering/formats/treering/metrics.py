@@ -1,6 +1,6 @@
-"""Metrics that are added after a checkpoint was saved, in files beside the manifest. `docs/format.md` specifies them.
+"""Metrics that are added after a checkpoint was saved, in files next to the manifest. `docs/format.md` specifies them.
 
-The name of such a file gives the manifest that it belongs to, and the time when it was written.
+The name of such a file has the identity of the manifest that it belongs to, and the time when it was written.
 """
 
 import contextlib
@@ -40,29 +40,32 @@ def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | 
 
 
 def _put(store: Store, path: str, token: str, data: bytes, name: Callable[[], str]) -> None:
-    """Makes a file of metrics, durably, under the name that it shall have when it is written."""
+    """Writes a file of metrics durably. Calls `name` only when its bytes are on disk."""
     files = Files(store, path, token)
     try:
         sink = files.create(f"metrics.json.{token}.tmp")
         write_whole(sink, data)
-        sink.publish(posixpath.join(path, name()), overwrite=False)  # the last to be published counts
+        # The name has the time. It is taken now so that the order of the names is the order of publishing: of two
+        # values of one metric, readers take the later one.
+        sink.publish(posixpath.join(path, name()), overwrite=False)
     finally:
-        files.abort()  # of the two names, the temporary one
+        files.abort()  # This removes the temporary name and keeps the published one.
     store.settle(path)
 
 
 def copy(source: Store, path: str, target: Store, to: str, identity: str) -> None:
     """Copies the metrics that were added to a checkpoint to a copy of it that lacks them."""
-    there = set(names(target, to, identity))
+    existing = set(names(target, to, identity))
     for name in names(source, path, identity):
-        if name not in there:
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # deleted, or copied by another process
+        if name not in existing:
+            # Another process may have deleted the source, or copied it first.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
                 data = read_file(source, posixpath.join(path, name))
                 _put(target, to, os.urandom(3).hex(), data, lambda name=name: name)
 
 
 def names(store: Store, path: str, identity: str) -> list[str]:
-    """The files that belong to a checkpoint, the oldest first."""
+    """Returns the names of the metrics files of a checkpoint, the oldest first."""
     with reading(path):
         listed = store.list(path)
     found = (match for name in listed if (match := METRICS.fullmatch(name)))
@@ -72,7 +75,7 @@ def names(store: Store, path: str, identity: str) -> list[str]:
 def read(
     store: Store, path: str, identity: str
 ) -> Iterator[tuple[str, dict[str, float] | CorruptError | UnsupportedError]]:
-    """The files and their metrics, or the error in reading them, the oldest first."""
+    """Yields each metrics file and its metrics, or the error that reading it raised. The oldest file comes first."""
     for name in names(store, path, identity):
         file = posixpath.join(path, name)
         try:
@@ -82,7 +85,7 @@ def read(
             found = msgspec.convert(strict_json.parse(data), _File).metrics
             yield name, validity.metrics(found)
         except FileNotFoundError:
-            continue  # deleted with its checkpoint meanwhile
+            continue  # Another process has deleted it together with its checkpoint.
         except (CorruptError, UnsupportedError) as error:
             yield name, error
         except strict_json.MALFORMED as error:

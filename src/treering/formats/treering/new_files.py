@@ -1,4 +1,4 @@
-"""The files that a process writes for a save, locked while it lives."""
+"""The new files of a save. The process that writes them holds their locks for as long as it lives."""
 
 import contextlib
 import enum
@@ -14,7 +14,7 @@ from ...stores.nfs import check_shared
 from ...stores.store import Sink, Store
 from .schema import MANIFEST
 
-CREATE_ATTEMPTS = 50  # at making a file, while other processes remove leftovers
+CREATE_ATTEMPTS = 50  # to create a file that other processes may remove as a leftover
 
 
 _alive: "Alive[Files]" = Alive()
@@ -54,9 +54,11 @@ class Files:
         timeout: float = 0,
         check: Callable[[], None] = lambda: None,
     ) -> "Files":
-        """Takes part in a save that process 0 began; `check` raises when process 0 has failed meanwhile.
+        """Joins a save that process 0 has begun on the same file system.
 
-        Raises `SaveError` when this process cannot see the save after `timeout` seconds.
+        check: raises if process 0 has failed in the meantime.
+
+        Raises `SaveError` if this process does not see the temporary manifest within `timeout` seconds.
         """
         marker = posixpath.join(path, f"{MANIFEST}.{token}.tmp")
         check_shared(store, marker, path, made, timeout, check)
@@ -64,7 +66,7 @@ class Files:
 
     @classmethod
     def apart(cls, store: Store, path: str, token: str) -> "Files":
-        """Takes part in a save that process 0 began on the disk of another host, or of this one."""
+        """Joins a save that process 0 has begun, where each host writes to a disk of its own."""
         files = cls(store, path, token)
         files._apart = True
         store.make_folders(path, files.made)
@@ -76,33 +78,40 @@ class Files:
         return self.outcome in (Outcome.COMMITTED, Outcome.IN_DOUBT)
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
-        """A new file of this save, protected. Closed by `close` and `abort`."""
+        """Creates a file of this save and locks it. `close` and `abort` close it.
+
+        Raises `SaveError` if another program takes or removes the file again and again.
+        """
         path = posixpath.join(self.path, name)
         for attempt in range(CREATE_ATTEMPTS):
             try:
                 sink = self._open[path] = self.store.create(path, visible=visible, expected=expected)
                 if sink.protect():
                     return sink
-                self._open.pop(path).close()  # another process locked or removed it first, as a leftover
-            except FileExistsError:  # another process took it for a leftover, and removes it soon
+                # Between `create` and `protect` another process took the file for a leftover and locked or removed it.
+                self._open.pop(path).close()
+            except FileExistsError:  # A file from an earlier attempt, which another process is about to remove.
                 pass
             except FileNotFoundError:
                 if not self._apart:
                     raise
-                self.store.make_folders(self.path, self.made)  # it was empty, and another process tidied up
+                # The folder was still empty, and a process that removed leftovers removed the folder too.
+                self.store.make_folders(self.path, self.made)
             time.sleep(0.001 * attempt)
         why = "do locks work here?" if self.store.has_locks else "does another job write there?"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
 
     def close(self) -> None:
         """Closes the files, which releases their locks."""
-        while self._open:  # each is forgotten before it is closed: a child forked in between must not close another
+        # Each file leaves the list before it is closed. A child that is forked in between would otherwise close the
+        # same descriptor number again, which may belong to another file by then.
+        while self._open:
             sink = self._open.pop(next(iter(self._open)))
             with contextlib.suppress(OSError):
                 sink.close()
 
     def abort(self) -> None:
-        """Removes the files, and the directories that were made for them unless other files are there."""
+        """Removes the files, and those directories made for them that are then empty."""
         for path in self._open:
             with contextlib.suppress(OSError):
                 self.store.delete(path)
@@ -113,7 +122,7 @@ class Files:
 
 
 def write_whole(sink: Sink, data: bytes) -> None:
-    """Writes all of a small file, durably and read-only."""
+    """Writes a small file at once, and makes it durable and read-only."""
     buffer = aligned(len(data))
     buffer[: len(data)] = data
     sink.write(buffer, 0)
@@ -121,7 +130,10 @@ def write_whole(sink: Sink, data: bytes) -> None:
 
 
 def _let_go_after_fork() -> None:
-    """Closes the files in a forked child, which shares the locks of its parent's saves and must not keep them."""
+    """Closes the files in a forked child.
+
+    The child shares the locks of its parent. If it kept them, the files of a killed parent would look alive.
+    """
     for files in _alive.all():
         files.close()
 

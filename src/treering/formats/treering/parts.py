@@ -1,4 +1,4 @@
-"""The parts of wanted boxes that pieces hold, and what is made of them once their bytes are in memory."""
+"""The parts of wanted boxes that pieces hold, and the arrays that are assembled from their bytes."""
 
 import bisect
 import math
@@ -15,14 +15,14 @@ from ..._threads.pool import in_parallel
 from ...stores.buffers import adoptable, in_a_row
 from .manifest import BLOCK
 
-_ALONE = 16 << 20  # bytes; copying no more than that is not worth several threads
+_MAX_SERIAL_BYTES = 16 << 20  # up to this size one thread copies faster than several
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """The part of a wanted box that one piece holds: the bytes [begin, end) of a file's buffer.
+    """The part of a wanted box that one piece holds. It spans the bytes [begin, end) of a file's buffer.
 
-    With `strides`, not every byte between is part of it, but those of `ranges` are. `at` is where it belongs in
-    the wanted box.
+    With `strides`, only the byte ranges in `ranges` are needed to read it. `at` gives the slices of the wanted box that
+    the part fills.
     """
 
     file: int
@@ -35,9 +35,10 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int, *, apart: bool) -> list[Part]:
-    """The parts of a box in a piece that begins at `begin`; `inner` is their intersection. All boxes are global.
+    """Returns the parts of a box in a piece that begins at `begin`. `inner` is the intersection of the two.
 
-    With `apart`, rows that lie far apart are parts of their own, and the bytes between them are in none.
+    All boxes have global indices. With `apart`, rows with large gaps between them become separate parts, so that the
+    bytes in the gaps take no memory.
     """
     shape = box_shape(piece)
     if inner == piece:
@@ -53,7 +54,10 @@ def parts_of(file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: 
 
 
 def joined(parts: list[Part], shape: tuple[int, ...]) -> list[Part]:
-    """The parts of a box of this shape, made one if they lie in the file as they do in the box: nothing is copied."""
+    """Joins the parts of a box into one if their bytes follow each other in the file as they do in the box.
+
+    A box with one part is a view of the file's memory, which saves a copy. Returns other parts as they are.
+    """
     place = elements = 0
     for n, part in enumerate(parts):
         first = last = 0
@@ -70,34 +74,34 @@ def joined(parts: list[Part], shape: tuple[int, ...]) -> list[Part]:
 
 
 class Memory:
-    """Bytes of a file in memory: the mapped file, or runs of it that were read."""
+    """Bytes of a file in memory: either the mapped file, or runs of bytes that were read."""
 
     def __init__(self, runs: Sequence[tuple[int, Any]]):
-        self._runs = runs  # (offset in the buffer of the first byte, memory), ascending
+        self._runs = runs  # (offset of the first byte in the file's buffer, memory), in ascending order
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that this takes; a mapped file counts as none."""
+        """The bytes of memory that the runs take. A mapped file takes none."""
         return sum(len(memory) for _, memory in self._runs if isinstance(memory, memoryview))
 
     def view(self, part: Part, dtype: np.dtype[Any]) -> np.ndarray:
-        """The part as an array that shares this memory."""
+        """Returns a part as an array that shares this memory."""
         memory, at = self._find(part.begin)
         return np.ndarray(part.shape, dtype, memory, at, part.strides)
 
     def views(self, begin: int, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
-        """So many arrays of one shape that lie one after the other from a byte on; they share this memory."""
+        """Returns `count` arrays of one shape that follow each other from byte `begin` on. They share this memory."""
         return in_a_row(*self._find(begin), count, shape, dtype, dtype.itemsize * math.prod(shape))
 
     def _find(self, begin: int) -> tuple[Any, int]:
-        """The memory that has a byte of the buffer, and where in it."""
+        """Returns the memory that holds a byte of the buffer, and the offset of that byte in it."""
         n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, begin, key=lambda run: run[0]) - 1
         offset, memory = self._runs[n]
         return memory, begin - offset
 
 
 def ranges_of(parts: Iterable[Part]) -> dict[int, list[tuple[int, int]]]:
-    """The byte ranges of parts, by file."""
+    """Returns the byte ranges that the parts need, by file."""
     found: dict[int, list[tuple[int, int]]] = {}
     for part in parts:
         if part.file not in found:
@@ -112,7 +116,10 @@ def ranges_of(parts: Iterable[Part]) -> dict[int, list[tuple[int, int]]]:
 def assemble(
     wanted: Sequence[tuple[ArrayEntry, Box]], parts: list[list[Part]], memory: dict[int, Memory]
 ) -> list[np.ndarray]:
-    """The arrays: views where one part is all of a box, else memory of their own, filled by several threads."""
+    """Returns one array per wanted box.
+
+    A box with a single part becomes a view of the memory. Other boxes get new memory, which several threads fill.
+    """
     arrays: list[np.ndarray] = []
     copies: list[tuple[np.ndarray, Part]] = []
     for (entry, box), found in zip(wanted, parts, strict=True):
@@ -128,7 +135,7 @@ def assemble(
         own, part = job
         own[part.at] = memory[part.file].view(part, own.dtype)
 
-    if sum(own[part.at].nbytes for own, part in copies) > _ALONE:
+    if sum(own[part.at].nbytes for own, part in copies) > _MAX_SERIAL_BYTES:
         in_parallel(copies, copy)
     else:
         for job in copies:
@@ -137,6 +144,6 @@ def assemble(
 
 
 def as_bools(array: np.ndarray) -> np.ndarray:
-    """The bools that are made of the bytes which hold them: any but 0 is true."""
+    """Returns the bools that the bytes of an array stand for. Every byte except 0 is true."""
     stored = array.view(np.uint8)
     return np.not_equal(stored, 0, out=np.empty(array.shape, bool)) if (stored > 1).any() else array

@@ -1,4 +1,4 @@
-"""Pinned checkpoints, which are never deleted."""
+"""Pins: empty files that mark checkpoints never to be deleted."""
 
 import contextlib
 import posixpath
@@ -11,7 +11,7 @@ from .schema import MANIFEST, PIN
 
 
 def pinned(store: Store, path: str) -> bool:
-    """Whether a checkpoint is marked never to be deleted."""
+    """Returns True if a checkpoint is pinned."""
     with reading(path):
         return store.stat(posixpath.join(path, PIN)) is not None
 
@@ -23,17 +23,19 @@ def check_unpinned(store: Store, path: str) -> None:
 
 
 def pin(store: Store, path: str, wanted: bool) -> None:
-    """Sets or removes the mark, durably. Raises `NotFoundError` when the checkpoint is deleted meanwhile."""
+    """Adds or removes a pin, durably. Raises `NotFoundError` if another process deletes the checkpoint first."""
     mark = posixpath.join(path, PIN)
     if wanted and not pinned(store, path):
         try:
-            with contextlib.suppress(FileExistsError):  # set meanwhile, or its answer was lost
+            with contextlib.suppress(FileExistsError):  # Another process has pinned it, or the store's reply was lost.
                 make_empty(store, mark)
-            if store.stat(posixpath.join(path, MANIFEST)) is None:  # the process that deletes it missed the mark
+            # A process that deletes the step may have looked for a pin just before this one was made. Then the pin
+            # must not outlive the step.
+            if store.stat(posixpath.join(path, MANIFEST)) is None:
                 store.delete(mark)
                 raise FileNotFoundError
         except FileNotFoundError:
-            raise NotFoundError(f"{path}: expected a checkpoint to pin, but it was deleted meanwhile") from None
+            raise NotFoundError(f"{path}: expected a checkpoint to pin, but another process has deleted it") from None
     elif not wanted and pinned(store, path):
         store.delete(mark)
     store.settle(path)

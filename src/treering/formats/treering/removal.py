@@ -1,6 +1,6 @@
-"""Removing checkpoints, and the leftovers of killed or replaced saves.
+"""Removes checkpoints, and the leftovers of killed or replaced saves.
 
-A checkpoint of which any part is of a later version of the format is never moved, replaced or deleted.
+A checkpoint with any part in a later version of the format is never moved, replaced or deleted.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from . import manifest, metrics
 from .manifest import file_names
 from .schema import MANIFEST, OWN_FILES, PIN, identity_of, token_of
 
-_STOPPED_SECONDS = 24 * 3600.0  # for longer, nobody stops a save and has it go on
+_STOPPED_SECONDS = 24 * 3600.0  # a save that has been stopped for longer does not continue
 _log = logging.getLogger("treering")
 
 
 def check_removable(store: Store, path: str) -> None:
-    """Raises `UnsupportedError` when a checkpoint, or a part of it, is of a later version; a damaged one passes.
+    """Raises `UnsupportedError` if any part of a checkpoint is in a later version. A damaged checkpoint passes.
 
-    The manifest is decoded as a whole, and of the array files the headers are read. Metrics are read last, for they
-    may be added at any time.
+    Reads all of the manifest and the headers of the array files. Reads metrics last, because another process may add
+    some at any time.
     """
-    from . import array_header  # with NumPy, which who marks or lists steps need not wait for
+    from . import array_header  # It imports NumPy, which is slow and which listing and marking steps do not need.
 
     name = posixpath.join(path, MANIFEST)
     try:
         data = read_file(store, name)
-        with gc_paused():  # three times as fast
+        with gc_paused():  # This makes decoding three times as fast.
             found = manifest.decode(data, name)
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
@@ -52,11 +52,11 @@ def check_removable(store: Store, path: str) -> None:
 
 
 def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> None:
-    """Removes the leftovers of crashed or replaced saves in a directory; with `remove_empty` also the empty directory.
+    """Removes the leftovers of killed or replaced saves in a directory, and with `remove_empty` an empty directory.
 
-    The files of living writers stay, and so do foreign ones. Errors of the system are logged, not raised: the next
-    writer tries again. Beside a checkpoint in a store without locks arrays stay for a day as well: a save that was only
-    stopped could still put them in its place.
+    The files of running saves and foreign files stay. An `OSError` is logged, not raised: the next writer tries again.
+    In a store without locks, arrays next to a checkpoint also stay for a day. A save that was only stopped could still
+    continue and replace the checkpoint by one with these arrays.
     """
 
     def are_old(name: str) -> bool:
@@ -71,14 +71,14 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
             _remove_leftovers(store, path, (lambda name: True) if at_once else are_old)
         if remove_empty and store.stat(path):
             left = store.list(path)
-            if left == [PIN]:  # of a step that was deleted when another disk had its manifest
+            if left == [PIN]:  # The pin of a step that was deleted while another disk had its manifest.
                 store.delete(posixpath.join(path, PIN))
             if left in ([], [PIN]):
                 store.remove_folder(path)
 
 
 def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
-    """Removes what killed writers of single files have left in a directory, of what is there."""
+    """Removes the temporary files, among `names`, that killed writers of single files have left in a directory."""
     for name in names:
         place = place_of(name)
         if place in (MANIFEST, PIN) or (place and (identity_of(place) or token_of(place))):
@@ -87,11 +87,11 @@ def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
 
 
 def disown(store: Store, path: str) -> list[str]:
-    """Takes their temporary manifests away from the saves that count as dead.
+    """Removes the temporary manifests of the saves that are taken for dead, so that they can no longer commit.
 
-    Returns the names of their array files, or of all that are there beside a damaged manifest. Whoever then puts
-    another manifest in place may remove them: no save that goes on can replace that, for it looks at its temporary
-    manifest after it has looked at what it is to replace.
+    Returns the names of their array files. If the manifest is damaged, returns all array files of no running save. The
+    caller may remove these files once it has committed another manifest. If one of those saves continues, it cannot
+    replace that manifest: it looks at the manifest to replace before it looks for its temporary manifest.
     """
     with logged(path):
         _remove_leftovers(store, path, lambda name: False)
@@ -106,7 +106,10 @@ def disown(store: Store, path: str) -> list[str]:
 
 
 def _left_over(store: Store, path: str) -> list[str]:
-    """The files in a directory that no manifest names, here or, if they say so, on another host's disk."""
+    """Returns the files of saves in a directory that belong to no checkpoint.
+
+    A file belongs to one if the manifest here names it, or if a mark says that the manifest is on another host's disk.
+    """
     names = store.list(path)
     try:
         data = read_file(store, posixpath.join(path, MANIFEST))
@@ -120,13 +123,13 @@ def _left_over(store: Store, path: str) -> list[str]:
 
 
 def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) -> None:
-    """Removes what is left over; of array files those that may go."""
+    """Removes the leftovers in a directory; of the array files, only those for which `may_go` is True."""
     settled = False
     try:
         found = _left_over(store, path)
         if found:
             check_removable(store, path)
-        # Temporary manifests first: a save that has none any more does not commit.
+        # Temporary manifests go first: a save without one cannot commit, so its arrays can be removed safely.
         for name in sorted(found, key=lambda name: token_of(name) is not None):
             if (token := token_of(name)) and (not may_go(name) or _in_a_living_save(store, path, token)):
                 continue
@@ -135,7 +138,8 @@ def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) ->
                 nonlocal settled
                 if name not in _left_over(store, path):
                     return False
-                if not settled:  # the manifest that no longer names it must outlive a power cut
+                # The manifest no longer names this file. A power cut must not bring back an older one that does.
+                if not settled:
                     store.settle(path)
                     settled = True
                 return True
@@ -144,18 +148,19 @@ def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) ->
                 if not store.delete_unused(posixpath.join(path, name), still_left_over):
                     warn_of_no_locks(path)
     except (CorruptError, UnsupportedError):
-        return  # the files of a damaged checkpoint, or of one of a later version, cannot be known
+        return  # Without a readable manifest, any file may belong to the checkpoint.
 
 
 def _temporary_of(token: str) -> str:
-    """The temporary manifest of the save whose array files have this token. It is made before them."""
+    """Returns the name of the temporary manifest of the save with this token. A save creates it before its arrays."""
     return f"{MANIFEST}.{token}.tmp"
 
 
 def _in_a_living_save(store: Store, path: str, token: str) -> bool:
-    """Whether the save whose array files have this token may still commit: its temporary manifest is locked.
+    """Returns True if the save with this token may still commit, because its temporary manifest is locked.
 
-    The process that wrote the file may be gone; process 0, which commits, is not.
+    The lock of an array file alone is not enough: the process that wrote it may have ended while process 0, which
+    commits, still runs.
     """
     try:
         return store.is_in_use(posixpath.join(path, _temporary_of(token)))
@@ -165,6 +170,7 @@ def _in_a_living_save(store: Store, path: str, token: str) -> bool:
 
 @contextlib.contextmanager
 def logged(path: str) -> Iterator[None]:
+    """Logs an `OSError` of the `with` block instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -172,32 +178,37 @@ def logged(path: str) -> Iterator[None]:
 
 
 def delete(store: Store, path: str) -> None:
-    """Removes a checkpoint: the manifest first, so that it is gone at once and as a whole."""
+    """Removes a checkpoint. Its manifest goes first, so that readers never see half of it."""
     unpublish(store, path)()
 
 
 def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None) -> Callable[[], bool]:
-    """Removes the manifest of a checkpoint, which is quick; returns a function that removes its files, which is not.
+    """Removes the manifest of a checkpoint, which is quick. Returns a function that removes its files, which is slow.
 
-    That one returns False if another process has removed the manifest at the same time, where the store says so.
-    `check` is called right before, and may raise. Raises `UnsupportedError` for a checkpoint of a later release, and
-    `TakenOverError` in a run that another job writes by now.
+    The returned function returns False if another process has removed the manifest at the same time and the store can
+    tell.
+
+    check: called right before the manifest is removed; it may raise.
+
+    Raises `UnsupportedError` for a checkpoint of a later release, and `TakenOverError` if another job has acquired the
+    lease of the run.
     """
     manifest = posixpath.join(path, MANIFEST)
     check_removable(store, path)
     names = consists_of(store, path)
     check()
-    claims.check(path)  # or it may be another job's by now
+    claims.check(path)  # Another job may have acquired the lease since. Then the checkpoint may be that job's.
     try:
         store.delete(manifest)
         is_ours = True
-    except FileNotFoundError:  # another process is deleting it, too
+    except FileNotFoundError:  # Another process deletes the same checkpoint.
         is_ours = False
 
     def remove_files() -> bool:
-        with contextlib.suppress(FileNotFoundError):  # another process has removed the directory as well
-            store.settle(path)  # or after a power cut the manifest might be there without its files
-        # The manifest is durably gone, so no save commits them any more. But a copy may have put them there again.
+        with contextlib.suppress(FileNotFoundError):  # The other process has removed the directory too.
+            store.settle(path)  # Otherwise a power cut could bring back the manifest without its files.
+        # The manifest is durably removed, so no save names these files any more. But a copy has the same file names
+        # and may have committed them again.
         again = set(consists_of(store, path))
         store.delete_all(path, [name for name in names if name not in again])
         remove_leftovers(store, path, remove_empty=True)
@@ -207,9 +218,9 @@ def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None)
 
 
 def consists_of(store: Store, path: str) -> list[str]:
-    """The files that a manifest names, and the metrics that were added to it.
+    """Returns the names of the files of a checkpoint: those that the manifest names, and the added metrics.
 
-    [] when the manifest cannot be read: `remove_leftovers` finds them once it is gone.
+    Returns [] if the manifest cannot be read. Once that manifest is gone, `remove_leftovers` finds the files.
     """
     try:
         data = read_file(store, posixpath.join(path, MANIFEST))

@@ -1,10 +1,10 @@
-"""The names of files in a checkpoint."""
+"""The names of the files in a checkpoint, and the tokens and identities in them."""
 
 import re
 
 MANIFEST = "treering.json"
-PIN = "pinned"  # an empty file beside the manifest: this checkpoint is never deleted
-PART = "part-of-"  # and the identity of a manifest on another disk: see `host_parts`
+PIN = "pinned"  # an empty file next to the manifest: this checkpoint is never deleted
+PART = "part-of-"  # followed by the identity of a manifest on another disk: see `host_parts`
 _ARRAYS = re.compile(r"arrays-([0-9a-f]{6})-\d{5,}-of-\d{5,}\.safetensors")
 _PART = re.compile(rf"{PART}([0-9a-f]{{16}})")
 METRICS = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")  # an identity, and nanoseconds
@@ -14,22 +14,22 @@ OWN_FILES = re.compile("|".join(pattern.pattern for pattern in _KEYED))
 
 
 def token_of(name: str) -> str | None:
-    """The token in the name of an array file, which the files of one save have in common; None for other names."""
+    """Returns the token in the name of an array file, or None for other names. All files of a save have one token."""
     found = _ARRAYS.fullmatch(name)
     return found and found[1]
 
 
 def key_of(name: str) -> str | None:
-    """The token or the identity in the name of one of the `OWN_FILES`; None for other names."""
+    """Returns the token or the identity in the name of one of the `OWN_FILES`, or None for other names."""
     return next((found[1] for pattern in _KEYED if (found := pattern.fullmatch(name))), None)
 
 
 def is_of_save(name: str) -> bool:
-    """Whether a file is one of those that whoever writes them holds while they are written."""
+    """Returns True for a name of a file that a running save locks: an array file or a temporary manifest or metrics."""
     return bool(_ARRAYS.fullmatch(name) or _TEMPORARY.fullmatch(name))
 
 
 def identity_of(name: str) -> str | None:
-    """The identity in the name of a file that says of what there is a part; None for other names."""
+    """Returns the identity in the name of a mark (see `host_parts`), or None for other names."""
     found = _PART.fullmatch(name)
     return found and found[1]

@@ -1,4 +1,4 @@
-"""A checkpoint without opening it: whether it is there, its identity, its metrics and size."""
+"""Quick facts about a checkpoint that is not opened: if it exists, its identity, its metrics and its size."""
 
 import logging
 import posixpath
@@ -16,31 +16,34 @@ _log = logging.getLogger("treering")
 
 
 class Glance(NamedTuple):
-    """The summary of a manifest and the metrics beside it."""
+    """The summary of a manifest, and of the metrics files next to it."""
 
     metrics: dict[str, float]
-    created_seconds: float
-    nbytes: int
-    late: frozenset[str]  # the metrics that were added after the save
+    created_seconds: float  # since the epoch
+    nbytes: int  # of the manifest and the array files
+    late: frozenset[str]  # the names of the metrics that were added after the save
 
 
 def file(path: str) -> str:
-    """The path of a checkpoint's manifest."""
+    """Returns the path of the manifest of a checkpoint."""
     return posixpath.join(path, MANIFEST)
 
 
 def look(store: Store, path: str) -> Stat | None:
-    """The `stat` of the manifest; None where there is no checkpoint."""
+    """Returns the `stat` of the manifest, or None without a checkpoint."""
     return store.stat(file(path))
 
 
 def identity(store: Store, path: str) -> str:
-    """The manifest's checksum, which tells a checkpoint from its successor. Raises `FileNotFoundError` without one."""
+    """Returns the checksum of the manifest, which identifies the checkpoint. Raises `FileNotFoundError` without one.
+
+    A checkpoint that replaces it at the same path has another identity.
+    """
     return manifest.xxh3(read_file(store, file(path)))
 
 
 def known_identity(store: Store, path: str) -> str | None:
-    """Returns the `identity`, or None without a manifest that can be read."""
+    """Returns the `identity`, or None if the manifest is missing or cannot be read."""
     try:
         return identity(store, path)
     except (CorruptError, FileNotFoundError):
@@ -48,9 +51,12 @@ def known_identity(store: Store, path: str) -> str | None:
 
 
 def read(store: Store, path: str, *, partial: bool = False) -> Glance:
-    """Reads the manifest, and looks for the files that it names; with `partial` some may be on other hosts' disks.
+    """Reads the manifest, and checks the sizes of the files that it names.
 
-    Raises `CorruptError`, `UnsupportedError` for what a later release wrote, and `FileNotFoundError`.
+    partial: allows missing files, because other hosts may have them on their disks.
+
+    Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote, and
+    `FileNotFoundError` without a manifest.
     """
     data = read_file(store, file(path))
     summary = manifest.summarize(data, path)
@@ -68,7 +74,7 @@ def read(store: Store, path: str, *, partial: bool = False) -> Glance:
 
 
 def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:
-    """Adds metrics, durably. Raises `FileNotFoundError` where there is no checkpoint."""
+    """Adds metrics, durably. Raises `FileNotFoundError` without a checkpoint."""
     data = read_file(store, file(path))
     manifest.check(data, path)
     manifest.check_envelope(data, path)
@@ -76,9 +82,9 @@ def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> 
 
 
 def _added(store: Store, path: str, identity: str) -> dict[str, float]:
-    """The metrics that were added to a checkpoint. A damaged file is logged, and does not count.
+    """Returns the metrics that were added to a checkpoint. Logs damaged files and ignores them.
 
-    Raises `UnsupportedError` for metrics that a later release added: without them the step cannot be judged.
+    Raises `UnsupportedError` for metrics that a later release added: without them the steps cannot be compared.
     """
     found: dict[str, float] = {}
     for _, content in metrics.read(store, path, identity):
@@ -87,5 +93,5 @@ def _added(store: Store, path: str, identity: str) -> dict[str, float]:
         elif isinstance(content, UnsupportedError):
             raise content
         else:
-            _log.warning("metrics that were recorded do not count: %s", content)
+            _log.warning("recorded metrics are ignored: %s", content)
     return found

@@ -1,4 +1,4 @@
-"""Arrays that lie whole in one file: found, laid out and made all at once, for there may be a hundred thousand."""
+"""Leaves that are contiguous in one file. They are handled together, because there may be a hundred thousand."""
 
 import functools
 import itertools
@@ -15,13 +15,18 @@ from .array_header import ArrayHeader
 from .manifest_fields import ArrayRow
 from .parts import Memory
 
-_FEW = 8  # arrays; fewer are as quickly handled one by one, and of a large header only what is asked for is parsed
+# Fewer arrays are as fast one by one. Then only the entries of these arrays are parsed from a large header.
+_MIN_ARRAYS = 8
 
 _NONE: Mapping[str, str] = {}
 
 
 class _Kind(NamedTuple):
-    """What arrays of one dtype and shape have in common; `code`, `stored`, `beside` are what a header says of them."""
+    """The properties that arrays of one dtype and shape share.
+
+    The header of a file has `code` and `stored` as the dtype and the shape of their tensors. It has `noted` as their
+    dtype in its metadata, which is None if the dtype of the tensor is the dtype of the array.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -29,40 +34,47 @@ class _Kind(NamedTuple):
     nbytes: int
     code: str
     stored: tuple[int, ...]
-    beside: str | None
+    noted: str | None
 
 
 @functools.lru_cache(maxsize=1024)
 def _kind(dtype: str, shape: tuple[int, ...]) -> _Kind:
-    code, stored, nbytes, beside = stored_as(dtype, shape)
-    return _Kind(dtypes.to_numpy(dtype), shape, whole(shape), nbytes, code, stored, beside)
+    code, stored, nbytes, noted = stored_as(dtype, shape)
+    return _Kind(dtypes.to_numpy(dtype), shape, whole(shape), nbytes, code, stored, noted)
 
 
 @functools.lru_cache(maxsize=1024)
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int, str | None]:
-    """The dtype and shape of the tensor that holds an array, its bytes, and the dtype that its file gives beside it."""
+    """Returns the dtype and shape of the tensor that holds an array, its bytes, and the dtype in the file's metadata.
+
+    The last is None for a dtype that safetensors has.
+    """
     code, itemsize, widened = dtypes.stored_as(dtype)
-    beside = dtype if code == "U8" and dtype != "uint8" else None
-    return code, (*shape, itemsize) if widened else shape, itemsize * math.prod(shape), beside
+    noted = dtype if code == "U8" and dtype != "uint8" else None
+    return code, (*shape, itemsize) if widened else shape, itemsize * math.prod(shape), noted
 
 
 class WholeLeaves:
-    """The arrays of one file that are wanted whole, with their `numbers` among all that is wanted."""
+    """The contiguous arrays of one file of which a reader wants every element.
+
+    `numbers` are their positions in the list of all wanted boxes.
+    """
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self._rows: list[ArrayRow] = []
         self._kinds: list[_Kind] = []
-        self._begins = self._ends = np.zeros(0, np.int64)  # in the buffer of the file
+        self._begins = self._ends = np.zeros(0, np.int64)  # byte offsets in the buffer of the file
 
     @staticmethod
     def among(wanted: Sequence[tuple[ArrayEntry, Box]]) -> "tuple[dict[int, WholeLeaves], Iterable[int]]":
-        """Those among wanted boxes by their files, and the numbers of all others."""
-        if len(wanted) < _FEW:
+        """Returns the contiguous leaves among the wanted boxes by their files, and the numbers of all other boxes."""
+        if len(wanted) < _MIN_ARRAYS:
             return {}, range(len(wanted))
         found: dict[int, WholeLeaves] = {}
         rest: list[int] = []
-        dtype, shape = wanted[0][0].dtype, wanted[0][0].shape  # the last, for asking a cache takes longer
+        # The kind of the previous array. Comparing with it is faster than a look-up in the cache of `_kind`.
+        dtype, shape = wanted[0][0].dtype, wanted[0][0].shape
         kind = _kind(dtype, shape)
         file, own = -1, WholeLeaves()
         for n, (row, box) in enumerate(wanted):
@@ -81,11 +93,12 @@ class WholeLeaves:
         return found, rest
 
     def find(self, header: ArrayHeader, otherwise: Callable[[ArrayRow], int]) -> None:
-        """Looks up where they begin in the file's buffer.
+        """Looks up the offsets of the arrays in the file's buffer.
 
-        What a header does not have as the manifest has it goes to `otherwise`, which knows the exceptions.
+        otherwise: returns the offset of an array whose tensor differs from the manifest. It knows the exceptions, and
+            raises for the rest.
         """
-        tensors, beside = header.tensors, header.dtypes or _NONE
+        tensors, noted = header.tensors, header.dtypes or _NONE
         begins: list[int] = []
         for row, kind in zip(self._rows, self._kinds, strict=True):
             tensor = tensors.get(row.path)
@@ -94,7 +107,7 @@ class WholeLeaves:
                 or tensor.dtype != kind.code
                 or tensor.shape != kind.stored
                 or tensor.data_offsets[1] - tensor.data_offsets[0] != kind.nbytes
-                or beside.get(row.path) != kind.beside
+                or noted.get(row.path) != kind.noted
             ):
                 begins.append(otherwise(row))
             else:
@@ -103,15 +116,15 @@ class WholeLeaves:
         self._ends = self._begins + np.array([kind.nbytes for kind in self._kinds], np.int64)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The bytes of the file's buffer that they take, in runs that do not touch."""
+        """Returns the byte ranges of the file's buffer that the arrays take. Adjacent ranges are merged."""
         order = np.argsort(self._begins, kind="stable")
         begins, ends = self._begins[order], np.maximum.accumulate(self._ends[order])
-        edges = np.flatnonzero(begins[1:] > ends[:-1])  # the last before each gap
+        edges = np.flatnonzero(begins[1:] > ends[:-1])  # the last array before each gap
         firsts, lasts = begins[[0, *(edges + 1).tolist()]], ends[[*edges.tolist(), -1]]
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def arrays(self, memory: Memory) -> list[np.ndarray]:
-        """The arrays, in memory that holds their ranges."""
+        """Returns the arrays as views of memory that holds their ranges."""
         kinds = np.array([*map(id, self._kinds)])
         breaks = (kinds[1:] != kinds[:-1]) | (self._begins[1:] != self._ends[:-1])
         edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(self._kinds)]

@@ -1,4 +1,4 @@
-"""Writing the native format."""
+"""Writes the native format."""
 
 import bisect
 import contextlib
@@ -38,11 +38,11 @@ from .new_files import Files
 from .removal import logged
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
-_SMALL_PIECE_BYTES = 64 << 10  # bytes of a piece on average, below which handling it costs more than copying it
+_SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
 
 
 class Info(NamedTuple):
-    """The information that a save records beside the tree."""
+    """The information that a save records together with the tree."""
 
     step: int | None
     metrics: dict[str, float | str]
@@ -54,8 +54,8 @@ class Info(NamedTuple):
 class Job(NamedTuple):
     """The contents and the path of a save.
 
-    `shares` are the writers of each array; None when this process writes all of them. With `own_disks` the path is
-    another disk's on each host.
+    `shares` names the processes that write each array. It is None if this process writes all of them. With
+    `own_disks`, each host has a disk of its own at the path.
     """
 
     path: str
@@ -70,8 +70,8 @@ class Job(NamedTuple):
 def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
-    Process 0 begins and commits. A process that fails removes its files, unless it cannot know whether process 0 has
-    committed them: then they stay, for the next `remove_leftovers` if they are in no manifest.
+    Process 0 begins and commits the save. A process that fails removes its files. If the commit of process 0 is in
+    doubt, it keeps them: the next `remove_leftovers` removes them if no manifest names them.
     """
     files: Any = None
     watch = _Watch()
@@ -93,7 +93,9 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         except SaveError as error:
             if not files.must_stay:
                 raise
-            undurable = error  # the files are part of the checkpoint now, and no process may remove them
+            # The manifest is in place but perhaps not durable. Its files must stay, so the peers do not get this error
+            # as a failure, which would make them remove theirs.
+            undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
         return [nbytes, undurable and str(undurable), manifest.xxh3(data) if job.own_disks else ""]
 
@@ -141,25 +143,25 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
             if files.must_stay:
                 call.close()  # without the error, or the other processes would remove their files of the checkpoint
         if isinstance(error, SaveError | FileNotFoundError):
-            call.check()  # if process 0 has failed and removed the directory, its error is the cause
+            call.check()  # If process 0 has failed and removed the directory, its error is the cause.
         if isinstance(error, FileNotFoundError):
             raise_cause(call)
         raise
     if problem:
-        call.close()  # without the error: the other processes have it from the decision, and keep their files
+        call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
     return Written(nbytes, watch.seconds["write"], watch.seconds["sync"], watch.seconds["commit"])
 
 
-_planned: tuple[Any, ...] = ()  # the shards and limit of the last save in one process, and what followed from them
+_planned: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
 
 
 def _plan_alone(
     entries: Sequence[Entry], shards: Sequence[LocalShard], most: int | None
 ) -> tuple[Sequence[Piece], Sequence[ArrayFile]]:
-    """What the only process of a save writes, and in which files, of which none has more than `most` bytes.
+    """Returns the pieces that the only process of a save writes, and its files of at most `most` bytes.
 
-    A loop that saves one structure again and again pays for it once.
+    The plan of the last call is cached, because a training loop saves the same structure at every step.
     """
     global _planned
     last = _planned
@@ -232,7 +234,7 @@ def _manifest(
 
 
 def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
-    """The leaves that are spread over devices, or cut up."""
+    """Returns the leaves that are sharded over devices or cut into several pieces."""
     found = set(catalogue.shardings)
     for piece in pieces:
         entry: Any = catalogue.entries[piece.leaf]
@@ -241,13 +243,14 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
     return found
 
 
-_read_back: tuple[Any, ...] = ()  # all but the values of the last manifest that was read
+_read_back: tuple[Any, ...] = ()  # the structure of the last manifest that passed `_check_readable`, without values
 
 
 def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement: Placement | None) -> None:
     """Reads a manifest before it is committed. Raises `UnsupportedError` for one that no reader would accept.
 
-    A loop that saves one structure again and again pays for it once: only values differ from step to step.
+    A manifest with the structure of the last one is not read again: in a training loop only values differ from step to
+    step.
     """
     global _read_back
     structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata, job.info.metadata_floats)
@@ -302,9 +305,9 @@ def _write_file(
 def _write_buffer(
     sink: Sink, room: memoryview | None, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
 ) -> Sequence[str]:
-    """Fills, hashes and writes the buffer chunk by chunk in all threads; returns the checksum of every block.
+    """Fills, hashes and writes the buffer chunk by chunk in all threads. Returns the checksum of every block.
 
-    With `room`, the sink's own memory for the file, it is filled there.
+    room: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
     """
     checksums = [""] * file.blocks
     chunks = iter(range(0, file.nbytes, CHUNK_BYTES))
@@ -328,25 +331,27 @@ def _write_buffer(
                     sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
                 staging.moved(end - begin)
         except BaseException as error:
-            staging.fail(error)  # the other threads stop at once
+            staging.fail(error)  # This stops the other threads at once, which may wait for staged bytes.
             raise
 
     if file.nbytes < _SMALL_PIECE_BYTES * len(file.begins):
-        work()  # the interpreter is what is busy then, and several threads would only fight over it
+        work()  # Small pieces keep the interpreter busy, so several threads would only compete for its lock.
     else:
         pool.run(work)
     return checksums
 
 
 def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, begin: int, end: int) -> None:
-    """Copies the bytes [begin, end) of the buffer from the pieces they belong to, many small ones at a time."""
+    """Copies the bytes [begin, end) of the buffer from their pieces, many small pieces at a time."""
     first = bisect.bisect_right(file.begins, begin) - 1
     last = bisect.bisect_left(file.begins, end, first + 1)
     left = [piece for piece in pieces[file.first + first : file.first + last] if piece.nbytes]
     skipped, at = begin - file.begins[first], 0
     while left:
         numbers = [piece.shard for piece in left]
-        parts = staging.take(numbers)  # of no more than is there: it is to be released before waiting for the rest
+        # `take` may return fewer shards than asked for: those that are staged now. Their memory is released below,
+        # before this thread waits for the rest, because the rest may need that memory.
+        parts = staging.take(numbers)
         chosen, left = left[: len(parts)], left[len(parts) :]
         for n, (piece, part) in enumerate(zip(chosen, parts, strict=True)):
             if len(part) != piece.nbytes:
