@@ -124,11 +124,11 @@ def tarred() -> bytes:
 
 LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # what torch.save began with before 1.6
 KINDS = [
-    ("model.pt", torch_archive(), "a zip archive of PyTorch's around a pickle.*safetensors.torch.save_file"),
-    ("pytorch_model.bin", torch_archive(), "a zip archive of PyTorch's around a pickle"),
+    ("model.pt", torch_archive(), "a zip archive of PyTorch's with a pickle.*safetensors.torch.save_file"),
+    ("pytorch_model.bin", torch_archive(), "a zip archive of PyTorch's with a pickle"),
     ("epoch=3.ckpt", LEGACY, "a file of PyTorch before 1.6, a pickle.*safetensors.torch.save_file"),
-    ("state.pkl", pickle.dumps({"w": [1.0]}), "a pickle, of which opening could run anything"),
-    ("old.pickle", pickle.dumps({"w": [1.0]}, 2), "a pickle, of which opening could run anything"),
+    ("state.pkl", pickle.dumps({"w": [1.0]}), "a pickle, which is never opened"),
+    ("old.pickle", pickle.dumps({"w": [1.0]}, 2), "a pickle, which is never opened"),
     ("model.zip", zipped(a=b"b"), "a zip archive; unpack it"),
     ("model.tar", tarred(), "a tar archive; unpack it"),
     ("model.tar.gz", gzip.compress(tarred()), "compressed by gzip; unpack it"),

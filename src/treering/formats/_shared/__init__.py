@@ -1,1 +1,1 @@
-"""Code that several formats share."""
+"""Code that several formats share. It contains no format of its own."""

@@ -1,4 +1,4 @@
-"""Arrays that lie in files as plain bytes, in one run or in several."""
+"""Reads arrays whose elements are plain bytes of files, in one run of bytes or in several."""
 
 import math
 import mmap
@@ -17,14 +17,13 @@ from ...stores.ranges import Range, merge
 from ...stores.store import Blob
 
 _MAX_ELEMENTS = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits
-_GAP = 1 << 20  # bytes between rows up to which reading them as well is cheaper than another call
-_SPAN = 64 << 20  # bytes that are read at a time of an array of which not everything is wanted
-_SMALL_ARRAY_BYTES = (
-    32 << 10
-)  # bytes of an array that is read along with others, for a call takes longer than to copy it
-_BETWEEN = 4 << 10  # bytes between two such arrays that are read as well
+_MAX_GAP_BYTES = 1 << 20  # between rows; a gap up to this size costs less to read than a second call
+_MAX_SPAN_BYTES = 64 << 20  # that one call reads of an array of which only a part is wanted
+# Arrays up to this size are read together with their neighbors: a call would take longer than copying one of them.
+_SMALL_ARRAY_BYTES = 32 << 10
+_MAX_SMALL_GAP_BYTES = 4 << 10  # between two small arrays that are read by one call
 _BYTE = np.dtype(np.uint8)
-_TOGETHER = 256 << 10  # bytes that are read at once of such arrays; what the processor's cache holds
+_BATCH_BYTES = 256 << 10  # of small arrays that are read by one call; fits in the processor's cache
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
@@ -36,7 +35,7 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
 class Layout(msgspec.Struct, frozen=True, gc=False):
     """The layout of all arrays of one shape and dtype.
 
-    `stored` is the dtype in the file, of either byte order; `dtype`, of the same size, is that of the array read.
+    `stored` is the dtype in the file, in either byte order. `dtype` has the same size and is the dtype of the result.
     """
 
     shape: tuple[int, ...]
@@ -44,28 +43,35 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
     dtype: np.dtype[Any]
     nbytes: int
     box: Box
-    alignment: int  # that an array in memory needs; 0 where it can be none as it lies in the file
+    alignment: int  # in bytes, that a view of the file needs; 0 if the byte order rules out a view
 
 
 def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout:
-    """Makes a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
+    """Returns a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
     stored = np.dtype(stored)
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
-    stored = dtype if stored == dtype else stored  # one object, so that the two are quickly compared
+    stored = dtype if stored == dtype else stored  # One object for both lets `_native` compare them by identity.
     check_shape(shape, name)
     alignment = dtype.alignment if stored.isnative else 0
     return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, whole(shape), alignment)
 
 
 class Runs(msgspec.Struct, frozen=True, gc=False):
-    """An array whose C-ordered bytes are these runs, in order: file, offset and size of each. `of` makes one."""
+    """An array whose bytes, in C order, are the concatenation of `runs`. Each run is a file, an offset and a size.
+
+    `of` makes one from checked runs.
+    """
 
     runs: tuple[tuple[Blob, int, int], ...]
     layout: Layout
 
     @staticmethod
     def of(runs: Sequence[tuple[Blob, int, int]], shape: tuple[int, ...], stored: Any, dtype: Any = None) -> "Runs":
-        """Raises `CorruptError` and `UnsafeError` unless the runs lie in their files and make up the array."""
+        """Returns an array of these runs.
+
+        Raises `CorruptError` unless the runs are inside their files and have the size of the array, and `UnsafeError`
+        for a shape that no array can have.
+        """
         name = runs[0][0].path if runs else ""
         found = layout(shape, stored, dtype, name)
         for file, offset, size in runs:
@@ -80,7 +86,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return self.is_array() and self.runs[0][0].local
 
     def is_array(self) -> bool:
-        """Whether the bytes are an array as they lie there: in one run, native-endian and aligned."""
+        """Returns True if the bytes in the file can be used as an array: one run, native-endian and aligned."""
         alignment = self.layout.alignment
         return len(self.runs) == 1 and alignment > 0 and self.runs[0][1] % alignment == 0
 
@@ -94,7 +100,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return self.made(out)
 
     def in_file(self, box: Box) -> list[Range]:
-        """The ranges in the file of a box of an array that can be mapped; [] for a box without elements."""
+        """Returns the byte ranges of a box in the file of an array that can be mapped; none for an empty box."""
         begin = self.runs[0][1]
         if box == self.layout.box:
             return [(begin, begin + self.layout.nbytes)]
@@ -102,13 +108,13 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return [(begin + first, begin + last) for first, last in map(self._range, spans)]
 
     def view(self, memory: mmap.mmap, box: Box) -> np.ndarray:
-        """A box as an array that shares the memory of its mapped file."""
+        """Returns a box as an array that shares the memory of the mapped file."""
         about = self.layout
         array = np.ndarray(about.shape, about.dtype, memory, self.runs[0][1])
         return array if box == about.box else array[(*slices(box, about.box), ...)]
 
     def room(self, box: Box) -> np.ndarray:
-        """Memory for a box, in the dtype of the file."""
+        """Returns new memory for a box, in the dtype of the file."""
         return adoptable(box_shape(box), self.layout.stored)
 
     def fill(self, out: np.ndarray, box: Box) -> None:
@@ -117,27 +123,28 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
             self._read_bytes(0, out.reshape(-1).view(np.uint8).data)
         elif out.size:
             for part in self._spans(box):
-                self._read_span(part, out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
+                # The ellipsis makes this a view even of an array without axes, where indexing would copy the element.
+                self._read_span(part, out[(*slices(part, box), ...)])
 
     def made(self, out: np.ndarray) -> np.ndarray:
-        """Memory that `fill` has filled, as an array of this machine's byte order."""
+        """Returns memory that `fill` has filled, as an array in this machine's byte order."""
         return _native(out, self.layout)
 
     def _spans(self, box: Box) -> Iterator[Box]:
-        """The parts of a box that are read at a time."""
-        for rows in rows_apart(self.layout.shape, box, self.layout.stored.itemsize, _GAP):
+        """Yields the parts of a box that are each read by one call."""
+        for rows in rows_apart(self.layout.shape, box, self.layout.stored.itemsize, _MAX_GAP_BYTES):
             first, last = self._range(rows)
             axis = next((n for n, (start, stop) in enumerate(rows) if stop - start > 1), None)
-            if axis is None or last - first <= _SPAN or rows == self.layout.box:
+            if axis is None or last - first <= _MAX_SPAN_BYTES or rows == self.layout.box:
                 yield rows
                 continue
             start, stop = rows[axis]
-            step = max(1, (stop - start) * _SPAN // (last - first))
+            step = max(1, (stop - start) * _MAX_SPAN_BYTES // (last - first))
             for begin in range(start, stop, step):
                 yield (*rows[:axis], (begin, min(begin + step, stop)), *rows[axis + 1 :])
 
     def _range(self, box: Box) -> tuple[int, int]:
-        """The range of bytes from the first to the last element of a box, which must have elements."""
+        """Returns the range of bytes from the first to the last element of a box, which must not be empty."""
         itemsize = self.layout.stored.itemsize
         strides = [itemsize * math.prod(self.layout.shape[axis + 1 :]) for axis in range(len(self.layout.shape))]
         first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
@@ -165,22 +172,22 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
 
 Wanted = Sequence[tuple[int, Runs, Box]]  # boxes of arrays, numbered
-_Whole = tuple[int, int, Layout]  # an array that is wanted whole: its offset in a file, its number, its layout
+_Entire = tuple[int, int, Layout]  # an array of which everything is wanted: its offset in a file, number and layout
 _offset = operator.itemgetter(0)
 
 
 def put_mapped(wanted: Wanted, found: list[Any]) -> None:
-    """Puts those boxes that can be views of private mappings of their files among what was found, by their numbers.
+    """Stores the boxes that can be views of private file mappings in `found`, at their numbers.
 
-    Their pages are read once. Raises `CorruptError` for files that cannot be read.
+    Reads the pages of these boxes once. Raises `CorruptError` for files that cannot be read.
     """
-    wholes, rest = _by_file(wanted, aligned=True)
+    entire, rest = _by_file(wanted, aligned=True)
     boxes: dict[Blob, list[tuple[int, Runs, Box]]] = {}
     for one in rest:
         if one[1].layout.nbytes and one[1].is_array():
             boxes.setdefault(one[1].runs[0][0], []).append(one)
-    for file in wholes.keys() | boxes.keys():
-        runs, parts = list(_evenly(wholes.get(file, []))), boxes.get(file, [])
+    for file in entire.keys() | boxes.keys():
+        runs, parts = list(_evenly(entire.get(file, []))), boxes.get(file, [])
         ranges = [part for run, stride in runs for part in _ranges(run, stride)]
         ranges = merge([*ranges, *(part for _, array, box in parts for part in array.in_file(box))])
         if (memory := file.mapped(ranges)) is not None:
@@ -192,14 +199,14 @@ def put_mapped(wanted: Wanted, found: list[Any]) -> None:
 
 
 def put_small(wanted: Wanted, found: list[Any]) -> Wanted:
-    """Reads whole arrays that are so small that they are read together, and puts them among what was found.
+    """Reads the small arrays of which everything is wanted, several per call, and stores them in `found`.
 
-    They are copied to where they are aligned, those alike next to one another: what keeps one of them alive keeps no
-    more than 256 KiB. Returns the others.
+    Copies them to aligned memory that arrays of one layout share. A reference to one of them therefore keeps at most
+    256 KiB alive. Returns the wanted boxes that were not read.
     """
-    wholes, rest = _by_file(wanted, most=_SMALL_ARRAY_BYTES)
-    memory = np.empty(_TOGETHER, np.uint8).data if wholes else memoryview(b"")
-    for file, own in wholes.items():
+    entire, rest = _by_file(wanted, max_nbytes=_SMALL_ARRAY_BYTES)
+    memory = np.empty(_BATCH_BYTES, np.uint8).data if entire else memoryview(b"")
+    for file, own in entire.items():
         for begin, end, part in _close_together(own):
             file.read_into(memory[: end - begin], begin)
             for run, stride in _evenly(part):
@@ -211,15 +218,15 @@ def put_small(wanted: Wanted, found: list[Any]) -> Wanted:
 
 
 def _by_file(
-    wanted: Wanted, *, most: int = sys.maxsize, aligned: bool = False
-) -> tuple[dict[Blob, list[_Whole]], Wanted]:
-    """The arrays of at most so many bytes that are wanted whole and lie in one run, in their order; and the others."""
-    found: dict[Blob, list[_Whole]] = {}
+    wanted: Wanted, *, max_nbytes: int = sys.maxsize, aligned: bool = False
+) -> tuple[dict[Blob, list[_Entire]], Wanted]:
+    """Returns the arrays that are one run, wanted entirely and not too large, by file in file order; and the rest."""
+    found: dict[Blob, list[_Entire]] = {}
     rest: list[tuple[int, Runs, Box]] = []
     for one in wanted:
         n, array, box = one
         about, runs = array.layout, array.runs
-        if len(runs) != 1 or box != about.box or not 0 < about.nbytes <= most:
+        if len(runs) != 1 or box != about.box or not 0 < about.nbytes <= max_nbytes:
             rest.append(one)
             continue
         file, offset, _ = runs[0]
@@ -228,12 +235,12 @@ def _by_file(
         else:
             found.setdefault(file, []).append((offset, n, about))
     for own in found.values():
-        own.sort(key=_offset)  # of the same offset those come first that are asked for first, as they stand here
+        own.sort(key=_offset)  # The sort is stable, so arrays at one offset stay in the order of the request.
     return found, rest
 
 
-def _evenly(wanted: list[_Whole]) -> Iterator[tuple[list[_Whole], int]]:
-    """Runs of arrays of one layout that lie at equal distances, and these: they are handled as one array."""
+def _evenly(wanted: list[_Entire]) -> Iterator[tuple[list[_Entire], int]]:
+    """Yields runs of arrays with one layout at equal distances, with the distance. A run is handled as one array."""
     first, count = 0, len(wanted)
     while first < count:
         begin, _, about = wanted[first]
@@ -247,16 +254,16 @@ def _evenly(wanted: list[_Whole]) -> Iterator[tuple[list[_Whole], int]]:
         first = last
 
 
-def _ranges(run: list[_Whole], stride: int) -> list[Range]:
-    """The bytes of a run in their file."""
+def _ranges(run: list[_Entire], stride: int) -> list[Range]:
+    """Returns the byte ranges of a run of arrays in their file."""
     first, _, about = run[0]
     if stride <= about.nbytes:
         return [(first, run[-1][0] + about.nbytes)]
     return [(offset, offset + about.nbytes) for offset, _, _ in run]
 
 
-def _put(run: list[_Whole], found: list[Any], memory: Any, begin: int, stride: int) -> None:
-    """Puts the arrays of a run, which lie in some memory from a byte on, among what was found; they share it."""
+def _put(run: list[_Entire], found: list[Any], memory: Any, begin: int, stride: int) -> None:
+    """Stores the arrays of a run in `found`, as views of memory in which the run starts at byte `begin`."""
     about = run[0][2]
     arrays = in_a_row(memory, begin, len(run), about.shape, about.stored, stride)
     if about.stored is not about.dtype:
@@ -265,22 +272,22 @@ def _put(run: list[_Whole], found: list[Any], memory: Any, begin: int, stride: i
         found[n] = array
 
 
-def _close_together(wanted: list[_Whole]) -> Iterator[tuple[int, int, list[_Whole]]]:
-    """The wanted arrays in parts that lie close together, with the range in which each part lies."""
+def _close_together(wanted: list[_Entire]) -> Iterator[tuple[int, int, list[_Entire]]]:
+    """Splits the wanted arrays into groups for one call each. Yields the byte range of each group with its arrays."""
     begin = end = wanted[0][0]
-    part: list[_Whole] = []
+    part: list[_Entire] = []
     for one in wanted:
-        offset, behind = one[0], one[0] + one[2].nbytes
-        if behind > begin + _TOGETHER or offset > end + _BETWEEN:
+        offset, stop = one[0], one[0] + one[2].nbytes
+        if stop > begin + _BATCH_BYTES or offset > end + _MAX_SMALL_GAP_BYTES:
             yield begin, end, part
-            begin, end, part = offset, behind, []
+            begin, end, part = offset, stop, []
         part.append(one)
-        end = max(end, behind)
+        end = max(end, stop)
     yield begin, end, part
 
 
 def _native(array: np.ndarray, about: Layout) -> np.ndarray:
-    """An array that was read, in this machine's byte order and its final dtype."""
+    """Returns an array that was read, in this machine's byte order and its final dtype."""
     if about.stored is about.dtype:
         return array
     return array.astype(about.stored.newbyteorder("="), copy=False).view(about.dtype)

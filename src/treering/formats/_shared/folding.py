@@ -1,4 +1,4 @@
-"""Different names that are the same on a file system that does not tell upper from lower case."""
+"""Detects names that differ but lead to one folder, on file systems that ignore case or Unicode normalization."""
 
 import posixpath
 import unicodedata
@@ -8,14 +8,17 @@ from ...stores.store import Store
 
 
 class Folders:
-    """The names of arrays that get folders below a folder, which becomes the checkpoint at a path."""
+    """The names of arrays, each stored in a folder below `folder`, which becomes the checkpoint at `path`."""
 
     def __init__(self, store: Store, folder: str, path: str):
         self._store, self._folder, self._path = store, folder, path
-        self._known: dict[str, str] = {}  # each as it came first, by what the coarsest file system makes of it
+        self._known: dict[str, str] = {}  # the first name for each spelling without case and normalization
 
     def add(self, name: str) -> None:
-        """Adds a name. Raises `UnsupportedError` when the file system takes it, or a part of it, for another's."""
+        """Adds a name. Raises `UnsupportedError` if the file system treats its folder as that of another name.
+
+        Only names that may collide are tried on the file system, because each trial makes a folder.
+        """
         begin = ""
         for part in name.split("/"):
             begin = posixpath.join(begin, part)

@@ -1,4 +1,4 @@
-"""Recognizes files that are no checkpoints, and says what to do with them."""
+"""Recognizes common files that are not checkpoints, and says what to do with them."""
 
 import posixpath
 
@@ -10,14 +10,14 @@ _TORCH = (
     "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
 )
 NPY_MAGIC = b"\x93NUMPY"
-_PICKLE = "a pickle, of which opening could run anything, so none is"
+_PICKLE = "a pickle, which is never opened because that could run any code"
 _UNPACK = "unpack it first"
 _BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE}; {_TORCH}"),
-    *((0, bytes([0x80, n]), f"{_PICKLE}; load it where it comes from, and save its arrays") for n in range(2, 6)),
+    *((0, bytes([0x80, n]), f"{_PICKLE}; load it in the program that wrote it; save its arrays") for n in range(2, 6)),
     (0, b"\x89HDF\r\n\x1a\n", "HDF5 (Keras, h5py); load it with h5py, and save its arrays"),
     (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
-    (0, b"GGUF", "GGUF, as llama.cpp has it; open the model that it was made of"),
+    (0, b"GGUF", "GGUF, the format of llama.cpp; open the model that it was made from"),
     (0, b"\x1f\x8b", f"compressed by gzip; {_UNPACK}"),
     (0, b"BZh", f"compressed by bzip2; {_UNPACK}"),
     (0, b"\xfd7zXZ\0", f"compressed by xz; {_UNPACK}"),
@@ -27,14 +27,17 @@ _BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
     (0, b"<html", "a page of HTML, as a failed download leaves it; fetch the file again"),
 )
-_LONGEST = 512  # bytes of a beginning
-_MOST_NAMES = 1000  # in a folder that are looked at
+_HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
+_MAX_NAMES = 1000  # files that are looked at in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHERS = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
 
 def described(store: Store, path: str) -> str | None:
-    """Describes the file at a path, or one in a folder, and what to do with it; None where that is not known."""
+    """Describes the file at a path, or the first known one in a folder, and what to do with it.
+
+    Returns None for a file of an unknown kind, and for one that cannot be read.
+    """
     try:
         found = store.stat(path)
         if found is None:
@@ -44,24 +47,24 @@ def described(store: Store, path: str) -> str | None:
             return f"it is {what}" if what else None
         if not found.is_folder:
             return None
-        for name in sorted(name for name in store.list(path) if name.endswith(_OTHERS))[:_MOST_NAMES]:
+        for name in sorted(name for name in store.list(path) if name.endswith(_OTHERS))[:_MAX_NAMES]:
             inner = posixpath.join(path, name)
             there = store.stat(inner)
             if there is not None and there.is_file and (what := _file(store, inner)):
                 return f"{name} in it is {what}"
     except (TreeringError, OSError, ValueError):
-        pass  # the formats have raised these
+        pass  # The message that this text is for already has the errors that the formats met.
     return None
 
 
 def is_other(data: bytes) -> bool:
-    """Returns True if these are the first bytes of a known kind of file that is no checkpoint."""
+    """Returns True if these are the first bytes of a known kind of file that is not a checkpoint."""
     return any(data[at:].startswith(magic) for at, magic, _ in _BEGINNINGS)
 
 
 def _file(store: Store, path: str) -> str | None:
     with opened(store, path) as blob:
-        begin = blob.read_up_to(_LONGEST)
+        begin = blob.read_up_to(_HEAD_BYTES)
     if not begin:
         return "empty; fetch it again"
     if begin.startswith(b"PK\x03\x04"):
@@ -75,7 +78,7 @@ def _zip(begin: bytes, path: str) -> str:
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
-        return f"a zip archive of PyTorch's around {_PICKLE}; {_TORCH}"
+        return f"a zip archive of PyTorch's with {_PICKLE}; {_TORCH}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
         return "a model of Keras; load it with Keras, and save its arrays"
     return f"a zip archive; {_UNPACK}"

@@ -1,4 +1,4 @@
-"""Describes what lies beside the leaves of a checkpoint and is not read here, such as TensorFlow's data iterators."""
+"""Describes the files of a checkpoint that Treering does not read, such as the states of TensorFlow's iterators."""
 
 import posixpath
 import re
@@ -17,7 +17,7 @@ _POSITION = "the position of an iterator of TensorFlow"
 
 
 def described(store: Store, folder: str, files: Sequence[str]) -> str:
-    """Describes the files in a folder: the position of an iterator where TensorFlow wrote one, else their names."""
+    """Describes the files in a folder: as the position of an iterator of TensorFlow if they are one, else by name."""
     indices = tuple(name for name in files if name.endswith(_INDEX))
     if indices and has_iterator(store, posixpath.join(folder, indices[0])):
         return f"{_POSITION}: {few(tuple(name.removesuffix(_INDEX) for name in indices))}"
@@ -25,7 +25,7 @@ def described(store: Store, folder: str, files: Sequence[str]) -> str:
 
 
 def of_processes(store: Store, folder: str) -> Sequence[str]:
-    """Describes the positions of data in a folder of T5X, ``train_ds-000-of-001``: one for each process."""
+    """Describes the positions of the data iterators in a folder of T5X: one ``train_ds-000-of-001`` per process."""
     found: dict[str, bool] = {}
     for name in store.list(folder):
         named = _OF_PROCESS.fullmatch(name)
@@ -40,14 +40,14 @@ def of_processes(store: Store, folder: str) -> Sequence[str]:
 
 
 def beside(store: Store, index: str) -> Sequence[str]:
-    """Describes the position of data in an index of TensorFlow beside another checkpoint, as clu writes it."""
+    """Describes the position of a data iterator in an index of TensorFlow that clu has written next to a checkpoint."""
     return (
         [f"{posixpath.basename(index)} ({_POSITION}, which only that restores)"] if has_iterator(store, index) else ()
     )
 
 
 def has_iterator(store: Store, index: str) -> bool:
-    """Returns True for an index of TensorFlow with an iterator in it. One that cannot be read counts as one without."""
+    """Returns True for an index of TensorFlow with an iterator in it, and False for one that cannot be read."""
     try:
         return is_file(store, index) and _ITERATOR in read_file(store, index)
     except (OSError, TreeringError) as error:

@@ -1,7 +1,7 @@
-"""MessagePack by its structure: the small values themselves, and the places of large ones.
+"""Reads the structure of MessagePack files: small values themselves, and of large ones only the offset and size.
 
-The format is https://github.com/msgpack/msgpack/blob/master/spec.md. The contents of bins are not read, only found, so
-that the structure of a file of any size is known after a few reads of a few kilobytes.
+The format is https://github.com/msgpack/msgpack/blob/master/spec.md. The contents of bins (byte strings) are not read.
+So a few reads of a few kilobytes give the structure of a file of any size.
 """
 
 import struct
@@ -18,34 +18,34 @@ from ...stores.whole_files import opened
 if TYPE_CHECKING:
     from ...stores.store import Blob
 
-_HEAD = 9  # bytes, at most, before the contents of a value
-_WINDOW = 1 << 10  # bytes that are read at a time where they lie apart
-_MOST_AHEAD = 256 << 10  # bytes that are read at a time where they lie close together
-_NEAR = 4 << 10  # bytes that take no longer to read than to leap over
-DEPTH = 1000  # containers within one another
-_MOST_VALUES = 1 << 20  # in one file; the largest trees of models have a few hundred thousand
-_MOST_KNOWN = 1 << 10  # ways in which extensions begin
-_LONGEST_KNOWN = 64  # bytes of such a beginning
-_AHEAD = 32 + _LONGEST_KNOWN  # bytes of a short key and such a beginning
-_TEXT = 64 << 20  # bytes of text and small bins of one file that are held in memory
+_MAX_HEAD_BYTES = 9  # before the contents of a value
+_MIN_WINDOW_BYTES = 1 << 10  # that one read gets where the values are far from each other
+_MAX_WINDOW_BYTES = 256 << 10  # that one read gets where the values are close to each other
+_MAX_SKIP_BYTES = 4 << 10  # a larger gap between two values is skipped, a smaller one is read
+DEPTH = 1000  # nested containers
+_MAX_VALUES = 1 << 20  # in one file; the largest trees of models have a few hundred thousand
+_MAX_PREFIXES = 1 << 10  # of extensions, that a scanner remembers
+_MAX_PREFIX_BYTES = 64
+_ENTRY_BYTES = 32 + _MAX_PREFIX_BYTES  # of a map entry with a short key and a known prefix
+_MAX_TEXT_BYTES = 64 << 20  # of the text and the small bins of one file, which are held in memory
 
 
 class Raw(msgspec.Struct, frozen=True, gc=False):
-    """A bin: bytes of the file, or of the payload of the extension that it is in."""
+    """A bin (byte string). Its offset counts from the start of the file, or of the payload of its extension."""
 
     offset: int
     size: int
 
 
 class Extension(msgspec.Struct, frozen=True, eq=False):
-    """The contents of an extension: its type, and the value in its payload where that is MessagePack again."""
+    """The type of an extension, and the value in its payload if the payload is MessagePack, else None."""
 
     code: int
     value: Any
 
 
 class Ext(msgspec.Struct, frozen=True):
-    """An extension in its place: `at` is the offset of its payload. Extensions that begin alike share `says`."""
+    """An extension in a file. `at` is the offset of its payload. Extensions with equal beginnings share one `says`."""
 
     says: Extension
     at: int
@@ -55,7 +55,10 @@ VALUE, STR, BIN, LIST, MAP, EXT, NEVER = range(7)
 
 
 def _heads() -> list[tuple[int, struct.Struct | None, Any]]:
-    """By first byte: the kind, the layout of the next bytes, and the value or size where these do not give it."""
+    """Returns a table by first byte: the kind, the layout of the next bytes, and a value or size.
+
+    The last is None if the next bytes give the value or size.
+    """
     table: list[tuple[int, struct.Struct | None, Any]] = [(VALUE, None, n) for n in range(0x80)]
     table += [(MAP, None, n) for n in range(16)]
     table += [(LIST, None, n) for n in range(16)]
@@ -76,44 +79,53 @@ _NO_KEY = object()
 class Scanner:
     """Reads the structure of values in a file.
 
-    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`. Values that do not fit the file
-    raise `CorruptError`, and those that would take unreasonable time or memory `UnsafeError`. `nested`: the types of
-    extensions whose payload is MessagePack again.
+    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`.
 
-    A model has thousands of arrays and few shapes, so most extensions begin with the same bytes as an earlier one, up
-    to the bin with which they end. These are not taken apart again.
+    nested: the types of extensions whose payload is MessagePack.
+
+    Raises `CorruptError` for values that do not fit into the file, and `UnsafeError` for values that would take an
+    unreasonable amount of time or memory.
+
+    A model has thousands of arrays but few shapes. So up to the bin at its end, most extensions have the same bytes as
+    an earlier one. The scanner remembers these beginnings and does not parse them again.
     """
 
     def __init__(self, file: "Blob", nested: tuple[int, ...] = ()):
         self.file = file
         self._nested = nested
-        self._window, self._base, self._ahead = b"", 0, _WINDOW
-        self._values, self._text = _MOST_VALUES, _TEXT
-        self._known: dict[bytes, tuple[Extension, int, int]] = {}  # by how it begins: where payload and value end
-        self._lengths: list[int] = []  # of these beginnings
+        self._window, self._base, self._ahead = b"", 0, _MIN_WINDOW_BYTES
+        self._values, self._text = _MAX_VALUES, _MAX_TEXT_BYTES  # how many more values and bytes are allowed
+        # By the bytes with which an extension begins: its contents, the offset of its payload, and its size.
+        self._known: dict[bytes, tuple[Extension, int, int]] = {}
+        self._lengths: list[int] = []  # the different lengths of these beginnings
 
     def value(self, at: int, end: int) -> tuple[Any, int]:
-        """The value at an offset and the offset behind it, which is at most `end`."""
+        """Returns the value at an offset, and the offset after it, which is at most `end`."""
         return self._value(at, end, 0)
 
     def whole(self, at: int, end: int) -> Any:
-        """The value that fills a range."""
-        return self._whole(at, end, 0)
+        """Returns the value that fills a range exactly. Raises `CorruptError` for a shorter value."""
+        return self._filling(at, end, 0)
 
     def bytes(self, raw: Raw) -> bytes:
-        """The contents of a bin."""
+        """Returns the contents of a bin."""
         self._use_text(raw.size)
         return self.file.read(raw.offset, raw.size)
 
-    def _whole(self, at: int, end: int, payload: int) -> Any:
+    def _filling(self, at: int, end: int, payload: int) -> Any:
         value, behind = self._value(at, end, payload)
         if behind != end:
-            raise CorruptError(f"{self.file.path}: expected a value that ends at byte {end}, found one up to {behind}")
+            raise CorruptError(f"{self.file.path}: expected a value that ends at byte {end}, found one to {behind}")
         return value
 
     def _value(self, at: int, end: int, payload: int) -> tuple[Any, int]:
-        """The value at an offset and the offset behind it; `payload`: the offset of its extension's payload, or 0."""
-        stack: list[list[Any]] = []  # containers that are not complete: itself, how many are missing, a key
+        """Returns the value at an offset, and the offset after it.
+
+        payload: the offset of the payload of the extension that the value is in, or 0.
+
+        A stack replaces recursion: a file may nest containers deeper than Python's recursion limit.
+        """
+        stack: list[list[Any]] = []  # of each open container: itself, the number of missing items, and a pending key
         while True:
             value, missing, at = self._one(at, end, payload)
             if len(stack) == DEPTH and type(value) in (dict, list):
@@ -136,17 +148,17 @@ class Scanner:
                 self._put(stack[-1], value, payload)
 
     def _one(self, at: int, end: int, payload: int) -> tuple[Any, int, int]:
-        """A value, how many it still has to get where it is a container, and the offset behind it."""
+        """Returns a value, the number of items that it still needs if it is a container, and the offset after it."""
         begin = at
         kind, value, code, at = self._head(at, end)
         if kind == VALUE:
             return value, 0, at
         if kind in (LIST, MAP):
             inner = 2 * value if kind == MAP else value
-            self._check(at + inner, end)  # a byte each at least
+            self._check(at + inner, end)  # Each item has at least one byte.
             self._values -= inner
             if self._values < 0:
-                raise UnsafeError(f"{self.file.path}: more than {_MOST_VALUES} values, which cannot be meant")
+                raise UnsafeError(f"{self.file.path}: expected at most {_MAX_VALUES} values, found more")
             return {} if kind == MAP else [], value, at
         behind = at + value
         self._check(behind, end)
@@ -156,12 +168,12 @@ class Scanner:
             return Raw(at - payload, value), 0, behind
         if payload or code not in self._nested:
             return Ext(Extension(code, None), at), 0, behind
-        says = Extension(code, self._whole(at, behind, at))
+        says = Extension(code, self._filling(at, behind, at))
         self._remember(says, begin, at, behind)
         return Ext(says, at), 0, behind
 
     def _put(self, frame: list[Any], value: Any, payload: int) -> None:
-        """Puts a value into a container, or keeps it as the key of the next."""
+        """Puts a value into a container, or keeps it as the key of the next value."""
         container, _, key = frame
         if type(container) is list:
             container.append(value)
@@ -174,33 +186,33 @@ class Scanner:
         frame[1] -= 1
 
     def _remember(self, says: Extension, begin: int, at: int, behind: int) -> None:
-        """Keeps how an extension begins, when it is a list that ends with a bin."""
+        """Remembers the beginning of an extension if its payload is a list that ends with a bin."""
         last = says.value[-1] if type(says.value) is list and says.value else None
-        if type(last) is not Raw or len(self._known) == _MOST_KNOWN:
+        if type(last) is not Raw or len(self._known) == _MAX_PREFIXES:
             return
         place, length = begin - self._base, at + last.offset - begin
-        if 0 <= place <= len(self._window) - length and length <= _LONGEST_KNOWN:
+        if 0 <= place <= len(self._window) - length and length <= _MAX_PREFIX_BYTES:
             self._known[self._window[place : place + length]] = says, at - begin, behind - begin
             if length not in self._lengths:
                 self._lengths.append(length)
 
     def _alike(self, frame: list[Any], at: int, end: int) -> int:
-        """Takes entries of a map as long as they are extensions that begin like earlier ones; where the rest begins.
+        """Reads entries of a map while they are extensions with a known beginning. Returns the offset after the last.
 
-        Entries that are malformed, or longer than usual, are left there.
+        It stops at an entry that is malformed or has a long key. `_one` then reads that entry or raises.
         """
         container, missing, _ = frame
         known, lengths, text = self._known, self._lengths, 0
-        window, base, last = self._window, self._base, len(self._window) - _AHEAD
+        window, base, last = self._window, self._base, len(self._window) - _ENTRY_BYTES
         while missing and known:
             place = at - base
             if not 0 <= place <= last:
                 if at == end:
                     break
-                place = self._find(at, min(_AHEAD, end - at), end)
-                window, base, last = self._window, self._base, len(self._window) - _AHEAD
+                place = self._find(at, min(_ENTRY_BYTES, end - at), end)
+                window, base, last = self._window, self._base, len(self._window) - _ENTRY_BYTES
             first = window[place]
-            if first & 0xE0 != 0xA0:  # no text of less than 32 bytes
+            if first & 0xE0 != 0xA0:  # The key is not text of less than 32 bytes.
                 break
             begin, found = place + 1 + (first & 31), None
             for length in lengths:
@@ -224,14 +236,14 @@ class Scanner:
         return at
 
     def _head(self, at: int, end: int) -> tuple[int, Any, int, int]:
-        """The kind, the value or size, the type of an extension, and the offset behind."""
+        """Returns the kind of a value, the value or its size, the type of an extension, and the offset after them."""
         place = at - self._base
-        if place < 0 or place + _HEAD > len(self._window) or at + _HEAD > end:
-            place = self._find(at, max(min(_HEAD, end - at), 1), end)
+        if place < 0 or place + _MAX_HEAD_BYTES > len(self._window) or at + _MAX_HEAD_BYTES > end:
+            place = self._find(at, max(min(_MAX_HEAD_BYTES, end - at), 1), end)
         kind, layout, value = _HEADS[self._window[place]]
         if layout is None:
             if kind == NEVER:
-                raise CorruptError(f"{self.file.path}: byte {at} is 0xc1, with which no value begins")
+                raise CorruptError(f"{self.file.path}: expected a value at byte {at}, found 0xc1, which begins none")
             return kind, value, 0, at + 1
         behind = at + 1 + layout.size
         if behind > end:
@@ -240,12 +252,15 @@ class Scanner:
         return kind, fields[0] if value is None else value, fields[-1], behind
 
     def _find(self, at: int, size: int, end: int) -> int:
-        """The position in the window of some bytes; moves the window when they are not in it."""
+        """Returns the position of some bytes in the window. Reads a new window if they are not in it.
+
+        The window grows while its successors start close to its end, and shrinks again after a jump over large bins.
+        """
         place = at - self._base
         if place < 0 or place + size > len(self._window) or at + size > end:
             self._check(at + size, end)
-            near = 0 <= place <= len(self._window) + _NEAR
-            self._ahead = min(4 * self._ahead, _MOST_AHEAD) if near else _WINDOW
+            is_close = 0 <= place <= len(self._window) + _MAX_SKIP_BYTES
+            self._ahead = min(4 * self._ahead, _MAX_WINDOW_BYTES) if is_close else _MIN_WINDOW_BYTES
             self._window = self.file.read(at, max(size, min(self._ahead, self.file.size - at)))
             self._base, place = at, 0
         return place
@@ -270,44 +285,44 @@ class Scanner:
     def _use_text(self, size: int) -> None:
         self._text -= size
         if self._text < 0:
-            raise UnsafeError(f"{self.file.path}: more than {_TEXT} bytes of text, which cannot be meant to be read")
+            raise UnsafeError(f"{self.file.path}: expected at most {_MAX_TEXT_BYTES} bytes of text, found more")
 
     def _check(self, expected: int, end: int) -> None:
         if expected > end:
             raise CorruptError(
-                f"{self.file.path}: expected a value up to byte {expected} or further, but what it lies in ends at "
-                f"{end}; the file is damaged or cut short"
+                f"{self.file.path}: expected a value up to byte {expected} or further, but its container or the file "
+                f"ends at {end}; the file is damaged or cut short"
             )
 
 
 def named(value: Any) -> str:
-    """The kind of a value, or a small value itself, for messages."""
+    """Returns the kind of a value, or a small value itself, for error messages."""
     kinds = {dict: "a map", list: "an array", Ext: "an extension", Raw: "a bin", type(None): "nil"}
     return kinds.get(type(value), f"{value!r:.100}")
 
 
 def pack(value: bool | int | float | str | bytes | list[int] | None) -> bytes:
-    """A value as MessagePack, in the shortest form."""
+    """Returns a value as MessagePack, in the shortest form."""
     return msgspec.msgpack.encode(value)
 
 
 def map_head(count: int) -> bytes:
-    """The bytes before the keys and values of a map."""
+    """Returns the bytes before the keys and values of a map."""
     return _sized(count, ((16, 0x80), (1 << 16, 0xDE), (1 << 32, 0xDF)))
 
 
 def list_head(count: int) -> bytes:
-    """The bytes before the items of an array."""
+    """Returns the bytes before the items of an array."""
     return _sized(count, ((16, 0x90), (1 << 16, 0xDC), (1 << 32, 0xDD)))
 
 
 def bin_head(size: int) -> bytes:
-    """The bytes before the contents of a bin."""
+    """Returns the bytes before the contents of a bin."""
     return _sized(size, ((1 << 8, 0xC4), (1 << 16, 0xC5), (1 << 32, 0xC6)))
 
 
 def ext_head(code: int, size: int) -> bytes:
-    """The bytes before the payload of an extension."""
+    """Returns the bytes before the payload of an extension."""
     if size in (1, 2, 4, 8, 16):
         return bytes([0xD4 + size.bit_length() - 1, code])
     return _sized(size, ((1 << 8, 0xC7), (1 << 16, 0xC8), (1 << 32, 0xC9))) + bytes([code])
@@ -321,7 +336,7 @@ def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
 
 
 def beginning(store: Store, path: str, size: int = 4096) -> bytes:
-    """The first bytes of a file, fewer where it is shorter; b"" where there is no file."""
+    """Returns the first bytes of a file, fewer if it is shorter, or b"" without a file."""
     found = store.stat(path)
     if found is None or not found.is_file:
         return b""
@@ -330,12 +345,12 @@ def beginning(store: Store, path: str, size: int = 4096) -> bytes:
 
 
 def begins_with(kind: int) -> Callable[[bytes], bool]:
-    """Tells whether bytes begin with a value of a kind, of which there may be no more than the first byte."""
+    """Returns a function that returns True for bytes that begin with a value of a kind. It looks only at the first."""
     return lambda data: bool(data) and _HEADS[data[0]][0] == kind
 
 
 def ending(store: Store, path: str, size: int) -> bytes:
-    """The last bytes of a file, fewer where it is shorter; b"" where there is no file."""
+    """Returns the last bytes of a file, fewer if it is shorter, or b"" without a file."""
     found = store.stat(path)
     if found is None or not found.is_file:
         return b""
@@ -344,7 +359,10 @@ def ending(store: Store, path: str, size: int) -> bytes:
 
 
 def tokens(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The tokens up to the first bin or extension: kinds, and their values, text, counts, sizes or types."""
+    """Yields the tokens up to the first bin or extension, or up to the end of the data.
+
+    A token is a kind with its value, text, number of items, size or type.
+    """
     at = 0
     try:
         while True:

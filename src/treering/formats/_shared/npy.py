@@ -1,4 +1,4 @@
-"""The headers of NumPy's files (.npy), without NumPy's own reader, which evaluates them and opens pickles."""
+"""Reads the headers of NumPy's files (.npy). NumPy's own reader is not used: it evaluates headers and opens pickles."""
 
 import functools
 import re
@@ -11,18 +11,22 @@ from ..._core import dtypes
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from .kinds import NPY_MAGIC
 
-_MAX_HEADER_BYTES = 1 << 16  # bytes of a header
+_MAX_HEADER_BYTES = 1 << 16
 _SHAPE = r"\(((?:\d{1,19}L?, *)*(?:\d{1,19}L?)?)\)"
 _HEADER = re.compile(
     rf"\{{'descr': *('[^']*'|\[.*\]), *'fortran_order': *(True|False), *'shape': *{_SHAPE},? *\}}\s*", re.DOTALL
 )
 _DTYPE = re.compile(r"[<>|=]?(?:[biufc]\d{1,2}|[SU]\d{1,8}|[mM]8(?:\[\w{1,9}\])?)")
-# Dtypes for which NumPy has no names. Of two bytes there is one, as JAX takes for granted, too; many have one byte.
+# Dtypes for which NumPy has no names. Only one of them has two bytes, which JAX assumes too. Several have one byte, so
+# those are read as the default below and marked as not certain.
 _NAMELESS = {"V2": "bfloat16", "f1": "float8_e5m2", "V1": "uint8"}
 
 
 class Record(NamedTuple):
-    """A header. `dtype` is the text of the dtype that is read; `certain` says whether it is the saved one."""
+    """A parsed header. `dtype` is the text of the dtype of the result.
+
+    `certain` is False if the saved dtype may have been another of the same size. `columns` is True for Fortran order.
+    """
 
     stored: np.dtype
     dtype: str
@@ -32,16 +36,19 @@ class Record(NamedTuple):
 
 
 def read_header(take: Callable[[int], bytes], where: str) -> Record:
-    """Reads the header of an array, whose bytes follow. `take` returns the next bytes.
+    """Reads the header of an array. The bytes of the array follow it.
 
-    Raises `CorruptError`, `UnsafeError` and `UnsupportedError`, which begin with `where`.
+    take: returns the next `n` bytes.
+    where: the beginning of error messages.
+
+    Raises `CorruptError`, `UnsafeError` and `UnsupportedError`.
     """
     magic = take(8)
     if not magic.startswith(NPY_MAGIC) or magic[6] not in (1, 2, 3):
         raise CorruptError(f"{where}: expected an .npy record, found {magic!r}")
     size = int.from_bytes(take(2 if magic[6] == 1 else 4), "little")
     if size > _MAX_HEADER_BYTES:
-        raise UnsafeError(f"{where}: a header of {size} bytes")
+        raise UnsafeError(f"{where}: expected a header of at most {_MAX_HEADER_BYTES} bytes, found {size}")
     try:
         return _parse(take(size))
     except (CorruptError, UnsupportedError) as error:

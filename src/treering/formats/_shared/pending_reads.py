@@ -1,4 +1,4 @@
-"""TensorStore's futures: a bounded number of bytes under way, and its errors as Treering's."""
+"""Limits the memory of TensorStore's pending futures, and translates TensorStore's errors into Treering's."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _CODE = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
 
 
 class PendingReads:
-    """Futures under way, and the bytes they take."""
+    """Pending futures, and the bytes of memory that they take together, at most `limit`."""
 
     def __init__(self, store: Store, limit: int):
         self._store = store
@@ -27,7 +27,7 @@ class PendingReads:
         self._futures: deque[tuple[Any, int, str]] = deque()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits for the oldest futures until `nbytes` more are within the limit, or none is left."""
+        """Waits for the oldest futures until `nbytes` more are within the limit, or until none is pending."""
         while self._futures and self._held + nbytes > self._limit:
             self._end_one()
 
@@ -36,13 +36,16 @@ class PendingReads:
         self._futures.append((future, nbytes, path))
 
     def end(self) -> None:
-        """Waits for all. Raises the first error."""
+        """Waits for all futures. Raises the first error."""
         while self._futures:
             self._end_one()
 
     @contextlib.contextmanager
     def ended_on_errors(self) -> Iterator[None]:
-        """Waits for all futures when the block raises, for the caller then removes what was written."""
+        """Waits for all futures if the `with` block raises.
+
+        The caller then removes the files, and a future that is still pending could write one again.
+        """
         try:
             yield
         except BaseException:
@@ -50,7 +53,7 @@ class PendingReads:
             raise
 
     def settle(self) -> None:
-        """Waits for all, whatever comes of them."""
+        """Waits for all futures and ignores their errors."""
         while self._futures:
             with contextlib.suppress(Exception):
                 self._futures.popleft()[0].result()
@@ -64,7 +67,7 @@ class PendingReads:
 
 @contextlib.contextmanager
 def errors(store: Store, path: str) -> Iterator[None]:
-    """Raises TensorStore's errors as `OSError` if they are of the file system, and as `CorruptError` if not."""
+    """Translates TensorStore's errors: into `OSError` if the file system has failed, into `CorruptError` if not."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -74,7 +77,10 @@ def errors(store: Store, path: str) -> Iterator[None]:
         if text.startswith(_FAILURES):
             code = _CODE.search(text)
             raise (OSError(int(code[1]), text, path) if code else OSError(f"{path}: {text}")) from None
-        with contextlib.suppress(OSError):  # the error of TensorStore says more
-            place = path if is_folder(store, path, links=True) else os.path.dirname(path)  # no folders in a database
-            git_lfs.check_all(store, place)  # which is where TensorStore has read
+        # A git-lfs pointer that TensorStore has read as data explains the error better. If looking for one fails, the
+        # error of TensorStore is the better one.
+        with contextlib.suppress(OSError):
+            # Below the file of a database, `path` is not a folder of the store.
+            place = path if is_folder(store, path, links=True) else os.path.dirname(path)
+            git_lfs.check_all(store, place)
         raise CorruptError(f"{path}: {text}") from None

@@ -1,4 +1,4 @@
-"""The common reader of other libraries' formats: entries, and arrays that read boxes of themselves."""
+"""The common reader of foreign formats. It has the entries of a checkpoint, and arrays that can read their boxes."""
 
 import datetime
 import functools
@@ -23,30 +23,30 @@ from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
 from .extents import Runs, put_mapped, put_small
 
-_CHECK_SLICE_BYTES = 64 << 20  # bytes of an array that are checked at a time
-_AT_ONCE = 16  # files that are opened at a time where that takes long
+_CHECK_SLICE_BYTES = 64 << 20  # of an array that are checked at a time
+_MAX_PARALLEL_OPENS = 16  # files, in stores with slow replies
 _log = logging.getLogger("treering")
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Stored(Protocol):
-    """An array in its file."""
+    """An array in a file."""
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        """Reads a box, native-endian, into memory that is the caller's to change. Raises `CorruptError`.
+        """Reads a box in native byte order, into memory that the caller may change. Raises `CorruptError`.
 
-        With `mmap` it may be a view of a private mapping of the file.
+        With `mmap` the result may be a view of a private mapping of the file.
         """
         ...
 
     def can_map(self) -> bool:
-        """Whether the array lies in one piece on a file system that is known to be safe for mapping."""
+        """Returns True if the array is contiguous in a file that can safely be mapped."""
         ...
 
 
 def attempt(read: Callable[[], T]) -> T | CorruptError:
-    """The result of reading, or the `CorruptError` that it raises. Raises `UnsafeError`."""
+    """Returns the result of `read`, or the `CorruptError` that it raises. Raises its other errors, and `UnsafeError`."""
     try:
         return read()
     except UnsafeError:
@@ -56,19 +56,22 @@ def attempt(read: Callable[[], T]) -> T | CorruptError:
 
 
 def attempts(store: Store, given: Sequence[S | CorruptError], read: Callable[[S], T]) -> list[T | CorruptError]:
-    """What `attempt` gives for reading each; errors stay. Several at a time where the answers of a store take long."""
+    """Returns the result of `attempt` for each value, and each given error as it is.
+
+    In a store with slow replies it works on several values at a time.
+    """
     found: list[T | CorruptError] = [CorruptError("not read")] * len(given)
 
     def work(n: int) -> None:
         one = given[n]
         found[n] = one if isinstance(one, CorruptError) else attempt(lambda: read(one))
 
-    in_parallel(list(range(len(given))), work, 1 if store.object_bytes is None else _AT_ONCE)
+    in_parallel(list(range(len(given))), work, 1 if store.object_bytes is None else _MAX_PARALLEL_OPENS)
     return found
 
 
 def check_file(store: Store, path: str, index: str) -> str:
-    """The path of a file that an index names. Raises `CorruptError` unless there is one."""
+    """Returns the path of a file that an index names. Raises `CorruptError` if the file is missing."""
     there = store.stat(path)
     if there is None or not there.is_file:
         raise CorruptError(f"{path}: expected the file that {os.path.basename(index)} names, found nothing")
@@ -76,7 +79,7 @@ def check_file(store: Store, path: str, index: str) -> str:
 
 
 class _Lost:
-    """A placeholder for the array of a `LostEntry`; see `Stored`."""
+    """The array of a `LostEntry`, which cannot be read; see `Stored`."""
 
     def __init__(self, why: Sequence[str]):
         self._why = why
@@ -89,12 +92,14 @@ class _Lost:
 
 
 class ForeignReader:
-    """See `treering.formats.Source`. `arrays` holds every leaf that is an `ArrayEntry`, but for those that are lost.
+    """A checkpoint of a foreign format, see `treering.formats.Source`.
 
-    `left_out` describes what the checkpoint has beside its leaves and the reader does not read, which is logged.
+    arrays: the array of each `ArrayEntry`, by path. Lost entries need none.
+    immutable: True if files are replaced, never rewritten in place. Only then they are mapped by default.
+    left_out: describes the contents of the checkpoint that this reader does not read. They are logged.
     """
 
-    expands = False  # unless a format compresses
+    expands = False  # True for a format that compresses arrays
 
     positional = False
     ambiguous_dtypes: frozenset[str] = frozenset()
@@ -129,22 +134,22 @@ class ForeignReader:
         self.left_out = left_out
         if left_out:
             _log.warning("%s: left out, because it cannot be read here: %s", path, ", ".join(left_out))
-        self._immutable = immutable  # files that are not rewritten in place may be mapped by default
+        self._immutable = immutable
 
     def check_present(self) -> None: ...
 
     @property
     def identity(self) -> str:
-        """Of the leaves and the sizes of the files: other values in the same places are not told apart.
+        """A checksum of the leaves and the size of the checkpoint. It does not depend on the values of the arrays.
 
-        "" where arrays are not parts of files as they are, of which several processes could each read some.
+        "" if the arrays are not plain bytes of files. Processes then cannot share the reading.
         """
         if {*map(type, self._arrays.values())} - {Runs}:
             return ""
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode([self.nbytes, *self.entries.values()]))
 
     def stored(self) -> Collection[Stored]:
-        """The arrays in their files."""
+        """Returns the arrays in their files."""
         return self._arrays.values()
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
@@ -163,7 +168,7 @@ class ForeignReader:
         found: list[Any] = [None] * len(wanted)
         free = mmap is None and self._immutable
         every = self._can_map if free else bool(mmap)
-        plain: list[tuple[int, Runs, Box]] = []  # bytes of files as they are, which several threads may read
+        plain: list[tuple[int, Runs, Box]] = []  # plain bytes of files, which several threads may read
         views: list[tuple[int, Runs, Box]] = []
         for n, (entry, box) in enumerate(wanted):
             array = self._arrays[entry.path]
@@ -189,7 +194,8 @@ class ForeignReader:
         for why, paths in lost.items():
             yield Problem(self.path, tuple(paths), None, why)
         arrays = [entry for entry in self.entries.values() if not isinstance(entry, ValueEntry | LostEntry)]
-        begin, end = share.of(sum(entry.nbytes + 1 for entry in arrays))  # those without a byte are checked once, too
+        # One extra byte per array makes sure that an empty array is also in the share of exactly one process.
+        begin, end = share.of(sum(entry.nbytes + 1 for entry in arrays))
         at = 0
         for entry in arrays:
             for what in self._damage_of(entry, begin - at, end - at):
@@ -197,13 +203,13 @@ class ForeignReader:
             at += entry.nbytes + 1
 
     def _damage_of(self, entry: ArrayEntry, begin: int, end: int) -> Iterator[str]:
-        """Reads the slices of an array that begin between two of its bytes, and yields what is wrong with each."""
+        """Reads the slices of an array that begin in a range of its bytes, and yields the problem of each."""
         size = itemsize(entry.dtype)
         boxes = in_slices(entry.shape, size, _CHECK_SLICE_BYTES)
         for box in beginning_within(begin, end, ((box, size * math.prod(box_shape(box))) for box in boxes)):
             try:
                 self._arrays[entry.path].read(box, False)
-            except PermissionError:  # which says nothing about the bytes
+            except PermissionError:  # This is a fact about the user, not damage.
                 raise
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
@@ -212,7 +218,10 @@ class ForeignReader:
 
 
 def beginning_within(begin: int, end: int, parts: Iterable[tuple[T, int]]) -> Iterator[T]:
-    """Of parts that follow one another, each with its bytes, those that begin between two bytes of the whole."""
+    """Yields those of consecutive parts that begin in the byte range [begin, end) of all parts together.
+
+    parts: each part with its number of bytes.
+    """
     at = 0
     for part, nbytes in parts:
         if begin <= at < end:

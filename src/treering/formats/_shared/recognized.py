@@ -1,7 +1,7 @@
-"""A file that is written must be recognized as what it is: by its beginning, its end and its name.
+"""Checks that a new file will open as the format in which it was written.
 
-Formats are told apart by marks that are also keys or names that users choose. Whatever is written opens as the format
-that it was written in, or the save is refused before the file is in place.
+Treering recognizes a format by the beginning, the end and the name of a file. These may contain keys and names that
+users choose, and so look like another format. Then the save is refused before the file is in place.
 """
 
 import contextlib
@@ -12,15 +12,17 @@ from ...errors import CorruptError, UnsupportedError
 from ...stores.store import Stat, Store, Writer
 from .. import detect, get
 
-_BEGIN = 1 << 17  # bytes that are kept, unless a format looks at more
-_END = 64  # bytes
+_BEGIN_BYTES = 1 << 17  # that are kept of the beginning of a file, unless a format asks for more
+_END_BYTES = 64  # that are kept of its end
 
 
 @contextlib.contextmanager
-def new_file(store: Store, path: str, format: str, *, overwrite: bool, begin: int = _BEGIN) -> Iterator[Writer]:
-    """Yields a file to write, as `Store.new_file` does; `begin` is how many bytes of it show the format.
+def new_file(store: Store, path: str, format: str, *, overwrite: bool, begin: int = _BEGIN_BYTES) -> Iterator[Writer]:
+    """Yields a file to write, as `Store.new_file` does.
 
-    Raises `UnsupportedError`, and leaves nothing, if the file would not open as this format.
+    begin: the number of bytes at its beginning that are needed to recognize the format.
+
+    Raises `UnsupportedError`, and leaves no file, if the file would not open as this format.
     """
     with store.new_file(path, overwrite=overwrite) as file:
         watched = Watched(file, begin)
@@ -29,9 +31,9 @@ def new_file(store: Store, path: str, format: str, *, overwrite: bool, begin: in
 
 
 class Watched:
-    """A file that is written, of which the beginning and the end are kept."""
+    """A file that is being written. It keeps the beginning and the end of the data in memory."""
 
-    def __init__(self, file: Writer, begin: int = _BEGIN):
+    def __init__(self, file: Writer, begin: int = _BEGIN_BYTES):
         self._file, self._most = file, begin
         self.begin, self.end = bytearray(), b""
 
@@ -43,11 +45,11 @@ class Watched:
         self._file.write(data)
         view = memoryview(data).cast("B")
         self.begin += view[: max(self._most - len(self.begin), 0)]
-        self.end = (self.end + bytes(view[-_END:]))[-_END:]
+        self.end = (self.end + bytes(view[-_END_BYTES:]))[-_END_BYTES:]
 
 
 def check(path: str, files: dict[str, Watched], format: str) -> None:
-    """Raises `UnsupportedError` if a checkpoint of these files would not be recognized as one of its format."""
+    """Raises `UnsupportedError` if Treering would not recognize a checkpoint of these files as one of this format."""
     try:
         found = detect(_Planned(files), path).name  # pyright: ignore[reportArgumentType] (what telling formats apart needs)
     except (UnsupportedError, CorruptError):
@@ -62,7 +64,10 @@ def check(path: str, files: dict[str, Watched], format: str) -> None:
 
 
 def check_names(path: str, names: Iterable[str], format: str) -> None:
-    """Checks the same of a folder whose formats its files' names show. Names are paths within the folder."""
+    """Checks a folder whose format is recognized by the names of its files, as `check` does.
+
+    names: paths within the folder.
+    """
     check(path, {posixpath.join(path, name): Watched(_Nothing()) for name in names}, format)
 
 
@@ -75,7 +80,7 @@ class _Nothing:
 
 
 class _Planned:
-    """The files of a checkpoint before they are in place, as far as telling formats apart reads a store."""
+    """The files of a checkpoint that is not in place yet. It has the methods of `Store` that `detect` calls."""
 
     def __init__(self, files: dict[str, Watched]):
         self._files = files
@@ -99,7 +104,7 @@ class _Planned:
 
 
 class _Blob:
-    """The beginning and the end of a file that is written."""
+    """The beginning and the end of a file that is being written, to read."""
 
     def __init__(self, path: str, file: Watched):
         self.path, self.size = path, file.size

@@ -1,21 +1,21 @@
-"""What no file may claim: paths that lead out of its folder, and two leaves of one path."""
+"""Checks of names in files from others: no path may lead out of its folder, and no two leaves may have one path."""
 
 import itertools
 from collections.abc import Sequence
 
 from ...errors import CorruptError, UnsafeError
 
-_LONGEST = 255  # bytes of a file's name
+_MAX_NAME_BYTES = 255  # of a file
 
 
 def check_inside(folder: str, name: str) -> None:
-    """Raises `UnsafeError` for a name that is no name in a folder, or leads out of it."""
-    if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST for part in name.split("/")):
+    """Raises `UnsafeError` for a name that cannot be that of a file in a folder, or that leads out of the folder."""
+    if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > _MAX_NAME_BYTES for part in name.split("/")):
         raise UnsafeError(f"{folder}: expected the name of something in this folder, found {name!r:.100}")
 
 
 def check_apart(paths: Sequence[str], where: str) -> None:
-    """Raises `CorruptError` for two leaves of one path, and for one that has leaves below it."""
+    """Raises `CorruptError` for two leaves with one path, and for a leaf that has other leaves below it."""
     for path, following in itertools.pairwise(sorted(paths, key=lambda path: path.split("/"))):
         if following == path:
             raise CorruptError(f"{where}: two leaves have one path: {path}")

@@ -1,7 +1,7 @@
-"""Flax's state dicts in MessagePack, which the files of Flax, FJFormer, EasyLM and T5X share.
+"""Reads Flax's state dicts in MessagePack, which the files of Flax, FJFormer, EasyLM and T5X contain.
 
-A state dict is nested maps with leaves in them. Arrays are extensions whose payload is ``[shape, dtype, bytes]``, or,
-where they are larger than Flax puts into one extension, maps of several of these.
+A state dict consists of nested maps of leaves. An array is an extension whose payload is ``[shape, dtype, bytes]``. An
+array that is too large for one extension of Flax is a map of several extensions.
 """
 
 import logging
@@ -21,10 +21,10 @@ from .msgpack import Ext, Extension, Raw, Scanner, named
 from .reader import Stored, attempt
 
 CHUNKED = "__msgpack_chunked_array__"
-PLACEHOLDER = "//GDAPlaceholder:"  # text that Flax takes for an array which lies elsewhere
+PLACEHOLDER = "//GDAPlaceholder:"  # Flax treats text with this beginning as an array in another file
 ARRAY, COMPLEX, SCALAR = 1, 2, 3  # types of extensions
-_PATHS = 64 << 20  # characters of all paths of one file
-_AXES = 64  # of a NumPy array, at most
+_MAX_PATH_CHARACTERS = 64 << 20  # of all paths of one file together
+_MAX_AXES = 64  # of a NumPy array
 _TEXT = re.compile(r"(str|bytes)(\d{1,9})")
 _log = logging.getLogger("treering")
 
@@ -38,7 +38,7 @@ class Leaves(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """An array that a state dict only mentions."""
+    """An array in another file, to which a state dict refers."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,10 +46,11 @@ class Elsewhere(NamedTuple):
 
 
 class StateDict:
-    """Makes leaves of a scanned state dict.
+    """Finds the leaves of a scanned state dict.
 
-    find: returns the array that a map or a text, given with its path, stands for, if any, or why it cannot be read.
-    seen_as: dtypes that are taken for others of their size.
+    find: called with the path and the value of every map and text. Returns the array in another file that the value
+        stands for, the error if that array cannot be read, or None for other values.
+    seen_as: dtypes that are read as another dtype of the same size.
     """
 
     def __init__(
@@ -62,19 +63,21 @@ class StateDict:
         self._file, self._find = file, find
         self._seen_as = {} if seen_as is None else seen_as
         self._kinds: dict[Extension, _Kind] = {}
-        self._room = _PATHS
+        self._room = _MAX_PATH_CHARACTERS
         self._scanner = Scanner(file, (ARRAY, COMPLEX, SCALAR))
 
     def scan(self, at: int, end: int) -> tuple[Any, int]:
-        """The value at an offset and the offset behind it; see `Scanner`."""
+        """Returns the value at an offset, and the offset after it; see `Scanner`."""
         return self._scanner.value(at, end)
 
     def whole(self, at: int, end: int) -> Any:
-        """The value that fills a range."""
+        """Returns the value that fills a range exactly; see `Scanner`."""
         return self._scanner.whole(at, end)
 
     def leaves(self, tree: Any, at: str | None = None) -> Leaves:
-        """The leaves of a scanned value, which lies at a path or (None) is the root.
+        """Returns the leaves of a scanned value.
+
+        at: the path of the value; None for the root.
 
         Raises `CorruptError` and `UnsupportedError` that name the leaf.
         """
@@ -103,12 +106,14 @@ class StateDict:
                 pending.pop()
                 continue
             if self._room < 0:
-                raise UnsafeError(f"{self._file.path}: paths of more than {_PATHS} characters together")
+                raise UnsafeError(
+                    f"{self._file.path}: expected paths of at most {_MAX_PATH_CHARACTERS} characters in all, found more"
+                )
             pending.append(zip([prefix + name for name in names], children, strict=True))
         return Leaves(entries, arrays, skeleton)
 
     def _leaf(self, path: str, value: Any) -> tuple[Entry, Stored | None] | None:
-        """The entry of a leaf and, of an array, where it lies; None for a container."""
+        """Returns the entry of a leaf, with its array if it is one; None for a container."""
         if type(value) is Ext:
             if value.says.code == COMPLEX:
                 return ValueEntry(path, *encode(_complex(value.says.value))), None
@@ -137,7 +142,7 @@ class StateDict:
         return _Kind("numpy-scalar" if says.code == SCALAR and not shape else "numpy", dtype, about, raw.offset)
 
     def _layout(self, dtype: str, shape: tuple[int, ...], found: int) -> tuple[str, Layout]:
-        """The dtype as it is seen and the layout of an array for which so many bytes were found."""
+        """Returns the dtype under which an array is read, and its layout. Raises unless it has `found` bytes."""
         expected = math.prod(shape) * dtypes.itemsize(dtype)
         if expected != found:
             raise CorruptError(f"expected {expected} bytes of {dtype}{list(shape)}, found {found}")
@@ -146,7 +151,7 @@ class StateDict:
 
 
 class _Kind(NamedTuple):
-    """The array kind of extensions that begin alike; `offset` is where the array begins in the payload."""
+    """The array of all extensions with one beginning. The array starts at `offset` in the payload."""
 
     type: Literal["numpy", "numpy-scalar"]
     dtype: str
@@ -155,7 +160,7 @@ class _Kind(NamedTuple):
 
 
 def _array(payload: Any) -> tuple[str, tuple[int, ...], Raw]:
-    """dtype, shape and bytes of an array's extension."""
+    """Returns the dtype, the shape and the bytes of the extension of an array."""
     if type(payload) is list and len(payload) == 3:
         shape, name, raw = payload
         if type(shape) is list and type(name) is str and type(raw) is Raw:
@@ -164,13 +169,13 @@ def _array(payload: Any) -> tuple[str, tuple[int, ...], Raw]:
 
 
 def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
-    if len(sizes) <= _AXES and all(type(n) is int and n >= 0 for n in sizes):
+    if len(sizes) <= _MAX_AXES and all(type(n) is int and n >= 0 for n in sizes):
         return tuple(sizes)
     raise CorruptError(f"expected the sizes of an array's axes, found {sizes!r:.100}")
 
 
 def _dtype(name: str) -> str:
-    """The text of a dtype that a file names as NumPy does."""
+    """Returns the text of a dtype from the name that NumPy has for it, which may give the bits of a text."""
     if found := _TEXT.fullmatch(name):
         bits = int(found[2])
         return f"<U{bits // 32}" if found[1] == "str" else f"|S{bits // 8}"
@@ -178,7 +183,7 @@ def _dtype(name: str) -> str:
 
 
 def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
-    """dtype and shape of an array that is cut up, and the offsets and sizes of its bytes."""
+    """Returns the dtype and shape of an array in several extensions, and the offsets and sizes of their bytes."""
     sizes, chunks = numbered(value.get("shape")), numbered(value.get("chunks"))
     if sizes is None or not chunks or not all(type(chunk) is Ext and chunk.says.code == ARRAY for chunk in chunks):
         raise CorruptError("expected the shape and the chunks of a large array, each numbered from 0")
@@ -197,7 +202,7 @@ def _complex(payload: Any) -> complex:
 
 
 def _container(value: Any) -> tuple[Node, Sequence[str], Sequence[Any]]:
-    """A container's node, and the path components and values of its children."""
+    """Returns the node of a container, and the path components and the values of its children."""
     if type(value) is list:
         return Node("list", "", len(value)), [str(n) for n in range(len(value))], value
     if value.keys() == {"name", "fields", "values"}:  # how Flax wrote named tuples until 2020
@@ -221,14 +226,17 @@ def _texts(keys: list[Any]) -> list[str]:
 
 
 def numbered(value: Any) -> list[Any] | None:
-    """The items of a map whose keys number them; None for anything else."""
+    """Returns the items of a map whose keys are the numbers from 0, or None for other values."""
     if type(value) is not dict or any(str(n) not in value for n in range(len(value))):
         return None
     return [value[str(n)] for n in range(len(value))]
 
 
 def own_step(leaves: Leaves, path: str) -> int | None:
-    """The number of updates that a state itself has counted, in the leaf at a path; None where there is no such."""
+    """Returns the number of updates that a training state has counted in the leaf at a path.
+
+    Returns None without such a leaf. Logs a leaf that cannot be read, and returns None for it.
+    """
     entry = next((entry for entry in leaves.entries if entry.path == path), None)
     if isinstance(entry, LostEntry):
         step = CorruptError(entry.why[0])
@@ -239,5 +247,5 @@ def own_step(leaves: Leaves, path: str) -> int | None:
     else:
         return None
     if isinstance(step, CorruptError):
-        _log.warning("opened without the step that the state has counted: %s", step)
+        _log.warning("the checkpoint opens without a step, because the leaf with its number cannot be read: %s", step)
     return step if type(step) is int and step >= 0 else None

@@ -1,4 +1,4 @@
-"""Writing Flax's state dicts in MessagePack: trees of entries, leaf by leaf and slice by slice."""
+"""Writes Flax's state dicts in MessagePack. Only a slice of an array is in memory at a time."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from ...stores.store import Writer
 from .msgpack import bin_head, ext_head, list_head, map_head, pack
 from .state_dict import ARRAY, CHUNKED, COMPLEX, PLACEHOLDER, SCALAR
 
-MAX_CHUNK = 1 << 30  # bytes of an array that Flax puts into one extension
-_SLICE_BYTES = 64 << 20  # bytes of an array that are held in memory
-_LEVELS = 500  # that the MessagePack package still reads
+MAX_CHUNK = 1 << 30  # bytes of an array that Flax stores in one extension
+_SLICE_BYTES = 64 << 20  # of an array that are in memory at a time
+_MAX_LEVELS = 500  # of a tree, which the MessagePack package can still parse
 
 
 def tree_of(contents: Source) -> Any:
-    """The paths of the leaves in nested dicts, lists and tuples."""
+    """Returns the paths of the leaves in nested dicts, lists and tuples."""
     paths = list(contents.entries)
     return nest(paths, paths) if contents.skeleton is None else build(contents.skeleton, paths)
 
@@ -34,9 +34,11 @@ def check(
     options: Mapping[str, Any],
     refused: Callable[[str, Entry], str | None] = lambda path, entry: None,
 ) -> None:
-    """Raises `UnsupportedError`, which names every leaf that a file cannot hold, and `MismatchError` for options.
+    """Raises `UnsupportedError` for leaves that a file cannot store, and `MismatchError` for options.
 
-    refused: why a format cannot hold a leaf that state dicts can.
+    refused: returns the reason why a format cannot store a leaf that state dicts can store, or None.
+
+    The error names every such leaf.
     """
     if options:
         raise MismatchError(f"format={format!r}: expected no options of its own, found {', '.join(options)}")
@@ -46,24 +48,24 @@ def check(
 
 
 def _refused(path: str, entry: Entry) -> str | None:
-    if path.count("/") > _LEVELS:
-        return f"it lies more than {_LEVELS} levels deep, which no reader of this format can parse"
+    if path.count("/") > _MAX_LEVELS:
+        return f"it is more than {_MAX_LEVELS} levels deep, which no reader of this format can parse"
     if CHUNKED in path and CHUNKED in split(path):
-        return f"the key {CHUNKED} means something else in this format"
+        return f"this format reserves the key {CHUNKED} for large arrays"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "a typed PRNG key; store jax.random.key_data(key) in its place, or drop it by a rule"
+            return "a typed PRNG key; store jax.random.key_data(key) instead, or drop it by a rule"
         return f"dtype {entry.dtype}, which Flax cannot read back" if entry.dtype[0] in "<|" else None
     value = entry.decode()
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         return "an int of more than 64 bits"
-    return "Flax takes such text for an array" if type(value) is str and value.startswith(PLACEHOLDER) else None
+    return "Flax reads such text as an array" if type(value) is str and value.startswith(PLACEHOLDER) else None
 
 
 def write(out: Writer, tree: Any, contents: Source, instead: Mapping[str, bytes] | None = None) -> None:
-    """Writes a tree of paths as a state dict, of the leaves that `contents` has there.
+    """Writes a tree of paths as a state dict. `contents` has the leaves at these paths.
 
-    What is `bytes` in the tree, or instead of a leaf, is MessagePack already.
+    Values of type `bytes` in the tree are MessagePack already and are copied. `instead` has such bytes for some paths.
     """
     stack = [tree]
     while stack:
@@ -82,7 +84,7 @@ def write(out: Writer, tree: Any, contents: Source, instead: Mapping[str, bytes]
 
 
 def leaf(entry: Entry, contents: Source) -> Iterator[bytes | memoryview]:
-    """A leaf as MessagePack, in parts."""
+    """Yields a leaf as MessagePack, in parts."""
     if isinstance(entry, ValueEntry):
         yield _value(entry.decode())
         return
@@ -99,7 +101,7 @@ def leaf(entry: Entry, contents: Source) -> Iterator[bytes | memoryview]:
 
 
 def number(value: complex) -> bytes:
-    """A number of Python as an array without axes, in MessagePack."""
+    """Returns a number of Python as an array without axes, in MessagePack."""
     array = np.array(value)
     head, _ = _extension(ARRAY, dtypes.to_text(array.dtype), (), array.nbytes)
     assert isinstance(head, bytes)
@@ -107,7 +109,7 @@ def number(value: complex) -> bytes:
 
 
 def leaf_size(entry: Entry) -> int:
-    """The number of bytes of a leaf as MessagePack."""
+    """Returns the number of bytes of a leaf as MessagePack."""
     if isinstance(entry, ValueEntry):
         return len(_value(entry.decode()))
     return sum(len(part) if isinstance(part, bytes) else part for part in _layout(entry))
@@ -121,7 +123,7 @@ def _value(value: Any) -> bytes:
 
 
 def _layout(entry: ArrayEntry) -> list[bytes | int]:
-    """The parts of an array in the file: bytes, and numbers of bytes of its contents."""
+    """Returns the parts of an array in the file: bytes as they are, and for array contents the number of bytes."""
     itemsize = dtypes.itemsize(entry.dtype)
     size = math.prod(entry.shape)
     if size * itemsize <= MAX_CHUNK:
@@ -143,7 +145,7 @@ def _extension(code: int, dtype: str, shape: Sequence[int], nbytes: int) -> list
 
 
 def _bytes(contents: Source, entry: ArrayEntry) -> Iterator[memoryview]:
-    """The contents of an array, in C order."""
+    """Yields the bytes of an array, in C order, slice by slice."""
     for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):
         (array,) = contents.read([(entry, box)], verify=True)
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

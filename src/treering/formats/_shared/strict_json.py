@@ -1,4 +1,4 @@
-"""JSON that all readers take alike: what RFC 8259 leaves open is refused."""
+"""Parses JSON that every reader understands in the same way. It refuses what RFC 8259 leaves open."""
 
 import json
 import math
@@ -7,20 +7,17 @@ from typing import Any, NoReturn
 
 import msgspec
 
-MALFORMED = (
-    ValueError,
-    RecursionError,
-    msgspec.MsgspecError,
-    SystemError,
-)  # what parsing and converting raise; `msgspec` 0.19 its own, and the last for integers of thousands of digits
-_MINUS_ZERO = (b"-0,", b"-0]", b"-0}", b"-0 ", b"-0\n", b"-0\r", b"-0\t")  # where one may be; parsing is slower then
+# The errors of parsing and converting. `msgspec` 0.19 raises a `SystemError` for integers of thousands of digits.
+MALFORMED = (ValueError, RecursionError, msgspec.MsgspecError, SystemError)
+# Text with one of these may contain a number that is written -0. Only then every integer is checked, which is slow.
+_MINUS_ZERO = (b"-0,", b"-0]", b"-0}", b"-0 ", b"-0\n", b"-0\r", b"-0\t")
 
 
 def parse(data: bytes) -> Any:
-    """Parses JSON. Raises `ValueError` for what readers would take differently, `RecursionError` for too many levels.
+    """Parses JSON. Raises `ValueError` for text that readers may understand differently.
 
-    That is a key that stands twice in an object, a number that is no finite double, the integer -0, text that is not
-    UTF-8 or has half of a surrogate pair, and anything else that is no JSON.
+    That is an object with one key twice, a number that is not a finite double, the integer -0, text that is not UTF-8
+    or has half of a surrogate pair, and anything that is not JSON. Raises `RecursionError` for too many levels.
     """
     top = json.loads(
         data.decode(),
@@ -35,15 +32,19 @@ def parse(data: bytes) -> Any:
 
 
 def parse_typed(data: bytes, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses an object as `parse` does, and makes values of these types of some of its fields.
+    """Parses an object as `parse` does, and converts the fields in `types` to these types.
 
-    A field in which nothing is left open is decoded at once, in a fraction of the time. Raises what is `MALFORMED`.
+    A field without any of the ambiguities that `parse` refuses is decoded directly, which is several times faster.
+    Raises the errors in `MALFORMED`.
     """
     fields = {key: bytes(raw) for key, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items()}
-    end = data[-64:].rstrip()  # a copy of it all would take longer; more blanks are blanks elsewhere
+    # Only the end is copied, because stripping all of it would copy megabytes. If more than 64 blanks end the data, the
+    # test below fails and the slow path handles them.
+    end = data[-64:].rstrip()
     nbytes = len(data) - len(data[-64:]) + len(end)
     if nbytes != 1 + sum(len(key.encode()) + len('"":,') + len(raw) for key, raw in fields.items()):
-        top = parse(data)  # with blanks or escapes; or a key stands there twice
+        # The object has blanks or escapes between its fields, or one key twice, which `msgspec` does not report.
+        top = parse(data)
         return {key: msgspec.convert(value, types.get(key, Any)) for key, value in top.items()}
     return {key: _value(raw, types.get(key)) for key, raw in fields.items()}
 
@@ -53,22 +54,24 @@ def _value(raw: bytes, type: Any) -> Any:
         return parse(raw)
     if b"{" in raw or b"\\u" in raw or _may_have_minus_zero(raw):
         return msgspec.convert(parse(raw), type)
-    return msgspec.json.decode(raw, type=type)  # keeps all the other rules
+    return msgspec.json.decode(raw, type=type)  # `msgspec` itself enforces all the other rules of `parse`.
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of a JSON object, for `json.loads`. Raises `ValueError` when a key stands there twice."""
+    """Returns the pairs of a JSON object as a dict, for `json.loads`. Raises `ValueError` if a key occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key occurs twice in one object")
     return result
 
 
 def is_plain(data: bytes | bytearray, keys: int) -> bool:
-    """Whether JSON surely keeps these rules, when a lenient parser has found so many different keys in it.
+    """Returns True if JSON certainly follows the rules of `parse`. False means that `parse` must decide.
 
-    In ASCII without blanks every key is followed by a quotation mark and a colon at once, so they can be counted if
-    nothing but quotation marks is escaped. False says nothing.
+    keys: the number of different keys that a lenient parser has found.
+
+    In ASCII without blanks, a quotation mark and a colon follow every key. So the keys can be counted in the text, if
+    only quotation marks are escaped. A larger count reveals a key that occurs twice.
     """
     blanks = (b" ", b"\n", b"\r", b"\t")
     if not data.isascii() or any(one in data for one in blanks) or _may_have_minus_zero(data):
@@ -82,7 +85,7 @@ def _may_have_minus_zero(data: bytes | bytearray) -> bool:
 
 def _integer(text: str) -> int:
     if text == "-0":
-        raise ValueError("a number is written -0, which some readers take for an integer and others for a float")
+        raise ValueError("a number is written -0, which some readers read as an integer and others as a float")
     return int(text)
 
 
@@ -93,5 +96,5 @@ def _refuse(constant: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is beyond a double")
+        raise ValueError(f"{text} is beyond the range of a double")
     return value
