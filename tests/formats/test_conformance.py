@@ -406,7 +406,7 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
         opening(lambda reader, store: setattr(reader, "problems", lambda: iter([None]))),
         "_replace",
     ),
-    "every_format_claims_its_own_checkpoints_only": (claiming(lambda store, path: store.stat(path)), "takes one of"),
+    "every_format_claims_its_own_checkpoints_only": (claiming(lambda store, path: store.stat(path)), "claims one of"),
     "suffixes_choose_the_format": ({"suffixes": (".safetensors",)}, "safetensors"),
     "junk_is_refused": (claiming(lambda store, path: store.list(path)), "'/'"),
     "what_may_not_be_read_is_refused": (claiming(lambda store, path: INDEX in store.list(path)), "permission denied"),

@@ -1,4 +1,4 @@
-"""Tests of how a checkpoint takes its place: what errors leave behind, and other writers."""
+"""Tests of the moment in which a checkpoint appears at its path: after errors, and with several writers."""
 
 import contextlib
 import errno
@@ -22,14 +22,14 @@ from ._doubles import FailingDisk, LedgerDisk, interrupted
 from ._samples import sample, spread
 from ._subject import Subject, listing, remove
 
-_POINTS = 12  # at which an error is injected
+_POINTS = 12  # operations, at most, at which an error is injected
 
 
 class Commits(Subject):
     """See `treering.testing.FormatConformance`."""
 
     def test_overwriting_is_asked_for(self, tmp_path: Path) -> None:
-        """Otherwise an error says that there is something, and it is untouched."""
+        """Without `overwrite`, a save to an existing path raises and leaves it unchanged."""
         self.needs_writer()
         old, new = self.small(), {"other": sample("float32", (40, 50), 9)}
         path = self.made(tmp_path, old)
@@ -42,13 +42,13 @@ class Commits(Subject):
         self.make(path, new, overwrite=True)
         self.assert_holds(path, new)
         for name, leaf in self.leaves(old).items():
-            self.assert_same(held[name], leaf, name)  # though its file is another by now
+            self.assert_same(held[name], leaf, name)  # Arrays that were read before keep the old values.
         self.make(path, old, overwrite=True)
         self.assert_holds(path, old)
         assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
     def test_foreign_things_are_never_replaced(self, tmp_path: Path) -> None:
-        """Not even with `overwrite`: a folder that is no checkpoint, nor a file where there is to be a folder."""
+        """Even with `overwrite`, a save never replaces a folder that is not a checkpoint, or a file by a folder."""
         self.needs_writer()
         folder, file = self.place(tmp_path, "folder"), self.place(tmp_path, "file")
         folder.mkdir()
@@ -56,7 +56,7 @@ class Commits(Subject):
         file.write_text("mine")
         is_file = self.made(tmp_path / "own", self.small()).is_file()
         before = listing(tmp_path)
-        for place in [folder] if is_file else [folder, file]:  # a file is replaced by a file if so wished
+        for place in [folder] if is_file else [folder, file]:  # A single-file format may overwrite any file.
             for overwrite in (False, True):
                 with pytest.raises(ExistsError):
                     self.make(place, self.small(), overwrite=overwrite)
@@ -64,7 +64,10 @@ class Commits(Subject):
         assert (folder / "notes.txt").read_text() == file.read_text() == "mine"
 
     def test_errors_of_the_disk_leave_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """At whatever point: a new path is free again, an old checkpoint is whole, and nothing else is there."""
+        """After an error at any operation, a new path is free again, and an old checkpoint is complete.
+
+        No other files remain.
+        """
         self.needs_writer()
         old, new = self.small(), {"large": sample("float32", (300, 400)), **self.small()}
         path = self.made(tmp_path / "old", old)
@@ -80,9 +83,9 @@ class Commits(Subject):
                 before = listing(tmp_path)
                 failed = self._fails(FailingDisk(at + 1), target, new, overwrite, monkeypatch)
                 where = f"operation {at + 1} of {counted.count} with overwrite={overwrite}"
-                if not failed:  # it was about tidying up
+                if not failed:  # The error was in the cleanup after the commit, which is only logged.
                     self.assert_holds(target, new)
-                elif overwrite and listing(tmp_path) != before:  # it is in place, though perhaps not durable
+                elif overwrite and listing(tmp_path) != before:  # The new one is in place, but perhaps not durable.
                     self.assert_holds(target, new)
                     assert [file.name for file in target.parent.iterdir()] == [target.name], where
                 else:
@@ -93,19 +96,19 @@ class Commits(Subject):
                     self.assert_holds(target, new)
 
     def test_nothing_is_seen_before_it_is_durable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A checkpoint appears in one step, when all that it consists of would survive a power cut."""
+        """A checkpoint appears in one step, and only after all of its files would survive a power cut."""
         self.needs_writer()
         path = self.place(tmp_path, "x")
         for overwrite in (False, True):
             disk = LedgerDisk(str(path))
             stores.register(stores.Filesystem(disk))
             self.make(path, {"large": sample("float32", (300, 400)), **self.small()}, overwrite=overwrite)
-            assert disk.placed, "it came into being bit by bit"
-            assert not disk.early, "it was seen too early"
-            assert not disk.unsettled, "its name is not durable"
+            assert disk.placed, "the checkpoint appeared bit by bit"
+            assert not disk.early, "the checkpoint appeared before its files were durable"
+            assert not disk.unsettled, "the name of the checkpoint is not durable"
 
     def test_file_systems_without_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Checkpoints are written and replaced even where a file cannot have two names."""
+        """Checkpoints are written and replaced even on file systems without hard links."""
         self.needs_writer()
 
         def link(*args: Any, **options: Any) -> None:
@@ -130,7 +133,7 @@ class Commits(Subject):
         return False
 
     def test_errors_of_the_source_leave_nothing(self, tmp_path: Path) -> None:
-        """As when the checkpoint that is copied turns out damaged on the way."""
+        """A read error of the copied checkpoint, at any of its arrays, leaves no files."""
         self.needs_writer()
         native, old = tmp_path / "native", self.small()
         tree = {f"w{n}": sample("float32", (80, 300), n) for n in range(6)}
@@ -147,10 +150,10 @@ class Commits(Subject):
             self.assert_holds(path, old)
 
     def test_of_two_writers_one_wins(self, tmp_path: Path) -> None:
-        """The writer that ends first wins, and the other gets `ExistsError`; with `overwrite`, the last one stays."""
+        """The first writer to commit wins, and the other raises `ExistsError`. With `overwrite` the last one wins."""
         self.needs_writer()
         if self.name == "treering":
-            pytest.skip("it is written by `save` alone, not through the protocol")
+            pytest.skip("only `save` writes this format, not the method `write`")
         trees = {"first": {"a": sample("float32", (90, 300))}, "second": {"b": sample("float32", (40, 500), 1)}}
         for name, tree in trees.items():
             save(tmp_path / "native" / name, tree)
@@ -175,7 +178,7 @@ class Commits(Subject):
                     stack.enter_context(
                         self._racing(path, name, interrupted(reader, 1, functools.partial(both.wait, 30)), won)
                     )
-            assert len(won) == 1, f"{won or 'nobody'} won"
+            assert len(won) == 1, f"expected one winner, found {won}"
             self.assert_holds(path, trees[won[0]])
             remove(path)
             assert set(listing(folder)) == expected

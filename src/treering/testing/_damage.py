@@ -1,4 +1,4 @@
-"""Tests of files that were cut off, changed or lost."""
+"""Tests of checkpoints with files that are cut off, changed or missing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +13,12 @@ from ._doubles import in_time, memory_bounded
 from ._samples import identity, spread
 from ._subject import Subject, blank
 
-_SECONDS = 60  # for one damaged checkpoint, on the slowest of machines
-_CHANGES = (0x01, 0x80, 0xFF, 0x10, 0x02)
+_SECONDS = 60  # for one damaged checkpoint, on a slow machine
+_CHANGES = (0x01, 0x80, 0xFF, 0x10, 0x02)  # masks that flip bits of a byte
 
 
 class _Damage(NamedTuple):
-    """A file with other contents; None where it is gone."""
+    """A damage to a file: its new contents, or None if it is removed."""
 
     file: Path
     contents: bytes | None
@@ -29,7 +29,7 @@ class Damage(Subject):
     """See `treering.testing.FormatConformance`."""
 
     def test_files_cut_off_anywhere(self, tmp_path: Path) -> None:
-        """An error, or what is still there is all there was, unaltered; and the same when files are missing."""
+        """Reading a checkpoint with a shortened or missing file raises, or returns exactly the saved leaves."""
         path = self.made(tmp_path, self.small())
         places = [(file, size) for file in self.files(path) for size in range(file.stat().st_size)]
 
@@ -43,7 +43,10 @@ class Damage(Subject):
         self._try(path, list(damages()), cut=True)
 
     def test_bytes_changed_anywhere(self, tmp_path: Path) -> None:
-        """An error or, where there are no checksums, other values or names; never another shape, nor another error."""
+        """Reading a changed checkpoint raises a `TreeringError`.
+
+        Formats without checksums may return other values or names, but never another shape.
+        """
         path = self.made(tmp_path, self.small())
         places = [(file, at) for file in self.files(path) for at in range(file.stat().st_size)]
 
@@ -78,7 +81,7 @@ class Damage(Subject):
         assert not problems, "\n".join([f"{len(problems)} of {len(damages)}:", *problems[:20]])
 
     def _outcome(self, path: Path) -> dict[str, tuple[Any, ...]] | None:
-        """The leaves of a checkpoint as far as they can be read; None when it is refused."""
+        """Returns the leaves of a checkpoint, or None if reading it raises a `TreeringError`."""
         try:
             ckpt = open_checkpoint(path)
             repr(ckpt)
@@ -87,16 +90,16 @@ class Damage(Subject):
                 return {name: identity(leaf) for name, leaf in self.leaves(found).items()}
             found = {name: identity(leaf) for name, leaf in ckpt.items() if isinstance(leaf, LazyArray)}
             restore(path)
-            assert ckpt.format == self.name, f"it was taken for one of {ckpt.format}"
+            assert ckpt.format == self.name, f"it was opened as {ckpt.format}"
             return found
         except TreeringError:
             return None
 
     def _wrong(self, found: dict[str, Any], expected: dict[str, Any], cut: bool) -> str | None:
-        """The wrong result of reading a damaged checkpoint, as text; None when there is none."""
+        """Returns the reason why the leaves of a damaged checkpoint are wrong, or None if they are acceptable."""
         if cut or self.checksums:
             if changed := [name for name, leaf in found.items() if leaf != expected.get(name)]:
-                return f"other values came back of {changed}"
+                return f"other values were read of {changed}"
             if not (cut and self.streams) and found.keys() != expected.keys():
                 return f"expected {list(expected)}, found {list(found)}"
             return None

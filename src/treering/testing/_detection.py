@@ -1,4 +1,4 @@
-"""Tests of telling a format from others, and of the bytes that are read for that and for opening a checkpoint."""
+"""Tests of how a format is recognized, and of how many bytes recognizing and opening a checkpoint read."""
 
 import contextlib
 import os
@@ -22,14 +22,14 @@ from ._doubles import CountingDisk, ForbiddenDisk, in_time
 from ._samples import sample
 from ._subject import Subject
 
-_LOOK = 2 << 20  # bytes that may be read to find out what a file is
+_MAX_LOOK_BYTES = 2 << 20  # that may be read to recognize or open a checkpoint
 
 
 class Detection(Subject):
     """See `treering.testing.FormatConformance`."""
 
     def test_every_format_claims_its_own_checkpoints_only(self, tmp_path: Path) -> None:
-        """This one's are refused by all others with a reason, and theirs by this one."""
+        """Every other format refuses checkpoints of this one with a reason, and this one refuses theirs."""
         own = self.made(tmp_path, self.small(), "own")
         assert self.subject.refuses(stores.of(""), str(own)) is None
         assert formats.detect(stores.of(""), str(own)).name == self.name == open_checkpoint(own).format
@@ -37,17 +37,17 @@ class Detection(Subject):
             if name == self.name:
                 continue
             other = formats.get(name)
-            assert _reason(other.refuses(stores.of(""), str(own))), f"{name} takes it for one of its own"
+            assert _reason(other.refuses(stores.of(""), str(own))), f"{name} claims it"
             path = str(tmp_path / f"{name}{other.suffixes[0] if other.suffixes else ''}")
             try:
                 save(path, self.small(), format=name)
             except UnsupportedError:
-                continue  # it is only read
-            assert _reason(self.subject.refuses(stores.of(""), path)), f"it takes one of {name} for its own"
+                continue  # Treering cannot write that format.
+            assert _reason(self.subject.refuses(stores.of(""), path)), f"it claims one of {name}"
             assert formats.detect(stores.of(""), path).name == name
 
     def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
-        """A destination with a suffix of the format is written in it without being asked for."""
+        """A save to a path with a suffix of the format uses it without `format=`."""
         suffixes = self.subject.suffixes
         assert isinstance(suffixes, tuple) and all(suffix.startswith(".") for suffix in suffixes)
         if not suffixes:
@@ -58,7 +58,7 @@ class Detection(Subject):
             self.assert_holds(tmp_path / f"x{suffix}", self.small())
 
     def test_junk_is_refused(self, tmp_path: Path) -> None:
-        """Whatever lies there, and under whatever name, a look at it raises nothing; only opening it does."""
+        """`refuses` never raises, whatever the file and its name are. Only opening raises."""
         own = self.made(tmp_path, self.small(), "own")
         junk = list(_junk(tmp_path / "junk"))
         for path in [*junk, *_broken(own, tmp_path / "broken", self.files(own))]:
@@ -73,14 +73,14 @@ class Detection(Subject):
             assert _reason(self.subject.refuses(stores.of(""), path)), ascii(path)
 
     def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
-        """An error of the file system is a reason like others, so that other formats get their turn."""
+        """An error of the file system is a reason to refuse, so that the other formats are tried too."""
         own = self.made(tmp_path, self.small(), "own")
         reason = self.subject.refuses(stores.Filesystem(ForbiddenDisk()), str(own))
         assert reason is None or _reason(reason)
         assert _reason(self.subject.refuses(stores.Filesystem(ForbiddenDisk()), str(tmp_path)))
 
     def test_a_look_is_cheap(self, tmp_path: Path) -> None:
-        """However large the files are, no more is read than a header."""
+        """`refuses` reads at most a header, even of large files."""
         own = self.made(tmp_path, self.small(), "own")
         for file in self.files(own):
             _replace(file, file.read_bytes())
@@ -92,18 +92,18 @@ class Detection(Subject):
         for path in (own, *junk):
             disk = CountingDisk()
             self.subject.refuses(stores.Filesystem(disk), str(path))
-            assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes of {path} were read"
+            assert disk.nbytes < _MAX_LOOK_BYTES, f"{disk.nbytes} bytes of {path} were read"
 
     def test_opening_reads_no_arrays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It reads few bytes, and does not notice that those of the arrays are gone; reading and `verify` may."""
+        """Opening reads few bytes. It works even if the bytes of the arrays are zeros; reading them may then raise."""
         tree = {"a": sample("float32", (1024, 1024)), "small": self.small(), "b": sample("float64", (512, 1024), 1)}
         path = self.made(tmp_path, tree)
         before = str(open_checkpoint(path))
         disk = CountingDisk()
         with stores.using(stores.Filesystem(disk)):
             ckpt = open_checkpoint(path)
-            assert disk.nbytes < _LOOK, f"{disk.nbytes} bytes were read"
-            assert len(repr(ckpt)) and disk.nbytes < _LOOK
+            assert disk.nbytes < _MAX_LOOK_BYTES, f"{disk.nbytes} bytes were read"
+            assert len(repr(ckpt)) and disk.nbytes < _MAX_LOOK_BYTES
             ckpt.abstract()
         for array in (tree["a"], tree["b"]):
             self.wipe(path, array)
@@ -120,11 +120,11 @@ class Detection(Subject):
                 continue
             assert found.shape == leaf.shape
             wiped = leaf.nbytes > 1 << 20
-            assert not (wiped and self.checksums), "what was wiped came back without an error"
+            assert not (wiped and self.checksums), "a wiped array was read without an error"
             assert wiped or found.tobytes() == leaf.tobytes()
 
     def wipe(self, path: Path, array: np.ndarray) -> None:
-        """Damages an array: puts zeros in the place of its bytes or, if these are compressed, of files of that size."""
+        """Damages an array: replaces its bytes by zeros. If they are compressed, it replaces all large files."""
         data = array.tobytes()
         hits = 0
         for file in self.files(path):
@@ -136,10 +136,10 @@ class Detection(Subject):
             if file.stat().st_size >= len(data) // 2:
                 _replace(file, bytes(file.stat().st_size))
                 hits += 1
-        assert hits, "the bytes of the array are nowhere; override `wipe`"
+        assert hits, "no file has the bytes of the array; override `wipe`"
 
     def test_steps_of_a_run_are_found(self, tmp_path: Path) -> None:
-        """Complete checkpoints count and nothing else does; the latest is opened, whatever it is called."""
+        """`steps` lists complete checkpoints and no other files. `open` chooses the one with the greatest number."""
         if self.step_name is None:
             path = self.made(tmp_path / "run", self.small())
             names = stores.of("").list(str(path.parent))
@@ -169,13 +169,13 @@ def _reason(text: Any) -> bool:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Puts other contents into a file that may be read-only, or that others may have mapped."""
+    """Replaces a file that may be read-only, or that a reader may have mapped."""
     file.unlink()
     file.write_bytes(data)
 
 
 def _junk(folder: Path) -> Iterator[str]:
-    """Files, folders and links that are no checkpoint."""
+    """Yields the paths of files, folders and links that are not checkpoints."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     contents = [b"", b"\0", bytes(5000), b"x", b"\n", b"{}", b"[]", b"null\n", b"{" * 5000, b"[" * 5000, b"\xff" * 64]
@@ -196,10 +196,10 @@ def _junk(folder: Path) -> Iterator[str]:
 
 
 def _broken(own: Path, folder: Path, files: list[Path]) -> Iterator[str]:
-    """Copies of a checkpoint in which a file is cut off, is gone, or is a folder."""
+    """Yields copies of a checkpoint in which one file is cut off, missing, or a folder."""
     folder.mkdir()
     if own not in files and not own.is_dir():
-        return  # it is named by a prefix of its files
+        return  # The path is only a prefix of the names of its files, so it cannot be copied as one.
     for number, file in enumerate(files):
         size = file.stat().st_size
         for kept in sorted({-2, -1, 0, 1, 7, 8, 9, size // 2, size - 1}):

@@ -1,4 +1,4 @@
-"""Disks and readers that count, or fail on request."""
+"""Test doubles of disks and readers, which count operations or fail at a chosen one."""
 
 import contextlib
 import ctypes
@@ -25,11 +25,11 @@ _LOOKING = (
     *("stat", "list", "lock", "lock_shared", "same_file", "close", "open", "open_dir"),
     *("size", "has_holes", "read", "map", "populate", "is_local"),
 )
-_ANSWERS = {"lock": None, "lock_shared": None, "is_local": False}  # what those say that turn errors into answers
+_ANSWERS = {"lock": None, "lock_shared": None, "is_local": False}  # results of operations that hide errors
 
 
 class QuickDisk(Disk):
-    """A disk that makes nothing durable, which no test can tell and takes most of the time."""
+    """A disk that makes nothing durable. Tests cannot see the difference, and it saves most of their time."""
 
     def sync(self, fd: int) -> None: ...
 
@@ -37,7 +37,7 @@ class QuickDisk(Disk):
 
 
 class BottomlessDisk(QuickDisk):
-    """A disk that keeps nothing of what is written to it."""
+    """A disk that discards all bytes that are written to it."""
 
     def write(self, fd: int, data: memoryview, offset: int) -> None: ...
 
@@ -45,7 +45,7 @@ class BottomlessDisk(QuickDisk):
 
 
 class HeldDisk(Disk):
-    """Writes nothing until it is told to go on."""
+    """A disk that creates no file until the event `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -56,7 +56,7 @@ class HeldDisk(Disk):
 
 
 class CountingDisk(QuickDisk):
-    """Counts the bytes that are read from files: `nbytes`."""
+    """A disk that counts the bytes read from files, in `nbytes`."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -72,10 +72,10 @@ class CountingDisk(QuickDisk):
 
 
 class LedgerDisk(QuickDisk):
-    """Knows what would be lost in a power cut: `early` are names that were given to what was not durable yet.
+    """A disk that tracks what a power cut would lose.
 
-    `placed` says whether the path, or a file in it, has got its name in one step, and `unsettled` are the directories
-    that have names which are not durable.
+    `placed` is True once a link or rename has put a file at `path` or in it. `early` lists the files that were not
+    durable at that moment. `unsettled` has the directories with a new name that is not durable.
     """
 
     def __init__(self, path: str) -> None:
@@ -128,7 +128,7 @@ class LedgerDisk(QuickDisk):
         return super().exchange(a, b)
 
     def _place(self, old: str, new: str) -> None:
-        """A name is given to what has another one; where that is a file in a checkpoint, to all files in that."""
+        """Records that `old` gets the name `new`. If `new` is in the checkpoint, all its files must be durable."""
         inside = os.path.dirname(new) == self._path
         if new == self._path or inside:
             self.placed = True
@@ -137,14 +137,14 @@ class LedgerDisk(QuickDisk):
 
 
 def _all_of(path: str) -> set[str]:
-    """A file, or a directory with everything below it; nothing when there is none."""
+    """Returns a file, or a directory with everything below it; nothing if the path does not exist."""
     if not os.path.isdir(path):
         return {path} if os.path.exists(path) else set()
     return {path, *(os.path.join(base, name) for base, dirs, files in os.walk(path) for name in dirs + files)}
 
 
 class ForbiddenDisk(QuickDisk):
-    """A disk on which nothing may be looked into."""
+    """A disk on which opening and listing raise `PermissionError`."""
 
     def open(self, path: str) -> int:
         raise PermissionError(errno.EACCES, "injected: permission denied", path)
@@ -154,14 +154,17 @@ class ForbiddenDisk(QuickDisk):
 
 
 class SteppedDisk(QuickDisk):
-    """Counts its operations, and goes through `step` with each; with `looking` also those that change nothing."""
+    """A disk that numbers its operations and runs each through `step`.
+
+    looking: includes operations that change nothing.
+    """
 
     def __init__(self, *, looking: bool = False):
         self.count, self._looking = 0, looking
         self._counting = threading.Lock()
 
     def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs the operation with this number, from 1; subclasses change or fail it."""
+        """Runs the operation with this number, counted from 1. Subclasses change it or make it fail."""
         return operation(*args)
 
 
@@ -184,9 +187,9 @@ for _name, _value in vars(Disk).items():
 
 
 class FailingDisk(SteppedDisk):
-    """Makes one operation fail: the one with the number `at`. With `lasting`, all after it fail as well.
+    """A disk whose operation number `at` fails. With `lasting`, all later ones fail too.
 
-    `failed` names those that did, and `log` has all of them with their first argument.
+    `failed` names the failed operations. `log` has all operations with their first argument.
     """
 
     def __init__(self, at: int = 0, code: int = errno.EIO, *, lasting: bool = False, looking: bool = False):
@@ -196,21 +199,22 @@ class FailingDisk(SteppedDisk):
         self.log: list[tuple[str, Any]] = []
 
     def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        self.log.append((name, args[0] if isinstance(args[0], str | int) else None))  # and not a mapping
+        first = args[0] if isinstance(args[0], str | int) else None  # The log must not keep a mapping alive.
+        self.log.append((name, first))
         if number != self.at and not (self._lasting and number > self.at > 0):
             return operation(*args)
         self.failed.append(name)
         if name in _ANSWERS:
             return _ANSWERS[name]
-        if name == "close":  # the system lets go of the file all the same
+        if name == "close":  # The system closes a file even if it reports an error.
             operation(*args)
         raise OSError(self.code, f"injected: {os.strerror(self.code)}")
 
 
 class SignallingDisk(SteppedDisk):
-    """Sends its own process a signal at the operation with the number `at`: before it, after it, or half way through.
+    """A disk that sends its own process a signal at operation number `at`: before it, after it, or halfway through.
 
-    Only writes can be half done.
+    Only writes can be interrupted halfway.
     """
 
     def __init__(self, at: int, when: Literal["before", "within", "after"], number: int):
@@ -223,7 +227,7 @@ class SignallingDisk(SteppedDisk):
         if self._when == "after":
             try:
                 return operation(*args)
-            finally:  # also of one that fails, as a look at what is not there
+            finally:  # Also after an operation that fails, such as opening a missing file.
                 os.kill(os.getpid(), self._number)
         if self._when == "within" and name == "write":
             fd, data, offset = args
@@ -233,7 +237,7 @@ class SignallingDisk(SteppedDisk):
 
 
 def interrupted(reader: Source, at: int, action: Callable[[], Any]) -> Any:
-    """A source that does something before the box with the number `at`, from 1, is read."""
+    """Returns a source that calls `action` before it reads box number `at`, counted from 1."""
     return _Interrupted(reader, at, action)
 
 
@@ -256,7 +260,7 @@ class _Interrupted:
 
 
 class Ones:
-    """An array of ones that exists only where it is read."""
+    """An array of ones that takes memory only for the boxes that are read."""
 
     def can_map(self) -> bool:
         return False
@@ -266,22 +270,22 @@ class Ones:
 
 
 def ones(shape: tuple[int, ...]) -> Source:
-    """A checkpoint of one array `w` of float32 that takes no memory."""
+    """Returns a checkpoint with one array `w` of float32, which takes no memory."""
     entry = ArrayEntry("w", "numpy", "float32", shape)
     return ForeignReader("ones", "/ones", [entry], {"w": Ones()}, skeleton=[Node("dict", "", ["w"]), LEAF])
 
 
 @contextlib.contextmanager
 def memory_bounded(limit: int) -> Iterator[bool]:
-    """Fails when the process at any time within the block takes so many bytes more than before.
+    """Fails if the memory of the process grows by more than `limit` bytes at any time in the `with` block.
 
-    It says whether it can tell, which takes Linux.
+    Yields True if it can measure the memory, which works only on Linux.
     """
     gc.collect()
     try:
         with open("/proc/self/clear_refs", "w") as file:
             _return_large_blocks()
-            file.write("5")  # the peak is from now on
+            file.write("5")  # This resets the peak that the system records as VmHWM.
         before = _status("VmRSS")
     except OSError:
         yield False
@@ -292,10 +296,10 @@ def memory_bounded(limit: int) -> Iterator[bool]:
 
 
 def _return_large_blocks() -> None:
-    """Has the C library give large blocks back as soon as they are freed, from now on.
+    """Makes the C library return large blocks to the system as soon as they are freed.
 
-    Once it has seen some freed, glibc keeps others like them, for each of the threads that a format's library happened
-    to use: two hundred megabytes in one run and none in the next, which nothing of ours holds.
+    By default, glibc keeps freed blocks for each thread. The libraries of some formats use a varying number of threads,
+    so the measured memory would differ by two hundred megabytes between runs without any leak.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -311,18 +315,18 @@ def _status(name: str) -> int:
 
 
 class TooSlowError(BaseException):
-    """Nothing that is tested may catch this."""
+    """The error of `in_time`. It is not an `Exception`, so that the tested code does not catch it."""
 
 
 @contextlib.contextmanager
 def in_time(seconds: float) -> Iterator[None]:
-    """Fails when the block takes longer; only in the main thread of a system with signals."""
+    """Fails if the `with` block takes longer. It works only in the main thread, on systems with signals."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*args: Any) -> None:
-        raise TooSlowError(f"not over after {seconds} seconds")
+        raise TooSlowError(f"expected an end within {seconds} seconds")
 
     handler = signal.signal(signal.SIGALRM, stop)
     before = signal.setitimer(signal.ITIMER_REAL, seconds)

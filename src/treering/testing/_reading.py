@@ -1,4 +1,4 @@
-"""Tests of what a checkpoint holds and how it is read."""
+"""Tests of the contents of a checkpoint and of all ways to read them."""
 
 import collections
 import itertools
@@ -31,7 +31,7 @@ class Reading(Subject):
     """See `treering.testing.FormatConformance`."""
 
     def test_a_reader_says_what_there_is(self, tmp_path: Path) -> None:
-        """Every attribute of the protocol is there and agrees with the others."""
+        """A reader has every attribute of the protocol, and they agree with each other."""
         tree = {**self.small(), "list": [sample("float32"), sample("float32", seed=1)]}
         path = self.made(tmp_path, tree)
         reader = self.reader(path)
@@ -41,7 +41,7 @@ class Reading(Subject):
         )
         assert set(reader.entries) == set(self.leaves(tree))
         if reader.skeleton is not None:
-            built = build(reader.skeleton, list(reader.entries))  # raises unless they fit together
+            built = build(reader.skeleton, list(reader.entries))  # It raises unless skeleton and entries fit together.
             assert jax.tree.leaves(built) and set(jax.tree.leaves(built)) == set(reader.entries)
         assert reader.step is None or type(reader.step) is int
         assert all(type(name) is str and type(value) is float for name, value in dict(reader.metrics).items())
@@ -57,7 +57,7 @@ class Reading(Subject):
         assert list(reader.problems()) == [] and reader.read([]) == []
 
     def test_arrays_come_back_bit_for_bit(self, tmp_path: Path) -> None:
-        """Of every dtype, without axes, without elements, and in several shapes."""
+        """Arrays of every dtype and of several shapes, also without axes or elements, are read bit for bit."""
         shapes = [(3, 5), (), (0,), (4, 0, 2), (1, 1, 1, 2)]
         tree = {f"d{n:02}": [sample(d, shape, n) for shape in shapes] for n, d in enumerate(self.dtypes)}
         path = self.made(tmp_path, tree)
@@ -66,7 +66,7 @@ class Reading(Subject):
             self.assert_restores(path, tree, mmap=mmap)
 
     def test_large_arrays_and_odd_layouts(self, tmp_path: Path) -> None:
-        """Of a few MiB; and transposed, strided, reversed, broadcast and big-endian ones."""
+        """Large arrays, and transposed, strided, reversed, broadcast and big-endian ones, are read bit for bit."""
         odd = {n: a for n, a in odd_layouts().items() if dtypes.to_text(a.dtype) in self.dtypes}
         tree = {
             "large": sample("float32", (1031, 1009)),
@@ -79,16 +79,16 @@ class Reading(Subject):
             self.assert_restores(path, {**tree, "odd": [_native(a) for a in tree["odd"]]}, mmap=mmap)
 
     def test_values_come_back(self, tmp_path: Path) -> None:
-        """Numbers, text, bytes, None and functions, with a template and without."""
+        """Numbers, text, bytes, None and functions are read, with a template and without one."""
         tree = {"w": sample("float32"), "values": self.held()}
         path = self.made(tmp_path, tree)
         self.assert_holds(path, tree)
         self.assert_restores(path, tree)
 
     def test_typed_keys_come_back(self, tmp_path: Path) -> None:
-        """Of several implementations, single ones and many."""
+        """Typed PRNG keys of several implementations are read, single keys and arrays of them."""
         if not self.keys:
-            pytest.skip(f"{self.name} holds no typed keys")
+            pytest.skip(f"{self.name} stores no typed keys")
         keys = [jax.random.key(1), jax.random.split(jax.random.key(2, impl="rbg"), (2, 3))]
         path = self.made(tmp_path, {"keys": keys})
         self.assert_holds(path, {"keys": keys})
@@ -98,7 +98,7 @@ class Reading(Subject):
             assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in keys]
 
     def test_names_come_back(self, tmp_path: Path) -> None:
-        """Odd keys, as those of leaves and of containers; and keys that are no text."""
+        """Unusual keys of leaves and of containers are read, and so are keys that are not text."""
         tree: dict[str, Any] = {"n": {name: {name: sample("int32", (n,))} for n, name in enumerate(self.names)}}
         tree["numbers"] = {10: sample("int32", (2,)), 9: sample("int32", (3,))}
         tree["many"] = {f"layer{n}": {"w": sample("float32", (2,), n)} for n in range(300)}
@@ -107,7 +107,7 @@ class Reading(Subject):
         self.assert_restores(path, tree)
 
     def test_containers_come_back(self, tmp_path: Path) -> None:
-        """With a template as they were; without one, empty containers where the format records them."""
+        """A template restores all containers. Without one, empty containers exist if the format records them."""
         a, b, c = (sample("float32", (2,), n) for n in range(3))
         tree = {"pair": _Pair(a, [b]), "tuple": (c,), "empty": {"dict": {}, "list": [], "tuple": ()}}
         path = self.made(tmp_path, tree)
@@ -119,7 +119,10 @@ class Reading(Subject):
             assert kept == ({"dict": 0, "list": 0, "tuple": 0} if self.empty else {})
 
     def test_step_metrics_and_metadata_come_back(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Those that the format has a place for come back; the others are refused by name, and nothing is written."""
+        """Step, metrics and metadata are read if the format stores them.
+
+        Otherwise a save with them names them in an error and writes nothing.
+        """
         about = {
             "step": 7,
             "metrics": {"loss": 0.1, "worst": math.inf, "ü": -0.0},
@@ -153,7 +156,7 @@ class Reading(Subject):
             assert not plain.metadata
 
     def test_templates_say_what_comes_back(self, tmp_path: Path) -> None:
-        """JAX arrays, NumPy arrays and scalars; shapes alone; floats widened; wrong shapes and names refused."""
+        """A template decides between JAX and NumPy arrays and may widen floats. Wrong shapes and names raise."""
         tree = {"a": jax.numpy.arange(6.0).reshape(2, 3), "b": sample("int32"), "c": np.float32(1.5)}
         path = self.made(tmp_path, tree)
         self.assert_restores(path, tree)
@@ -168,7 +171,7 @@ class Reading(Subject):
                 restore(path, wrong)
 
     def test_arrays_go_to_many_devices_and_come_from_there(self, tmp_path: Path) -> None:
-        """Onto all devices that there are, along every axis."""
+        """Arrays are restored onto all devices, sharded along every axis, and saved from there."""
         devices = jax.devices()
         mesh = jax.sharding.Mesh(np.array(devices), ("x",))
         array = sample("float32", (2 * len(devices), 3 * len(devices)))
@@ -184,7 +187,7 @@ class Reading(Subject):
                 self.assert_holds(again, {"w": array})
 
     def test_slices_are_those_of_numpy(self, tmp_path: Path) -> None:
-        """Of arrays of all kinds of shapes, with steps, from behind, and empty; several boxes in one call."""
+        """Slices of many kinds, also with steps, negative and empty ones, equal NumPy's. So do boxes of one call."""
         arrays = [sample("float32", s, n) for n, s in enumerate([(7, 5, 6), (), (0, 4), (600, 700), (2, 1, 3, 2)])]
         path = self.made(tmp_path, {"a": arrays})
         ckpt, reader = open_checkpoint(path), self.reader(path)
@@ -209,7 +212,7 @@ class Reading(Subject):
         assert ckpt[next(iter(self.leaves({"a": arrays})))][0, 0].tobytes() == arrays[0][0, 0].tobytes()
 
     def test_arrays_are_writable_and_share_nothing(self, tmp_path: Path) -> None:
-        """A change of one array is seen neither in others, nor by a second reader, nor in the file."""
+        """A change of one array changes no other array, no second reader and no file."""
         tree = {"a": sample("float32", (64, 64)), "b": sample("int32", (9,)), "c": sample("float32", (), 2)}
         path = self.made(tmp_path, tree)
         for mmap in _MAPPED:
@@ -224,7 +227,7 @@ class Reading(Subject):
             arrays = [*first.values(), *second.values(), *slices, *twice]
             assert not any(np.may_share_memory(x, y) for x, y in itertools.combinations(arrays, 2))
             for array in (*first.values(), *slices, twice[0]):
-                if isinstance(array, np.ndarray):  # a slice of an array without axes is a scalar
+                if isinstance(array, np.ndarray):  # A slice of an array without axes is a scalar.
                     assert array.flags.writeable
                     array[...] = 1
             for name, array in tree.items():
@@ -233,7 +236,7 @@ class Reading(Subject):
             self.assert_holds(path, tree)
 
     def test_everything_else_works_on_it(self, tmp_path: Path) -> None:
-        """`at`, `select`, `apply`, `abstract`, `print`, `diff` and `verify`."""
+        """The methods and tools of checkpoints work: `at`, `select`, `apply`, `abstract`, `print`, `diff`, `verify`."""
         tree = {"deep": {"w": sample("float32", (4, 6)), "b": sample("int32", (3,))}, "w": sample("float32", (2,), 1)}
         path = self.made(tmp_path, tree)
         ckpt, leaves = open_checkpoint(path), self.leaves(tree)
@@ -268,13 +271,13 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 
 def _indices(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """Basic indices of an array, at random."""
+    """Yields random basic indices of an array, without end."""
     while True:
         parts: list[Any] = []
         for size in shape:
             start, stop = (int(n) for n in rng.integers(-size - 1, size + 2, 2))
             step = int(rng.choice([1, 1, 2, 3, -1, -2]))
-            whole_number = size > 0 and rng.random() < 0.3
-            parts.append(int(rng.integers(-size, size)) if whole_number else slice(start, stop, step))
+            is_integer = size > 0 and rng.random() < 0.3
+            parts.append(int(rng.integers(-size, size)) if is_integer else slice(start, stop, step))
         count = int(rng.integers(0, len(parts) + 1))
         yield tuple(parts[:count]) if rng.random() < 0.5 else (..., *parts[len(parts) - count :])

@@ -1,4 +1,4 @@
-"""The samples that formats are asked to hold, and the comparison of two leaves."""
+"""Sample leaves for the tests of formats, and the comparison of two leaves."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ DTYPES: tuple[str, ...] = (
     *("complex32", "bcomplex32", "complex128"),
     *("datetime64[ns]", "timedelta64[s]", "<U3", "|S5"),
 )
-"""Every dtype that Treering knows, as text; of those with a unit or a length one each."""
+"""The text of every dtype that Treering knows. Of dtypes with a unit or a length, it has one example each."""
 
 VALUES: dict[str, Any] = {
     "bool": True,
@@ -40,13 +40,13 @@ VALUES: dict[str, Any] = {
     "none": None,
     "function": max,
 }
-"""Leaves that are no arrays, by the names under which a format declares which of them it holds."""
+"""Leaves that are not arrays, by name. A format declares by these names which of them it can store."""
 
 NAMES: tuple[str, ...] = (
     *("", " ", ".", "..", "a.b", "a/b", "/", "~", "~1", "a\\b", "a\nb", "ü", "😀", "{}", '"', "%2e", "\0"),
     *("0", "-1", "None", "x" * 300, "__metadata__", "treering.json", "~@0,2", "c", "zarr.json"),
 )
-"""Keys of dicts that formats are known to stumble over."""
+"""Keys of dicts that some formats store wrongly."""
 
 _SPECIAL = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0 << 48}  # infinities
 _PARTS = {"complex64": "float32", "complex128": "float64"}
@@ -54,7 +54,7 @@ _WIDTH = {"1": 1, "2": 2, "4": 4}
 
 
 def sample(dtype: str, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> np.ndarray:
-    """An array of random bits: NaNs with payloads, signalling ones, negative zeros and whatever else there is."""
+    """Returns an array of random bits, which includes NaNs with payloads, signaling NaNs and negative zeros."""
     kind = dtypes.to_numpy(dtype)
     count = math.prod(shape)
     rng = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def sample(dtype: str, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> np.nda
 
 
 def odd_layouts() -> dict[str, np.ndarray]:
-    """Arrays that do not lie in memory as they do in files."""
+    """Returns arrays whose layout in memory differs from the layout in files."""
     block = sample("float32", (6, 8))
     return {
         "transposed": block.T,
@@ -95,7 +95,10 @@ def odd_layouts() -> dict[str, np.ndarray]:
 
 
 def identity(leaf: Any, *, numbers_as_arrays: bool = False) -> tuple[Any, ...]:
-    """Everything in which two leaves must not differ, where it does not matter whether JAX or NumPy has an array."""
+    """Returns a value that is equal for two leaves with equal contents, bit for bit.
+
+    JAX and NumPy arrays with the same contents have the same identity.
+    """
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = np.asarray(jax.random.key_data(leaf))
         return "key", str(jax.random.key_impl(leaf)), data.shape, data.tobytes()
@@ -109,15 +112,16 @@ def identity(leaf: Any, *, numbers_as_arrays: bool = False) -> tuple[Any, ...]:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         array = np.asarray(leaf)
         native = array.dtype.newbyteorder("=")
-        swapped = array.byteswap().view(native) if array.dtype != native else array  # no NaN is touched on the way
+        # Swapping bytes keeps every bit. A conversion of the dtype could change signaling NaNs.
+        swapped = array.byteswap().view(native) if array.dtype != native else array
         if swapped.dtype.name.strip("uint") in _WIDTH:
-            swapped = swapped.astype(np.int8)  # the upper bits of these belong to no value
+            swapped = swapped.astype(np.int8)  # The upper bits of these dtypes are undefined.
         return "array", dtypes.to_text(native), array.shape, swapped.tobytes()
     return ("none", None) if is_function(leaf) else encode(leaf)
 
 
 def same_kind(found: Any, template: Any) -> bool:
-    """Whether a restored leaf is of the kind that its template has."""
+    """Returns True if a restored leaf is of the same kind as its template."""
     for kind in (jax.Array, np.ndarray, np.generic):
         if isinstance(template, kind) or (kind is jax.Array and isinstance(template, jax.ShapeDtypeStruct)):
             return isinstance(found, kind)
@@ -125,7 +129,7 @@ def same_kind(found: Any, template: Any) -> bool:
 
 
 def spread(count: int, most: int) -> Iterator[int]:
-    """At most so many of the numbers below `count`: the first, the last, and others at equal distances."""
+    """Yields at most `most` of the numbers below `count`: the first, the last, and others at equal distances."""
     if count <= most:
         yield from range(count)
     else:

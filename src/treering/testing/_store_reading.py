@@ -1,4 +1,4 @@
-"""What is read of a store: bytes, names, versions."""
+"""Tests of reading from a store: bytes, names and versions."""
 
 import contextlib
 import random
@@ -58,7 +58,7 @@ class StoreReading(StoreSubject):
         if (memory := blob.mapped([(0, 200)])) is not None:
             blob.bring_all_in(memory, [(0, 200)])
             assert memory[:200] == bytes(range(200))
-            memory[0] = 9  # it is the caller's own
+            memory[0] = 9  # The mapping is private, so this does not change the file.
             assert blob.read(0, 1) == b"\0"
         blob.close()
 
@@ -70,11 +70,11 @@ class StoreReading(StoreSubject):
         for wanted, expected in ((ranges, len(data)), (ranges[1:], len(data)), (ranges, 10), ([(0, 10)], 10)):
             blob = store.open(f"{root}/x", expected=expected)
             blob.read(0, 10)
-            if (taken := blob.take(wanted)) is not None:  # else it is read where it is needed
+            if (taken := blob.take(wanted)) is not None:  # A store may return None, and then the bytes are read later.
                 assert [bytes(one) for one in taken] == [data[begin:end] for begin, end in wanted]
-                assert wanted == ranges, "the lesser part would keep the rest in memory"
+                assert wanted == ranges, "the small part would keep the other bytes in memory"
                 for one in taken:
-                    one[:] = bytes(len(one))  # it is the caller's own
+                    one[:] = bytes(len(one))  # The memory belongs to the caller now.
                 assert blob.take(wanted) is None
             assert blob.read(0, len(data)) == data
             blob.close()
@@ -93,7 +93,7 @@ class StoreReading(StoreSubject):
         if nbytes >= end and (taken := blob.take([(begin, end)])) is not None:
             assert memory == data[begin:end] == bytes(taken[0])
             memory[0] ^= 1
-            assert taken[0][0] == memory[0], "it is that very memory"
+            assert taken[0][0] == memory[0], "expected the memory that was given as `into`"
         assert blob.read(0, nbytes) == data
         blob.close()
 
@@ -112,13 +112,14 @@ class StoreReading(StoreSubject):
         sink.close()
         assert blob.read(0, 11) == b"another one" and store.open(f"{root}/x").size == 0
         for opened, expected in ((one, b"first"), (other, b"second")):
-            with contextlib.suppress(ReplacedError):  # where what is open does not stay; it is never anything else
+            # Some stores cannot keep the bytes of a replaced file. They raise, but never return other bytes.
+            with contextlib.suppress(ReplacedError):
                 assert opened.read(0, len(expected)) == expected
         assert store.stat(f"{root}/y") is None
 
     def test_a_folder_has_many_names(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
-        names = [f"{n:05}" for n in range(1_500)]  # more than a bucket lists at a time
+        names = [f"{n:05}" for n in range(1_500)]  # more than a bucket returns in one reply
         for name in names:
             sink = store.create(f"{root}/{name}")
             sink.finish(0)
@@ -155,13 +156,13 @@ class StoreReading(StoreSubject):
         assert sorted(files_in(store, root)) == ["a.b/x", "ab/x", "abc/y"] and store.stat(f"{root}/a") is None
 
     def test_a_folder_changes_with_its_contents(self, store: Store, root: str) -> None:
-        """By this a run knows when to look at a step again."""
+        """The version of a folder tells a run when it must read a step again."""
         store.make_folders(f"{root}/a", [])
         begun = time.time()
         put(store, f"{root}/a/x", b"text")
         seen = [store.stat(f"{root}/a")]
         assert seen[0] == store.stat(f"{root}/a") and seen[0] and abs(seen[0].modified - begun) < 60
-        time.sleep(0.02)  # what a file system's clock can tell apart
+        time.sleep(0.02)  # longer than the resolution of the clock of a file system
         put(store, f"{root}/a/y", b"text")
         seen.append(store.stat(f"{root}/a"))
         assert len({found.version for found in seen if found}) == 2

@@ -12,28 +12,29 @@ PAGE = 4096  # bytes; sinks are written at multiples of it
 
 
 class StoreSubject:
-    """What `treering.testing.StoreConformance` has to be told, and what its tests share."""
+    """The declarations of `treering.testing.StoreConformance`, which its subclasses override."""
 
     formats = ("treering", "safetensors", "flax", "equinox", "fjformer", "orbax", "t5x", "levanter")
 
     @pytest.fixture
     def store(self) -> Any:
-        """The store."""
+        """The store under test."""
         raise NotImplementedError
 
     @pytest.fixture
     def root(self) -> str:
-        """A path in it that no other test uses: a URL whose scheme is none of Treering's, or a folder."""
+        """A path in the store that no other test uses: a folder, or a URL whose scheme Treering does not know."""
         raise NotImplementedError
 
     @pytest.fixture
     def registered(self, store: Store, root: str) -> Iterator[str]:
-        """The root, while all calls of Treering that are given such a path use the store."""
+        """The root. While a test runs, Treering uses the store for all paths with this scheme."""
         scheme = root.partition("://")[0] if "://" in root else ""
         with stores.using(store, scheme):
             yield root
 
 
 def put(store: Store, path: str, data: bytes) -> None:
+    """Writes a new file."""
     with store.new_file(path, overwrite=False) as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""What is written to a store, by several at once."""
+"""Tests of writing to a store, also by several threads at once."""
 
 import contextlib
 import threading
@@ -60,7 +60,7 @@ class StoreWriting(StoreSubject):
         sink.close()
 
     def test_a_file_is_seen_while_it_is_written(self, store: Store, root: str) -> None:
-        """By this the processes of a save know that they write to one store."""
+        """The processes of a save look for the file of process 0 to verify that they write to one store."""
         store.make_folders(root, [])
         sink = store.create(f"{root}/x", visible=True)
         assert store.stat(f"{root}/x") and store.list(root) == ["x"]
@@ -225,8 +225,10 @@ class StoreWriting(StoreSubject):
 
 
 def _at_once(count: int, work: Callable[[int, Callable[[], Any]], None]) -> None:
-    """Calls `work(0, meet)`, `work(1, meet)`, … in threads, which wait for each other where they call `meet`. The first
-    error that any of them met is raised, and the others do not wait for that one."""
+    """Calls `work(0, meet)`, `work(1, meet)`, … in threads, which wait for each other when they call `meet`.
+
+    Raises the first error of any thread. The other threads then stop waiting for that one.
+    """
     barrier, errors = threading.Barrier(count, timeout=60), list[BaseException]()
 
     def run(n: int) -> None:

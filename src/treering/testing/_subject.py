@@ -1,4 +1,4 @@
-"""The declarations of a format under test; making and comparing its checkpoints."""
+"""The declarations of a format under test, and functions that make and compare its checkpoints."""
 
 import os
 import shutil
@@ -25,74 +25,76 @@ from ._samples import DTYPES, NAMES, VALUES, identity, same_kind, sample
 class Subject:
     """The declarations of `treering.testing.FormatConformance`, which its subclasses override.
 
-    A save of anything that is not declared to be held must be refused: nothing is changed silently.
+    A save must refuse every leaf that the format does not declare, because it must not change data silently.
     """
 
     format: ClassVar[Format | str]
-    """The format: an object, which is registered for the time of each test, or the name of one that is registered."""
+    """The format: the name of a registered format, or an object that each test registers while it runs."""
 
     options: ClassVar[Mapping[str, Any]] = {}
-    """What is passed to every save."""
+    """The options of every save."""
 
     suffix: ClassVar[str] = ""
-    """What the names of checkpoints end in."""
+    """The ending of the names of checkpoints."""
 
     step_name: ClassVar[str | None] = None
-    """What the checkpoint of a step is called in a run: ``step-{}``. None: such runs are not known to the format."""
+    """The name of a step in a run, such as ``step-{}``; None if the format has no runs."""
 
     writes: ClassVar[bool] = True
-    """Whether the format can be written; if not, override `make`."""
+    """True if Treering can write the format; if not, override `make`."""
 
     dtypes: ClassVar[Collection[str]] = DTYPES
-    """The dtypes of arrays that it holds, of those in `treering.testing.DTYPES`."""
+    """The dtypes in `treering.testing.DTYPES` that the format can store."""
 
     values: ClassVar[Collection[str]] = tuple(VALUES)
-    """The leaves other than arrays that it holds, by their names in `treering.testing.VALUES`."""
+    """The leaves other than arrays that the format can store, by their names in `treering.testing.VALUES`."""
 
     left_out: ClassVar[Collection[str]] = ()
-    """Of None, functions, text and bytes ("none", "function", "str", "bytes"), those that leave no trace: they are the
-    template's."""
+    """The kinds of leaves that the format silently leaves out ("none", "function", "str", "bytes").
+
+    A restore takes these leaves from the template.
+    """
 
     keys: ClassVar[bool] = True
-    """Whether it holds typed PRNG keys."""
+    """True if the format can store typed PRNG keys."""
 
     names: ClassVar[Collection[str]] = NAMES
-    """The keys of dicts that it holds, of those in `treering.testing.NAMES`."""
+    """The keys of dicts in `treering.testing.NAMES` that the format can store."""
 
     empty: ClassVar[bool] = True
-    """Whether it records empty containers."""
+    """True if the format records empty containers."""
 
     beside: ClassVar[Collection[str]] = ("step", "metrics", "metadata")
-    """What of these it has a place for."""
+    """Those of ``step``, ``metrics`` and ``metadata`` that the format can store."""
 
     numbers_are_arrays: ClassVar[bool] = False
-    """Whether Python's numbers become arrays without axes, which templates make numbers again."""
+    """True if the format stores Python's numbers as arrays without axes, which templates turn into numbers again."""
 
     positional: ClassVar[bool] = False
-    """Whether leaves have no names, so that only a template tells which is which."""
+    """True if the format stores leaves without names, so that only a template identifies them."""
 
     checksums: ClassVar[bool] = False
-    """Whether every change of a byte is either noticed or without effect."""
+    """True if every changed byte either raises an error or has no effect."""
 
     streams: ClassVar[bool] = False
-    """Whether a file that was cut off between two leaves looks complete."""
+    """True if a file that is cut off between two leaves looks complete."""
 
     damages: ClassVar[int] = 350
-    """How many places of a small checkpoint are cut off at, and how many changed; all of them if there are fewer."""
+    """The most byte positions at which the tests cut off files of a small checkpoint, and the most that they change."""
 
     most_memory: ClassVar[int] = 200 << 20
-    """Bytes of memory that copying a checkpoint of any size may take."""
+    """The most memory, in bytes, that copying a checkpoint of any size may take."""
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
-        """Makes a checkpoint of a tree. Formats that are only read make it in whatever way they can."""
+        """Makes a checkpoint of a tree. Override it for a format that Treering cannot write."""
         save(path, tree, format=self.name, **{**self.options, **options})
 
     def files(self, path: Path) -> list[Path]:
-        """The files that a checkpoint consists of."""
+        """Returns the files of a checkpoint."""
         return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
     def small(self) -> dict[str, Any]:
-        """A tree of arrays to be damaged. Override it where arrays are stored in other ways when they are larger."""
+        """Returns a tree of arrays for the tests of damage. Override it if larger arrays are stored in another way."""
         return {"weight": sample("float32", (3, 4)), "deep": {"bias": sample("int32", (5,), 1)}}
 
     @property
@@ -107,47 +109,47 @@ class Subject:
 
     @pytest.fixture(autouse=True)
     def _prepared(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        with stores.using(stores.of("")):  # the doubles that a test registers are gone after it
+        with stores.using(stores.of("")):  # The doubles that a test registers are removed after it.
             self.prepare(monkeypatch)
             yield
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Prepares each test."""
+        """Prepares a test: registers the format, and a disk that is fast because it makes nothing durable."""
         stores.register(stores.Filesystem(QuickDisk()))
         if not isinstance(self.format, str):
             monkeypatch.setitem(formats._registered, self.name, self.format)
 
     def place(self, folder: Path, name: str) -> Path:
-        """The path of a checkpoint of this name."""
+        """Returns the path of a checkpoint with this name."""
         return folder / f"{name}{self.suffix}"
 
     def made(self, folder: Path, tree: Any, name: str = "made", **options: Any) -> Path:
-        """The path of a checkpoint that was just made."""
+        """Makes a checkpoint and returns its path."""
         path = self.place(folder, name)
         self.make(path, tree, **options)
         return path
 
     def reader(self, path: Path) -> Source:
-        """The open checkpoint at a path, without anything around it."""
+        """Returns the source that the format opens at a path."""
         return self.subject.open(stores.of(""), str(path))
 
     def needs_writer(self) -> None:
-        """Skips a test of formats that are not only read."""
+        """Skips a test if Treering cannot write the format."""
         if not self.writes:
             pytest.skip(f"{self.name} is only read")
 
     def held(self) -> dict[str, Any]:
-        """The leaves other than arrays that the format says it holds."""
+        """Returns the leaves other than arrays that the format declares in `values`."""
         return {f"v{n:02}": VALUES[name] for n, name in enumerate(self.values)}
 
     def leaves(self, tree: Any) -> dict[str, Any]:
-        """The leaves of a tree that a checkpoint of it has, under their names there."""
+        """Returns the leaves of a tree that a checkpoint of it has, by their names in the checkpoint."""
         walked = walk.walk(tree)
         found = {p: leaf for p, leaf in zip(walked.paths, walked.leaves, strict=True) if not self.is_left_out(leaf)}
         return {str(n): leaf for n, leaf in enumerate(found.values())} if self.positional else found
 
     def is_left_out(self, leaf: Any) -> bool:
-        """Whether a leaf leaves no trace."""
+        """Returns True if the format silently leaves out a leaf."""
         kind = "none" if leaf is None else "function" if is_function(leaf) else type(leaf).__name__
         return kind in self.left_out
 
@@ -165,7 +167,7 @@ class Subject:
         assert a == b, f"{path or '(root)'}: expected {b!r:.300}, found {a!r:.300}"
 
     def assert_restores(self, path: Path, tree: Any, **options: Any) -> None:
-        """Asserts that a tree comes back bit for bit, of the same kinds and in its structure, into a blank template."""
+        """Asserts that a restore with a blank template returns the tree: its structure, kinds of leaves and bits."""
         found = restore(path, jax.tree.map(blank, tree), **options)
         assert jax.tree.structure(found) == jax.tree.structure(tree)
         for x, y in zip(*map(jax.tree.leaves, (found, tree)), strict=True):
@@ -175,7 +177,7 @@ class Subject:
 
 
 def blank(leaf: Any) -> Any:
-    """A leaf of the same kind without what it holds."""
+    """Returns a leaf of the same kind, shape and dtype without its contents."""
     if isinstance(leaf, jax.Array):
         return leaf if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jax.numpy.zeros_like(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
@@ -184,7 +186,7 @@ def blank(leaf: Any) -> Any:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """Every file and folder below a folder, with the sizes of files."""
+    """Returns every file and folder below a folder, with the sizes of files in bytes and -1 for folders."""
     found = {}
     for base, folders, names in os.walk(folder):
         found.update({os.path.relpath(os.path.join(base, name), folder): -1 for name in folders})
@@ -193,7 +195,7 @@ def listing(folder: Path) -> dict[str, int]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with all that is in it, if there is one."""
+    """Removes a file or a folder with its contents, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Tests of what is written, and of what is refused."""
+"""Tests of writing a format, and of the leaves that it must refuse."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Writing(Subject):
     """See `treering.testing.FormatConformance`."""
 
     def test_what_it_cannot_hold_is_refused_by_name(self, tmp_path: Path) -> None:
-        """One error names every such leaf and no other, and nothing is written."""
+        """One error names exactly the leaves that the format cannot store, and nothing is written."""
         self.needs_writer()
         arrays = {f"d{n:02}": sample(d) for n, d in enumerate(DTYPES) if d not in self.dtypes}
         refused = {name: v for name, v in VALUES.items() if name not in self.values and not self.is_left_out(v)}
@@ -38,7 +38,7 @@ class Writing(Subject):
         tree = {"bad": {"arrays": arrays, "values": values, "names": names, "keys": keys}, "good": good}
         path = self.place(tmp_path / "new" / "deep", "x")
         if not any(tree["bad"].values()):
-            self.make(path, tree)  # it holds everything
+            self.make(path, tree)  # The format stores everything.
             return
         with pytest.raises(UnsupportedError) as caught:
             self.make(path, tree)
@@ -50,7 +50,7 @@ class Writing(Subject):
         assert listing(tmp_path) == {}
 
     def test_trees_without_containers_or_leaves(self, tmp_path: Path) -> None:
-        """An array by itself, and containers without leaves, come back or are refused."""
+        """An array without a container, and containers without leaves, are stored or refused."""
         self.needs_writer()
         for n, tree in enumerate((sample("float32"), {}, [], {"a": {}}, None)):
             path = self.place(tmp_path, f"x{n}")
@@ -60,12 +60,12 @@ class Writing(Subject):
                 assert listing(tmp_path) == {}
                 continue
             self.assert_holds(path, tree)
-            if tree is not None:  # which means that there is no template
+            if tree is not None:  # `None` would mean that no template is given.
                 self.assert_restores(path, tree)
             remove(path)
 
     def test_names_that_meet_are_kept_apart_or_refused(self, tmp_path: Path) -> None:
-        """Leaves whose names would be one in a file: both come back, or neither is written."""
+        """Two leaves whose names may be equal in a file are both stored, or the save is refused."""
         self.needs_writer()
         for n, name in enumerate(("a.b", "a/b", "a~1b", "a\\b", "a b", "A")):
             tree = {"a": {"b": sample("float32")}, name: sample("float32", seed=1), "x": {name: {"w": sample("int32")}}}
@@ -79,7 +79,7 @@ class Writing(Subject):
             remove(path)
 
     def test_there_and_back(self, tmp_path: Path) -> None:
-        """From the native format and back again, by `save`, `save_async` and `convert`; and from itself to itself."""
+        """`save`, `save_async` and `convert` copy from the native format, back to it, and within the format."""
         self.needs_writer()
         tree = {"arrays": [sample(d, (3, 4), n) for n, d in enumerate(self.dtypes)], **self.small()}
         tree.update(values=self.held(), large=sample("float32", (700, 900)))
@@ -109,7 +109,7 @@ class Writing(Subject):
             assert not diff(there, again)
 
     def test_parts_and_casts_are_written(self, tmp_path: Path) -> None:
-        """A part of another checkpoint, with floats cast: what is not wanted need not be held."""
+        """A subtree of a checkpoint is stored with its floats cast, even if the format cannot store the rest."""
         self.needs_writer()
         dtype = next(d for d in ("bfloat16", "float16", "float32") if d in self.dtypes)
         tree = {"part": {"a": sample("float16", (5,)), "b": sample("int32")}, "other": [*VALUES.values(), np.ones(2)]}
@@ -120,22 +120,22 @@ class Writing(Subject):
         self.assert_holds(path, {"a": cast, "b": tree["part"]["b"]})
 
     def test_unknown_options_are_refused(self, tmp_path: Path) -> None:
-        """Before anything is written."""
+        """An unknown option raises before anything is written."""
         self.needs_writer()
         with pytest.raises(MismatchError, match="no_such_option"):
             self.make(self.place(tmp_path / "new", "x"), self.small(), no_such_option=1)
         assert listing(tmp_path) == {}
 
     def test_formats_that_are_only_read_say_so(self, tmp_path: Path) -> None:
-        """With an error that names the path, before anything is written."""
+        """A save in a format that Treering cannot write raises an error with the path and writes nothing."""
         if self.writes:
-            pytest.skip(f"{self.name} is written")
+            pytest.skip(f"Treering can write {self.name}")
         with pytest.raises(UnsupportedError, match="new"):
             save(self.place(tmp_path / "new", "x"), self.small(), format=self.name)
         assert listing(tmp_path) == {}
 
     def test_any_size_is_copied_in_bounded_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An array of 256 MiB, into the format and out of it."""
+        """An array of 256 MiB is copied into the format and out of it in bounded memory."""
         shape, path = (1 << 10, 1 << 16), self.place(tmp_path, "large")
         try:
             if self.writes:
@@ -148,7 +148,7 @@ class Writing(Subject):
             assert lazy.shape == shape and all((lazy[n, ::97] == 1).all() for n in (0, shape[0] - 1))
             stores.register(stores.Filesystem(BottomlessDisk()))
             with memory_bounded(self.most_memory) as known:
-                convert(path, tmp_path / "back", memory_limit=64 << 20, max_expansion=math.inf)  # it compresses
+                convert(path, tmp_path / "back", memory_limit=64 << 20, max_expansion=math.inf)  # It may be compressed.
         finally:
             for file in self.files(path) if path.exists() else ():
                 file.unlink()
@@ -160,5 +160,5 @@ class Writing(Subject):
 
 
 def _shown(name: str) -> str:
-    """A key as it reads in a path."""
+    """Returns a key as it appears in a path."""
     return name.replace("~", "~0").replace("/", "~1")

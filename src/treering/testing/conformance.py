@@ -1,4 +1,4 @@
-"""The tests that every format has to pass, for formats of other packages."""
+"""The tests that every format must pass. Authors of formats in other packages run them too."""
 
 from ._commits import Commits
 from ._damage import Damage
@@ -8,19 +8,21 @@ from ._writing import Writing
 
 
 class FormatConformance(Reading, Detection, Writing, Commits, Damage):
-    """Inherit this under a name that pytest collects, and say what the format is and what it can hold.
+    """The tests of a format. Subclass it under a name that pytest collects, and declare what the format can store.
 
     >>> class TestMine(FormatConformance):
     ...     format = MyFormat()
     ...     dtypes = ("float32", "int32")
     ...     keys = False
 
-    `format` has to be said; all other declarations have defaults, those of a format that holds everything. What is
-    declared has to come back bit for bit, what is not has to be refused by name: so a format that holds less says so
-    with `dtypes`, `values`, `left_out`, `keys`, `names`, `empty`, `beside` and `numbers_are_arrays`; one that is only
-    read with `writes = False` and a `make` of its own. Override `files` where a checkpoint is neither a file nor a
-    folder, `small` where large arrays are stored in another way than small ones, and `wipe` where the bytes of an
-    array are in no file as they are.
+    Only `format` is required. The defaults of all other declarations are those of a format that can store everything.
+    The tests expect that declared leaves are read bit for bit, and that a save refuses all others and names them.
 
-    The tests put doubles in the place of `treering.stores.of("")` and change nothing outside of pytest's `tmp_path`.
+    - A format that can store less declares it with `dtypes`, `values`, `left_out`, `keys`, `names`, `empty`, `beside`
+      and `numbers_are_arrays`.
+    - A format that Treering cannot write has `writes = False` and its own `make`.
+    - Override `files` if a checkpoint is neither a file nor a folder, `small` if large arrays are stored in another way
+      than small ones, and `wipe` if no file has the plain bytes of an array.
+
+    The tests replace `treering.stores.of("")` by test doubles and change nothing outside of pytest's `tmp_path`.
     """

@@ -1,4 +1,4 @@
-"""The tests that every store has to pass, for stores of other packages."""
+"""The tests that every store must pass. Authors of stores in other packages run them too."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from ._store_writing import StoreWriting
 
 
 class StoreConformance(StoreReading, StoreWriting):
-    """Inherit this under a name that pytest collects, and say which store it is and where in it the tests may write.
+    """The tests of a store. Subclass it under a name that pytest collects, with the store and a path for the tests.
 
     >>> class TestMine(StoreConformance):
     ...     @pytest.fixture
@@ -47,7 +47,7 @@ class StoreConformance(StoreReading, StoreWriting):
             assert ckpt.format == format
             _assert_same(restore(path, jax.tree.map(np.zeros_like, tree)), tree)
             assert verify(path).ok
-            if format != "equinox":  # which has no names
+            if format != "equinox":  # It stores no names, so `convert` cannot restore the tree.
                 convert(path, f"{registered}/native-{format}")
                 _assert_same(restore(f"{registered}/native-{format}", jax.tree.map(np.zeros_like, tree)), tree)
             assert isinstance(ckpt, Checkpoint)

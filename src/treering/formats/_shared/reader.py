@@ -46,7 +46,7 @@ class Stored(Protocol):
 
 
 def attempt(read: Callable[[], T]) -> T | CorruptError:
-    """Returns the result of `read`, or the `CorruptError` that it raises. Raises its other errors, and `UnsafeError`."""
+    """Returns the result of `read`, or the `CorruptError` that it raises. Raises its other errors and `UnsafeError`."""
     try:
         return read()
     except UnsafeError:
