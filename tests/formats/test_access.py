@@ -1,4 +1,4 @@
-"""Who may read and write a checkpoint, before and after it is overwritten."""
+"""Tests of the access rights of checkpoints, before and after they are overwritten."""
 
 import errno
 import os
@@ -14,11 +14,12 @@ KINDS = [("m.safetensors", None), ("m.msgpack", None), ("m.eqx", None), ("m", "f
 
 @pytest.mark.parametrize(("name", "format"), KINDS)
 def test_an_overwrite_keeps_mode_and_link_as_open_does(tmp_path: pathlib.Path, name: str, format: str | None) -> None:
+    """An overwrite keeps the mode of a file and follows a link, as `open(path, "w")` does."""
     before = os.umask(0o002)
     try:
         for place in (tmp_path / "a" / name, tmp_path / "b" / name):
             tr.save(place, {"w": np.ones(3, np.float32)}, format=format)
-            assert place.stat().st_mode & 0o777 == 0o664  # as the umask says
+            assert place.stat().st_mode & 0o777 == 0o664  # the mode that the umask leaves
         (tmp_path / "c").symlink_to(tmp_path / "b" / name)
         for path, mode in ((tmp_path / "a" / name, 0o600), (tmp_path / "c", 0o640)):
             path.chmod(mode)
@@ -44,7 +45,10 @@ def test_an_overwrite_keeps_the_group(tmp_path: pathlib.Path, format: str) -> No
 def test_a_group_that_cannot_be_kept_gives_no_other_access(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mock: whether a user may give a file to a group depends on the machine."""
+    """If the group of a file cannot be kept, the new file gives access to no group.
+
+    This test mocks `chown`, because the groups that a user may choose depend on the machine.
+    """
 
     def refuse(path: str, user: int, group: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint, it is noticed, or nothing has changed."""
+"""Tests that every change of a checkpoint's bytes either raises an error or leaves all values as they were."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ _BLOCK = 1 << 20
 
 
 def state() -> dict[str, Any]:
-    """Several dtypes, an array in eight pieces, numbers and texts."""
+    """Returns a tree with several dtypes, an array in eight pieces, numbers and texts."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     pieces = jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, jax.P("d")))
     return {
@@ -37,7 +37,7 @@ def state() -> dict[str, Any]:
 
 
 def leaves(path: pathlib.Path, mmap: bool | None) -> list[Any]:
-    """Everything in which what is restored can differ."""
+    """Returns the identities of all restored leaves, which are equal only if the leaves are equal bit for bit."""
     found = tr.restore(path, mmap=mmap)
     return [identity(leaf) for leaf in jax.tree.leaves(found, is_leaf=lambda x: x is None)]
 
@@ -51,7 +51,10 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def is_noticed(path: pathlib.Path, before: Any, mmaps: tuple[bool | None, ...]) -> bool:
-    """Asserts that a damaged checkpoint is refused, or gives what it held; whether it is refused in every way."""
+    """Returns True if a restore of a damaged checkpoint raises with every value of `mmap`.
+
+    Asserts that a restore which does not raise returns the saved leaves.
+    """
     outcomes = []
     for mmap in mmaps:
         try:
@@ -63,7 +66,7 @@ def is_noticed(path: pathlib.Path, before: Any, mmaps: tuple[bool | None, ...]) 
 
 
 def check_report(path: pathlib.Path, file: pathlib.Path, position: int) -> None:
-    """Asserts that `verify` names the place where a byte was changed."""
+    """Asserts that `verify` names the file, the block and the leaves in which a byte was changed."""
     (problem,) = tr.verify(path).problems
     assert problem.file == file.name
     if file.name == "treering.json":
@@ -87,7 +90,7 @@ def check_report(path: pathlib.Path, file: pathlib.Path, position: int) -> None:
 
 
 def flips(path: pathlib.Path, most: int | None) -> Iterator[tuple[pathlib.Path, int, int]]:
-    """One bit of each byte of all files, or of so many of them."""
+    """Yields a file, a byte and a bit to flip in it, for each byte of all files, or for at most `most` of them."""
     places = [(file, at) for file in sorted(path.iterdir()) for at in range(file.stat().st_size)]
     for n in spread(len(places), most or len(places)):
         yield (*places[n], n % 8)
@@ -122,12 +125,12 @@ def test_every_bit_of_some_bytes(saved: pathlib.Path) -> None:
 def test_a_file_that_was_cut_off(saved: pathlib.Path, most: int | None) -> None:
     before = leaves(saved, None)
     for file in sorted(saved.iterdir()):
-        whole = file.read_bytes()
-        for turn, size in enumerate(spread(len(whole), most or len(whole))):
-            file.write_bytes(whole[:size])
+        data = file.read_bytes()
+        for turn, size in enumerate(spread(len(data), most or len(data))):
+            file.write_bytes(data[:size])
             assert is_noticed(saved, before, ((None, True, False)[turn % 3],)), (file.name, size)
             assert not tr.verify(saved).ok
-        file.write_bytes(whole)
+        file.write_bytes(data)
 
 
 @pytest.mark.long
@@ -135,22 +138,22 @@ def test_a_file_that_was_cut_off(saved: pathlib.Path, most: int | None) -> None:
 def test_bytes_that_were_appended_and_pages_that_were_lost(saved: pathlib.Path, mmap: bool | None) -> None:
     before = leaves(saved, None)
     for file in sorted(saved.iterdir()):
-        whole = file.read_bytes()
-        spoilt = [whole + extra for extra in (b"\0", b"\n", b" ", b"x", bytes(4096), whole)]
-        for page in range(0, len(whole), 4096):
-            size = len(whole[page : page + 4096])
-            spoilt += [whole[:page] + fill * size + whole[page + size :] for fill in (b"\0", b"\xff")]
+        good = file.read_bytes()
+        spoilt = [good + extra for extra in (b"\0", b"\n", b" ", b"x", bytes(4096), good)]
+        for page in range(0, len(good), 4096):
+            size = len(good[page : page + 4096])
+            spoilt += [good[:page] + fill * size + good[page + size :] for fill in (b"\0", b"\xff")]
         for size in (1, 8, 64, 512):
-            spoilt += [whole[:at] + bytes(size) + whole[at + size :] for at in spread(len(whole) - size, 20)]
+            spoilt += [good[:at] + bytes(size) + good[at + size :] for at in spread(len(good) - size, 20)]
         for data in spoilt:
             file.write_bytes(data)
-            assert is_noticed(saved, before, (mmap,)) or data == whole
-            assert tr.verify(saved).ok == (data == whole)
-        file.write_bytes(whole)
+            assert is_noticed(saved, before, (mmap,)) or data == good
+            assert tr.verify(saved).ok == (data == good)
+        file.write_bytes(good)
 
 
 def test_files_of_another_checkpoint(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Of the same tree and step, with other values: nothing of one is ever taken for the other's."""
+    """A file of another checkpoint of the same tree and step is noticed. Only all files together are a checkpoint."""
     tr.save(tmp_path / "d", {**state(), "float64": sample("float64", (2, 3), 1)}, step=3)
     before, after = leaves(saved, None), leaves(tmp_path / "d", None)
     assert before != after
@@ -160,12 +163,12 @@ def test_files_of_another_checkpoint(saved: pathlib.Path, tmp_path: pathlib.Path
     (saved / "treering.json").write_bytes((tmp_path / "d" / "treering.json").read_bytes())
     assert is_noticed(saved, before, (None, True, False)) and not tr.verify(saved).ok
     ours.rename(saved / theirs.name)
-    assert leaves(saved, None) == after and tr.verify(saved).ok  # now it is the other one, whole
+    assert leaves(saved, None) == after and tr.verify(saved).ok  # Now all files are those of the other checkpoint.
 
 
 @pytest.mark.long
 def test_blocks_that_changed_places(tmp_path: pathlib.Path) -> None:
-    """Every block has its own place: a block of zeros, or another good one, is as bad as noise."""
+    """Two undamaged blocks that are exchanged, and single bits in any block, are noticed."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 256, size << 18, np.uint8) for name, size in {"a": 9, "b": 3, "c": 2}.items()}
     path = tmp_path / "c"
@@ -173,19 +176,19 @@ def test_blocks_that_changed_places(tmp_path: pathlib.Path) -> None:
     before = leaves(path, None)
     (file,) = path.glob("*.safetensors")
     file.chmod(0o644)
-    whole = file.read_bytes()
-    blocks = [whole[4096 + n * _BLOCK :][:_BLOCK] for n in range(4)]
-    assert len(whole) == 4096 + 3 * _BLOCK + _BLOCK // 2
+    data = file.read_bytes()
+    blocks = [data[4096 + n * _BLOCK :][:_BLOCK] for n in range(4)]
+    assert len(data) == 4096 + 3 * _BLOCK + _BLOCK // 2
     for first, second in ((0, 1), (1, 2), (0, 2)):
         moved = list(blocks)
         moved[first], moved[second] = moved[second], moved[first]
-        file.write_bytes(whole[:4096] + b"".join(moved))
+        file.write_bytes(data[:4096] + b"".join(moved))
         assert is_noticed(path, before, (None, True, False))
         assert [problem.block for problem in tr.verify(path).problems] == [first, second]
     draw = random.Random(1)
-    file.write_bytes(whole)
+    file.write_bytes(data)
     edges = [4096 + n * _BLOCK + d for n in range(4) for d in (-1, 0, 1)][1:]
-    for at in [*edges, len(whole) - 1, *(draw.randrange(4096, len(whole)) for _ in range(20))]:
+    for at in [*edges, len(data) - 1, *(draw.randrange(4096, len(data)) for _ in range(20))]:
         flip(file, at, at % 8)
         check_report(path, file, at)
         assert is_noticed(path, before, (False,))

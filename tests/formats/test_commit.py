@@ -1,4 +1,4 @@
-"""Commit, deletion and leftovers."""
+"""Tests of commits, of deletion, and of the removal of leftovers."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from treering.stores.posix import Disk
 
 
 class Recording(Disk):
-    """Logs what changes the disk."""
+    """A disk that logs its operations, with the beginning of each file's name."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
@@ -67,6 +67,7 @@ class Recording(Disk):
 
 
 def short(log: list[tuple[str, str]]) -> list[str]:
+    """Returns the operations as text, with every temporary name replaced by "tmp"."""
     return [f"{operation} {'tmp' if name.endswith('.tmp') else name}" for operation, name in log]
 
 
@@ -74,11 +75,12 @@ def test_the_order_of_a_commit(tmp_path: pathlib.Path, use_disk) -> None:
     disk = use_disk(Recording())
     tr.save(tmp_path / "run" / "c", {"x": np.ones(3)})
     assert short(disk.log) == [
-        f"sync_dir {tmp_path.parent.name.split('-')[0]}",  # whoever made it may have been killed before that
+        # The process that made this folder may have been killed before it made the name durable.
+        f"sync_dir {tmp_path.parent.name.split('-')[0]}",
         "make_dir run",
         f"sync_dir {tmp_path.name.split('-')[0]}",
         "make_dir c",
-        "create tmp",  # empty, for other processes to see
+        "create tmp",  # The temporary manifest is empty. It shows the other processes that they share a file system.
         "create arrays",
         "sync arrays",
         "sync_dir run",
@@ -129,6 +131,7 @@ WRITER = """
 
 
 def start_writer(path: pathlib.Path) -> subprocess.Popen[str]:
+    """Starts a process that overwrites a checkpoint, and waits until it is about to sync its first file."""
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "writing\n"
@@ -137,13 +140,14 @@ def start_writer(path: pathlib.Path) -> subprocess.Popen[str]:
 
 @pytest.mark.long
 def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path) -> None:
+    """Removing leftovers keeps the files of a running save, and the next save removes those of a killed one."""
     path = tmp_path / "c"
     writer = start_writer(path)
     half = {p.name for p in path.iterdir()}
-    assert len(half) == 2  # the array file and the manifest to be
+    assert len(half) == 2  # the array file and the temporary manifest
     removal.remove_leftovers(stores.of(""), str(path))
     assert {p.name for p in path.iterdir()} == half
-    tr.save(path, {"x": np.zeros(3)})  # commits beside the other, which will replace it
+    tr.save(path, {"x": np.zeros(3)})  # It commits while the writer still runs. The writer then replaces it.
     assert half < {p.name for p in path.iterdir()}
     writer.communicate("go\n" * 3, timeout=60)
     assert tr.restore(path)["x"][0] == 1 and len(list(path.iterdir())) == 2
@@ -159,7 +163,7 @@ def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path
 
 @pytest.mark.long
 def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.Path, use_disk) -> None:
-    """As where a lock is refused by the file system, and nobody removes the file."""
+    """If the file system refuses every lock, a save raises after a limited number of attempts."""
 
     class Refusing(Disk):
         tries = 0
@@ -175,10 +179,12 @@ def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.P
     disk = use_disk(Refusing())
     with pytest.raises(tr.errors.SaveError, match="do locks work here"):
         tr.save(tmp_path / "c", {"x": np.ones(3)})
-    assert disk.tries < 100  # and not so many times as many
+    assert disk.tries < 100
 
 
 def test_a_file_that_was_tidied_away_before_it_was_locked_is_made_again(tmp_path: pathlib.Path, use_disk) -> None:
+    """A save survives that another process removes its new file as a leftover before it is locked."""
+
     class Unlucky(Disk):
         times = 2
 

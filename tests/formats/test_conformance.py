@@ -1,4 +1,4 @@
-"""The conformance suite over every format that is shipped, and over one of somebody else."""
+"""Runs the conformance tests of formats on every shipped format, and on one that another package might have."""
 
 import inspect
 import io
@@ -62,7 +62,7 @@ class TestSafetensorsFolder(TestSafetensors):
         (tmp_path / "folder").mkdir()
         for place in (tmp_path / "folder" / "notes.txt", tmp_path / "file"):
             place.write_text("mine")
-        self.make(tmp_path / "folder", self.small())  # a folder takes the files in beside what it has
+        self.make(tmp_path / "folder", self.small())  # This format may add its files to a folder with other files.
         self.assert_holds(tmp_path / "folder", self.small())
         for overwrite in (False, True):
             with pytest.raises(ExistsError):
@@ -70,7 +70,7 @@ class TestSafetensorsFolder(TestSafetensors):
         assert (tmp_path / "folder" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
 
     def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
-        tr.save(tmp_path / "x.safetensors", self.small(), **self.options)  # a folder, called as a file usually is
+        tr.save(tmp_path / "x.safetensors", self.small(), **self.options)  # a folder with the suffix of a file
         self.assert_holds(tmp_path / "x.safetensors", self.small())
 
 
@@ -187,7 +187,7 @@ class TestNpz(FormatConformance):
     compression = zipfile.ZIP_STORED
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
-        """As `numpy.savez` does, which takes no key called "file"."""
+        """Writes what `numpy.savez` would write. That function accepts no key with the name "file"."""
         walked = walk.walk(tree)
         path.parent.mkdir(exist_ok=True)
         with zipfile.ZipFile(path, "w", self.compression) as archive:
@@ -198,8 +198,8 @@ class TestNpz(FormatConformance):
 
 class TestNpzCompressed(TestNpz):
     compression = zipfile.ZIP_DEFLATED
-    test_any_size_is_copied_in_bounded_memory: Any = None  # ones expand beyond the bound; see test_npz.py
-    test_opening_reads_no_arrays: Any = None  # wipes plain bytes, of which there are none
+    test_any_size_is_copied_in_bounded_memory: Any = None  # Ones expand beyond the bound; see test_npz.py.
+    test_opening_reads_no_arrays: Any = None  # It wipes the plain bytes of arrays, which a compressed file lacks.
 
 
 INDEX = "index.json"
@@ -213,7 +213,7 @@ class _Index(msgspec.Struct):
 
 
 class _Npy:
-    """An array in a file of NumPy's."""
+    """An array in an .npy file."""
 
     def __init__(self, path: str, dtype: str, shape: tuple[int, ...]):
         check_shape(shape, path)
@@ -233,7 +233,7 @@ class _Npy:
 
 
 class NpyFolder:
-    """A folder of .npy files with an index in JSON: what it takes to add a format."""
+    """A folder of .npy files with an index in JSON. It shows all that a new format needs."""
 
     name = "npy-folder"
     suffixes = (".npys",)
@@ -311,22 +311,22 @@ class TestNpyFolder(FormatConformance):
     empty = False
 
 
-# What the tests are there for: each finds a format that is wrong in the way of which it is about.
+# Formats with one flaw each. Every conformance test must find the flaw that it is about.
 
 
 def reading(read: Callable[[Any, np.ndarray, tuple[slice, ...]], Any]) -> dict[str, Any]:
-    """Arrays that are read in another way, from the whole and the slices that are wanted."""
+    """Returns a flaw: arrays are read with `read`, which gets the full array and the wanted slices."""
 
     class Other(_Npy):
         def read(self, box: Box, mmap: bool) -> np.ndarray:
-            whole = super().read(tuple((0, size) for size in self._shape), mmap)
-            return np.asarray(read(self, whole, tuple(slice(*ends) for ends in box)))
+            full = super().read(tuple((0, size) for size in self._shape), mmap)
+            return np.asarray(read(self, full, tuple(slice(*ends) for ends in box)))
 
     return opening(lambda reader, store: [setattr(array, "__class__", Other) for array in reader._arrays.values()])
 
 
 def opening(change: Callable[[Any, Store], Any]) -> dict[str, Any]:
-    """A reader of which something is changed when it was opened."""
+    """Returns a flaw: `change` changes a reader right after it is opened."""
 
     def open(self: NpyFolder, store: Store, path: str) -> Source:
         reader = NpyFolder.open(self, store, path)
@@ -337,7 +337,7 @@ def opening(change: Callable[[Any, Store], Any]) -> dict[str, Any]:
 
 
 def writing(before: Callable[[str, Source], Any], change: int = 0) -> dict[str, Any]:
-    """Something that is done before what is right, no options, and a size that is not right."""
+    """Returns a flaw: `write` calls `before` first, ignores its options, and adds `change` to the size it returns."""
 
     def write(self: NpyFolder, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         before(path, contents)
@@ -347,6 +347,7 @@ def writing(before: Callable[[str, Source], Any], change: int = 0) -> dict[str, 
 
 
 def claiming(look: Callable[[Store, str], Any]) -> dict[str, Any]:
+    """Returns a flaw: the format claims every path for which `look` is true."""
     return {"refuses": lambda self, store, path: None if look(store, path) else "there is none"}
 
 
@@ -368,12 +369,13 @@ def open_carelessly(self: NpyFolder, store: Store, path: str) -> Source:
     return NpyFolder.open(self, store, path)
 
 
-def kept(array: Any, whole: np.ndarray) -> np.ndarray:
-    return vars(array).setdefault("kept", whole)
+def kept(array: Any, full: np.ndarray) -> np.ndarray:
+    """Returns the same array for every read, so that a change of one result changes the others."""
+    return vars(array).setdefault("kept", full)
 
 
 class Padded(_Npy):
-    """Takes what is missing at the end of a file for zeros."""
+    """An array that reads the missing end of a file as zeros."""
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
         data = Path(self._path).read_bytes()[128:] if os.path.exists(self._path) else b""
@@ -382,15 +384,15 @@ class Padded(_Npy):
         return array[tuple(slice(*ends) for ends in box)]
 
 
-FROM_THE_START = reading(lambda self, whole, part: whole[tuple(slice(s.stop - s.start) for s in part)])
+FROM_THE_START = reading(lambda self, full, part: full[tuple(slice(s.stop - s.start) for s in part)])
 FLAWS: dict[str, tuple[dict[str, Any], str]] = {
     "a_reader_says_what_there_is": (opening(lambda reader, store: setattr(reader, "nbytes", 0)), "nbytes"),
     "arrays_come_back_bit_for_bit": (
-        reading(lambda self, whole, part: np.where(whole, whole, np.abs(whole))[part]),
+        reading(lambda self, full, part: np.where(full, full, np.abs(full))[part]),
         "float16.*found",
     ),
     "large_arrays_and_odd_layouts": (
-        reading(lambda self, whole, part: (whole[:999].tolist(), whole[:1000])[1][part]),
+        reading(lambda self, full, part: (full[:999].tolist(), full[:1000])[1][part]),
         "was read",
     ),
     "values_come_back": ({"values": ("int",)}, "no arrays of NumPy"),
@@ -398,10 +400,10 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
     "names_come_back": ({"key": lambda self, path: path.replace("\n", " ")}, "n/a b/a b"),
     "containers_come_back": ({"empty": True}, "'dict': 0"),
     "step_metrics_and_metadata_come_back": (opening(lambda reader, store: reader.metrics.clear()), "loss"),
-    "templates_say_what_comes_back": (reading(lambda self, whole, part: np.zeros_like(whole)[part]), "found"),
+    "templates_say_what_comes_back": (reading(lambda self, full, part: np.zeros_like(full)[part]), "found"),
     "arrays_go_to_many_devices_and_come_from_there": (FROM_THE_START, "is_equivalent_to"),
     "slices_are_those_of_numpy": (FROM_THE_START, "assert b'"),
-    "arrays_are_writable_and_share_nothing": (reading(lambda self, whole, part: kept(self, whole)[part]), r"any\("),
+    "arrays_are_writable_and_share_nothing": (reading(lambda self, full, part: kept(self, full)[part]), r"any\("),
     "everything_else_works_on_it": (
         opening(lambda reader, store: setattr(reader, "problems", lambda: iter([None]))),
         "_replace",
@@ -429,8 +431,8 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "names_that_meet_are_kept_apart_or_refused": ({"key": lambda self, path: path.replace("~1", "/")}, "two leaves"),
     "there_and_back": (writing(lambda path, contents: None, 1), "SaveReport"),
-    "parts_and_casts_are_written": (reading(lambda self, whole, part: whole[::-1][part]), "a: expected"),
-    "any_size_is_copied_in_bounded_memory": (reading(lambda self, whole, part: whole[part]), "MiB of memory"),
+    "parts_and_casts_are_written": (reading(lambda self, full, part: full[::-1][part]), "a: expected"),
+    "any_size_is_copied_in_bounded_memory": (reading(lambda self, full, part: full[part]), "MiB of memory"),
     "unknown_options_are_refused": (writing(lambda path, contents: None), "DID NOT RAISE"),
     "formats_that_are_only_read_say_so": ({"writes": False}, "DID NOT RAISE"),
     "overwriting_is_asked_for": ({"write": write_in_place}, "DID NOT RAISE"),

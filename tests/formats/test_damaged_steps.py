@@ -1,4 +1,4 @@
-"""A step of another library that is too damaged to be recognized: it is there, and damaged, and said to be."""
+"""Tests of foreign steps that are too damaged to be recognized: Treering lists and reports them as damaged."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from treering import formats
 from treering.errors import CorruptError
 
 TREE = {"w": np.arange(4, dtype=np.float32)}
-# By format: the name of a step, and the file of it that is cut short.
+# By format: the name of a step, and the file in it that the tests cut short.
 STEPS = {
     "t5x": ("checkpoint_5", "checkpoint"),
     "flax": ("checkpoint_5", ""),
@@ -59,7 +59,7 @@ def test_it_counts_as_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
 
 
 def test_what_is_good_is_not_hidden(tmp_path: Path) -> None:
-    """Beside a good step of the same number, what is left of another one is damage, and no more."""
+    """A damaged step does not hide an undamaged step with the same number. `verify` reports it."""
     tr.save(tmp_path / "5", TREE, format="orbax")
     (tmp_path / "checkpoint_5").write_bytes(b"")
     assert tr.open(tmp_path).format == "orbax" and tr.steps(tmp_path) == [5]
@@ -69,10 +69,7 @@ def test_what_is_good_is_not_hidden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (
-            "metadata.json",
-            json.dumps({"rows": ["x" * 100] * 1000}).encode(),
-        ),  # of which no more than 64 KiB are looked at
+        ("metadata.json", json.dumps({"rows": ["x" * 100] * 1000}).encode()),  # Treering looks at 64 KiB of it.
         ("metadata.json", b'{"loss": NaN}'),
         ("metadata.json", b"[1, 2"),
         ("checkpoint", b"text"),
@@ -87,7 +84,10 @@ def test_other_directories_with_such_names(tmp_path: Path, name: str, text: byte
 
 
 def test_a_save_of_orbax_that_is_under_way(tmp_path: Path) -> None:
-    """Where directories cannot be renamed it has its name from the beginning; it is no damaged step of T5X."""
+    """A running save of Orbax is not a damaged step of T5X.
+
+    On stores that cannot rename directories, Orbax writes under the final name from the beginning.
+    """
     tr.save(tmp_path / "step-00000003", TREE, step=3)
     path = tmp_path / "checkpoint_7"
     tr.save(path, TREE, format="orbax")
@@ -110,7 +110,7 @@ def test_a_step_of_orbax_without_its_metadata(tmp_path: Path) -> None:
 
 
 def test_a_lone_file_of_t5x_in_a_run(tmp_path: Path) -> None:
-    """Its name is one that Flax gives, too; what it is shows in it."""
+    """A single file of T5X, whose name could also be one of Flax, is recognized by its contents."""
     file = next((REAL / "t5x").rglob("test_t5_tiny.checkpoint_0"))
     shutil.copy(file, tmp_path / file.name)
     assert tr.open(tmp_path).format == tr.open(tmp_path / file.name).format == "t5x"
@@ -119,7 +119,7 @@ def test_a_lone_file_of_t5x_in_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", [name for name in STEPS if name != "tensorflow"])
 def test_a_step_that_is_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    """Another library's job deletes its oldest steps while they are read: they are passed over."""
+    """Steps that another library's job deletes while Treering reads the run are skipped."""
     name = STEPS[format][0]
     for step in ("4", "5"):
         tr.save(tmp_path / name.replace("5", step), TREE, format=format)

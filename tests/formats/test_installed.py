@@ -1,4 +1,4 @@
-"""Formats that other packages offer as entry points, in real installed packages."""
+"""Tests of formats that other packages declare as entry points, with real installed packages."""
 
 import pathlib
 import subprocess
@@ -26,7 +26,7 @@ FORMAT = _Format()
 
 
 def _install(folder: pathlib.Path, name: str, code: str, point: str) -> None:
-    """What pip leaves behind of a package with one module."""
+    """Creates the files that pip installs for a package with one module."""
     (folder / f"{name}.py").write_text(code)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
@@ -36,6 +36,7 @@ def _install(folder: pathlib.Path, name: str, code: str, point: str) -> None:
 
 @pytest.mark.long
 def test_installed_formats_are_there_and_broken_ones_are_named(tmp_path: pathlib.Path) -> None:
+    """Formats of installed packages work. One that fails to load is logged once, and shipped ones are not replaced."""
     _install(tmp_path, "mine_format", _FORMAT, "mine = mine_format:FORMAT")
     _install(tmp_path, "broken_format", "1 / 0", "broken = broken_format:FORMAT")
     _install(tmp_path, "shadowing", _FORMAT, "orbax = shadowing:FORMAT")
@@ -55,4 +56,4 @@ def test_installed_formats_are_there_and_broken_ones_are_named(tmp_path: pathlib
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the format 'broken' of broken_format:FORMAT is not there") == 1
+    assert done.stderr.count("the format 'broken' of broken_format:FORMAT is not available") == 1

@@ -1,4 +1,7 @@
-"""Small checkpoints, right and wrong and of later versions: every reader must say the same of each."""
+"""Tests that the library and an independent reader reach the same verdict on every checkpoint in golden/verdicts.
+
+These checkpoints are small. Some are valid, some are damaged, and some break a rule or are of a later version.
+"""
 
 import json
 import pathlib
@@ -25,14 +28,14 @@ VERDICTS: dict[str, Any] = json.loads((GOLDEN / "verdicts.json").read_text())
 
 
 def digest(array: np.ndarray) -> str:
-    """Of the elements as array files have them, with every bit defined."""
+    """Returns the checksum of the elements as array files store them. Undefined bits count as 0."""
     if array.dtype.name.startswith(("float4_", "float6_")):
         array = array.view(np.uint8) & ((1 << int(array.dtype.name[5])) - 1)
     return manifest.xxh3(np.ascontiguousarray(dtypes.whole_bytes(array)).tobytes())
 
 
 def verdict_of(read: Callable[[], Any]) -> Any:
-    """What is read, or why it cannot be."""
+    """Returns the result of `read`, or the verdict that its error stands for."""
     try:
         return read()
     except CorruptError:
@@ -42,7 +45,7 @@ def verdict_of(read: Callable[[], Any]) -> Any:
 
 
 def examined(path: pathlib.Path) -> dict[str, Any]:
-    """What the library finds in a checkpoint, in the form of `verdicts.json`."""
+    """Returns what the library finds in a checkpoint, in the form of `verdicts.json`."""
     reader = verdict_of(lambda: tr.formats.get("treering").open(stores.of(""), str(path)))
     if isinstance(reader, str):
         return {"checkpoint": reader, "leaves": {}, "metrics": {}, "late": {}}
@@ -66,13 +69,13 @@ def examined(path: pathlib.Path) -> dict[str, Any]:
 
 
 def number(written: Any) -> float:
-    """A float as the format writes it."""
+    """Returns the float for a number as the format writes it."""
     own_bits = isinstance(written, str) and written.startswith("nan:")
     return struct.unpack(">d", bytes.fromhex(written[4:]))[0] if own_bits else float(written)
 
 
 def is_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether a reader finds in a checkpoint what `verdicts.json` says; metrics to the bit."""
+    """Returns True if a reader finds what `verdicts.json` expects. Metrics must be equal bit for bit."""
     bits = {name: struct.pack("<d", x) for name, x in found["metrics"].items()}
     written = {name: struct.pack("<d", number(x)) for name, x in expected["metrics"].items()}
     parts = [{name: one[name] for name in ("checkpoint", "leaves", "late")} for one in (found, expected)]
@@ -88,17 +91,19 @@ def test_readers_find_what_there_is(examine: Callable[[pathlib.Path], dict[str, 
 
 @pytest.mark.long
 def test_what_people_call_comes_to_the_same_verdicts() -> None:
+    """`restore` and `verify` reach the expected verdicts too."""
     for name in VERDICTS.keys() - {"file-unused-lost", "damaged-and-later"}:
         expected = VERDICTS[name]
         late = set(expected["late"].values())
-        whole = {expected["checkpoint"], *(found for found in expected["leaves"].values() if isinstance(found, str))}
+        verdicts = {expected["checkpoint"], *(one for one in expected["leaves"].values() if isinstance(one, str))}
         restored = verdict_of(lambda name=name: bool(tr.restore(GOLDEN / name)) or True)
-        assert restored is True if whole == {"valid"} else restored in whole, name
+        assert restored is True if verdicts == {"valid"} else restored in verdicts, name
         report = verdict_of(lambda name=name: tr.verify(GOLDEN / name).ok)
-        assert report == ("unsupported" if "unsupported" in whole | late else whole | late <= {"valid"}), name
+        assert report == ("unsupported" if "unsupported" in verdicts | late else verdicts | late <= {"valid"}), name
 
 
 def test_problems_that_nothing_needs_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """`verify` also reports a problem in a file that no leaf uses."""
     assert [problem.file for problem in tr.verify(GOLDEN / "file-unused-lost").problems] == ["more"]
     with pytest.raises(UnsupportedError, match=r"(?s)c\.safetensors.*version '2'"):
         tr.verify(GOLDEN / "damaged-and-later")
@@ -108,6 +113,7 @@ def test_problems_that_nothing_needs_are_told(caplog: pytest.LogCaptureFixture) 
     "name", ["requires-file", "requires-file-bare", "requires-leaf", "requires-leaf-more", "requires-tie"]
 )
 def test_what_a_feature_concerns_does_not_keep_the_rest_from_being_read(name: str, tmp_path: pathlib.Path) -> None:
+    """A leaf or file that requires an unknown feature cannot be read, but all other leaves can."""
     leaves = VERDICTS[name]["leaves"]
     good = [path for path, found in leaves.items() if not isinstance(found, str)]
     ckpt = tr.open(GOLDEN / name)

@@ -1,5 +1,6 @@
-"""Small checkpoints, right and wrong, and what a reader must find in each: the files in `tests/golden/verdicts`.
+"""Makes the files in `tests/golden/verdicts`: small checkpoints, with what a reader must find in each.
 
-Written by hand from `docs/format.md`, without the library. `python -m verdicts` in `tests` adds those that are not there yet; files
-that are there are never written again.
+The cases are written by hand from `docs/format.md` and do not use the library. `python -m verdicts`, called in `tests`, adds
+missing files and never rewrites existing ones. `verdicts.json` has the text of every case, so these texts stay as they were
+first written.
 """

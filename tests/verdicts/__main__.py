@@ -1,4 +1,4 @@
-"""Writes the files of `tests/golden/verdicts` that are not there yet, and what a reader must find in them."""
+"""Writes the missing files of `tests/golden/verdicts`, and what a reader must find in them."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ FAMILIES += [
 
 
 def every() -> list[Case]:
-    """All cases, with names that tell them apart."""
+    """Returns all cases. Asserts that their names are unique."""
     cases = [case for family in FAMILIES for case in family()]
     assert len({case.name for case in cases}) == len(cases)
     return cases

@@ -1,4 +1,4 @@
-"""Cases of arrays: dtypes, shapes, pieces, and the files they lie in."""
+"""Cases of arrays: dtypes, shapes, pieces, and the files of the pieces."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from .drafts import ArrayFile, Case, Change, Draft, base, changed, cut, numbered
 
 
 def samples() -> dict[str, np.ndarray]:
-    """Some elements of every dtype."""
+    """Returns a small array of every dtype."""
     found: dict[str, np.ndarray] = {"bool": np.array([True, False, True])}
     for name in ["int1", "int2", "int4", "uint1", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"]:
         if hasattr(ml_dtypes, name):
@@ -264,8 +264,8 @@ def placements() -> Iterator[Case]:
         {"platform": 1}, {"layout": [0.5]}, {"layout": 1}, {"job_devices": "8"}, {"unrecorded": []}, {"devices": [True]},
     ):  # fmt: skip
         bad.append((f"the place {place}", lambda d, p=place: (placed(d), d.fields["placement"].update(places=[p]))))
-    for whole in (None, [], {"places": []}, {"leaves": []}, 0):
-        bad.append((f"the placement {whole}", lambda d, w=whole: d.fields.update(placement=w)))
+    for value in (None, [], {"places": []}, {"leaves": []}, 0):
+        bad.append((f"the placement {value}", lambda d, v=value: d.fields.update(placement=v)))
     for found in (None, [], {"a": 1}, {"a": None}, {"a": []}, {"a": {"n": 1 << 64}}):
         bad.append((f"the static values {found}", lambda d, f=found: d.fields.update(static=f)))
     bad.append(("the place {'cast': 1}", lambda d: (placed(d), d.fields["placement"].update(places=[{"cast": 1}]))))
@@ -304,7 +304,7 @@ def ties() -> Iterator[Case]:
 
 
 def states() -> Iterator[Case]:
-    """Cases of the states of an iterator that lie in an array file."""
+    """Yields cases of an iterator whose states are stored in an array file."""
 
     def packed(text: str, rest: bytes = b"", more: int = 0) -> bytes:
         return (len(text.encode()) + more).to_bytes(8, "little") + text.encode() + rest

@@ -1,4 +1,4 @@
-"""A checkpoint as it is about to be written, so that anything in it can be made wrong, and its files."""
+"""Drafts of checkpoints. A case changes any part of a draft, and then its files are written."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ Files = dict[str, bytes]
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a stored element."""
+    """Returns the size in bytes of a stored element."""
     if dtype in WIDE:
         return WIDE[dtype]
     if dtype.startswith(("datetime64", "timedelta64")):
@@ -35,14 +35,14 @@ def itemsize(dtype: str) -> int:
 
 @dataclasses.dataclass
 class ArrayFile:
-    """An array file: entries of its header, and the buffer. The metadata is filled in unless it is given."""
+    """An array file: the entries of its header, and the buffer. Metadata that is not given gets the valid values."""
 
     header: dict[str, Json] = dataclasses.field(default_factory=dict)
     buffer: bytes = b""
     metadata: dict[str, Json] = dataclasses.field(default_factory=dict)
-    text: Callable[[bytes], bytes] = lambda text: text  # what becomes of the header's JSON
-    damage: Callable[[bytes], bytes] = lambda data: data  # what becomes of the file after it was sealed
-    listed: dict[str, Json] = dataclasses.field(default_factory=dict)  # changes of its entry in the manifest
+    text: Callable[[bytes], bytes] = lambda text: text  # changes the JSON of the header before the file is sealed
+    damage: Callable[[bytes], bytes] = lambda data: data  # changes the file after it is sealed
+    listed: dict[str, Json] = dataclasses.field(default_factory=dict)  # changes to its entry in the manifest
 
     def add(self, name: str, dtype: str, shape: list[int], data: bytes) -> None:
         """Appends a tensor."""
@@ -56,7 +56,7 @@ class ArrayFile:
             self.metadata[f"dtype:{name}"] = dtype
 
     def bytes(self) -> tuple[bytes, int]:
-        """The file, and the size of what comes before the buffer."""
+        """Returns the bytes of the file, and the number of bytes before the buffer."""
         blocks = [self.buffer[n : n + (1 << 20)] for n in range(0, len(self.buffer), 1 << 20)]
         about = {"xxh3": "".join(map(checksum, blocks)), "block": "1048576", "format": "treering", "version": "1"}
         about |= self.metadata
@@ -66,26 +66,26 @@ class ArrayFile:
 
 
 def sealed(body: bytes) -> bytes:
-    """JSON with its checksum as the last field."""
+    """Returns JSON with its checksum as the last field."""
     body = body.rstrip()[:-1]
     return body + b',"xxh3":"' + checksum(body).encode() + b'"}\n'
 
 
 @dataclasses.dataclass
 class Draft:
-    """A checkpoint. `content` says what a reader must find in each leaf."""
+    """A checkpoint before it is written. `content` has what a reader must find in each leaf."""
 
     tree: list[Json] = dataclasses.field(default_factory=lambda: [["dict", "", []]])
     leaves: list[Json] = dataclasses.field(default_factory=list)
     files: dict[str, ArrayFile] = dataclasses.field(default_factory=dict)
     fields: dict[str, Json] = dataclasses.field(default_factory=dict)
     content: dict[str, Json] = dataclasses.field(default_factory=dict)
-    text: Callable[[bytes], bytes] = lambda text: text  # what becomes of the manifest's JSON before it is sealed
-    damage: Callable[[bytes], bytes] = lambda data: data  # and after
-    missing: frozenset[str] = frozenset()  # array files that are not there
+    text: Callable[[bytes], bytes] = lambda text: text  # changes the JSON of the manifest before it is sealed
+    damage: Callable[[bytes], bytes] = lambda data: data  # changes the manifest after it is sealed
+    missing: frozenset[str] = frozenset()  # array files that are not written
 
     def child(self, key: Json) -> None:
-        """A leaf of the root, which is a dict."""
+        """Adds a leaf to the root, which is a dict."""
         self.tree[0][2].append(key)
         self.tree.append(0)
 
@@ -107,7 +107,7 @@ class Draft:
         file: str = "a.safetensors",
         stored: bytes | None = None,
     ) -> "Draft":
-        """An array in one piece; `stored` are its bytes where they are not the normal ones."""
+        """Adds an array in one piece. `stored` has its bytes in the file if they differ from `data`."""
         assert len(data) == math.prod(shape) * itemsize(dtype), (path, dtype, shape, len(data))
         self.child(path)
         name = "__metadata__~@" if path == "__metadata__" else path
@@ -130,7 +130,7 @@ class Draft:
         return {key: value for key, value in (made | self.fields).items() if value is not ...}
 
     def written(self) -> Files:
-        """All files of the checkpoint."""
+        """Returns all files of the checkpoint. Leaves out array files whose names no file system can have."""
         text = json.dumps(self.manifest(), ensure_ascii=False, separators=(",", ":"))
         out = {"treering.json": self.damage(sealed(self.text(text.encode("utf-8", "surrogatepass"))))}
         for name, file in self.files.items():
@@ -146,19 +146,19 @@ class Draft:
 
 @dataclasses.dataclass
 class Case:
-    """What is written, and what a reader must find in it. Leaves that are not in `leaves` hold what the draft says."""
+    """A checkpoint, and what a reader must find in it. A leaf that is not in `leaves` has the contents of the draft."""
 
     name: str
     about: str
     draft: Draft
     checkpoint: str = "valid"
     leaves: dict[str, str] = dataclasses.field(default_factory=dict)
-    more: Callable[[Files], Files] = lambda files: {}  # files beside it, made from those that are written
+    more: Callable[[Files], Files] = lambda files: {}  # makes further files from those of the draft
     metrics: dict[str, Json] = dataclasses.field(default_factory=dict)
-    late: dict[str, str] = dataclasses.field(default_factory=dict)  # by file, where `more` makes some
+    late: dict[str, str] = dataclasses.field(default_factory=dict)  # the verdict on each metrics file that `more` makes
 
     def verdict(self) -> dict[str, Json]:
-        """The entry in `verdicts.json`."""
+        """Returns the entry in `verdicts.json`."""
         if self.checkpoint != "valid":
             return {"about": self.about, "checkpoint": self.checkpoint, "leaves": {}, "metrics": {}, "late": {}}
         leaves = {path: self.leaves.get(path, content) for path, content in self.draft.content.items()}
@@ -167,7 +167,7 @@ class Case:
 
 
 def base() -> Draft:
-    """Two arrays in one file and a value: what the wrong ones are made from."""
+    """Returns a valid draft with two arrays in one file and a value. Most invalid cases are changes of it."""
     draft = Draft()
     draft.array("a", "int32", [3], np.arange(3, dtype="<i4").tobytes(), type="jax")
     draft.array("b", "float64", [2, 2], np.array([[1.5, -0.0], [np.inf, np.nan]], "<f8").tobytes())
@@ -175,7 +175,7 @@ def base() -> Draft:
 
 
 def cut() -> Draft:
-    """An array in four pieces of two files, along both axes, beside one in a single piece."""
+    """Returns a draft with an array in four pieces in two files, cut along both axes, and an array in one piece."""
     draft = Draft(
         fields={"layouts": [{"cuts": [[0, 1, 3], [0, 2, 4]], "holders": 0}], "holders": [[[0], [1], [0, 1], [1]]]}
     )
@@ -192,7 +192,7 @@ def cut() -> Draft:
 
 
 def changed(make: Callable[[], Draft], change: Change) -> Draft:
-    """A draft with a change."""
+    """Returns a draft with a change."""
     draft = copy.deepcopy(make())
     change(draft)
     return draft
@@ -203,5 +203,5 @@ def numbered(name: str, count: int) -> Iterator[str]:
 
 
 def refused(name: str, about: str, make: Callable[[], Draft], change: Change) -> Case:
-    """A sealed checkpoint that breaks a rule."""
+    """Returns the case of a sealed checkpoint that breaks a rule."""
     return Case(name, about, changed(make, change), "unsupported")

@@ -1,4 +1,4 @@
-"""Cases of array files: names, headers, damage."""
+"""Cases of array files: their names, their headers, and damage to them."""
 
 import copy
 import itertools
@@ -146,12 +146,11 @@ def headers() -> Iterator[Case]:
         "a dtype is told of a tensor that is not there",
         lambda f: f.metadata.update({"dtype:zz": "int4"}),
     )
-    for name, told in [("untold", None), ("told-other", "uint4"), ("told-uint8", "uint8"), ("told-empty", "")]:
+    for name, dtype in [("untold", None), ("told-other", "uint4"), ("told-uint8", "uint8"), ("told-empty", "")]:
         draft = Draft().array("x", "int4", [2], b"\x01\xff").value("v", "int", 1)
-        draft.files["a.safetensors"].metadata["dtype:x"] = told
-        yield Case(
-            f"header-{name}", f"the dtype of an int4 array is told as {told!r}", draft, leaves={"x": "unsupported"}
-        )
+        draft.files["a.safetensors"].metadata["dtype:x"] = dtype
+        about = f"the dtype of an int4 array is told as {dtype!r}"
+        yield Case(f"header-{name}", about, draft, leaves={"x": "unsupported"})
     draft = Draft().array("x", "uint8", [2], b"\x01\xff")
     draft.files["a.safetensors"].metadata["dtype:x"] = "uint8"
     yield Case("header-told-bytes", "a dtype is told of an uint8 array", draft, leaves={"x": "unsupported"})

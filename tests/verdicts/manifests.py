@@ -1,4 +1,4 @@
-"""Cases of JSON, fields, later versions and metrics that were found later."""
+"""Cases of the manifest's JSON, its fields, later versions, and metrics that were added later."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ class HeldDisk(Disk):
 
 
 class CountingDisk(QuickDisk):
-    """A disk that counts the bytes read from files, in `nbytes`."""
+    """Counts the bytes read from files, in `nbytes`."""
 
     def __init__(self) -> None:
         self.nbytes = 0
