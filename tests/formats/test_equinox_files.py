@@ -1,4 +1,4 @@
-"""Equinox's files: written by Equinox and read here, written here and read by Equinox, and bad ones."""
+"""Tests of Equinox's files: files that Equinox wrote, files that Treering wrote for Equinox, and bad ones."""
 
 import io
 import json
@@ -32,7 +32,7 @@ UNTOLD = ["float8_e4m3fn", "float8_e5m2fnuz", "int4", "uint4", "int2"]
 
 
 def noise(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random bits: NaNs with payloads, subnormals, negative zeros and all."""
+    """Returns an array of random bits, which includes NaNs with payloads, subnormals and negative zeros."""
     dtype = np.dtype(dtype)
     bits = np.random.default_rng(seed).integers(0, 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     if dtype.name == "bool":
@@ -58,7 +58,7 @@ def reader(path: Path, disk: Disk | None = None) -> EquinoxReader:
 
 
 def record(descr: str, shape: str = "(2,)", order: str = "False", data: bytes = b"", version: int = 1) -> bytes:
-    """An .npy record written by hand."""
+    """Returns an .npy record with any header, which NumPy might not write."""
     text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n".encode("latin1")
     size = len(text).to_bytes(2 if version == 1 else 4, "little")
     return b"\x93NUMPY" + bytes([version, 0]) + size + text + data
@@ -137,7 +137,7 @@ def test_every_dtype(tmp_path: Path, kind: str) -> None:
         box = tuple((size // 2, size) for size in array.shape)
         (part,) = found.read([(entry, box)])
         assert same(part, native[(*(slice(*one) for one in box), ...)])
-        part[...] = part  # writable
+        part[...] = part  # This raises unless the array is writable.
     assert not found.ambiguous_dtypes
     expected = eqx.tree_deserialise_leaves(path, arrays)
     assert all(same(x, y) for x, y in zip(tr.restore(path, like=arrays), expected, strict=True))
@@ -145,6 +145,7 @@ def test_every_dtype(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
 def test_dtypes_without_a_name_in_numpy_that_are_the_only_ones_of_their_code(tmp_path: Path, name: str) -> None:
+    """A dtype that NumPy has no name for is still known from the file if no other dtype has its code."""
     arrays = [jnp.asarray(noise(getattr(ml_dtypes, name), shape)) for shape in [(3, 4), (), (0,)]]
     path = tmp_path / "x.eqx"
     eqx.tree_serialise_leaves(path, arrays)
@@ -163,6 +164,7 @@ def test_dtypes_without_a_name_in_numpy_that_are_the_only_ones_of_their_code(tmp
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
+    """A dtype that the file does not record is read as uint8, is marked as ambiguous, and comes from the template."""
     arrays = [jnp.asarray(noise(getattr(ml_dtypes, name), shape)) for shape in [(3, 4), (), (0,)]]
     path = tmp_path / "x.eqx"
     eqx.tree_serialise_leaves(path, [*arrays, np.arange(3, dtype=np.uint8)])
@@ -176,6 +178,7 @@ def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
 
 
 def test_bytes_of_a_dtype_that_is_told_are_not_taken_for_another(tmp_path: Path) -> None:
+    """An array whose dtype the file records cannot be restored with another dtype of the same size."""
     path = tmp_path / "x.eqx"
     eqx.tree_serialise_leaves(path, [jnp.ones(2, jnp.float8_e4m3fn), np.arange(3, dtype=np.uint8)])
     with pytest.raises(MismatchError):
@@ -395,13 +398,13 @@ class Stateful(eqx.Module):
     rest: tuple[Any, ...]
 
     def __init__(self, seed: int):
-        self.norm = eqx.nn.BatchNorm(4, "batch" if seed == 0 else "other", mode="ema")  # its axis is a leaf
+        self.norm = eqx.nn.BatchNorm(4, "batch" if seed == 0 else "other", mode="ema")  # Its axis name is a leaf.
         self.linear = eqx.nn.Linear(4, 4, key=jax.random.key(seed))
         self.rest = (f"text {seed}", b"bytes %d" % seed, seed, 0.5 + seed, None, jnp.tanh)
 
 
 def stateful(seed: int) -> tuple[Stateful, eqx.nn.State]:
-    """A model, and the averages that it has seen."""
+    """Returns a model, and a state with the averages of one batch."""
     model, state = eqx.nn.make_with_state(Stateful)(seed)
     x = jax.random.normal(jax.random.key(seed + 1), (5, 4))
     apply = jax.vmap(model.norm, axis_name=("batch" if seed == 0 else "other"), in_axes=(0, None), out_axes=(0, None))
@@ -459,7 +462,7 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
         pickle.dump(Trap(), file)
     with pytest.raises(UnsupportedError):
         tr.open(path)
-    eqx.tree_serialise_leaves(path, [2**70])  # which Equinox pickles
+    eqx.tree_serialise_leaves(path, [2**70])  # Equinox pickles such a large integer.
     with pytest.raises(UnsupportedError, match="pickled"):
         tr.open(path)
     assert not (tmp_path / "sprung").exists()

@@ -1,8 +1,9 @@
 """Streams of FJFormer and EasyLM.
 
-Neither library is among the test dependencies. Small files that both wrote lie in `real/fjformer`, with what their own
-readers find in them; `check.py` there has both read what is written here. Where a test needs others, `save` and `load`
-below stand in for them, with the MessagePack package and Flax that both libraries use.
+Neither library is a test dependency. `real/fjformer` has small files that both libraries wrote, and the contents that
+their own readers find in them. `check.py` in that folder makes both libraries read files that Treering wrote. Other
+tests use `save` and `load` below instead of the libraries. These use the MessagePack package and Flax, as both
+libraries do.
 """
 
 import io
@@ -37,7 +38,7 @@ FORMAT = formats.get("easylm")
 
 
 def save(path: Path, tree: Any) -> None:
-    """A stand-in for their writers."""
+    """Writes a stream as both libraries do."""
     packer = msgpack.Packer()
     with open(path, "wb") as file:
         for key, value in traverse_util.flatten_dict(serialization.to_state_dict(tree)).items():
@@ -45,7 +46,7 @@ def save(path: Path, tree: Any) -> None:
 
 
 def load(path: Path) -> dict[tuple[str, ...], Any]:
-    """A stand-in for their readers."""
+    """Reads a stream as both libraries do."""
     with open(path, "rb") as file:
         unpacker = msgpack.Unpacker(file, read_size=83886080, max_buffer_size=0)
         return {tuple(key): serialization.from_bytes(None, value) for key, value in unpacker}
@@ -57,7 +58,7 @@ def leaves(tree: Any) -> dict[tuple[str, ...], Any]:
 
 @pytest.fixture
 def state() -> Any:
-    """A train state as EasyLM has it: variables within `params`, with a level of that name of their own."""
+    """A train state as EasyLM has it. Its field `params` holds Flax variables, which have a level `params` too."""
     draw = np.random.default_rng(0)
     layer = {"kernel": draw.random((16, 8), np.float32), "bias": draw.random(8).astype(ml_dtypes.bfloat16)}
     params = {"params": {"transformer": {"h": {"0": layer, "1": layer}, "wte": {"embedding": draw.random((9, 4))}}}}
@@ -83,7 +84,7 @@ def test_streams_of_fjformer_and_easylm(tmp_path: Path, name: str) -> None:
 def test_folders_of_fjformer_and_easylm() -> None:
     folder = REAL / "fjformer"
     assert tr.steps(folder / "fjformer") == [7, 12] and tr.steps(folder / "easylm") == [20]
-    assert tr.open(folder / "fjformer", step=7).path.endswith("streaming_state_7")  # more than streaming_params_7
+    assert tr.open(folder / "fjformer", step=7).path.endswith("streaming_state_7")  # It has more than the parameters.
     assert tr.open(folder / "fjformer").path.endswith("streaming_state") and tr.open(folder / "easylm").step == 20
     for pickled in folder.rglob("*.pkl"):
         with pytest.raises(UnsupportedError, match="it is a pickle"):
@@ -95,7 +96,7 @@ def test_folders_of_fjformer_and_easylm() -> None:
     [
         ("fjformer/streaming_state", "dataset.pkl"),
         ("fjformer/streaming_state_7", "dataset_7.pkl"),
-        ("fjformer/streaming_params_7", ""),  # which nobody resumes
+        ("fjformer/streaming_params_7", ""),  # It has only parameters, so no job resumes from it.
     ],
 )
 def test_the_state_of_the_data_is_named(name: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +124,7 @@ def test_a_whole_state(tmp_path: Path, state: Any, name: str) -> None:
     assert ckpt.format == "fjformer" and ckpt.step == 7 and ckpt.nbytes == os.path.getsize(tmp_path / name)
     assert ckpt["opt_state/1/nu"] is None and ckpt["opt_state/1/count"] == 3
     assert_same(traverse_util.flatten_dict(ckpt.restore()), load(tmp_path / name))
-    # "state_params", "trainstate_params" are a part of it.
+    # The load types "state_params" and "trainstate_params" of the libraries read this part of it.
     params = tr.restore(tmp_path / name, at="params/params")
     assert_same(leaves(params), leaves(state["params"]["params"]))
     like = {"transformer": {"h": {"0": {"kernel": jnp.ones((16, 8)), "bias": ...}, "1": ...}, "wte": ...}}
@@ -147,7 +148,7 @@ def test_parameters_alone_over_eight_devices(tmp_path: Path, state: Any) -> None
 def test_written_for_them(tmp_path: Path, state: Any) -> None:
     state["opt_state"]["1"]["text"] = "é"
     state["opt_state"]["1"]["nan"] = math.nan
-    state = jax.tree.map(lambda leaf: leaf, state, is_leaf=lambda leaf: leaf is None)  # in the order of its keys
+    state = jax.tree.map(lambda leaf: leaf, state, is_leaf=lambda leaf: leaf is None)  # This sorts the keys.
     save(tmp_path / "theirs", state)
     tr.convert(tmp_path / "theirs", tmp_path / "ours", format="fjformer")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -207,7 +208,7 @@ def test_large_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_structure_is_read(tmp_path: Path, use_disk: Any) -> None:
-    """A stream of two leaves of 3.9 GB that take no room on the disk, as the libraries lay them out."""
+    """Opening reads only the structure. The stream is a sparse file with two leaves of 3.9 GB."""
     chunk = 1 << 30
     with open(tmp_path / "streaming_params", "wb") as file:
         for name in ("a", "b"):
@@ -246,7 +247,7 @@ def test_the_latest_of_a_folder(tmp_path: Path, state: Any) -> None:
 
     save(tmp_path / "streaming_params_0", state["params"]["params"])
     save(tmp_path / "streaming_params_10", state["params"]["params"])
-    save(tmp_path / "streaming_train_state_10", at(11))  # the name counts
+    save(tmp_path / "streaming_train_state_10", at(11))  # The step is the number in the name, not the one in the state.
     assert tr.steps(tmp_path) == [0, 10]
     assert tr.open(tmp_path).path.endswith("streaming_train_state_10") and tr.open(tmp_path).step == 10
     assert tr.open(tmp_path, step=0).path.endswith("streaming_params_0")

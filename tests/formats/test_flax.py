@@ -1,4 +1,4 @@
-"""Flax's files: written by Flax and read here, written here and read by Flax, and bad ones."""
+"""Tests of Flax's files: files that Flax wrote, files that Treering wrote for Flax, and bad ones."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ DTYPES = [
 
 
 def every_bit(dtype: np.dtype, shape: tuple[int, ...] = (3, 5)) -> np.ndarray:
-    """Values with bits of all kinds: NaNs with payloads, negative zeros, the largest and the smallest."""
+    """Returns an array with unusual bits: NaNs with payloads, negative zeros, the largest and smallest values."""
     count = math.prod(shape)
     if dtype.kind == "b":
         return (np.arange(count) % 3 == 0).reshape(shape)
@@ -72,7 +72,7 @@ def every_bit(dtype: np.dtype, shape: tuple[int, ...] = (3, 5)) -> np.ndarray:
 
 
 def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
-    """Asserts that two state dicts are equal bit by bit, and in order."""
+    """Asserts that two state dicts are equal bit for bit and have the same order."""
     assert type(ours) is type(theirs), (path, type(ours), type(theirs))
     if isinstance(ours, dict):
         assert list(ours) == list(theirs), path
@@ -94,7 +94,7 @@ def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
 
 
 def check_both_ways(tmp_path: Path, tree: Any) -> Any:
-    """Flax writes, we read; we write what we read, and it is Flax's file byte by byte. Returns what was read."""
+    """Asserts that Treering reads Flax's file and writes the same bytes from it. Returns the restored tree."""
     theirs, ours = tmp_path / "theirs.msgpack", tmp_path / "ours.msgpack"
     data = serialization.to_bytes(tree)
     theirs.write_bytes(data)
@@ -106,7 +106,7 @@ def check_both_ways(tmp_path: Path, tree: Any) -> Any:
 
 
 class Counting(Disk):
-    """Counts the bytes that are read, and the calls."""
+    """A disk that counts the bytes that are read, and the calls that read them."""
 
     def __init__(self) -> None:
         self.count = self.calls = 0
@@ -215,7 +215,7 @@ def test_large_arrays_are_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def backend() -> Iterator[Any]:
-    """Chooses what `flax.training.checkpoints` writes, for one test."""
+    """A function that chooses, for one test, whether `flax.training.checkpoints` writes with Orbax."""
     before = flax.config.flax_use_orbax_checkpointing
     yield lambda orbax: flax.config.update("flax_use_orbax_checkpointing", orbax)
     flax.config.update("flax_use_orbax_checkpointing", before)
@@ -313,7 +313,7 @@ def test_real_files_of_clu(tmp_path: Path, name: str, caplog: pytest.LogCaptureF
         caplog.clear()
         tr.restore(path)
         said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-        file = f"{Path(name).name}.index"  # which has an iterator over data in it
+        file = f"{Path(name).name}.index"  # It has the state of a data iterator.
         assert said == [
             f"{path}: left out, because it cannot be read here: {file} ({POSITION}, which only that restores)"
         ]
@@ -322,13 +322,13 @@ def test_real_files_of_clu(tmp_path: Path, name: str, caplog: pytest.LogCaptureF
         assert_described(path, described("clu")[name])
     assert step in tr.steps(run) == sorted(int(other[-1]) for other in CLU if other.startswith(run.name))
     assert tr.open(run, step=step).path == str(CLUS / f"{name}.flax") and tr.open(run).step == max(tr.steps(run))
-    with pytest.raises(UnsupportedError, match=r"data/\.ATTRIBUTES/ITERATOR_STATE"):  # TensorFlow's
+    with pytest.raises(UnsupportedError, match=r"data/\.ATTRIBUTES/ITERATOR_STATE"):  # the name in TensorFlow
         tr.open(CLUS / f"{name}.index")
 
 
 def test_a_run_of_clu_goes_on(tmp_path: Path) -> None:
     shutil.copytree(CLUS / "state", tmp_path / "run")
-    for ending in ("flax", "data-00000-of-00001"):  # the next save was killed: the index comes last
+    for ending in ("flax", "data-00000-of-00001"):  # The next save was killed before it wrote the index.
         shutil.copy(tmp_path / "run" / f"ckpt-3.{ending}", tmp_path / "run" / f"ckpt-4.{ending}")
     template = jax.tree.map(np.zeros_like, tr.restore(CLUS / "state"))
     with tr.Checkpointer(tmp_path / "run") as ckpts:
@@ -346,7 +346,7 @@ def test_several_prefixes_are_named(tmp_path: Path) -> None:
     assert "flax: it has files of 2 prefixes, which may be as many runs: 'ema-', 'model_'; open" in str(caught.value)
     assert f"({tmp_path}/ema-10, {tmp_path}/model_10)" in str(caught.value)
     (tmp_path / "checkpoint_4").write_bytes(serialization.to_bytes({"w": np.ones(2)}))
-    assert tr.open(tmp_path).step == 4  # what Flax takes unless it is told another prefix
+    assert tr.open(tmp_path).step == 4  # Flax's default prefix has precedence.
     (tmp_path / "ema-10").unlink()
     (tmp_path / "checkpoint_4").unlink()
     assert tr.steps(tmp_path) == [9, 10]
@@ -373,7 +373,7 @@ def test_only_files_of_flax_are_steps(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_0").write_bytes(serialization.to_bytes({"w": 1}))
     assert tr.steps(tmp_path) == [0] and tr.open(tmp_path)["w"] == 1
     (tmp_path / "checkpoint_6").write_bytes(serialization.to_bytes({"w": np.ones(9)})[:-1])
-    assert tr.open(tmp_path).step == 0  # the newest is damaged
+    assert tr.open(tmp_path).step == 0  # The newest step is damaged.
     with pytest.raises(CorruptError, match="checkpoint_6"):
         tr.open(tmp_path, step=6)
 
@@ -382,7 +382,7 @@ def test_only_files_of_flax_are_steps(tmp_path: Path) -> None:
 
 
 def sparse(path: Path) -> None:
-    """A file of 24 GB with arrays of 16 and 8 GB, almost nothing of which takes room on the disk."""
+    """Writes a sparse file of 24 GB with arrays of 16 and 8 GB, which takes almost no room on the disk."""
     with open(path, "wb") as file:
 
         def part(shape: list[int], dtype: str, nbytes: int) -> None:
@@ -420,6 +420,7 @@ def test_opening_reads_only_structure_and_a_slice_only_itself(tmp_path: Path, us
 
 
 def test_small_arrays_are_read_together_and_large_ones_leapt_over(tmp_path: Path, use_disk: Any) -> None:
+    """One call reads many small arrays, and the bytes of unwanted large arrays between them are not read."""
     small = {f"l{n:03d}": np.full(100, n, np.float32) for n in reversed(range(500))}  # not in the order of templates
     large = {f"l{n:03d}": np.full((100, 100), n, np.float64) for n in range(100)}
     both = {key: {"small": small[key], "large": large[key]} for key in large}
@@ -433,7 +434,7 @@ def test_small_arrays_are_read_together_and_large_ones_leapt_over(tmp_path: Path
         assert disk.calls < 30 and disk.count < 3 * 500 * 400
     disk.count = 0
     ckpt = tr.open(tmp_path / "large.msgpack")
-    assert disk.count < 400_000  # most of it to find out what file it is
+    assert disk.count < 400_000  # Most of these bytes are read to recognize the format.
     assert_equal(ckpt.restore(), large)
     ckpt = tr.open(tmp_path / "both.msgpack")
     disk.count = 0
@@ -446,7 +447,7 @@ def test_small_arrays_own_their_memory(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in (("_SMALL_ARRAY_BYTES", 64), ("_MAX_SMALL_GAP_BYTES", 48), ("_BATCH_BYTES", 128)):
         monkeypatch.setattr(extents, name, value)
     draw = np.random.default_rng(0)
-    sizes = [*range(14, 19), *draw.integers(0, 20, 40).tolist()]  # 16 floats are the most that is small
+    sizes = [*range(14, 19), *draw.integers(0, 20, 40).tolist()]  # Up to 16 floats, an array is small in this test.
     tree = {f"l{n:02d}": draw.random(size, np.float32) for n, size in enumerate(sizes)}
     path = tmp_path / "x.msgpack"
     path.write_bytes(serialization.to_bytes(tree))
@@ -488,7 +489,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def save_shards(folder: Path, tree: Any, flat: bool = False) -> dict[str, Any]:
-    """As Hugging Face does it: each file nested (or not), the index flat."""
+    """Writes a folder as Hugging Face does: one file per leaf, nested or flat, and an index with flat names."""
     leaves = flax.traverse_util.flatten_dict(tree, sep="/")
     places = {}
     for n, (key, leaf) in enumerate(leaves.items()):
@@ -576,7 +577,7 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
 
 
 def save_beside(path: Path, name: str, array: Any) -> None:
-    """An array as Flax has JAX store it for a job of several processes."""
+    """Writes an array next to a checkpoint, as Flax and JAX do for a job of several processes."""
     place = f"{path}_gda/{name}" if name else f"{path}_gda"
     os.makedirs(place)
     asyncio.run(async_serialize(jnp.asarray(array), get_tensorstore_spec(place)))
@@ -699,8 +700,8 @@ def ext(code: int, payload: Any) -> bytes:
 
 def chunked(**changes: Any) -> bytes:
     chunk = msgpack.ExtType(1, msgpack.packb([[2], "int8", b"12"]))
-    whole = {"__msgpack_chunked_array__": True, "shape": {"0": 2, "1": 2}, "chunks": {"0": chunk, "1": chunk}}
-    return msgpack.packb({**whole, **changes})
+    valid = {"__msgpack_chunked_array__": True, "shape": {"0": 2, "1": 2}, "chunks": {"0": chunk, "1": chunk}}
+    return msgpack.packb({**valid, **changes})
 
 
 @pytest.mark.parametrize(
@@ -772,22 +773,22 @@ def test_trees_as_deep_as_they_may_be(tmp_path: Path) -> None:
 
 def test_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.msgpack"
-    with open(path, "wb") as file:  # four gigabytes of zeros, each an int, that take no room on the disk
+    with open(path, "wb") as file:  # A sparse file of four gigabytes of zeros, each of which is an int.
         file.write(b"\xdd" + struct.pack(">I", 2**32 - 1))
         file.truncate(2**32 + 4)
     with pytest.raises(UnsafeError, match="at most 1048576 values"):
         tr.open(path)
-    with open(path, "wb") as file:  # a text of three gigabytes
+    with open(path, "wb") as file:  # A text of three gigabytes.
         file.write(b"\xdb" + struct.pack(">I", 3 << 30))
         file.truncate((3 << 30) + 5)
     with pytest.raises(UnsafeError, match="bytes of text"):
         tr.open(path)
-    with open(path, "wb") as file:  # bytes, a leaf that is held in memory
+    with open(path, "wb") as file:  # Bytes are a leaf, which Treering would hold in memory.
         file.write(b"\xc6" + struct.pack(">I", 3 << 30))
         file.truncate((3 << 30) + 5)
     with pytest.raises(UnsafeError, match="bytes of text"):
         tr.open(path)
-    # A small file whose paths together would take a gigabyte.
+    # A small file whose paths would take a gigabyte together.
     path.write_bytes(b"\x81\xda\xff\xff" + b"k" * 65535 + b"\xdd" + struct.pack(">I", 20_000) + bytes(20_000))
     with pytest.raises(UnsafeError, match="expected paths of at most"):
         tr.open(path)

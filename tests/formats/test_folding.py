@@ -1,4 +1,7 @@
-"""Keys that differ in case alone, on file systems that do not tell; a double stands for those, which need a mount."""
+"""Tests of keys that differ only in case, on file systems that ignore case.
+
+A test double replaces such a file system, because a real one would have to be mounted.
+"""
 
 import os
 import pathlib
@@ -12,7 +15,7 @@ from treering.stores.posix import Disk
 
 
 class Folding(Disk):
-    """A disk on which names are found whatever their case."""
+    """A disk that finds names in any case."""
 
     def stat(self, path: str) -> os.stat_result | None:
         folder, name = os.path.split(path)
@@ -36,7 +39,8 @@ def test_keys_that_are_one_folder_are_refused_by_name(
     use_disk(Folding())
     with pytest.raises(tr.errors.UnsupportedError, match=f"/d: expected .* the keys {named} are one folder"):
         tr.save(tmp_path / "d", tree, format="levanter")
-    for name, format in (("t5x", "t5x"), ("native", None), ("orbax", "orbax")):  # which have other names for them
+    # In these formats, keys are not the names of folders.
+    for name, format in (("t5x", "t5x"), ("native", None), ("orbax", "orbax")):
         tr.save(tmp_path / name, tree, format=format)
     assert sorted(os.listdir(tmp_path)) == ["c", "native", "orbax", "t5x"]
 

@@ -1,4 +1,4 @@
-"""Files that are no checkpoints: what they are, and what to do, is the first thing that is said."""
+"""Tests of files that are not checkpoints. The error first says what they are and what to do."""
 
 import bz2
 import gzip
@@ -32,7 +32,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def assert_pointer(path: Path, file: Path) -> None:
-    """Asserts that reading everything says which file is a pointer, and what to do."""
+    """Asserts that restoring raises an error that names the file with the pointer, and says what to do."""
     with pytest.raises(CorruptError) as caught:
         tr.open(path).restore()
     assert str(caught.value) == f"{file}: found a git-lfs pointer instead of the file; run `git lfs pull` there"
@@ -43,7 +43,7 @@ def test_a_pointer_of_git_lfs(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
     path.write_bytes(POINTER)
     assert_pointer(path, path)
-    for name in ("safetensors", "flax", "fjformer"):  # as after a step that was found by its name
+    for name in ("safetensors", "flax", "fjformer"):  # A run opens a step that it found by its name in this way.
         with pytest.raises(CorruptError, match="git lfs pull"):
             formats.get(name).open(stores.of(""), str(path))
 
@@ -95,11 +95,12 @@ def test_each_file_of_a_checkpoint_as_a_pointer(tmp_path: Path, format: str, opt
         finally:
             shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
     files = len(files_of(tmp_path / "whole"))
-    assert pointed == files or (format == "orbax" and pointed >= 4)  # whose database leaves files that nobody needs
+    # The database of Orbax leaves files that no reader needs.
+    assert pointed == files or (format == "orbax" and pointed >= 4)
 
 
 def torch_archive() -> bytes:
-    """An archive as torch.save writes it, file by file."""
+    """Returns an archive with the files that `torch.save` writes."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
         for name, content in [("data.pkl", pickle.dumps({}, 2)), ("version", b"3\n"), ("data/0", bytes(16))]:
@@ -122,7 +123,7 @@ def tarred() -> bytes:
     return data.getvalue()
 
 
-LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # what torch.save began with before 1.6
+LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # the first bytes of torch.save before 1.6
 KINDS = [
     ("model.pt", torch_archive(), "a zip archive of PyTorch's with a pickle.*safetensors.torch.save_file"),
     ("pytorch_model.bin", torch_archive(), "a zip archive of PyTorch's with a pickle"),
@@ -160,6 +161,7 @@ def test_an_array_of_numpy_that_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_a_fallback_is_told_of_only_where_there_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the step that replaces a damaged one only if there is an earlier step."""
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
             ckpts.save(step, TREE)

@@ -1,4 +1,4 @@
-"""Large manifests and headers: fields decoded at once, and tensors found without parsing the others."""
+"""Tests of large manifests and headers: fields are decoded directly, and single tensors found without full parsing."""
 
 import json
 import pathlib
@@ -32,10 +32,10 @@ def _outcome(parse: Any) -> Any:
 
 @pytest.mark.long
 def test_fields_decoded_at_once_are_those_of_strict_parsing() -> None:
-    """Whatever is written into a text, both ways take it for the same, or refuse it."""
+    """Both ways of parsing return the same value for any changed text, or both refuse it."""
     draw = random.Random(0)
     types: dict[str, Any] = {"tree": list[int | list[str]], "leaves": list[tuple[str, float | str]]}
-    whole: Any = msgspec.defstruct("whole", [("tree", types["tree"], None), ("leaves", types["leaves"], None)])
+    fields: Any = msgspec.defstruct("fields", [("tree", types["tree"], None), ("leaves", types["leaves"], None)])
     text = '{"a":{"b":[1,2.5,"x"]},"tree":[0,["k","l-0,"],0],"leaves":[["é",1.5],["-0",0]],"step":1}'
     kept = 0
     for _ in range(20_000):
@@ -47,7 +47,7 @@ def test_fields_decoded_at_once_are_those_of_strict_parsing() -> None:
 
         def strictly(data: bytes = data) -> Any:
             top = strict_json.parse(data)
-            made = msgspec.convert(top, whole)
+            made = msgspec.convert(top, fields)
             return {**top, **{key: getattr(made, key) for key in types if key in top}}
 
         expected = _outcome(strictly)
@@ -73,9 +73,9 @@ def test_a_tensor_is_found_without_the_others() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda text: text.replace('"n":"1"', r'"n":"\"l7/w\":{"'),  # text that looks like an entry
-        lambda text: text.replace('"l8/w":', '"l7/w":'),  # twice
-        lambda text: text.replace('"l7/w":{', '"l7/w":{"dtype":"U8",'),  # a key twice
+        lambda text: text.replace('"n":"1"', r'"n":"\"l7/w\":{"'),  # Text in the metadata looks like an entry.
+        lambda text: text.replace('"l8/w":', '"l7/w":'),  # The tensor occurs twice.
+        lambda text: text.replace('"l7/w":{', '"l7/w":{"dtype":"U8",'),  # A field of the tensor occurs twice.
         lambda text: text.replace('"l7/w":{"dtype":"F32",', '"l7/w":{'),
         lambda text: text.replace('"l7/w":{"dtype":"F32","shape":[2,2]', '"l7/w":{"dtype":"F32","shape":[2,-0]'),
         lambda text: text.replace('"l7/w":', '"l7":'),
@@ -84,6 +84,7 @@ def test_a_tensor_is_found_without_the_others() -> None:
     ],
 )
 def test_a_tensor_of_which_one_cannot_be_sure_is_left_to_parsing(change: Any) -> None:
+    """`find_tensor` returns None if the text of a header is ambiguous, so that all of it is parsed."""
     data, _ = _header(10)
     text = change(data[8:].decode())
     assert text != data[8:].decode()
@@ -123,7 +124,10 @@ def test_a_few_leaves_of_many(many: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.long
 def test_what_is_wrong_with_the_tensor_itself_is_found_at_once(many: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """A header of another shape than the manifest's, sealed anew; one with a hole is found when all of it is read."""
+    """An error in a sealed header is found when its tensor is read, and when all tensors are read.
+
+    One header has another shape than the manifest, the other a gap between two tensors.
+    """
     file = next(many.glob("arrays-*"))
     data, top = file.read_bytes(), json.loads((many / "treering.json").read_bytes())
     size = top["files"][0]["header"]

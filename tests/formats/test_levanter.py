@@ -1,9 +1,10 @@
 """Levanter's checkpoints.
 
-Levanter itself is not among the test dependencies: it takes dozens of others. A few small checkpoints that three
-releases of it wrote lie in `real/levanter`, with what their own readers find in them; `check.py` there has all three
-read what is written here. Where a test needs others, they are made by the calls that Levanter makes: JAX's own array
-serialization, for a folder of zarr 2 for each leaf (until 2025) or for an OCDBT database of zarr 3 (since then).
+Levanter itself is not a test dependency, because it needs dozens of other packages. `real/levanter` has small
+checkpoints that three releases of it wrote, and the contents that their own readers find in them. `check.py` in that
+folder makes all three releases read checkpoints that Treering wrote. Other tests make checkpoints with the calls that
+Levanter makes: JAX's array serialization, with a folder of zarr 2 for each leaf (until 2025) or an OCDBT database of
+zarr 3 (since then).
 """
 
 import json
@@ -30,7 +31,7 @@ from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeEr
 
 
 def state() -> dict[str, jax.Array]:
-    """Leaves by where they lie."""
+    """Returns leaves by their paths in a checkpoint."""
     spread = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), PartitionSpec("x", "y"))
     return {
         "model/layers/0/weight": jax.device_put(jnp.arange(32.0).reshape(8, 4), spread),
@@ -45,7 +46,7 @@ def state() -> dict[str, jax.Array]:
 
 
 def make(folder: Path, step: int, *, ocdbt: bool = False, when: str = "2024-05-01T12:00:00.5", **more: Any) -> Path:
-    """A checkpoint as Levanter makes it."""
+    """Writes a checkpoint as Levanter does, and returns its path."""
     path = folder / f"step-{step}"
     manager = serialization.GlobalAsyncCheckpointManager()
     leaves = state()
@@ -73,7 +74,7 @@ def nested(leaves: Any) -> Any:
 
 
 def listed(tree: Any) -> Any:
-    """Dicts whose keys are the numbers from 0 as the lists that they are."""
+    """Returns a tree in which dicts whose keys are the numbers from 0 have become lists."""
     if not isinstance(tree, dict):
         return tree
     inner = {key: listed(value) for key, value in tree.items()}
@@ -154,7 +155,7 @@ def test_chunks_of_zeros_are_only_left_out_of_databases(tmp_path: Path) -> None:
 
 
 def test_a_database_below(tmp_path: Path) -> None:
-    """As the serializer's own specs have it."""
+    """A database in a folder of the checkpoint is found, as the specs of JAX's serializer may place it."""
     path = make(tmp_path, 1)
     base = {"driver": "file", "path": f"{path}/more/deep/"}
     spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "w"}}
@@ -170,11 +171,11 @@ def test_runs(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-5", tmp_path / "copy-of-5")
     assert tr.steps(tmp_path) == [0, 5, 10]
     assert tr.open(tmp_path).step == 10
-    later = {"step": 5, "timestamp": "2024-05-02T00:00:00"}  # the number of the step counts, not when it was written
+    later = {"step": 5, "timestamp": "2024-05-02T00:00:00"}  # The latest step is the greatest number, not the newest.
     (tmp_path / "step-5" / "metadata.json").write_text(json.dumps(later))
     (tmp_path / "copy-of-5" / "metadata.json").write_text(json.dumps(later))
     assert tr.open(tmp_path).step == 10
-    assert tr.open(tmp_path, step=5).path == str(tmp_path / "step-5")  # "step-5" > "copy-of-5"
+    assert tr.open(tmp_path, step=5).path == str(tmp_path / "step-5")  # Two names have step 5; the greater one wins.
     assert tr.open(tmp_path, step=0)["opt_state/0/count"][()] == 5
     with pytest.raises(NotFoundError, match=r"levanter: .*without metadata\.json"):
         tr.open(tmp_path / "step-7")
@@ -224,7 +225,7 @@ def test_what_is_written_levanter_reads(tmp_path: Path) -> None:
 
 @pytest.fixture
 def named_array(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands in for `haliax.NamedArray`, which is no dependency: it has one child and no key for it, as that has."""
+    """A class with the tree structure of `haliax.NamedArray`: one child without a key. Haliax is not a dependency."""
 
     @jax.tree_util.register_pytree_node_class
     class NamedArray:
@@ -282,7 +283,7 @@ def test_numbers_of_python_come_back_as_such(tmp_path: Path) -> None:
             tr.restore(path, like=wrong, at="numbers", extra="ignore")
     with pytest.raises(MismatchError, match=r"expected float, found float32\[3\]"):
         tr.restore(path, like={"bias": 0.0}, at="model/layers/10", extra="ignore")
-    tr.save(tmp_path / "own", tr.open(path).at("numbers"))  # which keeps numbers and arrays apart
+    tr.save(tmp_path / "own", tr.open(path).at("numbers"))  # The native format distinguishes numbers from arrays.
     with pytest.raises(MismatchError, match=r"expected float, found float32\[\]"):
         tr.restore(tmp_path / "own", like=like)
 
@@ -342,7 +343,7 @@ def test_other_folders_with_such_a_file(tmp_path: Path, text: bytes) -> None:
 
 def test_what_lies_about(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
-    (path / "model" / "layers" / "0" / "weight" / "more").mkdir()  # below an array nothing is looked for
+    (path / "model" / "layers" / "0" / "weight" / "more").mkdir()  # Treering does not look below an array.
     (path / "empty").mkdir()
     (path / "12").mkdir()
     os.symlink(path, path / "loop")

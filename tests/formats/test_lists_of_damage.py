@@ -1,4 +1,4 @@
-"""Of whatever format: each file that is gone is named, no other is, and what it does not touch is read."""
+"""Tests that every format names exactly the missing or damaged files, and reads all leaves that do not need them."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 LEAVES = {f"target/l{n}/w": np.arange(24.0).reshape(6, 4) + n for n in range(8)}
 LEVANTER = {"timestamp": "2024-05-01T12:00:00.5"}
-Files = dict[Path, list[str]]  # with the leaves that lie there
+Files = dict[Path, list[str]]  # files, with the leaves that each holds
 
 
 def nested(leaves: Mapping[str, Any]) -> Any:
@@ -39,16 +39,16 @@ def nested(leaves: Mapping[str, Any]) -> Any:
 
 
 def put(path: Path, array: np.ndarray, chunks: list[int]) -> dict[str, Any]:
-    """Stores a zarr array."""
+    """Writes a zarr array and returns its TensorStore spec."""
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}, "metadata": {"chunks": chunks}}
     stored = ts.open(spec, create=True, dtype=array.dtype.name, shape=array.shape).result()
-    stored.write(array + 1).result()  # for chunks of zeros are left out
+    stored.write(array + 1).result()  # TensorStore leaves out chunks of zeros.
     stored.write(array).result()
     return spec
 
 
 def parts() -> dict[int, list[str]]:
-    """Seven files' leaves: two lie in the first of them."""
+    """Returns the leaves of seven files. The first file has two leaves, the others one."""
     names = list(LEAVES)
     return {0: names[:2], **{n: [names[n + 1]] for n in range(1, 7)}}
 
@@ -122,20 +122,20 @@ def save_orbax(path: Path) -> Files:
     return {path / leaf.replace("/", ".") / ".zarray": [leaf] for leaf in LEAVES}
 
 
-FORMATS: dict[str, tuple[str, Callable[[Path], Files]]] = {  # what a second step is called, and how it is saved
+FORMATS: dict[str, tuple[str, Callable[[Path], Files]]] = {  # the name of a step, if the format has runs, and a writer
     "safetensors": ("", save_safetensors),
     "flax": ("", save_flax),
     "tensorflow": ("model.ckpt-{}", save_tensorflow),
-    "flax, arrays beside": ("checkpoint_{}", save_flax_beside),
+    "flax, separate arrays": ("checkpoint_{}", save_flax_beside),
     "t5x": ("checkpoint_{}", save_t5x),
     "levanter": ("step-{}", save_levanter),
     "orbax": ("", save_orbax),
 }
-CHUNKED = ["flax, arrays beside", "t5x", "levanter", "orbax"]
+CHUNKED = ["flax, separate arrays", "t5x", "levanter", "orbax"]
 
 
 def groups(files: list[Path]) -> Iterator[list[Path]]:
-    """One after another, and several together."""
+    """Yields each file alone, and some groups of files."""
     yield from ([file] for file in files)
     yield from (files[:2], files[::2], files[1:], files)
 
@@ -147,7 +147,7 @@ def made(tmp_path: Path, name: str) -> tuple[Path, Files]:
 
 
 def named(path: Path, files: Files) -> tuple[list[Path], set[str]]:
-    """The files and the leaves that `verify` names."""
+    """Returns the files and the leaves that `verify` names. Asserts that each problem names one file."""
     found: list[Path] = []
     leaves: set[str] = set()
     for problem in tr.verify(path).problems:
@@ -159,7 +159,7 @@ def named(path: Path, files: Files) -> tuple[list[Path], set[str]]:
 
 
 def assert_rest(path: Path, gone: set[str]) -> None:
-    """Asserts that the leaves that are not gone are read in every way, and the others in none."""
+    """Asserts that every way of reading returns the intact leaves, and that none returns a leaf in `gone`."""
     ckpt = tr.open(path)
     assert set(ckpt) == set(LEAVES)
     rest = {leaf: array for leaf, array in LEAVES.items() if leaf not in gone}
@@ -231,11 +231,11 @@ def test_every_file_that_is_gone_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_file_that_is_damaged_is_named(tmp_path: Path, name: str) -> None:
     path, files = made(tmp_path, name)
-    whole = {file: file.read_bytes() for file in files}
+    good = {file: file.read_bytes() for file in files}
     for damage in (lambda data: data[:5], lambda data: b"", lambda data: data[:-1], lambda data: b"\xc1" + data[1:]):
         for gone in ([*files][:1], [*files][1:]):
             for file in gone:
-                file.write_bytes(damage(whole[file]))
+                file.write_bytes(damage(good[file]))
             leaves = {leaf for file in gone for leaf in files[file]}
             places = {file.parent if file.name == ".zarray" else file: own for file, own in files.items()}
             found, touched = named(path, places)
@@ -245,7 +245,7 @@ def test_every_file_that_is_damaged_is_named(tmp_path: Path, name: str) -> None:
             for leaf in LEAVES.keys() - leaves:
                 assert_same(tr.restore(path, at=leaf), LEAVES[leaf])
             for file in gone:
-                file.write_bytes(whole[file])
+                file.write_bytes(good[file])
 
 
 @pytest.mark.long
@@ -292,7 +292,8 @@ def test_an_earlier_step_is_taken(tmp_path: Path, name: str, caplog: pytest.LogC
         assert number == 1
         assert_same(state, nested(LEAVES))
         assert caplog.text.count("step 2 is damaged") == 3 and str(gone[0]) in caplog.text
-        assert set(named(tmp_path / "run", files | latest)[0]) == set(gone)  # TensorFlow's latest is the folder as well
+        # A set, because a folder of TensorFlow is verified both as a run and as its latest checkpoint.
+        assert set(named(tmp_path / "run", files | latest)[0]) == set(gone)
         for file, data in contents.items():
             file.write_bytes(data)
     for file in (*files, *latest):
@@ -303,7 +304,7 @@ def test_an_earlier_step_is_taken(tmp_path: Path, name: str, caplog: pytest.LogC
 
 
 def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slice of an array that cannot be read is named."""
+    """`problems` names each slice of an array that cannot be read."""
     monkeypatch.setattr("treering.formats._shared.reader._CHECK_SLICE_BYTES", 64)
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.ones((8, 16), np.float32), "b": np.ones(3, np.float32)}, path)
@@ -315,7 +316,7 @@ def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path, monkeypatch: pytes
 
 
 def test_parts_and_texts_of_tensorflow(tmp_path: Path) -> None:
-    """A variable of which the parts lie in several files names each of them; text, each element of which is a leaf."""
+    """A variable with parts in several files names each missing file. So does text, whose elements are leaves."""
     bundle, array = Bundle(shards=4), np.arange(12.0).reshape(6, 2)
     bundle.add_parts("p", array, [((0, 2), (0, -1)), ((2, 2), (0, -1)), ((4, 2), (0, -1))], [0, 1, 2])
     bundle.add_text("t", [b"x", b"yz"], (2,))
@@ -340,12 +341,12 @@ def test_parts_and_texts_of_tensorflow(tmp_path: Path) -> None:
     for file in list(files)[:3]:
         file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     found, _ = named(path, {file: list(own) for file, own in files.items()})
-    assert sorted(found) == sorted([*files][:1] + [*files][:3])  # the text in the first one as well
+    assert sorted(found) == sorted([*files][:1] + [*files][:3])  # The first file also holds the text.
     assert_same(tr.restore(path, at="w"), array)
 
 
 def test_leaves_that_an_index_claims(tmp_path: Path) -> None:
-    """They should be in files that are there, and are not."""
+    """`verify` names a leaf that the index assigns to an existing file which does not have it."""
     for save in (save_safetensors, save_flax):
         files = save(tmp_path / save.__name__)
         (index,) = (tmp_path / save.__name__).glob("*.index.json")
@@ -388,7 +389,7 @@ def test_an_array_of_levanter_of_which_nothing_is_left(tmp_path: Path, caplog: p
 
 
 def test_a_step_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the state itself has counted, where nothing else says which step it is."""
+    """A checkpoint opens without a step if only its state has the number and that leaf cannot be read."""
     path, array = tmp_path / "state", np.array(7, np.int32)
     put(path / "state.step", array, [])
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": "state.step/"}, "metadata": {"shape": []}}

@@ -1,6 +1,7 @@
-"""What one format is known by, as a user's own key or file name in every other format.
+"""Tests of keys and file names of users that are also the marks by which some format is recognized.
 
-Whatever is written opens as what it was written as, with every leaf, or is refused before anything is there.
+Every checkpoint opens as the format in which it was written, with all leaves. Otherwise the save is refused before it
+writes anything.
 """
 
 import json
@@ -83,7 +84,7 @@ def test_names_that_are_marks_of_formats(tmp_path: Path, format: str) -> None:
 
 
 def _wrong(path: Path, tree: Any, format: str) -> str | None:
-    """What is wrong with a tree that was written and opened again; None where it is as it was, or was refused."""
+    """Saves and opens a tree. Returns the problem, or None if the tree is unchanged or its save was refused."""
     try:
         tr.save(path, tree, format=format)
     except UnsupportedError:
@@ -115,9 +116,9 @@ def _native(path: Path, tree: Any) -> Path:
 
 
 def test_a_format_that_is_given_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where what a file is recognized as is not what it is, its user says so."""
+    """`format=` overrides the recognized format, for files that look like another format."""
     file = tmp_path / "x"
-    file.write_bytes(serialization.to_bytes(TREES["version, optimizer"]))  # to the last byte as T5X has it
+    file.write_bytes(serialization.to_bytes(TREES["version, optimizer"]))  # Flax's file has the same bytes as T5X's.
     assert tr.open(file).format == "t5x"
     assert_same(tr.restore(file, format="flax"), TREES["version, optimizer"])
     assert list(tr.open(file, format="flax")) == ["version", "optimizer/target/w", "optimizer/state/step"]
@@ -145,6 +146,7 @@ def test_a_format_that_is_given_is_taken(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_format_of_the_steps_that_count(tmp_path: Path) -> None:
+    """With `format=`, a run has only the steps of that format."""
     tr.save(tmp_path / "step-00000001", {"w": W}, step=1)
     tr.save(tmp_path / "checkpoint_2", {"w": W + 1}, format="t5x")
     tr.save(tmp_path / "checkpoint_3", {"w": W + 2}, format="flax")
