@@ -1,4 +1,7 @@
-"""NNX Variables and Linen's partitioned parameters, which Orbax and Flax write with a level that does not show here."""
+"""Tests of NNX Variables and Linen's partitioned parameters.
+
+Orbax and Flax write these boxes around leaves as a path level of their own, which Treering's paths do not have.
+"""
 
 import json
 import pathlib
@@ -25,7 +28,7 @@ from treering.errors import CorruptError, MismatchError
 
 
 class Model(nnx.Module):
-    """Parameters, batch statistics, a stream of keys, numbers in order and a Variable that holds a tree."""
+    """A model with parameters, batch statistics, a stream of keys, a list, and a Variable that holds a tree."""
 
     def __init__(self, seed: int = 0, depth: int = 12):
         rngs = nnx.Rngs(seed)
@@ -38,7 +41,7 @@ class Model(nnx.Module):
 
 
 class Network(linen.Module):
-    """Boxes of both kinds beside a parameter without one."""
+    """A network with boxes of both kinds, and parameters without boxes."""
 
     @linen.compact
     def __call__(self, x: Any) -> Any:
@@ -97,7 +100,7 @@ def read_by_orbax(path: pathlib.Path, like: Any) -> Any:
 
 
 def bits(tree: Any) -> dict[str, Any]:
-    """The leaves by their places, without what a model is besides, nor where JAX arrays lie."""
+    """Returns the dtype, shape and bytes of each leaf, by its key path. Ignores other attributes, and devices."""
     tree = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -116,13 +119,16 @@ def test_what_orbax_wrote_fits_its_own_template(tmp_path: pathlib.Path, name: st
     tr.convert(path, tmp_path / "ours")
     assert bits(tr.restore(tmp_path / "ours", like)) == bits(tree)
     for found in (tr.diff(path, tree), tr.diff(tree, path)):
-        lone = {*found.only_a, *found.only_b}  # what has no leaves is None to Orbax
+        lone = {*found.only_a, *found.only_b}  # Orbax stores an empty container as None.
         assert not found.changed and found.equal > 0 and all(tr.open(path)[name] is None for name in lone)
 
 
 @pytest.mark.long
 def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
-    """Saved itself, its list has numbers and an attribute as keys, which Orbax cannot read back even into the model."""
+    """A saved NNX model with a list can be restored. The list has numbers and an attribute as keys.
+
+    Orbax itself cannot read such a checkpoint, because it sorts keys of both types.
+    """
     model, like = Model(0), Model(1)
     path = written_by_orbax(tmp_path / "theirs", model)
     with pytest.raises(TypeError, match="not supported between instances of 'str' and 'int'"):
@@ -134,13 +140,13 @@ def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
     tr.convert(path, tmp_path / "ours")
     assert bits(tr.restore(tmp_path / "ours", like)) == bits(model)
     assert not tr.diff(path, model).changed
-    some = nnx.List([3, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(2))])  # the first is not saved
+    some = nnx.List([3, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(2))])  # NNX does not save the number.
     path = written_by_orbax(tmp_path / "some", {"l": some, "w": np.ones(3)})
     found = tr.restore(path, {"l": nnx.List([4, nnx.Linear(2, 2, rngs=nnx.Rngs(1)), some[2]]), "w": np.ones(3)})
     assert bits(found["l"]) == bits(some) and found["l"][0] == 4
     path = tmp_path / "theirs"
     about = json.loads((path / "_METADATA").read_text())
-    for one in about["tree_metadata"].values():  # so that a number and an attribute are called the same
+    for one in about["tree_metadata"].values():  # Gives an attribute the name of a number.
         if [key["key"] for key in one["key_metadata"]][:2] == ["layers", "3"]:
             one["key_metadata"][1] = {"key": "4", "key_type": 2}
     (path / "_METADATA").write_text(json.dumps(about))
@@ -295,7 +301,7 @@ def test_keys_that_are_called_like_a_level(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_one_variable_in_two_places(tmp_path: pathlib.Path) -> None:
-    """Orbax has it twice; a template finds it by its first name, and the second is named."""
+    """A variable that occurs twice in a tree is stored twice by Orbax. A template restores it under its first name."""
     shared = nnx.Param(jnp.ones(3))
     path = written_by_orbax(tmp_path / "theirs", {"a": shared, "b": shared})
     like = nnx.Param(jnp.zeros(3))

@@ -106,7 +106,7 @@ def check_both_ways(tmp_path: Path, tree: Any) -> Any:
 
 
 class Counting(Disk):
-    """A disk that counts the bytes that are read, and the calls that read them."""
+    """Counts the bytes that are read, and the calls that read them."""
 
     def __init__(self) -> None:
         self.count = self.calls = 0
@@ -576,7 +576,7 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
         tr.open(tmp_path)
 
 
-def save_beside(path: Path, name: str, array: Any) -> None:
+def save_separate_array(path: Path, name: str, array: Any) -> None:
     """Writes an array next to a checkpoint, as Flax and JAX do for a job of several processes."""
     place = f"{path}_gda/{name}" if name else f"{path}_gda"
     os.makedirs(place)
@@ -585,7 +585,7 @@ def save_beside(path: Path, name: str, array: Any) -> None:
 
 def test_arrays_of_several_processes_in_a_store(tmp_path: Path) -> None:
     w = np.arange(40, dtype=np.float32).reshape(8, 5)
-    save_beside(tmp_path / "checkpoint_20", "params/w", w)
+    save_separate_array(tmp_path / "checkpoint_20", "params/w", w)
     tree = {"params": {"w": "//GDAPlaceholder:params/w"}}
     (tmp_path / "checkpoint_20").write_bytes(serialization.to_bytes(tree))
     store = MemoryStore()
@@ -598,9 +598,9 @@ def test_arrays_of_several_processes_in_a_store(tmp_path: Path) -> None:
 
 def test_arrays_of_several_processes(tmp_path: Path) -> None:
     path, w = tmp_path / "checkpoint_20", np.arange(40, dtype=np.float32).reshape(8, 5)
-    save_beside(path, "params/w", w)
-    save_beside(path, "params/a~b", w.astype(jnp.bfloat16))
-    save_beside(path, "count", np.int32(4))
+    save_separate_array(path, "params/w", w)
+    save_separate_array(path, "params/a~b", w.astype(jnp.bfloat16))
+    save_separate_array(path, "count", np.int32(4))
     tree = {
         "params": {"w": "//GDAPlaceholder:params/w", "a~b": "//GDAPlaceholder:params/a~b", "here": w[0]},
         "count": "//GDAPlaceholder:count",
@@ -626,7 +626,7 @@ def test_arrays_of_several_processes(tmp_path: Path) -> None:
 
 
 def test_a_lone_array_of_several_processes(tmp_path: Path) -> None:
-    save_beside(tmp_path / "checkpoint_1", "", np.arange(4))
+    save_separate_array(tmp_path / "checkpoint_1", "", np.arange(4))
     (tmp_path / "checkpoint_1").write_bytes(serialization.to_bytes("//GDAPlaceholder:"))
     path = tmp_path / "x.msgpack"
     (tmp_path / "checkpoint_1").rename(path)
@@ -837,7 +837,7 @@ def test_damage_to_large_arrays(tmp_path: Path) -> None:
     data = b"\x82\xa1w" + chunked() + b"\xa1g" + msgpack.packb("//GDAPlaceholder:g")
     path = tmp_path / "x.msgpack"
     path.write_bytes(data)
-    save_beside(path, "g", np.arange(3))
+    save_separate_array(path, "g", np.arange(3))
     assert outcome(path) == "fine"
     for bad in damaged(data):
         path.write_bytes(bad)

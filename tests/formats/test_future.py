@@ -1,4 +1,4 @@
-"""What a later version wrote: never taken for damage, never passed over, moved or removed."""
+"""Tests of checkpoints of a later version: Treering never reports them as damaged, and never skips or changes them."""
 
 import functools
 import json
@@ -20,11 +20,13 @@ TREE = {"w": np.arange(1000.0), "n": 3}
 
 
 def sealed(content: Any) -> bytes:
+    """Returns a file of JSON that ends in its own checksum."""
     body = json.dumps(content).encode()[:-1]
     return body + b',"xxh3":"' + manifest.xxh3(body).encode() + b'"}\n'
 
 
 def change(file: pathlib.Path, how: Callable[[Any], Any]) -> None:
+    """Changes the content of a sealed file and seals it again."""
     content = json.loads(file.read_bytes())
     content.pop("xxh3")
     found = how(content)
@@ -38,7 +40,7 @@ FUTURES: dict[str, Callable[[Any], Any]] = {
     "files of another form": lambda m: m.update(version=2, files=[{"name": "a", "chunks": 3}]),
     "a version as text": lambda m: m.update(version="2"),
     "version 0": lambda m: m.update(version=0),
-    "a version that is a truth": lambda m: m.update(version=True),
+    "a version that is a bool": lambda m: m.update(version=True),
     "no version": lambda m: {key: m[key] for key in m if key != "version"},
     "another format": lambda m: m.update(format="treering-next"),
     "a feature": lambda m: m.update(requires=["zstd"]),
@@ -46,7 +48,7 @@ FUTURES: dict[str, Callable[[Any], Any]] = {
     "features that are no list": lambda m: m.update(requires={"zstd": 1}),
     "nothing but the envelope": lambda m: {"format": "treering", "version": 9},
 }
-# Against the rule, for they do not say so in the envelope; not understood all the same.
+# Unknown contents in a manifest whose envelope does not say so. This breaks the rules, but is still unsupported.
 ODD: dict[str, Callable[[Any], Any]] = {
     "a type of values": lambda m: m["leaves"].__setitem__(0, ["value", "n", "decimal", "3"]),
     "a kind of leaves": lambda m: m["leaves"].__setitem__(0, ["ragged", "n", []]),
@@ -57,7 +59,10 @@ ODD: dict[str, Callable[[Any], Any]] = {
 
 
 def change_header(step: pathlib.Path, about: Any) -> pathlib.Path:
-    """Changes what an array file's header says about itself, with the checksum in the manifest; `...` removes that."""
+    """Changes the metadata in the header of an array file, and the checksum of the header in the manifest.
+
+    about: metadata to change, as a dict; other metadata; or `...` to remove the metadata.
+    """
     file = step / json.loads((step / "treering.json").read_bytes())["files"][0]["name"]
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -98,7 +103,7 @@ LATER_METRICS: list[dict[str, Any]] = [
 ]
 LATER_FILE: Callable[[Any], Any] = lambda m: m["files"][0].update(requires=["zstd"])  # noqa: E731
 LATER_LEAF: Callable[[Any], Any] = lambda m: m["leaves"][1].__setitem__(6, {"requires": ["delta"]})  # noqa: E731
-# What is of a later version although the manifest is not.
+# Parts of a checkpoint that a later version wrote, below a manifest of this version.
 PARTS: dict[str, Callable[[pathlib.Path], object]] = {
     "a file that requires something": lambda step: change(step / "treering.json", LATER_FILE),
     "a leaf that requires something": lambda step: change(step / "treering.json", LATER_LEAF),
@@ -109,19 +114,19 @@ PARTS: dict[str, Callable[[pathlib.Path], object]] = {
 
 @pytest.fixture(params=FUTURES)
 def run(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
-    """A run whose newest step is of a later version."""
+    """A run whose newest step has a manifest of a later version."""
     return made(tmp_path, FUTURES[request.param])
 
 
 @pytest.fixture(params=FUTURES | ODD)
 def any_run(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
-    """The same, or one whose newest step only shows that when it is read as a whole."""
+    """A run as in `run`, or one whose newest step has unknown contents that only full decoding shows."""
     return made(tmp_path, (FUTURES | ODD)[request.param])
 
 
 @pytest.fixture(params=[*FUTURES, *ODD, *PARTS])
 def any_part(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> pathlib.Path:
-    """The same, or one of whose newest step something else than the manifest is of a later version."""
+    """A run as in `any_run`, or one whose newest step has another part of a later version."""
     if request.param in PARTS:
         run = made(tmp_path, lambda m: m)
         PARTS[request.param](run / "step-00000003")
@@ -135,7 +140,8 @@ def made(tmp_path: pathlib.Path, future: Callable[[Any], Any]) -> pathlib.Path:
             ckpts.save(step, TREE, metrics={"loss": 1.0})
     newest = tmp_path / "run" / "step-00000003"
     change(newest / "treering.json", future)
-    (newest / "arrays-abcdef-00000-of-00001.safetensors").write_bytes(b"what is left over cannot be told here")
+    # Without a readable manifest, this file may belong to the checkpoint, so it must stay.
+    (newest / "arrays-abcdef-00000-of-00001.safetensors").write_bytes(b"perhaps a leftover")
     return tmp_path / "run"
 
 
@@ -202,6 +208,7 @@ def test_it_is_not_the_best_and_gets_no_metrics(run: pathlib.Path) -> None:
 
 
 def test_nobody_goes_on_behind_it(any_part: pathlib.Path) -> None:
+    """No call can archive, replace or delete a step of a later version, or save after a restore of an older step."""
     run = any_part
     before = listing(run)
     with tr.Checkpointer(run) as ckpts:
@@ -257,7 +264,7 @@ def test_late_metrics_of_a_later_version(tmp_path: pathlib.Path, caplog: pytest.
         before = listing(tmp_path / "run" / "step-00000001")
         with tr.Checkpointer(tmp_path / "run", keep=tr.keep.best(1, "loss", "max")) as ckpts:
             ckpts.save(3, TREE, metrics={"loss": 3.0}, on_exists="overwrite")
-        assert listing(tmp_path / "run" / "step-00000001") == before, "who knows how good it is"
+        assert listing(tmp_path / "run" / "step-00000001") == before, "its metrics are unknown, so it must stay"
         file.unlink()
 
 
@@ -281,9 +288,9 @@ def test_array_files_of_a_later_version(tmp_path: pathlib.Path, about: Any) -> N
         tr.save(tmp_path / "step-00000002", TREE, overwrite=True)
     with tr.Checkpointer(tmp_path) as ckpts, refused():
         ckpts.restore()
-    assert tr.open(tmp_path)["n"] == 3  # what is not in that file can be read
+    assert tr.open(tmp_path)["n"] == 3  # Leaves that are not in that file can be read.
     data = bytearray(file.read_bytes())
-    data[20] ^= 1  # now nobody can say what wrote it
+    data[20] ^= 1  # Now the header is damaged, so it cannot show the version that wrote it.
     file.write_bytes(data)
     assert not tr.verify(tmp_path).ok
     with tr.Checkpointer(tmp_path) as ckpts:
@@ -292,6 +299,7 @@ def test_array_files_of_a_later_version(tmp_path: pathlib.Path, about: Any) -> N
 
 
 def test_what_cannot_be_verified_hides_no_damage(any_run: pathlib.Path) -> None:
+    """`verify` of a run reports the damage of other steps even if one step is of a later version."""
     (file,) = (any_run / "step-00000001").glob("arrays-*")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -306,6 +314,7 @@ def test_what_cannot_be_verified_hides_no_damage(any_run: pathlib.Path) -> None:
 
 
 def test_an_array_file_of_a_later_version_hides_no_damage_beside_it(tmp_path: pathlib.Path) -> None:
+    """`verify` reports damaged metrics of a checkpoint even if its array file is of a later version."""
     tr.save(tmp_path / "step-1", TREE)
     change_header(tmp_path / "step-1", {"version": "2"})
     tr.record(tmp_path, 1, {"loss": 1.0})
@@ -341,7 +350,7 @@ def test_a_writers_lock_of_a_later_version(tmp_path: pathlib.Path) -> None:
                 call(ckpts)
             assert lock.read_text() == text and tr.steps(tmp_path) == [1]
         assert tr.restore(tmp_path)["n"] == 3
-    for killed in ("", '{"host":"a","process":1,"since":"x"}', '{"ver'):  # of a killed job of this release
+    for killed in ("", '{"host":"a","process":1,"since":"x"}', '{"ver'):  # left by killed jobs of this release
         lock.write_text(killed)
         with tr.Checkpointer(tmp_path) as ckpts:
             ckpts.save(2, TREE, on_exists="overwrite")
@@ -349,6 +358,7 @@ def test_a_writers_lock_of_a_later_version(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_log_says_why_a_step_does_not_count(run: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Retention logs that it ignores a step of a later version."""
     with caplog.at_level(logging.WARNING), tr.Checkpointer(run, keep=tr.keep.last(5)) as ckpts:
         ckpts.save(4, TREE)
     assert "step 3 cannot be read by this release and is left alone" in caplog.text

@@ -91,7 +91,7 @@ def arrays(folder: Path, *, within: Callable[[str], str]) -> Files:
     return {folder / within(leaf) / ".zarray": [leaf] for leaf in LEAVES}
 
 
-def save_flax_beside(path: Path) -> Files:
+def save_flax_separate(path: Path) -> Files:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(serialization.to_bytes(nested({leaf: f"//GDAPlaceholder:{leaf}" for leaf in LEAVES})))
     return arrays(Path(f"{path}_gda"), within=str)
@@ -126,7 +126,7 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Files]]] = {  # the name of a ste
     "safetensors": ("", save_safetensors),
     "flax": ("", save_flax),
     "tensorflow": ("model.ckpt-{}", save_tensorflow),
-    "flax, separate arrays": ("checkpoint_{}", save_flax_beside),
+    "flax, separate arrays": ("checkpoint_{}", save_flax_separate),
     "t5x": ("checkpoint_{}", save_t5x),
     "levanter": ("step-{}", save_levanter),
     "orbax": ("", save_orbax),

@@ -1,4 +1,4 @@
-"""Overwriting a checkpoint that is a folder replaces what belongs to it, and nothing else."""
+"""Tests that overwriting a checkpoint that is a folder replaces its own files and keeps all others."""
 
 import contextlib
 import itertools
@@ -42,7 +42,7 @@ def put_others(folder: pathlib.Path) -> None:
 
 
 class NoHardLinks(Disk):
-    """A file system that has none, as many have."""
+    """A file system without hard links, like many network file systems."""
 
     def hard_link(self, old: str, new: str) -> bool:
         return False
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path: pathlib.Path, 
 
 @pytest.mark.long
 def test_what_their_own_libraries_wrote_is_replaced_as_a_whole(tmp_path: pathlib.Path) -> None:
-    """Items of Orbax, T5X's state of the data: they are parts of the old checkpoint, and not of the new one."""
+    """An overwrite removes all that another library wrote: items of Orbax, and iterator states of T5X."""
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(OLD), params=ocp.args.StandardSave(NEW), config=ocp.args.JsonSave({"a": 1})
@@ -118,7 +118,7 @@ def test_what_their_own_libraries_wrote_is_replaced_as_a_whole(tmp_path: pathlib
         assert (tmp_path / "orbax" / "7" / "config.json").read_bytes() == b"{}"
     tr.save(tmp_path / "orbax" / "7", NEW, format="orbax", overwrite=True)
     assert not {"state", "config", "gone", "metrics"} & set(os.listdir(tmp_path / "orbax" / "7"))
-    with pytest.raises(ExistsError, match=r"link"):  # a file of another's, where the item would be
+    with pytest.raises(ExistsError, match=r"link"):  # A foreign file has the name that the item needs.
         tr.save(tmp_path / "orbax" / "7", {"link": NEW}, format="orbax", overwrite=True, composite=True)
     for source in (
         "t5x/one/checkpoint_20",
@@ -136,6 +136,7 @@ def test_what_their_own_libraries_wrote_is_replaced_as_a_whole(tmp_path: pathlib
 
 
 def test_a_file_that_takes_the_name_of_a_new_one_is_not_replaced(tmp_path: pathlib.Path) -> None:
+    """A foreign file with a name that the new checkpoint needs is not replaced; the save raises."""
     tr.save(tmp_path / "ckpt", OLD, format="levanter")
     (tmp_path / "ckpt" / "w").write_text("mine")
     before = listing(tmp_path)
@@ -149,6 +150,7 @@ def test_a_file_that_takes_the_name_of_a_new_one_is_not_replaced(tmp_path: pathl
 def test_errors_of_the_disk_lose_no_file(
     tmp_path: pathlib.Path, format: str, use_disk: Callable[[Disk], Disk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After an error at any operation, all foreign files exist, and the old or the new checkpoint is complete."""
     path = tmp_path / "ckpt"
     small = {name: data for name, data in OTHERS.items() if len(data) < 100}
     counted = FailingDisk()
@@ -173,6 +175,8 @@ def test_errors_of_the_disk_lose_no_file(
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "levanter"])
 def test_a_crash_loses_no_file(tmp_path: pathlib.Path, format: str) -> None:
+    """After a crash at any point, the foreign file exists, and the old or the new checkpoint is complete."""
+
     def prepare(root: pathlib.Path) -> None:
         tr.save(root / "a", tree("old"), format=format, **FOLDERS[format])
         (root / "a" / "config.json").write_bytes(b"mine")
@@ -186,7 +190,7 @@ def test_a_crash_loses_no_file(tmp_path: pathlib.Path, format: str) -> None:
         tr.save(root / "a", tree("new"), format=format, overwrite=True, **FOLDERS[format])
         disk.expect("new")
 
-    scenario = Scenario("beside another's file", record, look, lambda root, seen: None, prepare)
+    scenario = Scenario("next to a foreign file", record, look, lambda root, seen: None, prepare)
     count = checks.check(scenario, tmp_path)
     assert count.states > 20 and not count.failures, count.failures[0]
 
@@ -217,7 +221,7 @@ def put(folder: pathlib.Path, name: str, data: bytes) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("format", PLACED)
 def test_what_is_put_into_a_folder_of_a_name_that_looks_owned_stays(tmp_path: pathlib.Path, format: str) -> None:
-    """Every file that is no part of the old checkpoint is there after the attempt, whether it was refused or kept."""
+    """A foreign file in a folder whose name looks like one of the format stays. The save raises."""
     tr.save(tmp_path / "kept", PARAMS, format=format, **FOLDERS[format])
     for inside in PLACED[format]:
         for name, data in FOREIGN.items():
@@ -236,7 +240,8 @@ def test_what_is_put_into_a_folder_of_a_name_that_looks_owned_stays(tmp_path: pa
 @pytest.mark.parametrize("format", PLACED)
 @pytest.mark.parametrize("inner", ["treering", "run", "orbax", "t5x", "safetensors", "later"])
 def test_a_checkpoint_within_a_checkpoint_stays(tmp_path: pathlib.Path, format: str, inner: str) -> None:
-    path = tmp_path / "7"  # as a step of Orbax's manager is called
+    """A folder with another checkpoint inside is not overwritten; the save raises."""
+    path = tmp_path / "7"  # the name of a step of Orbax's manager
     tr.save(path, PARAMS, format=format, **FOLDERS[format])
     places = [path / "best", path / "state", path / "deep" / "er", path / "d" / "x", path / "train_ds-000-of-001"]
     for place in (place for place in places if not place.exists()):
@@ -301,6 +306,7 @@ def test_all_that_orbax_wrote_is_replaced(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("format", FOLDERS)
 def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: pathlib.Path, format: str) -> None:
+    """An overwrite through a link to a folder keeps the link and replaces the checkpoint in that folder."""
     (tmp_path / "elsewhere").mkdir()
     real, link = tmp_path / "elsewhere" / "real", tmp_path / "link"
     tr.save(real, OLD, format=format, **FOLDERS[format])
@@ -320,7 +326,7 @@ def test_links_are_not_followed_when_something_is_removed(tmp_path: pathlib.Path
     (tmp_path / "ckpt" / "data").symlink_to("../mine")
     shutil.rmtree(tmp_path / "ckpt" / "d")
     (tmp_path / "ckpt" / "d").symlink_to("../mine")
-    with pytest.raises(ExistsError):  # a link in the place of a part of it
+    with pytest.raises(ExistsError):  # A folder of the checkpoint has become a link.
         tr.save(tmp_path / "ckpt", NEW, format="orbax", overwrite=True)
     (tmp_path / "ckpt" / "d").unlink()
     tr.save(tmp_path / "ckpt", NEW, format="orbax", overwrite=True)
@@ -335,7 +341,10 @@ def test_links_are_not_followed_when_something_is_removed(tmp_path: pathlib.Path
 def test_what_appears_meanwhile_stays(
     tmp_path: pathlib.Path, format: str, moment: str, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before and after the other files have got their names in the new folder, and when it is in place already."""
+    """Files that another process adds or changes during an overwrite are kept.
+
+    moment: before or after the foreign files are linked into the new folder, or after the new folder is in place.
+    """
     path = tmp_path / "ckpt"
     tr.save(path, OLD, format=format, **FOLDERS[format])
     (path / "config.json").write_text("old")
@@ -390,6 +399,7 @@ def test_what_appears_meanwhile_stays(
 def test_what_appears_meanwhile_and_cannot_be_moved_is_set_aside(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A late file whose name the new folder already has is kept in a folder `kept-*`, which the log names."""
     path = tmp_path / "ckpt"
     tr.save(path, OLD, format="orbax")
 
@@ -401,16 +411,17 @@ def test_what_appears_meanwhile_and_cannot_be_moved_is_set_aside(
 
     with stores.using(stores.Filesystem(Busy())):
         tr.save(path, NEW, format="orbax", overwrite=True)
-    (aside,) = tmp_path.glob("ckpt.kept-*")
-    assert os.listdir(aside) == ["late.txt"] and (aside / "late.txt").read_text() == "late"
-    assert (path / "late.txt").read_text() == "another" and str(aside) in caplog.text
+    (kept,) = tmp_path.glob("ckpt.kept-*")
+    assert os.listdir(kept) == ["late.txt"] and (kept / "late.txt").read_text() == "late"
+    assert (path / "late.txt").read_text() == "another" and str(kept) in caplog.text
     tr.save(path, OLD, format="orbax", overwrite=True)
-    assert (aside / "late.txt").exists()
+    assert (kept / "late.txt").exists()
 
 
 @pytest.mark.parametrize("size", [1000, "5GB"])
 @pytest.mark.parametrize("name", ["lora.safetensors.index.json", "adapter.safetensors", "config.json"])
 def test_what_opens_afterwards_is_what_was_written(tmp_path: pathlib.Path, name: str, size: int | str) -> None:
+    """A foreign file that would decide what the folder opens as makes the save raise. Others are kept."""
     path, big = tmp_path / "ckpt", {"a": np.zeros(400), "b": np.ones(400)}
     for first, pattern in ((5000, "model{suffix}.safetensors"), (5000, "w{suffix}.safetensors"), (1000, None)):
         shutil.rmtree(path, ignore_errors=True)
@@ -448,6 +459,7 @@ def test_the_mode_stays(tmp_path: pathlib.Path, format: str) -> None:
 def test_what_cannot_be_kept_is_found_before_anything_is_written(
     tmp_path: pathlib.Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A foreign file that an overwrite cannot keep makes the save raise before it creates a folder."""
     path = tmp_path / "ckpt"
     tr.save(path, OLD, format=format, **FOLDERS[format])
     monkeypatch.setattr(Disk, "make_dir", lambda self, path: pytest.fail(f"{path} was made"))
@@ -467,6 +479,7 @@ def test_what_cannot_be_kept_is_found_before_anything_is_written(
 
 @pytest.mark.parametrize("name", ["0", "12.3", "data"])
 def test_levanter_takes_nothing_else_for_an_array(tmp_path: pathlib.Path, name: str) -> None:
+    """Foreign files and links with names that arrays of Levanter may have are not replaced; the save raises."""
     tr.save(tmp_path / "ckpt", OLD, format="levanter")
     (tmp_path / "mine").mkdir()
     if name == "data":
@@ -482,7 +495,7 @@ def test_levanter_takes_nothing_else_for_an_array(tmp_path: pathlib.Path, name: 
 @pytest.mark.long
 @pytest.mark.parametrize("format", FOLDERS)
 def test_two_writers_overwrite_at_once(tmp_path: pathlib.Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the one has taken from the other's folder is no part of its own."""
+    """If another process overwrites the folder during an overwrite, the result has no files of that process."""
     path = tmp_path / "ckpt"
     tr.save(path, OLD, format=format, **FOLDERS[format])
     (path / "config.json").write_text("mine")

@@ -1,4 +1,4 @@
-"""The native format, as an independent reader and as every later release must find it."""
+"""Tests of the native format: an independent reader and every later release must read the same from it."""
 
 import json
 import math
@@ -34,7 +34,7 @@ TREES = {
 
 
 def host(leaf: Any) -> Any:
-    """A leaf as the independent reader gives it."""
+    """Returns a leaf as the independent reader returns it."""
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array | np.generic | np.ndarray):
@@ -121,7 +121,7 @@ def test_golden_metrics_that_say_their_version() -> None:
 
 def test_golden_metadata_with_floats_that_json_cannot_write(tmp_path: pathlib.Path) -> None:
     def exactly(value: Any) -> Any:
-        """The value with the bits of its floats."""
+        """Returns the value with floats replaced by their bits, because NaNs are not equal."""
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             return type(value), [(key, exactly(part)) for key, part in items]
@@ -212,7 +212,10 @@ def test_the_header_estimate_is_never_too_low() -> None:
 
 
 def test_neighbouring_pieces_come_as_one_view(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Onto fewer devices, or whole, nothing is copied; what lies otherwise in the file gets memory of its own."""
+    """Pieces that follow each other in the file as in the array are restored as one view, without a copy.
+
+    A box whose bytes have another order in the file gets memory of its own.
+    """
     asked: list[tuple[int, ...]] = []
     real = parts.adoptable
     monkeypatch.setattr(parts, "adoptable", lambda shape, dtype: asked.append(shape) or real(shape, dtype))
@@ -241,11 +244,11 @@ def test_neighbouring_pieces_come_as_one_view(tmp_path: pathlib.Path, monkeypatc
     assert np.array_equal(tr.open(path)["w"][5:41, 3], value[5:41, 3])
     reversed_mesh = jax.sharding.Mesh(np.array(jax.devices()[7::-1]), ("x",))
     tr.save(path, {**saved, "w": jax.device_put(value, jax.NamedSharding(reversed_mesh, jax.P("x")))}, overwrite=True)
-    for count in (8, 4, 1):  # whichever way round they lie
+    for count in (8, 4, 1):  # The values are right in either order of the pieces.
         restored(on(count, "x"))
 
 
-# Manifests that are not what they should be
+# Invalid manifests
 
 
 @pytest.fixture
@@ -258,7 +261,7 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def rewrite(path: pathlib.Path, change: Any, text: bool = False) -> None:
-    """Changes a manifest and gives it a checksum that fits."""
+    """Changes a manifest and gives it the checksum of its new bytes."""
     file = path / "treering.json"
     content: Any = file.read_bytes()[:-28] + b"}"
     if text:
@@ -305,7 +308,7 @@ CONTRADICTIONS = [
     lambda m: m["tree"].__setitem__(0, ["dict", "", [[1], 2, 3, 4]]),
     lambda m: m.update(metrics={"loss": "many"}),
 ]
-# What a later version might look like.
+# Manifests that a later version might write.
 CONTRADICTIONS += [
     lambda m: m.pop("leaves"),
     lambda m: m.pop("created"),
@@ -322,7 +325,7 @@ CONTRADICTIONS += [
     lambda m: m["leaves"][0].append("more"),
     lambda m: m["leaves"][-1].append("more"),
 ]
-# What only shows in the header of an array file.
+# Leaf rows whose error shows only in the header of the array file.
 OTHER_TENSORS = [
     ["array", "a", "numpy", "int64", [5], "", 0],
     ["array", "a", "numpy", "int64", [2, 2], "", 0],
@@ -331,7 +334,7 @@ OTHER_TENSORS = [
 ]
 
 
-# Of which nobody can say whether the manifest or the file is meant.
+# Entries of files that differ from the file. Either of the two may be damaged.
 OTHER_FILES = [
     lambda m: m["files"][0].update(name="missing.safetensors"),
     lambda m: m["files"][0].update(header=100),
@@ -380,6 +383,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_a_sealed_manifest_that_is_not_strict_json_is_not_understood(saved: pathlib.Path, number: int) -> None:
+    """A manifest with a right checksum that is not strict JSON is unsupported, not damaged."""
     rewrite(saved, TEXTS[number], text=True)
     for use in (tr.restore, tr.verify):
         with pytest.raises(UnsupportedError):
@@ -405,7 +409,7 @@ def test_fields_may_be_added_within_a_version(saved: pathlib.Path) -> None:
 
 
 def test_a_holder_is_found_by_its_turn(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Two files with the same pieces, as two processes that hold a replicated array would share them out."""
+    """A replicated piece is read from the holder whose turn it is, not from the other file that may hold it."""
     (file,) = saved.glob("*.safetensors")
     shutil.copy(file, saved / "second.safetensors")
 
@@ -418,7 +422,7 @@ def test_a_holder_is_found_by_its_turn(saved: pathlib.Path, tmp_path: pathlib.Pa
     file.chmod(0o644)
     data = bytearray(file.read_bytes())
     begin = spec_reader_begin(data, "s~@0")
-    data[begin] ^= 1  # the file that is not asked may hold anything
+    data[begin] ^= 1  # The reader must not read the piece from this file.
     file.write_bytes(data)
     np.testing.assert_array_equal(tr.open(saved)["s"][:], np.arange(16, dtype=np.float32))
 
@@ -448,6 +452,7 @@ def test_shapes_that_numpy_cannot_have_are_refused(saved: pathlib.Path, shape: l
 
 @pytest.mark.parametrize("count", [10**8, 2**70, 4])
 def test_a_tree_that_claims_more_than_there_is_is_refused_at_once(saved: pathlib.Path, count: int) -> None:
+    """A tree with more or fewer children than leaves is refused, without allocating memory for its claim."""
     rewrite(saved, lambda m: m["tree"].__setitem__(0, ["list", "", count if count != 4 else 3]))
     with pytest.raises(UnsupportedError):
         tr.open(saved)
@@ -478,7 +483,7 @@ def test_a_key_of_an_unknown_implementation_is_refused_by_name(tmp_path: pathlib
 
 @pytest.mark.parametrize("keys", [(1, True), (0.0, -0.0), ((1,), (True,)), (2, 2.0)])
 def test_keys_that_are_equal_and_not_the_same(keys: tuple[Any, Any], tmp_path: pathlib.Path) -> None:
-    """Side by side they stand in parts of a tree that are equal, as far as Python tells."""
+    """Keys that are equal in Python but differ, such as 1 and True, stay distinct in neighboring containers."""
     tree = [{keys[0]: np.zeros(3)}, {keys[1]: np.ones(3)}, {keys[0]: np.ones(2)}]
     tr.save(tmp_path / "c", tree)
     restored: Any = tr.restore(tmp_path / "c")
@@ -487,7 +492,10 @@ def test_keys_that_are_equal_and_not_the_same(keys: tuple[Any, Any], tmp_path: p
 
 
 def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
-    """Containers of nothing but leaves, which are gone through at once, and repeated ones, at any depth."""
+    """`leaf_paths` returns the paths that a simple walk gives, for random trees.
+
+    The trees have containers of leaves only and repeated containers, which `leaf_paths` handles in a fast way.
+    """
     draw = random.Random(0)
 
     def tree(depth: int) -> list[Node | int]:
@@ -516,6 +524,7 @@ def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
 def test_bools_whose_byte_is_another_than_0_and_1_are_arrays_that_may_be_changed(
     tmp_path: pathlib.Path, place: str, shape: tuple[int, ...]
 ) -> None:
+    """A bool whose byte is neither 0 nor 1 is restored as True, in a writable array."""
     tr.save(tmp_path / place, {"w": np.full(shape, 2, np.uint8).view(bool)})
     found = tr.restore(tmp_path / place)["w"]
     assert isinstance(found, np.ndarray) and found.shape == shape and found.view(np.uint8).all()
