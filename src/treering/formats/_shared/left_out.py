@@ -51,5 +51,5 @@ def has_iterator(store: Store, index: str) -> bool:
     try:
         return is_file(store, index) and _ITERATOR in read_file(store, index)
     except (OSError, TreeringError) as error:
-        raise_if_momentary(error)
+        raise_if_momentary(error)  # An error that may pass says nothing about the file.
         return False

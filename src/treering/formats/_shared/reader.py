@@ -179,7 +179,7 @@ class ForeignReader:
                 with reading(self.path):
                     found[n] = array.read(box, adopted)
         put_mapped(views, found)
-        plain += [one for one in views if found[one[0]] is None]
+        plain += [one for one in views if found[one[0]] is None]  # These files cannot be mapped.
         copied = [(n, array, box, array.room(box)) for n, array, box in put_small(plain, found)]
         in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))
         for n, array, _, memory in copied:
@@ -212,7 +212,7 @@ class ForeignReader:
             except PermissionError:  # This is a fact about the user, not damage.
                 raise
             except (CorruptError, OSError) as error:
-                raise_if_momentary(error)
+                raise_if_momentary(error)  # An error that may pass is not damage.
                 part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
                 yield f"{error} (in [{part}])" if part else str(error)
 

@@ -84,6 +84,7 @@ class StateDict:
         entries: list[Entry] = []
         arrays: dict[str, Stored] = {}
         skeleton: list[Node | int] = []
+        # A stack of iterators replaces recursion, because a tree may be deeper than Python's recursion limit.
         pending: list[Iterator[tuple[str, Any]]] = [iter([(at or "", tree)])]
         while pending:
             for path, value in pending[-1]:

@@ -68,6 +68,7 @@ def copy(
         reader.check_present()
     listed = reader.files
     here = [n for n, one in enumerate(listed) if others is None or source.stat(posixpath.join(path, one.name))]
+    # Where open files outlive their names, the copy can finish even if the source is deleted during it.
     reader.hold(here)
     # The token in the names of the files leads other processes to the temporary manifest, whose lock shows that this
     # writer lives: see `remove_leftovers`.
@@ -169,6 +170,7 @@ def copy_part(source: Store, path: str, token: str, files: Files | None, *, move
             opened = ArrayFile(source, path, listed)
             _copy_file(files, listed, opened.contents(listed), moved) if files else _read(opened, listed)
     if found and files:
+        # Process 0 commits after all hosts have reported. By then the names of these files must be durable.
         files.store.settle(files.path)
     return found
 

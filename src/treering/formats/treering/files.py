@@ -43,6 +43,8 @@ class ArrayFile:
         data = bytearray(listed.header)
         self._blob.read_into(memoryview(data), 0)
         if manifest.xxh3(data) != listed.xxh3:
+            # The bytes may have changed in a cache or on the way. Only a second read from the place where they are
+            # stored shows damage.
             self._blob.read_into(memoryview(data), 0, anew=True)
             if manifest.xxh3(data) == listed.xxh3:
                 self._report_second_reading("the header")

@@ -96,7 +96,7 @@ def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool)
     store.make_folders(path, [])
     if unpin and PIN not in notes and pins.pinned(store, path):
         store.delete(posixpath.join(path, PIN))
-    for name, text in notes.items():
+    for name, text in notes.items():  # in the order of `notes`: the manifest comes last, because it commits the step
         with store.new_file(posixpath.join(path, name), overwrite=True) as file:
             file.write(text.encode("latin-1"))
     forget(store, path)
@@ -105,6 +105,7 @@ def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool)
 def give_up_manifest(store: Store, path: str) -> None:
     """Demotes the manifest on this disk: moves its bytes into a mark, because another disk has the manifest now."""
     if data := manifest_of(store, path):
+        # The mark comes before the removal: without both, the arrays here would be taken for leftovers.
         with store.new_file(posixpath.join(path, PART + manifest.xxh3(data)), overwrite=True) as file:
             file.write(data)
         store.delete(summary.file(path))
