@@ -35,7 +35,7 @@ def pin(store: Store, path: str, wanted: bool) -> None:
                 store.delete(mark)
                 raise FileNotFoundError
         except FileNotFoundError:
-            raise NotFoundError(f"{path}: expected a checkpoint to pin, but another process has deleted it") from None
+            raise NotFoundError(f"{path}: expected a checkpoint to pin, but it was deleted meanwhile") from None
     elif not wanted and pinned(store, path):
         store.delete(mark)
     store.settle(path)
