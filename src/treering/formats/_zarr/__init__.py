@@ -1,1 +1,1 @@
-"""Zarr arrays, as T5X, Orbax and Levanter have them."""
+"""Reads and writes zarr arrays, which the checkpoints of T5X, Orbax and Levanter consist of."""

@@ -1,7 +1,7 @@
-"""Zarr arrays that are read.
+"""Reads zarr arrays through TensorStore.
 
-TensorStore fills in missing chunks unless it is told not to, believes sizes, and ends the process when there is no
-memory for them; so sizes are checked first, against the files where that can be done.
+By default TensorStore replaces missing chunks with the fill value. It believes the sizes that files claim, and ends
+the process when it cannot allocate them. So this module checks sizes first, against the files where it can.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from .._shared.reader import attempt
 from . import metadata as zarr_metadata
 from .folder import IN_FLIGHT, MAX_METADATA_BYTES, Driver, Folder, below, check_file, stat
 
-_MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks kept of an array of which parts of chunks are read
-_LARGE = 8 << 20  # bytes of a part of chunks from which on they are kept
-_PROBED = 64 << 20  # bytes from which on it is asked first whether there is memory for them
-_FEW_CHUNKS = 4  # that are asked for one by one, where that takes a request to a store
-_EACH = 4 << 10  # bytes that a chunk takes while it is read, besides its own
+_MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks that stay in memory while an array is read in parts of chunks
+_LARGE = 8 << 20  # bytes of a part of a chunk from which on the decoded chunks are kept
+_PROBED = 64 << 20  # bytes from which on an allocation is tried before TensorStore makes its own
+_MAX_UNLISTED_CHUNKS = 4  # chunks whose sizes are asked for one by one; for more, one listing of the store is cheaper
+_EACH = 4 << 10  # bytes that TensorStore needs for each chunk that is being read, in addition to the chunk
 
 
 class Array:
-    """A zarr array in a folder, given its metadata; see `Stored` in `formats._shared.reader`.
+    """Reads a zarr array in a folder, given its metadata; see `Stored` in `formats._shared.reader`.
 
-    Every chunk has to be there: a missing one is a `CorruptError` that names it. With `filled`, chunks that are left
-    out are those of the fill value, as zarr 3 has it and JAX's own serializer does it.
+    A missing chunk raises `CorruptError` with its path. With `filled`, a missing chunk has the fill value, as zarr 3
+    defines it and JAX's own serializer relies on it.
     """
 
     def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, filled: bool = False):
@@ -49,7 +49,7 @@ class Array:
 
     @property
     def cells(self) -> int:
-        """The number of parts that are read at a time."""
+        """The number of cells: the parts that are read at a time."""
         return math.prod(-(-n // cell) for n, cell in zip(self.shape, self._layout.cells, strict=True))
 
     def can_map(self) -> bool:
@@ -59,7 +59,7 @@ class Array:
         return read([(self, box)])[0]
 
     def room(self, box: Box) -> np.ndarray:
-        """Memory for a box. Raises `UnsupportedError` when there is not enough for it, or for one chunk."""
+        """Allocates memory for a box. Raises `UnsupportedError` if it or one chunk does not fit into memory."""
         nbytes = math.prod(box_shape(box)) * self._layout.itemsize
         most = max(nbytes, self._layout.cell_bytes)
         try:
@@ -67,12 +67,13 @@ class Array:
                 np.empty(most, np.uint8)
             return adoptable(box_shape(box), dtypes.to_numpy(self.dtype))
         except (MemoryError, ValueError):
-            raise UnsupportedError(f"{self.path}: {most} bytes at a time do not fit into memory") from None
+            raise UnsupportedError(f"{self.path}: expected memory for {most} bytes at once, found too little") from None
 
     def open(self, box: Box) -> Any:
-        """The array in TensorStore, after a look at the chunks that the box needs.
+        """Opens the array in TensorStore, after checking the chunks that the box needs.
 
-        Where large parts of chunks are read, the chunks are kept until another array is read, or this one's end.
+        When large parts of chunks are read, the decoded chunks stay in memory until the end of this array is read or
+        another array is opened.
         """
         import tensorstore as ts
 
@@ -99,7 +100,7 @@ class Array:
         return stored
 
     def split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
-        """Parts of a box, cut between chunks, and the bytes that each takes: at most `limit` unless it is one chunk."""
+        """Yields parts of a box, cut between chunks, and the bytes each takes: at most `limit`, or one chunk."""
         stack = [box]
         while stack:
             part = stack.pop()
@@ -120,15 +121,15 @@ class Array:
         return cut and math.prod(box_shape(box)) * self._layout.itemsize >= _LARGE
 
     def _check_chunks(self, box: Box) -> None:
-        """Raises `CorruptError` for chunks of a box that cannot be what the metadata says, as far as files show it.
+        """Raises `CorruptError` for chunks of a box that contradict the metadata, as far as the files show it.
 
-        TensorStore reports chunks that are missing in a database when it reads them.
+        TensorStore reports the missing chunks of a database when it reads them.
         """
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
         keys = (below(self.name) + self._layout.key(index) for index in _indices(axes))
         if not self.folder.ocdbt:
-            several = math.prod(map(len, axes)) > _FEW_CHUNKS
+            several = math.prod(map(len, axes)) > _MAX_UNLISTED_CHUNKS
             with self.folder.store.glance(self.path) if several else contextlib.nullcontext():
                 for key in keys:
                     self._check_file(posixpath.join(self.folder.path, key))
@@ -148,7 +149,7 @@ class Array:
             git_lfs.check_all(self.folder.store, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.nbytes}")
         if there.nbytes > 2 * nbytes + MAX_METADATA_BYTES:
-            raise UnsafeError(f"{path}: {there.nbytes} bytes, which cannot be a chunk of {nbytes}")
+            raise UnsafeError(f"{path}: expected a compressed chunk of {nbytes} bytes, found a file of {there.nbytes}")
         if self._layout.blosc:
             with reading(path), opened(self.folder.store, path) as blob:
                 head = blob.read_up_to(16)
@@ -162,9 +163,9 @@ class Array:
 
 
 class ZarrArray(Array):
-    """A zarr array by itself. `shape`, and `dtype` as Treering's text.
+    """Reads one zarr array by its path. `dtype` is in Treering's text form.
 
-    `path` is its folder or, with `base`, its name in the OCDBT database in that folder.
+    `path` is the array's folder or, with `base`, its name in the OCDBT database of the folder `base`.
     """
 
     def __init__(self, store: Store, path: str, *, driver: Driver = "zarr", base: str | None = None):
@@ -177,7 +178,7 @@ class ZarrArray(Array):
 
 
 def find(folder: Folder, names: Sequence[str], driver: Driver, *, filled: bool = False) -> list[Array | CorruptError]:
-    """The array of each name, or why there is none; the metadata of all is read at once."""
+    """Opens the array of each name, or returns why it cannot; reads the metadata of all at once."""
     return [
         text if isinstance(text, CorruptError) else attempt(partial(Array, folder, name, driver, text, filled=filled))
         for name, text in zip(names, folder.metadata(names, driver), strict=True)
@@ -185,7 +186,7 @@ def find(folder: Folder, names: Sequence[str], driver: Driver, *, filled: bool =
 
 
 def read(wanted: Sequence[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np.ndarray]:
-    """Boxes of arrays of one store, read at once as far as the limit of bytes in flight allows."""
+    """Reads boxes of arrays of one store, in parallel within the limit of bytes in flight."""
     import tensorstore as ts
 
     found: list[np.ndarray] = []
@@ -199,14 +200,14 @@ def read(wanted: Sequence[tuple[Array, Box]], limit: int = IN_FLIGHT) -> list[np
             stored = array.open(box)
             for part, nbytes in array.split(box, limit):
                 waiting.make_room(nbytes)
-                target = ts.array(out[(*slices(part, box), ...)])  # a view, of 0-d arrays too
+                target = ts.array(out[(*slices(part, box), ...)])  # a view, also of an array without axes
                 waiting.add(target.write(stored[tuple(slice(*bounds) for bounds in part)]), nbytes, array.path)
     waiting.end()
     return found
 
 
 def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """The items of `itertools.product`, which would first make lists of the ranges, however long they claim to be."""
+    """Yields what `itertools.product` does, which would first build lists of ranges of any claimed length."""
     if not axes:
         yield ()
         return
@@ -216,5 +217,5 @@ def _indices(axes: Sequence[range]) -> Iterator[tuple[int, ...]]:
 
 
 def _place(path: str, base: str | None) -> tuple[str, str]:
-    """A folder, and the name of an array in it."""
+    """Returns a folder and the name of an array in it."""
     return posixpath.split(path.rstrip("/")) if base is None else (base, path.rstrip("/"))

@@ -1,4 +1,7 @@
-"""The chunks of arrays: shapes that do not cross what a process has, and the process that writes each."""
+"""Chooses the chunks of arrays that several processes write, and the process that writes each.
+
+A chunk never spans the parts of two processes, so that no process needs another's data.
+"""
 
 import itertools
 import math
@@ -11,25 +14,27 @@ from ..._core.entries import ArrayEntry
 from ..._processes.assignment import Layout, held_by
 from ..._processes.calls import Call
 
-_MAX_PARTS = 64  # parts into which a dimension is cut at once; more only where there is no other way
-_LEAST = 1 << 16  # bytes of a chunk below which what a process has is rather one chunk, however large
+_MAX_PARTS = 64  # parts into which a dimension is cut in one step; more only if no smaller factor exists
+_MIN_CHUNK_BYTES = (
+    1 << 16
+)  # bytes; if even chunks would be smaller, a process's part becomes one chunk of any size
 
 
 class Chunks(NamedTuple):
-    """The chunks of an array, and those that this process writes; None where it writes all."""
+    """Describes the chunks of an array: their shape, and the boxes that this process writes (None: all)."""
 
     shape: Sequence[int]
     own: frozenset[Box] | None = None
 
     def written(self, shape: Sequence[int]) -> Iterator[Box]:
-        """The boxes of the chunks of an array of a shape that this process writes, in C order."""
+        """Yields the boxes that this process writes of an array of the given shape, in C order."""
         for box in _grid(whole(shape), self.shape):
             if self.own is None or box in self.own:
                 yield box
 
 
 def divided(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
-    """The shape of chunks of at most `most` bytes that divide an array evenly, its largest dimension first."""
+    """Returns the shape of chunks of at most `most` bytes that divide an array evenly; cuts its largest axis first."""
     chunk = list(shape)
     while math.prod(chunk) * itemsize > most and max(chunk) > 1:
         factors = [_least_factor(size) for size in chunk]
@@ -45,11 +50,11 @@ def assigned(
     most: int,
     shape: Callable[[ArrayEntry], Sequence[int]],
 ) -> dict[str, Chunks]:
-    """The chunks of arrays by path; the same in every process but for those that it writes itself.
+    """Assigns the chunks of arrays, by path. Only `Chunks.own` differs between the processes.
 
-    An array in `layouts` lies in several processes in regular parts, which are cut up into chunks of at most `most`
-    bytes where that comes out even. Every process has the others whole: they have chunks of what `shape` says. Each
-    chunk is written by that of its holders which has the least to write.
+    An array in `layouts` is spread over the processes in regular parts. They are cut into chunks of at most `most`
+    bytes if these divide them evenly. Every process holds all of the other arrays; `shape` gives their chunk shape.
+    Of the processes that hold a chunk, the one with the fewest bytes to write so far writes it.
     """
     if call.count == 1:
         return {entry.path: Chunks(shape(entry)) for entry in entries}
@@ -59,7 +64,7 @@ def assigned(
         entry.path: layouts.get(entry.path) or held_by(Cells.of([whole(entry.shape)])[0], everyone) for entry in entries
     }
     found: dict[str, Chunks] = {}
-    # Those that few have come first, and large ones: the others even out what each has to write.
+    # Chunks with few holders come first, and large arrays: the rest can then even out the bytes of each process.
     for entry in sorted(entries, key=lambda entry: (max(map(len, spread[entry.path].holders)), -entry.nbytes)):
         layout, itemsize = spread[entry.path], dtypes.itemsize(entry.dtype)
         chunk = shape(entry) if len(layout.boxes) == 1 else _even_part(box_shape(layout.boxes[0]), itemsize, most)
@@ -76,14 +81,14 @@ def assigned(
 
 
 def _even_part(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
-    """The shape of chunks that divide an array evenly; one chunk where they would be tiny, for lack of factors."""
+    """Returns the shape of chunks that divide an array evenly, or one chunk if these would be tiny."""
     chunk = divided(shape, itemsize, most)
-    tiny = math.prod(chunk) * itemsize < min(_LEAST, math.prod(shape) * itemsize)
+    tiny = math.prod(chunk) * itemsize < min(_MIN_CHUNK_BYTES, math.prod(shape) * itemsize)
     return [max(size, 1) for size in (shape if tiny else chunk)]
 
 
 def _grid(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
-    """The chunks in a box, which begins where one of them does."""
+    """Yields the chunks in a box that begins at the start of a chunk."""
     axes = (
         [(n, min(n + size, stop)) for n in range(start, stop, size)]
         for (start, stop), size in zip(box, chunk, strict=True)
@@ -92,5 +97,5 @@ def _grid(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
 
 
 def _least_factor(number: int) -> int:
-    """The least prime factor; 1 of 1."""
+    """Returns the least prime factor of a number; 1 for 1."""
     return next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)

@@ -1,7 +1,7 @@
 """A folder of zarr arrays, as plain files or as an OCDBT database, through TensorStore.
 
-TensorStore does its own reading and writing, below the `Disk` that everything else goes through. It waits for ever for
-some files, and believes sizes; so files are looked at first, where that can be done.
+TensorStore reads and writes files itself, without the `Disk` that all other code uses. It blocks forever on pipes
+and believes the sizes of files. So this module looks at the files first, where it can.
 """
 
 import os
@@ -19,28 +19,31 @@ from .._shared.reader import attempt, attempts
 from . import metadata as zarr_metadata
 
 Driver = Literal["zarr", "zarr3"]
-IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk passes alone
-MAX_METADATA_BYTES = 16 << 20  # bytes of an array's metadata that can be meant
+IN_FLIGHT = 128 << 20  # bytes of chunks that are read or written at a time; a larger chunk is processed alone
+MAX_METADATA_BYTES = 16 << 20  # bytes; a larger metadata file of an array is refused
 CONTEXT = {
     "cache_pool#nodes": {"total_bytes_limit": 64 << 20},
     "file_io_concurrency": {"limit": 32},
     "file_io_sync": False,
 }
-# As Orbax has it: metadata of arrays lies in the tree itself, and the tree in one node, for there is one writer.
+# As Orbax does it: small values are stored in the tree itself, and the tree in one node, as there is one writer.
 DATABASE_OPTIONS: dict[str, Any] = {
     "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
     "assume_config": True,
     "target_data_file_size": 1 << 31,
-    "value_data_prefix": "d/v",  # apart from the nodes, which are read again while it is written
+    "value_data_prefix": "d/v",  # separate from the nodes, which TensorStore reads again while it writes
 }
-# Of a database that is written in portions: each makes the nodes anew that it changes, and all stay in memory.
+# For a database written in portions: each portion rewrites the nodes that it changes, and all stay in memory.
 IN_PORTIONS = {**DATABASE_OPTIONS, "config": {**DATABASE_OPTIONS["config"], "max_decoded_node_bytes": 1 << 15}}
 DATABASE = "manifest.ocdbt"
 DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
 
 
 class Folder:
-    """A folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database, which may be given options."""
+    """Opens a folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database.
+
+    `options` are those of a database that is written; None opens the folder for reading.
+    """
 
     def __init__(
         self, store: Store, path: str, *, ocdbt: bool, options: Mapping[str, Any] | None = None, context: Any = None
@@ -56,28 +59,28 @@ class Folder:
             spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
         with errors(store, path):
             self.keys = ts.KvStore.open(spec, context=self.context).result()
-        self.kept: tuple[Any, Any] | None = None  # the array of which parts of chunks were read last
+        self.kept: tuple[Any, Any] | None = None  # the array last read in parts of chunks, opened
 
     def _check_database(self) -> None:
-        """Raises `CorruptError` for files that TensorStore would wait for for ever, read whole, or take for empty."""
+        """Raises `CorruptError` for files that TensorStore would block on, read completely or take for empty ones."""
         manifest = posixpath.join(self.path, DATABASE)
         if (size := check_file(manifest, stat(self.store, manifest)).nbytes) > MAX_METADATA_BYTES:
-            raise UnsafeError(f"{manifest}: {size} bytes, which cannot be meant as the manifest of a database")
-        names = filter(DATABASE_PARTS.fullmatch, self.store.list(self.path))  # other things may lie beside it
+            raise UnsafeError(f"{manifest}: {size} bytes, more than the manifest of a database can have")
+        names = filter(DATABASE_PARTS.fullmatch, self.store.list(self.path))  # the folder may hold other things, too
         places = [posixpath.join(self.path, name) for name in names]
         while places:
             there = stat(self.store, place := places.pop())
             if there is None or not there.is_folder:
                 check_file(place, there)
-            elif not self.store.is_link(place):  # what a link to a folder leads to is read as it is
+            elif not self.store.is_link(place):  # a folder behind a link is read without this check
                 places += [posixpath.join(place, name) for name in self.store.list(place)]
 
     def reads_again(self, name: str) -> bool:
-        """Whether TensorStore reads a file again while it writes: all of a database, but for the chunks."""
+        """Returns True if TensorStore reads a file again while it writes: any file of a database except its chunks."""
         return self.ocdbt and not name.startswith(DATABASE_OPTIONS["value_data_prefix"])
 
     def list(self, prefix: str = "") -> "list[str]":
-        """The keys of a database that start with a prefix. Raises `CorruptError` when it cannot be read."""
+        """Lists the keys of a database that start with a prefix. Raises `CorruptError` if it cannot be read."""
         import tensorstore as ts
 
         with errors(self.store, self.path):
@@ -87,7 +90,7 @@ class Folder:
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
     def metadata(self, names: Sequence[str], driver: Driver) -> "list[bytes | CorruptError]":
-        """The contents of the metadata files of arrays, which are read at once, or why there are none."""
+        """Reads the metadata files of arrays, all at once; an error stands for each that cannot be read."""
         paths = [posixpath.join(self.path, about(name, driver)) for name in names]
         if not self.ocdbt:
             files = [attempt(lambda path=path: self._checked(path)) for path in paths]
@@ -107,25 +110,25 @@ class Folder:
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
         if there.nbytes > MAX_METADATA_BYTES:
-            raise UnsafeError(f"{path}: {there.nbytes} bytes, which cannot be meant as an array's metadata")
+            raise UnsafeError(f"{path}: {there.nbytes} bytes, more than an array's metadata can have")
         folder, within = map(self.store.real_path, (self.path, os.path.dirname(path)))
         if not posixpath.join(within, "").startswith(posixpath.join(folder, "")):
-            raise UnsafeError(f"{path}: expected an array in {self.path}, found a link that leads out of it")
+            raise UnsafeError(f"{path}: expected an array in {self.path}, found a link to a place outside")
         return path
 
 
 def part_of_database(path: str, index: int) -> str:
-    """The folder in which a process writes its part of a database; see `DATABASE_PARTS`."""
+    """Returns the folder in which a process writes its part of a database; see `DATABASE_PARTS`."""
     return posixpath.join(path, f"ocdbt.process_{index}")
 
 
 def below(name: str) -> str:
-    """The prefix of the keys of an array."""
+    """Returns the prefix of the keys of an array."""
     return name if not name or name.endswith("/") else f"{name}/"
 
 
 def about(name: str, driver: Driver) -> str:
-    """The key of an array's metadata."""
+    """Returns the key of an array's metadata."""
     return below(name) + zarr_metadata.FILES[driver]
 
 

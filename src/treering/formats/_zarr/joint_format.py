@@ -1,4 +1,4 @@
-"""The methods of a format whose checkpoints are folders of zarr arrays, which several processes can write."""
+"""The methods that formats share whose checkpoints are folders of zarr arrays, written by several processes."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class ZarrFolders:
-    """See `treering.formats.JointFormat`. A format says which function writes a folder, imported when it is needed."""
+    """Implements `treering.formats.JointFormat` for folders of zarr arrays.
+
+    `_writer` of a subclass imports and returns its writing function, so that reading does not import it.
+    """
 
     def _writer(self) -> Callable[..., int]:
         raise NotImplementedError

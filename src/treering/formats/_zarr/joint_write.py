@@ -1,4 +1,4 @@
-"""A folder whose arrays all processes of a call write, and process 0 everything else."""
+"""Writes a folder of zarr arrays from all processes of a call; process 0 writes all other files."""
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
@@ -26,9 +26,9 @@ def write_folder(
 ) -> int:
     """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
 
-    Process 0 makes the folder and calls `begin` on it; then each calls `arrays`, which writes them and returns their
-    closed writers, of the same folders in each, and process 0 `rest`, when all have returned. What one of them raises
-    is raised in all.
+    Process 0 makes the folder and calls `begin` on it. Then each process calls `arrays`, which writes its chunks and
+    returns the closed writers; these are for the same folders in every process. After all have returned, process 0
+    calls `rest`. If one process raises, all raise.
     """
     with contextlib.ExitStack() as place:
 
@@ -54,7 +54,8 @@ def write_folder(
             mine = [writer.count for writer in writers]
             return call.gather_and_decide(mine, lambda counts: finish(folder, writers, counts))
         except BaseException:
-            if call.index and not call.undecided:  # its files may have come after process 0 has removed all others
+            # Files of this process may have appeared after process 0 removed the folder.
+            if call.index and not call.undecided:
                 with contextlib.suppress(OSError):
                     store.remove_leftover(folder)
             raise
@@ -63,6 +64,6 @@ def write_folder(
 def _written(folder: str, call: Call, arrays: Callable[[str], Sequence[Writer]]) -> Sequence[Writer]:
     try:
         return arrays(folder)
-    except (CorruptError, FileNotFoundError):  # nothing is where TensorStore has put it
+    except (CorruptError, FileNotFoundError):  # the folder is gone: process 0 removed it because a process failed
         raise_cause(call)
         raise

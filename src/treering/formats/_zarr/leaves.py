@@ -1,4 +1,4 @@
-"""The common parts of formats that consist of zarr arrays: reading them at once, writing leaves, listing files."""
+"""What formats of zarr arrays share: reading arrays at once, writing leaves, and listing the files they own."""
 
 import math
 import posixpath
@@ -26,19 +26,19 @@ from .chunks import Chunks, assigned
 from .folder import DATABASE, DATABASE_PARTS, IN_FLIGHT, Driver
 from .writer import Writer
 
-_CHUNK = 16 << 20  # bytes
-_RATIO = 1 << 16  # elements of an array for each byte of the files; zstd makes 32768 bytes of one at most
-_MAX_LISTED_CHUNKS = 1 << 18  # chunks, of which each takes time even when it is left out
-_MOST_DAMAGE = 10_000  # chunks of an array that are named one by one
-_MAGIC = bytes.fromhex("0cdb3a2a")  # with which the manifest of a database begins
-_DATA, _DATA_FILE = "d", re.compile(r"v?[0-9a-f]{32}")  # the folder of its other files, and their names
-_LEFT_OUT = 1 << 34  # elements for which there need not be a byte where chunks may be left out
+_CHUNK = 16 << 20  # bytes of a chunk that is written
+_RATIO = 1 << 16  # elements of an array for each byte of its files; zstd compresses 32,768 bytes into one at most
+_MAX_LISTED_CHUNKS = 1 << 18  # chunks that an array may claim; each takes time even if its file is missing
+_MAX_DAMAGED_CHUNKS = 10_000  # damaged chunks of an array that are named one by one
+_MAGIC = bytes.fromhex("0cdb3a2a")  # the first bytes of a database's manifest
+_DATA, _DATA_FILE = "d", re.compile(r"v?[0-9a-f]{32}")  # the folder of a database's other files, and their names
+_LEFT_OUT = 1 << 34  # elements that an array may claim without a byte on disk, if chunks may be missing
 
 
 class ZarrReader(ForeignReader):
-    """A reader that reads all zarr arrays among its arrays at once.
+    """Reads all zarr arrays among its arrays at once.
 
-    `nbytes` are those of all files. Raises `UnsafeError` for arrays larger than any compression makes of them.
+    `nbytes` is the size of all files. Raises `UnsafeError` for arrays that no compression could fit into it.
     """
 
     expands = True
@@ -59,10 +59,10 @@ class ZarrReader(ForeignReader):
                 size = math.prod(max(n, 1) for n in array.shape)
                 if size > _RATIO * nbytes + (_LEFT_OUT if array.filled else 0):
                     raise UnsafeError(
-                        f"{path}: {name} claims {size} elements, but all files are {nbytes} bytes together"
+                        f"{path}: {name} claims {size} elements, but all files together have {nbytes} bytes"
                     )
                 if array.filled and array.cells > _MAX_LISTED_CHUNKS + nbytes:
-                    raise UnsafeError(f"{path}: {name} claims {array.cells} chunks, which cannot all be left out")
+                    raise UnsafeError(f"{path}: {name} claims {array.cells} chunks, too many for {nbytes} bytes")
 
     def can_mmap(self, requested: bool | None) -> bool:
         return False
@@ -88,7 +88,7 @@ class ZarrReader(ForeignReader):
 
 
 def _damage(array: zarr.Array, parts: Iterable[Box]) -> Iterator[str]:
-    """Reads parts of an array and yields the damage, chunk by chunk where there is some."""
+    """Reads parts of an array and yields what is damaged, chunk by chunk in the parts that fail."""
     seen: set[str] = set()
     for part in parts:
         try:
@@ -104,19 +104,19 @@ def _damage(array: zarr.Array, parts: Iterable[Box]) -> Iterator[str]:
                 if str(error) not in seen:
                     seen.add(str(error))
                     yield str(error)
-            if len(seen) >= _MOST_DAMAGE:
-                yield f"{array.path}: {len(seen)} chunks are damaged, and what comes after them was not looked at"
+            if len(seen) >= _MAX_DAMAGED_CHUNKS:
+                yield f"{array.path}: {len(seen)} chunks are damaged, and Treering did not read the chunks after them"
                 return
 
 
 def chunks_of(call: Call, layouts: Mapping[str, Layout], entries: Iterable[Entry | None]) -> dict[str, Chunks]:
-    """The chunks of the arrays among some entries, by path; see `assigned`."""
+    """Returns the chunks of the arrays among some entries, by path; see `assigned`."""
     arrays = [entry for entry in entries if isinstance(entry, ArrayEntry)]
     return assigned(call, arrays, layouts, _CHUNK, _one_run)
 
 
 def _one_run(entry: ArrayEntry) -> list[int]:
-    """The shape of chunks that lie in one piece where an array comes from."""
+    """Returns the shape of chunks that are contiguous in the array they come from."""
     first = next(in_slices(entry.shape, dtypes.itemsize(entry.dtype), _CHUNK), ())
     return [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
 
@@ -131,16 +131,16 @@ def add_array(writer: Writer, name: str, entry: ArrayEntry, contents: Source, ch
 
 
 def add_number(writer: Writer, name: str, value: complex) -> None:
-    """Writes a number of Python as an array without axes."""
+    """Writes a Python number as an array without axes."""
     array = np.array(value)
     own = None if writer.is_first else frozenset[Box]()
     writer.add(name, (), dtypes.to_text(array.dtype), lambda box: array, chunks=Chunks((), own), compressor=None)
 
 
 def parts_of(store: Store, folder: str, name: str, driver: Driver) -> Iterator[str]:
-    """The files of a zarr array in a folder, by their paths within the folder: its metadata and its chunks.
+    """Yields the files of a zarr array in a folder, as paths within the folder: its metadata and its chunks.
 
-    The files of an array whose metadata cannot be read are unknown.
+    Yields nothing if the metadata cannot be read, because then the names of the chunks are unknown.
     """
     path, about = posixpath.join(folder, name), metadata.FILES[driver]
     try:
@@ -154,9 +154,9 @@ def parts_of(store: Store, folder: str, name: str, driver: Driver) -> Iterator[s
 
 
 def database_parts(store: Store, folder: str) -> Iterator[str]:
-    """The files of an OCDBT database in a folder, by their paths within the folder; none where there is no database.
+    """Yields the files of an OCDBT database in a folder, as paths within the folder; none without a database.
 
-    Those of the databases that several processes wrote, and from which it was merged, are included.
+    Includes the databases that single processes wrote: the merged database refers to their data.
     """
     if beginning(store, posixpath.join(folder, DATABASE), len(_MAGIC)) != _MAGIC:
         return
@@ -171,9 +171,9 @@ def database_parts(store: Store, folder: str) -> Iterator[str]:
 
 
 def parts_of_arrays(store: Store, path: str, open_reader: Callable[[], ForeignReader]) -> set[str]:
-    """The files of all zarr arrays that the reader of a folder has, by their paths within the folder.
+    """Returns the files of all zarr arrays that the reader of a folder has, as paths within the folder.
 
-    Raises `ExistsError` for folders in it when it cannot be opened: it is unknown then what they are.
+    Raises `ExistsError` if the reader cannot be opened and the folder contains folders: their owner is unknown.
     """
     found: set[str] = set()
     databases: set[str] = set()
@@ -183,8 +183,8 @@ def parts_of_arrays(store: Store, path: str, open_reader: Callable[[], ForeignRe
         raise_if_momentary(error)
         if any(is_folder(store, posixpath.join(path, name)) for name in store.list(path)):
             raise ExistsError(
-                f"{path}: expected a checkpoint to replace, found one that cannot be opened, so it is unknown what "
-                f"is part of it: {error}; write to another path, or remove it yourself"
+                f"{path}: expected a checkpoint to replace, found one that cannot be opened, so its files are "
+                f"unknown: {error}; write to another path, or remove it yourself"
             ) from None
         return found
     for array in arrays:
@@ -199,7 +199,7 @@ def parts_of_arrays(store: Store, path: str, open_reader: Callable[[], ForeignRe
 
 
 def folder_size(store: Store, path: str) -> int:
-    """The bytes of all files in a folder."""
+    """Returns the bytes of all files in a folder, without what links to folders lead to."""
     total = 0
     for name in store.list(path):
         inner = posixpath.join(path, name)

@@ -1,7 +1,7 @@
-"""The metadata of a zarr array, checked before TensorStore is given any of it.
+"""Checks the metadata of a zarr array before TensorStore sees any of it.
 
-Both versions of zarr: ``.zarray`` (2) and ``zarr.json`` (3). TensorStore ends the process when it cannot have the
-memory that a claim asks for, so absurd claims must not reach it.
+Knows both versions of zarr: ``.zarray`` (2) and ``zarr.json`` (3). TensorStore ends the process when it cannot
+allocate what the metadata claims, so absurd claims must not reach it.
 """
 
 import functools
@@ -19,8 +19,8 @@ from ...errors import CorruptError, UnsafeError, UnsupportedError
 
 FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
 _MAX_ELEMENTS = 1 << 62  # elements, and bytes of a chunk
-_RANK = 32  # of TensorStore
-_DIGITS = 19  # of a chunk's number along an axis
+_RANK = 32  # axes, the most that TensorStore supports
+_DIGITS = 19  # decimal digits of a chunk's index along an axis
 _NUMPY = re.compile(r"[<>|][biufc](\d+)")
 _NAMED = re.compile(
     r"int[248]|float8_(?!e4m3$)\w+|float4_e2m1fn|bfloat16|bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
@@ -74,16 +74,16 @@ learn(_Version2, _Version3, _Chunks)
 
 
 class Layout(NamedTuple):
-    """An array as its metadata describes it. `spec` is that metadata for TensorStore, reduced to what it needs."""
+    """Describes an array by its metadata. `spec` is the metadata reduced to what TensorStore needs."""
 
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[int, ...]  # what has a key of its own
-    cells: tuple[int, ...]  # what is read at a time: the parts of a sharded chunk, or the chunk itself
+    chunks: tuple[int, ...]  # the shape of what one key stores
+    cells: tuple[int, ...]  # the shape that is read at a time: the inner chunks of a shard, or the chunk itself
     spec: Mapping[str, Any]
-    start: str  # of a chunk's key
+    start: str  # the first part of each chunk's key, "" for none
     separator: str
-    plain: bool  # whether a chunk lies there as its elements' bytes
+    plain: bool  # True if a chunk is stored as the bytes of its elements, uncompressed
     blosc: bool
 
     @property
@@ -93,21 +93,21 @@ class Layout(NamedTuple):
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of a chunk's elements."""
+        """The bytes of a chunk's elements."""
         return math.prod(self.chunks) * self.itemsize
 
     @property
     def cell_bytes(self) -> int:
-        """The size of the elements that are read at a time."""
+        """The bytes of a cell's elements."""
         return math.prod(self.cells) * self.itemsize
 
     def key(self, index: Sequence[int]) -> str:
-        """The key of a chunk, relative to the array."""
+        """Returns the key of a chunk, relative to the array."""
         parts = [self.start] if self.start else []
         return self.separator.join([*parts, *map(str, index)]) or "0"
 
     def has_chunk(self, key: str) -> bool:
-        """Whether a text is the key of one of the chunks, relative to the array."""
+        """Returns True if a text is the key of one of the chunks, relative to the array."""
         numbers = re.findall(r"[0-9]+", key) if self.shape else []
         if len(numbers) != len(self.shape) or any(len(number) > _DIGITS for number in numbers):
             return False
@@ -117,10 +117,10 @@ class Layout(NamedTuple):
 
 
 def parse(data: bytes, driver: str, name: str) -> Layout:
-    """The layout that the contents of a metadata file describe.
+    """Parses a metadata file into the layout it describes.
 
-    Raises `CorruptError` for any other file, `UnsafeError` for absurd sizes, and `UnsupportedError` for dtypes and
-    codecs that are not known here.
+    Raises `CorruptError` for contents that are no metadata, `UnsafeError` for absurd sizes, and `UnsupportedError` for
+    dtypes and codecs that Treering does not read.
     """
     try:
         made = _version_2(data, name) if driver == "zarr" else _version_3(data, name)
@@ -129,9 +129,9 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
     if not len(made.shape) == len(made.chunks) == len(made.cells):
         raise CorruptError(f"{name}: expected chunks of {len(made.shape)} axes, found {len(made.chunks)}")
     if len(made.shape) > _RANK:
-        raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore knows {_RANK} at most")
+        raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore supports {_RANK} at most")
     if math.prod(max(n, 1) for n in made.shape) * made.itemsize > _MAX_ELEMENTS or made.chunk_bytes > _MAX_ELEMENTS:
-        raise UnsafeError(f"{name}: shape {list(made.shape)} in chunks of {list(made.chunks)} cannot be meant")
+        raise UnsafeError(f"{name}: shape {list(made.shape)} in chunks of {list(made.chunks)} is absurdly large")
     return made
 
 
@@ -139,9 +139,9 @@ def _version_2(data: bytes, name: str) -> Layout:
     found = msgspec.json.decode(data, type=_Version2)
     kind = found.compressor and found.compressor.get("id")
     if found.compressor is not None and kind not in _COMPRESSORS:
-        raise UnsupportedError(f"{name}: compressor {kind!r}; known here: {', '.join(_COMPRESSORS)}")
+        raise UnsupportedError(f"{name}: compressor {kind!r}; Treering reads {', '.join(_COMPRESSORS)}")
     if found.filters:
-        raise UnsupportedError(f"{name}: filters, which TensorStore does not know")
+        raise UnsupportedError(f"{name}: filters, which TensorStore does not support")
     spec = {
         "zarr_format": 2,
         "shape": found.shape,
@@ -163,12 +163,12 @@ def _version_3(data: bytes, name: str) -> Layout:
     found = msgspec.json.decode(data, type=_Version3)
     names = [codec.name for codec in found.codecs]
     if unknown := [codec for codec in names if codec not in _CODECS]:
-        raise UnsupportedError(f"{name}: codec {unknown[0]!r}; known here: {', '.join(_CODECS)}")
+        raise UnsupportedError(f"{name}: codec {unknown[0]!r}; Treering reads {', '.join(_CODECS)}")
     if found.chunk_grid.name != "regular" or found.storage_transformers:
-        raise UnsupportedError(f"{name}: another chunk grid than a regular one, or storage transformers")
+        raise UnsupportedError(f"{name}: expected a regular chunk grid and no storage transformers")
     encoding = found.chunk_key_encoding
     if encoding.name not in ("default", "v2"):
-        raise UnsupportedError(f"{name}: chunk key encoding {encoding.name!r}")
+        raise UnsupportedError(f"{name}: chunk key encoding {encoding.name!r}; Treering reads default, v2")
     separator = encoding.configuration.get("separator", "/" if encoding.name == "default" else ".")
     if separator not in (".", "/"):
         raise CorruptError(f"{name}: expected a separator '/' or '.', found {separator!r}")
@@ -207,9 +207,9 @@ def _dtype(found: Any, name: str) -> str:
 def new(
     driver: str, shape: Sequence[int], dtype: str, chunks: Sequence[int], compressor: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The metadata of an array to be written, for TensorStore. Raises `UnsupportedError` for other dtypes."""
+    """Builds the metadata of an array to be written, for TensorStore. Raises `UnsupportedError` for other dtypes."""
     if not can_hold(dtype):
-        raise UnsupportedError(f"dtype {dtype}, which zarr arrays of TensorStore cannot have")
+        raise UnsupportedError(f"dtype {dtype}, which TensorStore cannot store in zarr arrays")
     if driver == "zarr":
         named = dtype.startswith(("bfloat", "float8", "float4", "int2", "int4"))
         return {
@@ -242,7 +242,7 @@ def new(
 
 @functools.lru_cache(maxsize=512)
 def can_hold(dtype: str) -> bool:
-    """Whether the release of TensorStore that is installed has zarr arrays of a dtype."""
+    """Returns True if the installed release of TensorStore can store a dtype in zarr arrays."""
     import tensorstore as ts
 
     try:

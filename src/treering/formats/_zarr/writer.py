@@ -1,4 +1,4 @@
-"""Zarr arrays that are written, by one process or by several."""
+"""Writes zarr arrays, from one process or from several."""
 
 import math
 import posixpath
@@ -24,8 +24,8 @@ from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, IN_PORTIONS, Driver, F
 class Writer:
     """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
 
-    The processes of a `call` write one folder together. What process 0 writes is not synced: the code that publishes
-    the folder does that. What the others write is durable after `close`.
+    The processes of a `call` write one folder together. Process 0 does not sync its files: the code that publishes
+    the folder does. The files of its peers are durable after `close`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Writer:
         import tensorstore as ts
 
         self._path, self._call, self._driver = path, call, driver
-        self._merges = ocdbt and call.count > 1  # each process writes a database of its own
+        self._merges = ocdbt and call.count > 1  # each process writes its own database, which process 0 merges
         own = part_of_database(path, call.index) if self._merges else path
         context = ts.Context({**CONTEXT, "file_io_sync": call.index > 0})
         self._sends_early = store.object_bytes is not None  # a bucket's files pass through memory
@@ -42,13 +42,13 @@ class Writer:
         self._folder = Folder(store, own, ocdbt=ocdbt, options=options, context=context)
         self._waiting = PendingReads(store, limit)
         self._unsent, self._limit = 0, limit
-        self.count = 0  # keys that this process has written: chunks, and descriptions of arrays
+        self.count = 0  # keys that this process has written: chunks and metadata of arrays
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes it or, after an error, waits until nothing is written any more: the folder is about to be removed."""
+        """Closes the writer or, after an error, waits for pending writes, because the folder is then removed."""
         if kind is None:
             self.close()
         else:
@@ -56,7 +56,7 @@ class Writer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which writes what is no part of an array."""
+        """True in process 0, which writes everything that is not part of an array."""
         return self._call.index == 0
 
     def add(
@@ -69,9 +69,10 @@ class Writer:
         chunks: Chunks,
         compressor: Mapping[str, Any] | None,
     ) -> None:
-        """Begins to write this process's chunks of an array, which `read_box` returns one by one. All are stored.
+        """Begins to write this process's chunks of an array, which `read_box` returns one by one.
 
-        The arrays that `read_box` returns must not change until `close`.
+        Chunks that equal the fill value are stored as well: a missing chunk always means damage. The arrays that
+        `read_box` returns must not change until `close`.
         """
         with self._waiting.ended_on_errors():
             self._add(name, shape, dtype, read_box, chunks, compressor)
@@ -82,16 +83,16 @@ class Writer:
             self._send(lambda name: True)
 
     def _send(self, which: Callable[[str], bool]) -> None:
-        """Waits until everything is written, and these files are where they belong."""
+        """Waits until everything is written, and the files that `which` accepts are in the store."""
         self._waiting.end()
         self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context, which)
         self._unsent = 0
 
     def complete(self, count: int) -> None:
-        """Checks that all keys of all processes are there; makes one database of theirs, if they have written some.
+        """Checks that the keys of all processes exist, and merges the databases that single processes wrote.
 
-        Called in process 0 when all have closed. The data stays where it is; so does Orbax when several processes save.
-        Raises `SaveError` where this process does not see what the others have written.
+        Process 0 calls this after all processes have closed. The data stays in place, as it does when several Orbax
+        processes save. Raises `SaveError` if process 0 does not see what its peers wrote.
         """
         if self._call.count == 1:
             return
@@ -104,25 +105,25 @@ class Writer:
 
         if not wait_until(look, lambda: look_anew(store, self._path), self._call.timeout):
             raise SaveError(
-                f"{self._path}: expected {count} chunks and descriptions of arrays, written by {self._call.count} "
+                f"{self._path}: expected {count} chunks and metadata files of arrays, written by {self._call.count} "
                 f"processes, found {found}; do all processes see the same file system?"
             )
 
     def _merged(self) -> int:
-        """The number of keys in the database, after those of all processes are in it."""
+        """Merges the databases of all processes into one, and returns the number of its keys."""
         import tensorstore as ts
 
-        store, context = self._folder.store, self._folder.context  # one context: else everything would be copied
+        store, context = self._folder.store, self._folder.context  # with two contexts, TensorStore would copy all data
         with errors(store, self._path):
             together = ts.Transaction(atomic=True)
-            whole = Folder(store, self._path, ocdbt=True, options=DATABASE_OPTIONS, context=context)
-            target = whole.keys.with_transaction(together)
+            merged = Folder(store, self._path, ocdbt=True, options=DATABASE_OPTIONS, context=context)
+            target = merged.keys.with_transaction(together)
             for index in range(self._call.count):
                 path = part_of_database(self._path, index)
                 part = Folder(store, path, ocdbt=True, options=DATABASE_OPTIONS, context=context)
                 part.keys.experimental_copy_range_to(target).result()
             together.commit_async().result()
-            return len(whole.list())
+            return len(merged.list())
 
     def _add(
         self,
