@@ -643,7 +643,7 @@ def leaf(*keys: Any, kind: str = "np.ndarray", skip: bool = False, types: Any = 
         ([leaf("w"), leaf()], CorruptError, "one leaf of this name"),
         ([leaf("0", "w"), leaf("0", "x", types=2)], CorruptError, "one key '0' at this place"),
         ([leaf("w"), leaf("0")], CorruptError, r"0/\.zarray"),
-        ([leaf("w", types=3)], CorruptError, "keys of a kind that is known"),
+        ([leaf("w", types=3)], CorruptError, "expected keys of kind 1 or 2"),
         ([leaf("l", "0"), leaf("l", "2")], CorruptError, "numbered from 0"),
         ([leaf("l", "01")], CorruptError, "numbered from 0"),
         ([leaf("a.b"), leaf("a", "b")], CorruptError, "one name"),

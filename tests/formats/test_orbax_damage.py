@@ -254,7 +254,7 @@ def test_what_tells_keys_from_numbers_is_gone(tmp_path: Path, by: str, gone: str
         lambda: tr.open(path)["k"],
         lambda: tr.convert(path, tmp_path / "copy"),
     ):
-        with pytest.raises(CorruptError, match="array_metadatas: expected what tells whether 'k' is a PRNG key"):
+        with pytest.raises(CorruptError, match="array_metadatas: expected a record whether 'k' is a PRNG key"):
             attempt()
     rest = {name: KEYS[name] for name in ("n", "count", "w")}
     assert_same(tr.restore(path, rest, extra=["k", "many", "u"]), rest)
@@ -275,7 +275,7 @@ def test_keys_where_two_lists_are_gone(tmp_path: Path, caplog: pytest.LogCapture
     for name in ("_METADATA", "array_metadatas"):
         remove(path / name)
     tr.open(path).select("k").restore()
-    assert "PRNG keys plain, without array_metadatas" in caplog.text
+    assert "PRNG keys are plain without array_metadatas" in caplog.text
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"typed": null}', '{"typed": 1}'])

@@ -15,9 +15,7 @@ from ..._processes.assignment import Layout, held_by
 from ..._processes.calls import Call
 
 _MAX_PARTS = 64  # parts into which a dimension is cut in one step; more only if no smaller factor exists
-_MIN_CHUNK_BYTES = (
-    1 << 16
-)  # bytes; if even chunks would be smaller, a process's part becomes one chunk of any size
+_MIN_CHUNK_BYTES = 1 << 16  # bytes; if even chunks would be smaller, a process's part becomes one chunk of any size
 
 
 class Chunks(NamedTuple):

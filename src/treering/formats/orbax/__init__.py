@@ -1,1 +1,1 @@
-"""Orbax."""
+"""Reads and writes Orbax checkpoints."""

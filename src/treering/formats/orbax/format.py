@@ -1,18 +1,20 @@
-"""Orbax: folders of items, most of them trees of zarr arrays, in plain files or in an OCDBT database.
+"""The format Orbax: folders of items, most of them trees of zarr arrays, in plain files or in an OCDBT database.
 
-Reads what Orbax's ``Checkpointer``, ``CheckpointManager`` and version 1 write. Items are subtrees: ``state/…``,
-``config/…``; items in JSON are values; those of Grain's iterators are leaves; the item ``metrics`` is the metrics. An
-item has no level where the user has chosen no name for it: for a tree that lies right in the folder
-(``StandardCheckpointer``), for the item ``default`` by itself (``CheckpointManager.save(step,
-args=StandardSave(tree))``), and for the item ``state`` (in early releases ``pytree``) by itself in a checkpoint of
-version 1 (``save(path, tree)``). Trees are as Orbax keeps them: tuples have become lists, named tuples and other
-classes dicts, and a node without children that is none of these ``None``. Folders without marks of their completion
-are no checkpoints.
+Treering reads what Orbax's ``Checkpointer``, ``CheckpointManager`` and version 1 write. Items are subtrees:
+``state/…``, ``config/…``. Items in JSON are values, and those of Grain's iterators are leaves. The item ``metrics``
+is the metrics. An item that the user did not name has no level of its own:
 
-Writes a tree right in a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore`` and version 1's
-``load``. With the option ``composite=True`` it writes an item for each key at the top of the tree, for the
-``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``: a tree or, where that holds
-numbers or text and no arrays, values in JSON.
+- a tree stored directly in the folder (``StandardCheckpointer``);
+- the only item ``default`` (``CheckpointManager.save(step, args=StandardSave(tree))``);
+- the only item ``state``, in early releases ``pytree``, of version 1 (``save(path, tree)``).
+
+Trees have the containers that Orbax records: tuples have become lists, named tuples and other classes dicts, and any
+other node without children ``None``. A folder without a mark of completion is not a checkpoint.
+
+Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
+and version 1's ``load``. With the option ``composite=True`` it writes one item for each key at the top of the tree,
+for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
+if it holds numbers or text and no arrays, values in JSON.
 """
 
 import errno
@@ -63,7 +65,7 @@ class Orbax(ZarrFolders):
                 return None if _is_committed(store, path) else "it was never committed"
             if _is_tree(store, path):
                 return None
-            # Until 2024 there was no file about the checkpoint as a whole.
+            # Until 2024, Orbax wrote no file about the entire checkpoint.
             names = store.list(path)
             checkpoints = [name for name in names if is_file(store, posixpath.join(path, name, CHECKPOINT))]
             items = [name for name in names if _is_tree(store, posixpath.join(path, name))]
@@ -71,7 +73,7 @@ class Orbax(ZarrFolders):
             return refusal(error, path)
         if any(map(STEP.fullmatch, [*checkpoints, *items])):
             return "it is a folder of steps"
-        if checkpoints:  # an item of one has no such file
+        if checkpoints:  # an item of a checkpoint has no such file
             return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
         return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
 
@@ -93,16 +95,20 @@ class Orbax(ZarrFolders):
             found = STEP.fullmatch(name)
             if found and is_step(self, store, posixpath.join(folder, name)):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
-        # Steps of several prefixes are several runs, and it is not known which of them is meant.
+        # Steps of several prefixes belong to several runs, and nothing says which of them the user means.
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
 
     def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        marks = (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)  # where a name alone commits nothing
+        marks = (
+            (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)
+        )  # in a bucket, a folder's name alone commits nothing
         steps: dict[int, str] = {}
         named = [name for name in names if STEP.fullmatch(name)]
-        for name in named if named and self.refuses(store, folder) is not None else ():  # or they are parts of it
+        for name in (
+            named if named and self.refuses(store, folder) is not None else ()
+        ):  # otherwise the names are parts of a checkpoint
             found, path = STEP.fullmatch(name), posixpath.join(folder, name)
-            if found and not is_file(store, posixpath.join(path, CHECKPOINT)):  # or it was never committed
+            if found and not is_file(store, posixpath.join(path, CHECKPOINT)):  # otherwise it was never committed
                 committed = any(is_file(store, posixpath.join(path, mark)) for mark in marks)
                 if committed and self.refuses(store, path) is not None:
                     steps.setdefault(int(found[2]), name)
@@ -111,7 +117,7 @@ class Orbax(ZarrFolders):
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         found = STEP.fullmatch(os.path.basename(path))
         kept = ["metrics"]
-        if isinstance(contents.metadata, dict):  # as Orbax has it
+        if isinstance(contents.metadata, dict):  # Orbax can only store a dict
             kept.append("metadata")
         if found and int(found[2]) == contents.step:
             kept.append("step")
@@ -124,20 +130,20 @@ class Orbax(ZarrFolders):
 
 
 def _is_committed(store: Store, path: str) -> bool:
-    """Whether a checkpoint is complete: where folders cannot be renamed, it has its name from the beginning on."""
+    """Returns True if a checkpoint is complete. In a bucket, it has its final name before that."""
     if store.stat(posixpath.join(path, COMMITTED)) is not None:
         return True
     try:
         about = read_about(store, path)
     except CorruptError:
-        return True  # opening it raises
-    # The time of the commit is null until then. It may be left out altogether, for Orbax goes by the folder's name.
+        return True  # opening the checkpoint raises the error
+    # The time of the commit is null until then. It may be missing, because Orbax normally goes by the folder's name.
     begun_only = isinstance(about, dict) and about.get("init_timestamp_nsecs") and COMMIT_TIME in about
     return not begun_only or bool(about[COMMIT_TIME])
 
 
 def _is_tree(store: Store, folder: str) -> bool:
-    """Whether a tree lies in a folder, even if the list of its leaves is gone."""
+    """Returns True if a folder contains a tree, even if the list of its leaves is gone."""
     about = posixpath.join(folder, ABOUT_ARRAYS)
     return (
         tree_file(store, folder) is not None

@@ -1,4 +1,4 @@
-"""The items of an Orbax checkpoint: trees of arrays, values in JSON, and the states of data iterators."""
+"""Reads the items of an Orbax checkpoint: trees of arrays, values in JSON, and states of data iterators."""
 
 import logging
 import posixpath
@@ -20,11 +20,14 @@ from .tree import LEVELS, Tree, read_remnant, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 METRICS = "metrics"
-_NAMELESS = {False: ("default",), True: ("state", "pytree")}  # Orbax's names of an only item; in version 1?
-_ARRAY = "checkpoint"  # the name within its folder of an array that is an item
-_KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # of a PRNG key that is one
+_NAMELESS = {
+    False: ("default",),
+    True: ("state", "pytree"),
+}  # Orbax's names of an only item; True: version 1
+_ARRAY = "checkpoint"  # the name of an array that is an item, within the item's folder
+_KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # the same for a PRNG key that is an item
 _NESTED = 2  # levels of items that consist of items
-_INTERNAL = "DescriptorHandler"  # of an item that is no user's, and is only there within Google
+_INTERNAL = "DescriptorHandler"  # of an item that Orbax writes itself; only Google's release can read it
 _JSON = ("JsonCheckpointHandler", "JsonHandler")
 _TREES = (
     "PyTreeCheckpointHandler",
@@ -38,9 +41,10 @@ _log = logging.getLogger("treering")
 
 
 class Items(NamedTuple):
-    """The tree of all items, the metrics, why there are none where there should be, and the name of an only item.
+    """Holds the tree of all items and the metrics.
 
-    `left_out` describes the items that cannot be read here.
+    `damage` says why metrics that should exist are missing. `level` is the name of an only item. `left_out` describes
+    the items that Treering cannot read.
     """
 
     tree: Tree
@@ -51,9 +55,9 @@ class Items(NamedTuple):
 
 
 def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
-    """Reads the items of a folder: those that are listed with their handlers, or found there.
+    """Reads the items of a folder: those that are listed with their handlers, and those it finds.
 
-    Damaged items are leaves that cannot be read. Raises `CorruptError` when that is all there is.
+    Damaged items become leaves that cannot be read. Raises `CorruptError` if all items are damaged.
     """
     names = [name for name in _folders(store, path) if name != deleted]
     expected = [name for name, handler in handlers.items() if name != deleted and handler != _INTERNAL]
@@ -65,7 +69,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         _log.warning("%s: opened without metrics: %s", path, damage)
     if (
         not names and not expected and (tree := _read_values(store, path, None))
-    ):  # right in the folder, as trees may lie
+    ):  # values directly in the folder, like a tree
         return Items(tree, metrics or {}, damage)
     gone = [name for name in expected if name not in names]
     left_out: list[str] = []
@@ -73,7 +77,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), left_out)
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0], left_out)
-        left_out.clear()  # it is looked at again, by its name
+        left_out.clear()  # the loop below reads the item again, by its name
     trees: dict[str, Tree] = {}
     for name in names:
         at = key_text(name)
@@ -99,7 +103,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
 
 
 def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
-    """The tree of arrays in a folder, as it lies at a path or (None) as the root; None where there is none."""
+    """Reads the tree of arrays in a folder, placed at a path or (None) as the root; None if the folder has none."""
     file = tree_file(store, path)
     if file == TREE:
         return read_tree(store, path, at)
@@ -108,13 +112,13 @@ def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
         return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
     if not has_arrays(store, path):
         return None
-    lacks = "" if store.list(posixpath.join(path, ABOUT_ARRAYS)) else f", and PRNG keys plain, without {ABOUT_ARRAYS}"
-    _log.warning("%s: its file %s is gone; leaves are called as their arrays are%s", path, TREE, lacks)
+    lacks = "" if store.list(posixpath.join(path, ABOUT_ARRAYS)) else f", PRNG keys are plain without {ABOUT_ARRAYS}"
+    _log.warning("%s: its file %s is gone; leaves are named like their arrays%s", path, TREE, lacks)
     return read_remnant(store, path, at)
 
 
 def numbers(value: Any) -> dict[str, float] | None:
-    """A map of numbers, None for anything else."""
+    """Returns a map of numbers as floats; None for any other value."""
     if not isinstance(value, dict) or not all(type(number) in (int, float) for number in value.values()):
         return None
     try:
@@ -126,7 +130,7 @@ def numbers(value: Any) -> dict[str, float] | None:
 def _read_metrics(
     store: Store, path: str, handlers: Mapping[str, str]
 ) -> tuple[Mapping[str, float] | None, str | None]:
-    """The metrics, None for an item that only has their name; and why they cannot be read."""
+    """Reads the metrics. Returns None for an item that only has their name, and why they cannot be read, if so."""
     folder = posixpath.join(path, METRICS)
     file = _value_file(store, folder)
     try:
@@ -144,7 +148,7 @@ def _read_metrics(
 def _read_item(
     store: Store, path: str, at: str | None, handler: str | None, left_out: list[str], levels: int = _NESTED
 ) -> Tree | None:
-    """An item as the tree at a path, None when it is of a kind that is not known here; adds a description of that.
+    """Reads an item as the tree at a path. For an unknown kind, returns None and adds its description to `left_out`.
 
     Raises `CorruptError`.
     """
@@ -169,14 +173,14 @@ def _read_item(
     if handler in _JSON:
         raise CorruptError(f"{path}: expected a file of JSON, found nothing")
     files = [name for name in files_in(store, path) if name != COMMITTED]
-    if handler in iterators.HANDLERS and not files:  # classes of this name may be others', with files of other names
+    if handler in iterators.HANDLERS and not files:  # a class of this name may be another library's
         raise CorruptError(f"{path}: expected the states of an iterator, process_0-of-1.json and so on, found nothing")
     left_out.append(f"{at or posixpath.basename(path)} ({_left_out.described(store, path, files)})")
     return None
 
 
 def _read_values(store: Store, path: str, at: str | None) -> Tree | None:
-    """The values of a file in JSON, or the states of an iterator, as the tree at a path; None where there are none."""
+    """Reads values in JSON, or the states of an iterator, as the tree at a path; None if the folder has neither."""
     file = _value_file(store, path)
     if file is not None:
         return _tree_of_values(read_json(store, file), at, file)
@@ -185,7 +189,7 @@ def _read_values(store: Store, path: str, at: str | None) -> Tree | None:
 
 
 def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> Tree:
-    """An item, without the names that are its handler's where it was one array or one PRNG key."""
+    """Returns an item, without the names that its handler added if it was one array or one PRNG key."""
     array, key, typed = (join(at or "", name, root=at is None) for name in (_ARRAY, _KEY, _TYPED))
     found = {entry.path: entry for entry in tree.entries}
     path = {"ArrayCheckpointHandler": array, "JaxRandomKeyCheckpointHandler": key}.get(handler or "", "")
@@ -200,13 +204,13 @@ def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> T
     one = entry.at(at or "")
     if rest and _value(found[typed]) is True and not isinstance(entry, LostEntry):
         if entry.dtype != "uint32" or entry.shape[-1:] != (2,):
-            return tree  # Orbax does not say of which kind the key is, and only one kind is of this size
+            return tree  # Orbax does not record the kind of a key, and only threefry2x32 has keys of this size
         one = ArrayEntry(one.path, "key", one.dtype, one.shape, "threefry2x32")
     return Tree([one], {one.path: tree.arrays[path]} if path in tree.arrays else {}, [LEAF])
 
 
 def _together(trees: Mapping[str, Tree]) -> Tree:
-    """A dict of trees."""
+    """Joins trees into a dict of trees."""
     return Tree(
         [entry for tree in trees.values() for entry in tree.entries],
         {path: array for tree in trees.values() for path, array in tree.arrays.items()},
@@ -216,7 +220,7 @@ def _together(trees: Mapping[str, Tree]) -> Tree:
 
 
 def _folders(store: Store, path: str) -> list[str]:
-    """The names of the finished folders in a folder."""
+    """Returns the names of the finished folders in a folder."""
     found: list[str] = []
     for name in store.list(path):
         there = store.stat(posixpath.join(path, name))
@@ -233,7 +237,7 @@ def _value_file(store: Store, path: str) -> str | None:
 
 
 def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
-    """The values of JSON, as leaves at a path."""
+    """Returns the values of JSON as leaves at a path."""
     tree = Tree([], {}, [])
     stack: list[tuple[str, bool, int, Any]] = [(at or "", at is None, 0, value)]
     while stack:

@@ -1,4 +1,4 @@
-"""Dividing a tree into items, one for each key at its top: trees of arrays, and values in JSON."""
+"""Divides a tree into items, one for each key at its top: trees of arrays, and values in JSON."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from .schema import UNFINISHED
 from .tree_write import Leaf, leaves_of, problems_of
 
 _JSON = ("bool", "int", "float", "str", "none")  # types of leaves
-_JSON_LEVELS = 200  # that a reader of JSON follows, from wherever it is called
-_INT_BITS = 12_000  # of a number that Python writes and reads as decimal digits, of which it allows 4,300
-_LONGEST = 255  # bytes of the name of a folder
+_JSON_LEVELS = 200  # levels that every reader of JSON follows
+_INT_BITS = 12_000  # bits; Python converts integers of at most 4,300 decimal digits to and from text
+_LONGEST = 255  # bytes of a folder's name
 
 
 class Items(NamedTuple):
-    """The items by name: trees, and values in JSON. A line for each leaf and key that Orbax cannot hold.
+    """Holds the trees and the values in JSON, by item, and a line for each leaf or key that Orbax cannot hold.
 
-    The name "" is that of a tree right in the folder.
+    The name "" stands for a tree directly in the folder.
     """
 
     trees: Mapping[str, Sequence[Leaf]]
@@ -32,9 +32,9 @@ class Items(NamedTuple):
 
 
 def items_of(contents: Source) -> Items:
-    """The items of a tree. One without arrays that has numbers or text is in JSON, as `JsonSave` writes it.
+    """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
 
-    The metrics become one as well: a `CheckpointManager` looks for them there.
+    The metrics become an item, too, because a `CheckpointManager` looks for them there.
     """
     skeleton = contents.skeleton
     assert skeleton is not None
@@ -59,7 +59,7 @@ def items_of(contents: Source) -> Items:
 
 
 def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterator[tuple[str, Skeleton, list[Entry]]]:
-    """Yields the keys at the top of a tree, each with what lies below it."""
+    """Yields the keys at the top of a tree, each with the subtree below it."""
     rest, begin = iter(entries), 1
     for key in top.children():
         part = skeleton[begin : end_of(skeleton, begin)]
@@ -69,33 +69,33 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
 
 
 def _refused(name: str, part: Skeleton) -> str | None:
-    """The reason why what lies below a key cannot be an item."""
+    """Returns the reason why the subtree below a key cannot be an item; None if it can."""
     if not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
     if not part[0].count():
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
-        return "Orbax has something else of this name; rename it with treering.rules.rename"
+        return "Orbax uses this name itself; rename it with treering.rules.rename"
     if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _LONGEST:
         return f"items are folders, whose names have {_LONGEST} bytes at most and no slashes; rename it"
     return None
 
 
 def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:
-    """Yields a line for each value that does not come back from JSON."""
+    """Yields a line for each value that JSON would not return unchanged."""
     for leaf in leaves:
         path = "/".join([at, *(key for key, _ in leaf.keys)])
         value = leaf.entry.decode() if isinstance(leaf.entry, ValueEntry) else None
         if len(leaf.keys) > _JSON_LEVELS:
-            yield f"  {path}: it lies more than {_JSON_LEVELS} levels deep, which readers of JSON do not follow"
+            yield f"  {path}: it is more than {_JSON_LEVELS} levels deep, which readers of JSON do not follow"
         elif type(value) is int and value.bit_length() > _INT_BITS:
             yield f"  {path}: an int of more than {_INT_BITS} bits"
         elif value != value and encode(value)[1] != "nan":
-            yield f"  {path}: a NaN with bits of its own, which JSON cannot hold"
+            yield f"  {path}: a NaN with a payload, which JSON cannot hold"
 
 
 def _value(part: Skeleton, entries: Iterable[Entry]) -> Any:
-    """Values in dicts and lists, with keys as they are in paths."""
+    """Builds dicts and lists of values, with keys as they are in paths."""
     plain = [_plain(node) if isinstance(node, Node) else node for node in part]
     return build(plain, [entry.decode() for entry in entries if isinstance(entry, ValueEntry)])
 

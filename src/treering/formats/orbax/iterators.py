@@ -1,8 +1,8 @@
-"""Items that are the states of data iterators: one file for each process, as Grain's handlers write them.
+"""Items that are states of data iterators: one file for each process, as Grain's handlers write them.
 
-``data/process_0-of-2.json`` is the state of process 0 of two. Grain writes the state of a `DatasetIterator` as JSON,
-and that of any other iterator, such as a `DataLoader`'s, as the bytes that it is, which may be JSON as well. The file
-does not say which: an iterator that gives bytes takes JSON as bytes, see `treering._pytree.iterators.put_back`.
+``data/process_0-of-2.json`` is the state of process 0 of two. Grain writes the state of a `DatasetIterator` as JSON.
+The state of any other iterator, such as a `DataLoader`, is bytes, which may be JSON as well. The file does not say
+which it is, so an iterator whose state is bytes accepts JSON as bytes; see `treering._pytree.iterators.put_back`.
 """
 
 import json
@@ -24,14 +24,14 @@ HANDLERS = ("CheckpointHandler", "PyGrainCheckpointHandler", "GrainCheckpointHan
 
 
 def state_files(store: Store, folder: str) -> list[str]:
-    """The names of the files of states in a folder."""
+    """Returns the names of the state files in a folder."""
     return [
         name for name in store.list(folder) if STATE.fullmatch(name) and is_file(store, posixpath.join(folder, name))
     ]
 
 
 def read_states(store: Store, folder: str, at: str | None) -> ValueEntry | None:
-    """The states of all processes in a folder, as one leaf; None where there is no file of one.
+    """Reads the states of all processes in a folder as one leaf; None if the folder has no state file.
 
     Raises `CorruptError` unless there is one state for each process of one job.
     """
@@ -53,7 +53,7 @@ def read_states(store: Store, folder: str, at: str | None) -> ValueEntry | None:
         listed = few(tuple(map(str, there)))
         raise CorruptError(
             f"{folder}: expected the states of {counts[0]} processes, found those of {listed}; was the checkpoint "
-            "copied as a whole?"
+            "copied completely?"
         )
     paths = [posixpath.join(folder, files[counts[0], index]) for index in there]
     states = attempts(store, paths, lambda path: _read(store, path))
@@ -67,7 +67,7 @@ def read_states(store: Store, folder: str, at: str | None) -> ValueEntry | None:
 
 
 def _read(store: Store, path: str) -> Any:
-    """The state in a file: that of JSON, and of all else the bytes. Raises `CorruptError` where it is damaged."""
+    """Reads the state in a file: parsed if it is JSON, otherwise as bytes. Raises `CorruptError` if it is damaged."""
     data = read_file(store, path)
     if not data.strip(b"\0"):
         what = "only 0s" if data else "an empty file"
@@ -76,7 +76,7 @@ def _read(store: Store, path: str) -> Any:
         return encode_state(json.loads(data), "", 0)
     except ValueError as error:
         if data.lstrip()[:1] in (b"{", b"["):
-            raise CorruptError(f"{path}: expected JSON, as it begins: {error}") from None
+            raise CorruptError(f"{path}: expected JSON, because it begins so: {error}") from None
     except (RecursionError, UnsupportedError):
-        pass  # JSON that no state is made of
+        pass  # JSON that is not the state of an iterator
     return encode_state(data, "", 0)

@@ -1,4 +1,4 @@
-"""The description of a tree of arrays, from Orbax's file `_METADATA` or, where it is gone, from the arrays' names."""
+"""Reads the description of a tree of arrays from Orbax's `_METADATA` or, if that is gone, from the arrays' names."""
 
 import posixpath
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .._zarr import metadata
 from .._zarr.folder import DATABASE, Folder
 from .schema import TREE, read_json
 
-SEQUENCE, DICT = 1, 2  # kinds of keys: the latter of attributes as well
+SEQUENCE, DICT = 1, 2  # kinds of keys; attributes have the latter, too
 STRINGS = "_strings.json"
 
 
@@ -25,18 +25,18 @@ class _Key(msgspec.Struct):
 class _Kind(msgspec.Struct):
     value_type: str
     skip_deserialize: bool = False
-    write_shape: Any = None  # copied from the array's entry in `ABOUT_ARRAYS`, so it proves that there was one
+    write_shape: Any = None  # also in the array's entry in `ABOUT_ARRAYS`, so it proves that there was one
 
 
 class Leaf(msgspec.Struct):
-    """A leaf, or a container without children: the keys to it, and its kind."""
+    """Describes a leaf, or a container without children: the keys to it, and its kind."""
 
     key_metadata: list[_Key]
     value_metadata: _Kind
 
 
 class TreeMetadata(msgspec.Struct):
-    """All leaves of a tree, and how they are stored as far as that is recorded."""
+    """Describes all leaves of a tree and how they are stored, as far as Orbax recorded it."""
 
     tree_metadata: dict[str, Leaf]
     use_ocdbt: bool | None = None
@@ -48,7 +48,7 @@ learn(TreeMetadata)
 
 
 def read_metadata(store: Store, folder: str) -> TreeMetadata:
-    """Reads the file in a folder. Raises `CorruptError`."""
+    """Reads the `_METADATA` of a folder. Raises `CorruptError`."""
     file = posixpath.join(folder, TREE)
     try:
         return msgspec.convert(read_json(store, file), TreeMetadata)
@@ -57,9 +57,9 @@ def read_metadata(store: Store, folder: str) -> TreeMetadata:
 
 
 def guess_metadata(store: Store, folder: str) -> TreeMetadata:
-    """A tree of dicts with the arrays and texts in a folder, whose names consist of their keys.
+    """Builds a tree of dicts from the arrays and texts in a folder, whose names consist of their keys.
 
-    Raises `CorruptError` when there are none.
+    Raises `CorruptError` if there are no arrays, or arrays of both versions of zarr.
     """
     ocdbt = store.stat(posixpath.join(folder, DATABASE)) is not None
     if ocdbt:
@@ -82,7 +82,7 @@ def guess_metadata(store: Store, folder: str) -> TreeMetadata:
 
 
 def read_texts(store: Store, folder: str) -> Mapping[str, Any]:
-    """The leaves of a tree that are text, by name. Raises `CorruptError`."""
+    """Reads the leaves of a tree that are text, by name. Raises `CorruptError`."""
     file = posixpath.join(folder, STRINGS)
     found = read_json(store, file) if store.stat(file) is not None else {}
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Finds the files in a folder that are an Orbax checkpoint: those that it lists, not others with such names."""
+"""Finds the files of an Orbax checkpoint in a folder: those it lists, not others that have such names."""
 
 import os
 import posixpath
@@ -33,11 +33,11 @@ _NESTED = 2  # levels of items that consist of items
 _VERSION_1 = "orbax.checkpoint"
 _DELETED = "_CHECKPOINT_DELETION"
 NAMES = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ABOUT_ARRAYS, DATABASE, "d", _VERSION_1, _DELETED}
-_MARKS = (b"committed", b"Checkpoint commit was successful")  # with which the mark of completion begins
+_MARKS = (b"committed", b"Checkpoint commit was successful")  # the beginnings of a mark of completion
 
 
 def parts(store: Store, folder: str) -> Collection[str]:
-    """The files of a checkpoint, by their paths within its folder."""
+    """Returns the files of a checkpoint, as paths within its folder."""
     found = {CHECKPOINT, *_marks(store, folder), *_json(store, folder, _DELETED)}
     mark = store.stat(posixpath.join(folder, _VERSION_1))
     if mark is not None and mark.is_file and not mark.nbytes:
@@ -45,10 +45,10 @@ def parts(store: Store, folder: str) -> Collection[str]:
     if is_folder(store, posixpath.join(folder, "descriptor")):
         found.add("descriptor/descriptor.pbtxt")
     tree = set(_tree(store, folder))
-    if tree:  # right in the folder: then there are no items
+    if tree:  # a tree directly in the folder; a checkpoint has either this or items
         return found | tree
     handlers = _handlers(store, folder)
-    if isinstance(handlers, str) and handlers.rpartition(".")[2] in HANDLERS:  # of what lies right in the folder
+    if isinstance(handlers, str) and handlers.rpartition(".")[2] in HANDLERS:  # of an iterator directly in the folder
         found.update(state_files(store, folder))
     for name in _items(store, folder, handlers):
         found.update(f"{name}/{part}" for part in _item(store, posixpath.join(folder, name), _NESTED))
@@ -56,7 +56,7 @@ def parts(store: Store, folder: str) -> Collection[str]:
 
 
 def _handlers(store: Store, folder: str) -> Any:
-    """The handlers of the items, as they are listed; None where they are not."""
+    """Returns the listed handlers of the items; None if no list can be read."""
     try:
         about = read_about(store, folder) if is_file(store, posixpath.join(folder, CHECKPOINT)) else {}
         return about.get("item_handlers") if isinstance(about, Mapping) else ()
@@ -66,10 +66,10 @@ def _handlers(store: Store, folder: str) -> Any:
 
 
 def _items(store: Store, folder: str, listed: Any) -> list[str]:
-    """The names of the items: those that are listed.
+    """Returns the names of the items: those that are listed.
 
-    Before there was a list, a manager had steps of items, whose folders are called by their numbers; other folders may
-    be those of several checkpoints.
+    Early releases of Orbax wrote no list, and steps of a manager are then named by numbers. The folders in any other
+    folder without a list may be separate checkpoints.
     """
     folders = [name for name in store.list(folder) if is_folder(store, posixpath.join(folder, name))]
     if isinstance(listed, Mapping):
@@ -95,7 +95,7 @@ def _item(store: Store, folder: str, levels: int) -> Iterator[str]:
 
 
 def _tree(store: Store, folder: str) -> Iterator[str]:
-    """The files of a tree, where there is a list of its leaves that can be read."""
+    """Yields the files of a tree, if the list of its leaves can be read."""
     named: set[str] = set()
     zarr3 = None
     found: list[str] = []
@@ -136,7 +136,7 @@ def _marks(store: Store, folder: str) -> Iterator[str]:
 
 
 def _json(store: Store, folder: str, name: str) -> Iterator[str]:
-    """A file, if it is in JSON."""
+    """Yields the name of a file if it contains JSON."""
     path = posixpath.join(folder, name)
     try:
         if is_file(store, path):

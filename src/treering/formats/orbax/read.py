@@ -1,4 +1,4 @@
-"""Reading Orbax: the checkpoint as a whole. For its items see `items`."""
+"""Opens an Orbax checkpoint and reads the files about all of it. For its items see `items`."""
 
 import base64
 import datetime
@@ -24,12 +24,15 @@ from .schema import CHECKPOINT, SHARDINGS, read_about, read_json
 
 _DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
-_ROOT_METADATA = "_ROOT_METADATA", "metadata"  # files in a folder `metadata` beside the steps, the latter of old
+_ROOT_METADATA = (
+    "_ROOT_METADATA",
+    "metadata",
+)  # in a run's folder `metadata`; early releases: the latter
 _log = logging.getLogger("treering")
 
 
 class OrbaxReader(ZarrReader):
-    """See `treering.formats.Source`."""
+    """Reads an Orbax checkpoint; see `treering.formats.Source`."""
 
     def __init__(self, store: Store, path: str, items: Items, *, nbytes: int, **about: Any):
         tree, level, damage = items.tree, items.level, items.damage
@@ -37,7 +40,7 @@ class OrbaxReader(ZarrReader):
         about["left_out"] = items.left_out
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
         self._store, self._damage = store, damage
-        self.level = level  # the name of an only item, which a template may have and the paths here lack
+        self.level = level  # the name of an only item: a template may have this level, the paths here do not
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
@@ -56,10 +59,10 @@ class OrbaxReader(ZarrReader):
 
 
 class _About(NamedTuple):
-    """The facts about a checkpoint as a whole: the items that must be there, one that is being deleted, and others."""
+    """Facts about a checkpoint: the items that must exist, the one that is being deleted, metrics and metadata."""
 
-    items: dict[str, str]  # with the classes of their handlers
-    handler: str  # the class of the handler of what lies right in the folder, "" where there are items
+    items: dict[str, str]  # the classes of the items' handlers, by item
+    handler: str  # the class of the handler for the folder itself, "" if there are items
     version_1: bool
     deleted: Any
     metrics: Mapping[str, float]
@@ -68,7 +71,7 @@ class _About(NamedTuple):
 
 
 def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
-    """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
+    """Opens a folder. Raises `CorruptError` and `UnsupportedError`."""
     with gc_paused():
         about = _read_about(store, path)
         direct = read_tree_of(store, path, None)
@@ -105,7 +108,7 @@ def _read_about(store: Store, path: str) -> _About:
 
 
 def _read_root_metadata(store: Store, run: str) -> Any:
-    """The metadata that a `CheckpointManager` was given for all its steps; None where there is none."""
+    """Reads the metadata that a `CheckpointManager` was given for all its steps; None if there is none."""
     for name in _ROOT_METADATA:
         file = posixpath.join(run, "metadata", name)
         if is_file(store, file):
@@ -123,7 +126,7 @@ def _read_root_metadata(store: Store, run: str) -> Any:
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:
-    """A time given in nanoseconds since 1970; None for anything else."""
+    """Returns a time given in nanoseconds since 1970; None for anything else."""
     if type(nanoseconds) is not int or nanoseconds <= 0:
         return None
     try:
@@ -133,7 +136,7 @@ def _time(nanoseconds: Any) -> datetime.datetime | None:
 
 
 def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
-    """The shardings of arrays, by their names in a folder; those that are not understood are left out."""
+    """Reads the shardings of arrays, by their names in a folder, without those that Treering does not understand."""
     found: dict[str, Any] = {}
     try:
         listed = read_json(store, posixpath.join(folder, SHARDINGS))
@@ -143,5 +146,5 @@ def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
                 mesh = dict(zip(about["axis_names"], about["shape"], strict=True))
                 found[base64.urlsafe_b64decode(name).decode()] = {"mesh": mesh, "spec": about["partition_spec"]}
     except (OSError, CorruptError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise_if_momentary(error)  # the others are for information only
+        raise_if_momentary(error)  # shardings are only information: without them, an array can still be read
     return found

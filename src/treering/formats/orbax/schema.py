@@ -1,4 +1,4 @@
-"""Names of files in Orbax's folders, and their JSON."""
+"""Names of files in Orbax's folders, and reading their JSON."""
 
 import itertools
 import json
@@ -14,22 +14,22 @@ from .._shared.msgpack import MAP, STR, beginning, tokens
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
-STATE = "checkpoint"  # used instead in the first releases, and later with aggregated leaves
-PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # with which text in it begins that stands for an array
+STATE = "checkpoint"  # early releases wrote this instead of `_METADATA`; later ones keep aggregated leaves in it
+PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the beginnings of text in it that stands for an array
 SHARDINGS = "_sharding"
-ABOUT_ARRAYS = "array_metadatas"  # a folder of files, one from each process
-ABOUT_ARRAY = re.compile(r"process_\d+")  # what those are called
+ABOUT_ARRAYS = "array_metadatas"  # a folder with one file for each process
+ABOUT_ARRAY = re.compile(r"process_\d+")  # the names of those files
 _METADATA_OF_ARRAYS = (".zarray", "zarr.json")
 COMMITTED = "commit_success.txt"
 COMMIT_TIME = "commit_timestamp_nsecs"
 DATABASE = "manifest.ocdbt"
 UNFINISHED = ".orbax-checkpoint-tmp"
-MAX_METADATA_BYTES = 16 << 20  # bytes of the file about the checkpoint, which is read to tell whether there is one
+MAX_METADATA_BYTES = 16 << 20  # bytes of the file about a checkpoint; it is read to decide whether a folder is one
 STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
 
 
 def tree_file(store: Store, folder: str) -> str | None:
-    """The file in a folder that says which tree lies there, None where there is none."""
+    """Returns the file in a folder that describes its tree; None if there is none."""
     if is_file(store, posixpath.join(folder, TREE)):
         return TREE
     data = beginning(store, posixpath.join(folder, STATE), 1 << 16)
@@ -40,7 +40,7 @@ def tree_file(store: Store, folder: str) -> str | None:
 
 
 def has_arrays(store: Store, folder: str) -> bool:
-    """Whether arrays of a tree lie in a folder, in a database or in files."""
+    """Returns True if a folder contains the arrays of a tree, in a database or in files."""
     return any(store.stat(posixpath.join(folder, name)) is not None for name in (DATABASE, ABOUT_ARRAYS)) or any(
         store.stat(posixpath.join(folder, name, file)) is not None
         for name in store.list(folder)
@@ -49,21 +49,21 @@ def has_arrays(store: Store, folder: str) -> bool:
 
 
 def read_about(store: Store, path: str) -> Any:
-    """The contents of the file about the checkpoint as a whole. Raises `CorruptError`."""
+    """Reads the file about a checkpoint. Raises `CorruptError`, or `UnsafeError` if it is too large."""
     file = posixpath.join(path, CHECKPOINT)
     there = store.stat(file)
     if there is not None and there.nbytes > MAX_METADATA_BYTES:
-        raise UnsafeError(f"{file}: {there.nbytes} bytes, which cannot be meant as a description of a checkpoint")
+        raise UnsafeError(f"{file}: {there.nbytes} bytes, more than the description of a checkpoint can have")
     return read_json(store, file)
 
 
 def read_json(store: Store, path: str) -> Any:
-    """The contents of a JSON file, in which there may be NaN. Raises `CorruptError`."""
+    """Reads a JSON file, which may contain NaN. Raises `CorruptError`, or `UnsafeError` for extreme nesting."""
     try:
         return json.loads(read_file(store, path))
     except FileNotFoundError:
         raise CorruptError(f"{path}: expected a file of JSON, found nothing") from None
     except RecursionError:
-        raise UnsafeError(f"{path}: nested deeper than can be meant") from None
+        raise UnsafeError(f"{path}: nested too deeply") from None
     except ValueError as error:
         raise CorruptError(f"{path}: expected JSON: {error}") from None

@@ -1,6 +1,6 @@
-"""State dicts in MessagePack that Orbax wrote until 2024: whole trees, or the leaves of one that were aggregated.
+"""State dicts in MessagePack that Orbax wrote until 2024: entire trees, or only the aggregated leaves of one.
 
-Text in them stands for the zarr arrays beside them.
+Some text in them stands for zarr arrays in the same folder.
 """
 
 import posixpath
@@ -18,9 +18,9 @@ from .schema import PLACEHOLDERS, STATE
 
 
 def read_aggregated(store: Store, folder: str, at: str | None) -> Leaves:
-    """The leaves of the file in a folder, placed at a path or (None) as the root. Raises `CorruptError`.
+    """Reads the leaves of the state dict in a folder, placed at a path or (None) as the root. Raises `CorruptError`.
 
-    Text that stands for an array is left as it is, see `placeholder`.
+    Text that stands for an array stays text, see `placeholder`.
     """
     file = open_fetched(store, posixpath.join(folder, STATE))
     scanned = StateDict(file)
@@ -28,7 +28,7 @@ def read_aggregated(store: Store, folder: str, at: str | None) -> Leaves:
 
 
 def read_state(store: Store, folder: str, at: str | None) -> Leaves:
-    """The leaves of the file in a folder, with the arrays that text in it stands for. Raises `CorruptError`."""
+    """Reads the leaves of the state dict in a folder, and opens the arrays it refers to. Raises `CorruptError`."""
     leaves = read_aggregated(store, folder, at)
     names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
     ocdbt = store.stat(posixpath.join(folder, DATABASE)) is not None
@@ -46,7 +46,7 @@ def read_state(store: Store, folder: str, at: str | None) -> Leaves:
 
 
 def placeholder(entry: Entry) -> str | None:
-    """The name of the array for which a leaf stands that is text; None for all others."""
+    """Returns the name of the array that a leaf of text stands for; None for all other leaves."""
     if not isinstance(entry, ValueEntry) or entry.type != "str":
         return None
     text = entry.decode()

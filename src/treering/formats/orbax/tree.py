@@ -1,6 +1,6 @@
-"""A tree as Orbax stores it: a list of key paths in JSON, and a zarr array for each leaf that is no text.
+"""Reads a tree as Orbax stores it: a list of key paths in JSON, and a zarr array for each leaf that is not text.
 
-Releases up to 2024 put leaves into one file in MessagePack when they were asked to, as Flax did: aggregated ones.
+Releases up to 2024 could also aggregate leaves, as Flax did: put them into one file in MessagePack.
 """
 
 import posixpath
@@ -30,13 +30,13 @@ from .state import placeholder, read_aggregated
 KEY = "random_key_impl"
 LEVELS = 1000
 _EMPTY = {"Dict": Node("dict", "", []), "List": Node("list", "", 0), "Tuple": Node("tuple", "", 0)}
-_EMPTY["NamedTuple"] = _EMPTY["Tuple"]  # of which class, is not recorded
-_BARE = (*_EMPTY, "None")  # kinds of places where nothing is stored
+_EMPTY["NamedTuple"] = _EMPTY["Tuple"]  # its class is not recorded
+_BARE = (*_EMPTY, "None")  # kinds of nodes without data
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 class Tree(NamedTuple):
-    """Leaves in order, the arrays among them, and the containers around them."""
+    """Holds leaves in order, the arrays among them, and the containers around them."""
 
     entries: list[Entry]
     arrays: Mapping[str, Stored]
@@ -46,7 +46,7 @@ class Tree(NamedTuple):
 
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
-        """A tree of which nothing can be read."""
+        """Returns a tree of which nothing can be read."""
         return cls([lost(path, why, tree=True)], {}, [LEAF])
 
 
@@ -67,20 +67,20 @@ learn(_ArraysAbout)
 
 
 class _Place(NamedTuple):
-    """A leaf's path here, its name there, and of what kind it is said to be."""
+    """Holds a leaf's path in Treering, its name in Orbax, and its recorded kind."""
 
     path: str
     name: str
     kind: str
     aggregated: bool
-    described: bool  # in `ABOUT_ARRAYS` as well
+    described: bool  # True if `ABOUT_ARRAYS` should describe it, too
 
 
 class _Branch:
-    """A container that is being put together, and the kinds of its keys.
+    """A container under construction, with the kinds of its keys.
 
-    A list within a module that was saved itself (``nnx.List``) has keys of both kinds: an attribute, and numbers, of
-    which those without anything to save are left out.
+    A list within a module that was saved itself (``nnx.List``) has keys of both kinds: attributes, and the numbers of
+    the items that have something to save.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class _Branch:
         return bool(self.kinds) and DICT not in self.kinds.values()
 
     def keys(self, path: str) -> list[str]:
-        """The keys in order, numbers first. Raises `CorruptError` where an item of a list is missing."""
+        """Returns the keys in order, numbers first. Raises `CorruptError` if an item of a list is missing."""
         numbers = sorted((key for key, kind in self.kinds.items() if kind == SEQUENCE), key=lambda key: (len(key), key))
         if self.is_list() and numbers != [str(n) for n in range(len(numbers))]:
             raise CorruptError(f"{path or '(root)'}: expected items numbered from 0, found {[*self.kinds]!r:.100}")
@@ -99,18 +99,18 @@ class _Branch:
 
 
 def read_tree(store: Store, folder: str, at: str | None) -> Tree:
-    """The tree in a folder, as it lies at a path or (None) as the root.
+    """Reads the tree in a folder, placed at a path or (None) as the root.
 
-    Numbers that were no arrays are read, arrays are not. Raises `CorruptError` and `UnsupportedError`.
+    Reads the values of Python numbers; arrays are only opened. Raises `CorruptError` and `UnsupportedError`.
     """
     return _tree(store, folder, at, read_metadata(store, folder))
 
 
 def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
-    """The rest of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
+    """Reads the rest of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
 
-    It is not known any more which names were keys with dots in them, which containers were lists, and which leaves were
-    no arrays. So a leaf that cannot be read stands for the list.
+    The list said which names have keys with dots in them, which containers were lists, and which leaves were not
+    arrays. So a leaf that cannot be read stands for it.
     """
     why = f"{posixpath.join(folder, TREE)}: expected the list of the tree's leaves, found nothing"
     tree = _tree(store, folder, at, guess_metadata(store, folder))
@@ -148,8 +148,8 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
     for place in listed:
         if place.described and place.name in rest and arrays[place.path].shape:
             reasons[place.path] = (
-                f"{posixpath.join(folder, ABOUT_ARRAYS)}: expected what tells whether {place.name!r} is a PRNG key or "
-                "plain numbers, found nothing; was the checkpoint copied as a whole?"
+                f"{posixpath.join(folder, ABOUT_ARRAYS)}: expected a record whether {place.name!r} is a PRNG key or "
+                "plain numbers, found nothing; was the checkpoint copied completely?"
             )
     entries: list[Entry] = []
     stored: dict[str, Stored] = {}
@@ -178,7 +178,7 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
 
 
 def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
-    """The containers that key paths describe. Raises `CorruptError` when they contradict each other."""
+    """Builds the containers that key paths describe. Raises `CorruptError` if the paths contradict each other."""
     root: _Branch | _Place | None = None
     for leaf in leaves:
         keys, kind = leaf.key_metadata, leaf.value_metadata.value_type
@@ -190,7 +190,7 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
         parent, last = None, ""
         for key in keys:
             place = root if parent is None else parent.children.get(last)
-            if place is None or (isinstance(place, _Place) and place.kind in _BARE):  # which was filled later
+            if place is None or (isinstance(place, _Place) and place.kind in _BARE):  # filled later
                 place = _Branch()
                 if parent is None:
                     root = place
@@ -199,7 +199,7 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
             if isinstance(place, _Place):
                 raise CorruptError(f"{name}: expected a leaf or a container at each place, found both")
             if key.key_type not in (SEQUENCE, DICT):
-                raise CorruptError(f"{name}: expected keys of a kind that is known, found the kind {key.key_type}")
+                raise CorruptError(f"{name}: expected keys of kind {SEQUENCE} or {DICT}, found kind {key.key_type}")
             if place.kinds.setdefault(key.key, key.key_type) != key.key_type:
                 raise CorruptError(f"{name}: expected one key {key.key!r} at this place, found a number and a name")
             parent, last = place, key.key
@@ -214,7 +214,7 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
 
 
 def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[Node | int]]:
-    """The leaves in order, with their paths, and the skeleton."""
+    """Returns the leaves in order, with their paths, and the skeleton."""
     found: list[_Place] = []
     skeleton: list[Node | int] = []
     stack: list[tuple[str, bool, _Branch | _Place]] = [(at or "", at is None, tree)]
@@ -232,7 +232,7 @@ def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[
 
 
 def _check(places: Sequence[_Place]) -> None:
-    """Raises `UnsupportedError` for leaves of other kinds, and `CorruptError` where one is lost."""
+    """Raises `UnsupportedError` for leaves of unknown kinds, and `CorruptError` if two leaves have one name."""
     if unknown := [place for place in places if place.kind not in (*_ARRAYS, "None", "string")]:
         listed = few(tuple(f"{place.path} ({place.kind})" for place in unknown))
         raise UnsupportedError(f"leaves of types that only their own handlers can read: {listed}")
@@ -249,7 +249,7 @@ def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetada
     there = store.stat(manifest) is not None
     ocdbt = there if about.use_ocdbt is None else about.use_ocdbt
     if ocdbt and not there:
-        raise CorruptError(f"{manifest}: expected a database, found nothing; was the checkpoint copied as a whole?")
+        raise CorruptError(f"{manifest}: expected a database, found nothing; was the checkpoint copied completely?")
     for place in places:
         if not ocdbt and place.name:
             check_inside(folder, place.name)
@@ -261,7 +261,7 @@ def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetada
 def _read_numbers(
     arrays: Mapping[str, zarr.Array], places: Sequence[_Place], reasons: dict[str, str]
 ) -> dict[str, Any]:
-    """The values of leaves that were Python's numbers, by path; adds why others cannot be read."""
+    """Reads leaves that were Python numbers, by path; adds to `reasons` why others cannot be read."""
     scalars = {place.path for place in places if place.kind == "scalar"}
     paths = [path for path, array in arrays.items() if path in scalars and array.shape == ()]
     try:
@@ -282,7 +282,7 @@ def _read_numbers(
 
 
 def _read_keys(store: Store, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """The implementations of the named arrays that are typed keys, and the names that are missing."""
+    """Returns the implementations of the named arrays that are typed keys, and the names that no file describes."""
     left, found = set(names), dict[str, str]()
     place = posixpath.join(folder, ABOUT_ARRAYS)
     for file in store.list(place):

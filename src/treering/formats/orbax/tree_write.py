@@ -1,4 +1,4 @@
-"""Writing one tree as Orbax stores it: a list of its leaves in JSON, its arrays in an OCDBT database of zarr 2."""
+"""Writes one tree as Orbax stores it: a list of leaves in JSON, and arrays in an OCDBT database of zarr 2."""
 
 import base64
 import json
@@ -20,8 +20,8 @@ from .metadata import DICT, SEQUENCE, STRINGS
 from .schema import ABOUT_ARRAYS, SHARDINGS, TREE
 from .tree import KEY, LEVELS
 
-_EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # of other kinds Orbax says "None"
-# The sharding with which Orbax restores JAX arrays by default: on the first device, whatever it is.
+_EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # Orbax records "None" for empty containers of other kinds
+# The sharding with which Orbax restores JAX arrays by default: on the first device of any kind.
 _ONE_DEVICE = {
     "sharding_type": "NamedSharding",
     "shape": [1],
@@ -33,7 +33,7 @@ _ONE_DEVICE = {
 
 
 class Leaf(NamedTuple):
-    """A leaf, or a container without children, as Orbax lists it: the keys to it and their kinds, and its own kind."""
+    """A leaf or an empty container as Orbax lists it: the keys to it with their kinds, and its own kind."""
 
     keys: tuple[tuple[str, int], ...]
     kind: str
@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
 
 
 def add_arrays(writer: Writer, leaves: Iterable[Leaf], contents: Source, chunks: Mapping[str, Chunks]) -> None:
-    """Begins to write this process's chunks of the arrays of a tree, and the numbers in it."""
+    """Begins to write this process's chunks of a tree's arrays and numbers."""
     for leaf in leaves:
         if isinstance(leaf.entry, ArrayEntry):
             add_array(writer, leaf.name, leaf.entry, contents, chunks[leaf.entry.path])
@@ -54,7 +54,7 @@ def add_arrays(writer: Writer, leaves: Iterable[Leaf], contents: Source, chunks:
 
 
 def write_rest(store: Store, folder: str, leaves: Sequence[Leaf], chunks: Mapping[str, Chunks]) -> None:
-    """Writes everything of a tree but its arrays and numbers."""
+    """Writes everything of a tree except its arrays and numbers."""
     put(store, posixpath.join(folder, TREE), _tree(leaves))
     texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
     if texts:
@@ -69,7 +69,7 @@ def write_rest(store: Store, folder: str, leaves: Sequence[Leaf], chunks: Mappin
 
 
 def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[Leaf]:
-    """The leaves and empty containers that Orbax lists of a tree, in order."""
+    """Yields the leaves and empty containers that Orbax lists of a tree, in order."""
     rest = iter(entries)
     stack: list[tuple[tuple[str, int], ...]] = [()]
     for node in skeleton:
@@ -91,28 +91,28 @@ def _kind(entry: Entry) -> str:
 
 
 def problems_of(leaves: Iterable[Leaf], at: str = "") -> Iterator[str]:
-    """Yields a line for each leaf of a tree that Orbax cannot hold. The tree lies at a path, which begins each."""
+    """Yields a line for each leaf that Orbax cannot hold. Each begins with `at`, the path of the tree."""
     names: dict[str, str] = {}
     for leaf in leaves:
         path = "/".join([*([at] if at else []), *(key for key, _ in leaf.keys)])
         if reason := _refused(leaf):
             yield f"  {path or '(root)'}: {reason}"
         if leaf.kind not in _EMPTY.values() and leaf.kind != "None" and names.setdefault(leaf.name, path) != path:
-            yield f"  {path}: Orbax would store it under one name with {names[leaf.name]}; rename one of them"
+            yield f"  {path}: Orbax would store it under the same name as {names[leaf.name]}; rename one of them"
 
 
 def _refused(leaf: Leaf) -> str | None:
     if len(leaf.keys) > LEVELS:
-        return f"it lies more than {LEVELS} levels deep"
+        return f"it is more than {LEVELS} levels deep"
     if isinstance(leaf.entry, ArrayEntry):
         dtype = leaf.entry.dtype
-        return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr has not"
+        return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr cannot hold"
     if leaf.kind != "scalar":
         return None
     value = _value(leaf)
     if type(value) is int:
         return None if -(1 << 63) <= value < 1 << 64 else "an int of more than 64 bits"
-    return None if type(value) in (bool, float) else f"a {type(value).__name__}, which Orbax has not"
+    return None if type(value) in (bool, float) else f"a {type(value).__name__}, which Orbax cannot hold"
 
 
 def _value(leaf: Leaf) -> Any:
@@ -148,6 +148,6 @@ def _array(leaf: Leaf, chunks: Mapping[str, Chunks]) -> Any:
 
 
 def put(store: Store, path: str, value: Any) -> None:
-    """Writes a file of a new folder: text, or a value in JSON."""
+    """Writes a file of a new folder: text as it is, any other value as JSON."""
     with file_of_new_folder(store, path) as file:
         file.write((value if isinstance(value, str) else json.dumps(value)).encode())

@@ -1,4 +1,4 @@
-"""Writing Orbax: a tree right in a folder or, with `composite=True`, an item for each key at the top of the tree."""
+"""Writes Orbax: one tree in a folder or, with `composite=True`, an item for each key at the top of the tree."""
 
 import posixpath
 import time
@@ -37,7 +37,7 @@ def write(
     *,
     overwrite: bool,
 ) -> int:
-    """Writes a folder and returns its size in bytes. Metrics and metadata go where Orbax has those of a step."""
+    """Writes a folder and returns its size in bytes. Stores metrics and metadata where Orbax has those of a step."""
     if UNFINISHED in posixpath.basename(path):
         raise UnsupportedError(
             f"{path}: Orbax treats a folder with {UNFINISHED!r} in its name as unfinished; choose another name"
@@ -47,7 +47,7 @@ def write(
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
     marks = [posixpath.join(name, COMMITTED) for name in {**handlers, "": ""}]
-    if "" not in handlers:  # or users choose no names
+    if "" not in handlers:  # without composite=True, the user chooses no names
         check_names(path, [CHECKPOINT, *marks], "orbax")
     chunks = chunks_of(call, layouts, (leaf.entry for leaves in items.trees.values() for leaf in leaves))
     begun = time.time_ns()
@@ -60,7 +60,10 @@ def write(
 
     def arrays(folder: str) -> list[Writer]:
         writers: list[Writer] = []
-        for name, leaves in items.trees.items():  # one after another, for each may hold as much as all are allowed
+        for (
+            name,
+            leaves,
+        ) in items.trees.items():  # one after another: each writer may hold the full limit of bytes in memory
             with Writer(store, _within(folder, name), driver="zarr", ocdbt=True, call=call) as writer:
                 add_arrays(writer, leaves, contents, chunks)
             writers.append(writer)
@@ -80,9 +83,9 @@ def write(
 
 
 def _is_composite(*, composite: Any = False, **unknown: Any) -> bool:
-    """The option of the format. Raises `MismatchError` for others."""
+    """Checks the options and returns `composite`. Raises `MismatchError` for all others."""
     if unknown:
-        raise MismatchError(f"format='orbax': expected no option but composite=, found {', '.join(unknown)}")
+        raise MismatchError(f"format='orbax': expected no option except composite=, found {', '.join(unknown)}")
     if type(composite) is not bool:
         raise MismatchError(
             f"composite={composite!r:.100}: expected True, which makes an item of each key at the top of the tree, or "
@@ -92,7 +95,7 @@ def _is_composite(*, composite: Any = False, **unknown: Any) -> bool:
 
 
 def _only_tree(contents: Source) -> Items:
-    """The whole tree, right in the folder."""
+    """Returns the entire tree as the only item, directly in the folder."""
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
     return Items({"": leaves}, {}, list(problems_of(leaves)))
