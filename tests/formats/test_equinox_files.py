@@ -438,7 +438,7 @@ def test_text_is_left_out_as_equinox_does(tmp_path: Path, caplog: pytest.LogCapt
     eqx.tree_serialise_leaves(tmp_path / "theirs.eqx", saved)
     assert path.read_bytes() == (tmp_path / "theirs.eqx").read_bytes()
     said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert said == [f"{path}: left out, for Equinox takes text and bytes from the template: {TEXT}"]
+    assert said == [f"{path}: left out, because Equinox takes text and bytes from the template: {TEXT}"]
     expected = eqx.tree_deserialise_leaves(tmp_path / "theirs.eqx", stateful(1))
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(path, stateful(1)), tr.restore(path, stateful(1)), expected)
     tr.save(tmp_path / "native", saved)

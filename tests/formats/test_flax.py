@@ -343,7 +343,7 @@ def test_several_prefixes_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"text" if name == "text_1" else serialization.to_bytes({"w": np.ones(2)}))
     with pytest.raises(NotFoundError) as caught:
         tr.restore(tmp_path)
-    assert "flax: it has files of 2 prefixes, which may be as many runs: 'ema-', 'model_'; open" in str(caught.value)
+    assert "flax: it has files of 2 prefixes, perhaps of different runs: 'ema-', 'model_'; open" in str(caught.value)
     assert f"({tmp_path}/ema-10, {tmp_path}/model_10)" in str(caught.value)
     (tmp_path / "checkpoint_4").write_bytes(serialization.to_bytes({"w": np.ones(2)}))
     assert tr.open(tmp_path).step == 4  # Flax's default prefix has precedence.
@@ -358,7 +358,7 @@ def test_a_latest_step_that_is_no_whole_number_is_named(tmp_path: Path, names: l
         (tmp_path / name).write_bytes(serialization.to_bytes({"w": np.full(2, len(name))}))
     latest = next(name for name in names if name.endswith("_2.25"))
     assert tr.steps(tmp_path) == []
-    with pytest.raises(NotFoundError, match=rf"flax: the step of the latest, {latest}, is no whole number; open the f"):
+    with pytest.raises(NotFoundError, match=rf"flax: the latest step, {latest}, is not an integer; open a f"):
         tr.open(tmp_path)
     assert tr.open(tmp_path / latest).step is None
     assert tr.restore(tmp_path / latest)["w"].tolist() == [len(latest)] * 2
@@ -538,7 +538,7 @@ def test_a_folder_of_hugging_face(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert sorted(tr.open(tmp_path / name)) == sorted(names)
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: opens model.safetensors; beside it, to be opened by their own paths: flax_model.msgpack, "
+        f"{tmp_path}: opens model.safetensors; open the others by their own paths: flax_model.msgpack, "
         "flax_model.msgpack.index.json"
     )
 
@@ -551,7 +551,7 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": weights}))
 
     write({**places, "c": places["a"]})
-    with pytest.raises(CorruptError, match="expected the leaf 'c', which the index says is here"):
+    with pytest.raises(CorruptError, match="expected the leaf 'c', which the index places in this file"):
         tr.restore(tmp_path)
     write({"a": places["a"]})
     assert list(tr.open(tmp_path)) == ["a"]
@@ -621,7 +621,7 @@ def test_arrays_of_several_processes(tmp_path: Path) -> None:
     os.unlink(f"{path}_gda/params/w/.zarray")
     with pytest.raises(CorruptError, match="params/w"):
         tr.restore(path)
-    with pytest.raises(NotFoundError, match=r"arrays of the checkpoint in .*checkpoint_20; open that"):
+    with pytest.raises(NotFoundError, match=r"arrays of the checkpoint in .*checkpoint_20; open that file"):
         tr.open(f"{path}_gda")
 
 

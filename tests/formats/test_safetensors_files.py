@@ -359,13 +359,13 @@ def test_a_tensor_that_no_index_names_is_there_and_one_of_two_is_taken(tmp_path:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"a": "../x.safetensors"}, UnsafeError, "not the name of a file beside it"),
-        ({"a": "/etc/passwd"}, UnsafeError, "not the name of a file beside it"),
-        ({"a": "a\0b"}, UnsafeError, "not the name of a file beside it"),
-        ({"a": ""}, UnsafeError, "not the name of a file beside it"),
+        ({"a": "../x.safetensors"}, UnsafeError, "expected names of files in its folder"),
+        ({"a": "/etc/passwd"}, UnsafeError, "expected names of files in its folder"),
+        ({"a": "a\0b"}, UnsafeError, "expected names of files in its folder"),
+        ({"a": ""}, UnsafeError, "expected names of files in its folder"),
         ({"a": "nothing.safetensors"}, CorruptError, "found nothing"),
         ({"a": "model-00001-of-00003.safetensors"}, CorruptError, "expected the tensor 'a'"),
-        ({"a": 1}, CorruptError, "not an index"),
+        ({"a": 1}, CorruptError, "expected an index"),
     ],
 )
 def test_indexes_that_lie(tmp_path: Path, change: Any, error: Any, text: str) -> None:
@@ -376,7 +376,7 @@ def test_indexes_that_lie(tmp_path: Path, change: Any, error: Any, text: str) ->
     with pytest.raises(error, match=text):
         tr.restore(index)
     index.write_text("[" * 10**5)
-    with pytest.raises(CorruptError, match="not an index"):
+    with pytest.raises(CorruptError, match="expected an index"):
         tr.open(index)
 
 
@@ -395,7 +395,7 @@ def test_folders(tmp_path: Path) -> None:
     assert refuses(tmp_path) is None and list(tr.open(tmp_path)) == ["a"]
     (tmp_path / "other.safetensors").write_bytes(data)
     assert "several safetensors files" in str(refuses(tmp_path))
-    with pytest.raises(UnsupportedError, match=r"adapter.safetensors, other.safetensors\); open the one that is meant"):
+    with pytest.raises(UnsupportedError, match=r"adapter.safetensors, other.safetensors\); open one of them"):
         format.open(stores.of(""), str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(raw({"b": ("U8", (2,), b"ab")}))
     assert list(tr.open(tmp_path)) == ["b"]
@@ -616,7 +616,7 @@ def test_shards_in_a_folder_that_is_there(tmp_path: Path, use_disk: Any) -> None
 @pytest.mark.parametrize("name", [*SHARDS, "model.safetensors.index.json", "model.safetensors", "a.safetensors"])
 def test_a_folder_with_a_checkpoint_takes_no_shards(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"theirs")
-    with pytest.raises(ExistsError, match=rf"found {name}; choose another one, or pass overwrite=True"):
+    with pytest.raises(ExistsError, match=rf"found {name}; choose another, or pass overwrite=True"):
         tr.save(tmp_path, ROWS, format="safetensors", max_shard_size="400B")
     assert os.listdir(tmp_path) == [name] and (tmp_path / name).read_bytes() == b"theirs"
 
@@ -700,7 +700,7 @@ def test_numbered_files_without_an_index(tmp_path: Path, pattern: str, first: in
 def test_numbered_files_and_others(tmp_path: Path, other: str) -> None:
     names = numbered(tmp_path)
     (tmp_path / names[0]).rename(tmp_path / other)
-    with pytest.raises(NotFoundError, match=r"several safetensors files and no index .*; open the one that is meant"):
+    with pytest.raises(NotFoundError, match=r"several safetensors files and no index .*; open one of them"):
         tr.open(tmp_path)
     assert written_names(stores.of(""), str(tmp_path)) == set() and list(tr.open(tmp_path / other)) == ["l0"]
 
@@ -719,7 +719,7 @@ def test_what_a_folder_is_not_opened_by_is_logged(tmp_path: Path, caplog: pytest
         safetensors.numpy.save_file(ROWS, tmp_path / name)
     tr.open(tmp_path)
     (record,) = caplog.records
-    text = "opens model.safetensors; beside it, to be opened by their own paths: model.fp16.safetensors"
+    text = "opens model.safetensors; open the others by their own paths: model.fp16.safetensors"
     assert record.getMessage() == f"{tmp_path}: {text}"
 
 

@@ -1,1 +1,1 @@
-"""Equinox: `.eqx` files."""
+"""Reads and writes Equinox's `.eqx` files."""

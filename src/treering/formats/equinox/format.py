@@ -1,6 +1,6 @@
-"""Equinox's files: `.npy` records one after another, without names, often after a line of JSON.
+"""Equinox's files: consecutive `.npy` records without names, often after a line of JSON.
 
-Only a template says which record is which leaf. The records are named by their numbers.
+Only a template tells which leaf a record belongs to. Without one, a record is named by its number.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,11 +14,12 @@ from .schema import NAME, SUFFIX, line_before
 
 
 class Equinox:
-    """See `treering.formats.Format`.
+    """Implements `treering.formats.Format` for Equinox's files.
 
-    Metadata is the line of JSON before the records. A program that reads such a file with Equinox calls ``readline``
-    first; without metadata there is no such line. Step and metrics have no place in the format. None, functions, text
-    and bytes are not written: Equinox takes them from the template. Text and bytes that are left out are logged.
+    Metadata is the line of JSON before the records; without metadata there is no line. A program that reads a file with
+    such a line with Equinox calls ``readline`` first. The format cannot store step and metrics. None, functions, text
+    and bytes are not written, because Equinox takes them from the template. Treering logs which text and bytes it left
+    out.
     """
 
     name = NAME

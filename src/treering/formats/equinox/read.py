@@ -1,4 +1,4 @@
-"""Reading Equinox's files: the headers of all records when a file is opened, the arrays when they are wanted."""
+"""Reads Equinox's files: all headers when a file is opened, each array when it is requested."""
 
 import math
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from .._shared.npy import Record, read_header
 from .._shared.reader import ForeignReader, Stored
 from .schema import NAME, line_before
 
-_WINDOW = 4 << 10  # bytes that are read at a time while headers are looked for
+_WINDOW = 4 << 10  # bytes that are read at a time while looking for headers
 
 
 class EquinoxReader(ForeignReader):
-    """The entries are ``0``, ``1``, … in the order of the file, which is that of the template's array-like leaves.
+    """Lists the records as ``0``, ``1``, … in the file's order, which is that of the template's array-like leaves.
 
-    `positional` says so: a leaf of a template is array-like when it is an array, a NumPy scalar, or a Python bool, int,
-    float or complex, which are 0-d arrays here. Others have no record.
+    `positional` states that. A template's leaf is array-like if it is an array, a NumPy scalar, or a Python bool, int,
+    float or complex; the latter are arrays without axes in the file. Other leaves have no record.
 
-    `ambiguous_dtypes` are the paths of arrays that are listed as uint8 and hold bytes of a dtype that the file does not
-    give: float8, int4 and others of one byte (not float8_e5m2, which it does give). A template says which.
+    `ambiguous_dtypes` holds the paths of arrays that are listed as uint8, but whose dtype of one byte the file does not
+    record: float8, int4 and others (float8_e5m2 is recorded). A template tells the dtype.
     """
 
     positional = True
@@ -56,7 +56,7 @@ class EquinoxReader(ForeignReader):
 
 
 class _Columns:
-    """An array that lies there in Fortran's order."""
+    """Reads an array stored in Fortran order."""
 
     def __init__(self, transposed: Runs):
         self._transposed = transposed
@@ -69,7 +69,7 @@ class _Columns:
 
 
 def _records(file: Blob, position: int) -> Iterator[tuple[int, Record]]:
-    """The offset of the bytes of each array, and its header."""
+    """Yields the offset of each array's bytes, and the array's header."""
     window, start = b"", 0
 
     def take(size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The beginning of an `.eqx` file."""
+"""The beginning of an `.eqx` file: the optional line of JSON."""
 
 import json
 from typing import Any
@@ -10,11 +10,11 @@ from .._shared.kinds import NPY_MAGIC as MAGIC
 
 NAME = "equinox"
 SUFFIX = ".eqx"
-MAX_LINE_BYTES = 1 << 20  # bytes; longer lines are not looked for
+MAX_LINE_BYTES = 1 << 20  # bytes of the line of JSON; longer lines are not recognized
 
 
 def line_before(store: Store, path: str) -> tuple[Any, int]:
-    """The value of the line of JSON, and the offset of the records. Raises `ValueError` for a file of another kind."""
+    """Returns the value of the line of JSON, and the offset of the records. Raises `ValueError` for other files."""
     begin = _begin(store, path, len(MAGIC))
     if begin.startswith(MAGIC):
         return None, 0
@@ -23,7 +23,7 @@ def line_before(store: Store, path: str) -> tuple[Any, int]:
     begin = _begin(store, path, MAX_LINE_BYTES)
     line, end, rest = begin.partition(b"\n")
     if not rest and not path.endswith(SUFFIX):
-        raise ValueError(f"it has no .npy record, and is not called *{SUFFIX}")
+        raise ValueError(f"it has no .npy record, and its name does not end in {SUFFIX}")
     if not begin:
         return None, 0
     if not end or not MAGIC.startswith(rest[: len(MAGIC)]):

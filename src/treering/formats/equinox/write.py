@@ -1,4 +1,4 @@
-"""Writing Equinox's files."""
+"""Writes Equinox's files."""
 
 import io
 import json
@@ -18,20 +18,20 @@ from .schema import NAME
 
 _log = logging.getLogger("treering")
 _TEXT = ("str", "bytes")
-_LOOK = 1 << 16  # bytes behind the line of JSON
+_LOOK = 1 << 16  # bytes after the line of JSON that show the format
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 
 
 def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
-    """See `Equinox`. Returns the size in bytes."""
+    """Writes a file; see `Equinox`. Returns its size in bytes."""
     problems = [f"  {path or '(root)'}: {why}" for path, entry in contents.entries.items() if (why := _problem(entry))]
     if problems:
-        head = "these leaves cannot be held by a file of Equinox; nothing was written:"
+        head = "an Equinox file cannot hold these leaves; nothing was written:"
         raise UnsupportedError("\n".join([head, *problems]))
     if guessed := tuple(place or "(root)" for place in getattr(contents, "guessed", ())):
         _log.warning(
-            "%s: the order of the leaves in %s is that of their names, and this format has nothing but an order; a "
-            "model with another one takes wrong leaves where shapes are equal: restore into the model, and save that",
+            "%s: the leaves in %s are in the order of their names, and this format stores only the order. A model with "
+            "another order gets wrong leaves of equal shapes: restore into the model, and save that",
             path,
             few(guessed),
         )
@@ -49,12 +49,12 @@ def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
                 file.write(_header(value.dtype, ()))
                 _append(file, value)
     if text := [leaf or "(root)" for leaf, entry in contents.entries.items() if entry.type in _TEXT]:
-        _log.info("%s: left out, for Equinox takes text and bytes from the template: %s", path, ", ".join(text))
+        _log.info("%s: left out, because Equinox takes text and bytes from the template: %s", path, ", ".join(text))
     return file.size
 
 
 def _problem(entry: Entry) -> str | None:
-    """The reason why Equinox could not read a leaf back; None when it can."""
+    """Returns the reason why Equinox could not read a leaf back; None if it can."""
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
             return "typed PRNG keys; store jax.random.key_data of it, or drop it by a rule"

@@ -1,1 +1,1 @@
-"""Flax: msgpack."""
+"""Reads and writes Flax's MessagePack files."""

@@ -1,10 +1,12 @@
-"""Flax's MessagePack files: those of `flax.serialization` and of the checkpoints from before Orbax.
+"""Flax's MessagePack files: those of `flax.serialization`, and Flax's checkpoints from before Orbax.
 
-One file is one state dict. Hugging Face calls it ``flax_model.msgpack`` in a folder of its own, and cuts large ones up
-into several files with an index. Jobs of several processes put the arrays that they share into a folder of zarr arrays
-beside the file, ``{file}_gda``. clu writes ``ckpt-3.flax`` and then TensorFlow's ``ckpt-3.index``, and calls both
-``ckpt-3``; what TensorFlow has, such as an iterator over data, goes by the name of the index. Of a tree that is
-written, lists and tuples become maps from ``"0"``, as Flax has it; functions, which have no value, become nil.
+One file is one state dict. Hugging Face calls it ``flax_model.msgpack`` in its own folder, and splits large ones
+into several files with an index. Jobs of several processes stored shared arrays as zarr arrays in the folder
+``{file}_gda``. clu writes ``ckpt-3.flax`` and then TensorFlow's ``ckpt-3.index``, and calls both ``ckpt-3``.
+TensorFlow's part, such as an iterator over data, is opened by the name of the index.
+
+When Treering writes a tree, lists and tuples become maps from ``"0"``, as in Flax. Functions have no value and
+become nil.
 """
 
 import itertools
@@ -34,17 +36,17 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
 _INDEX = _WEIGHTS + ".index.json"
-_ARRAYS = "_gda"  # what the folder is called beside the file
-_PREFIX = "checkpoint_"  # unless it is asked for another
+_ARRAYS = "_gda"  # the suffix of the folder with the arrays of a file
+_PREFIX = "checkpoint_"  # Flax's default prefix
 _OF_CLU, _COMMIT = ".flax", ".index"
 _CLU = re.compile(r"(.+-)(\d{1,18})\.flax")
 _OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
-# The shortest beginning after which a number is left, of which a sign is part unless it divides words.
+# The shortest beginning that leaves a number. A sign belongs to the number unless it separates words.
 _STEP = re.compile(r"(.*?)((?:(?<![A-Za-z0-9])[-+])?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.ASCII | re.DOTALL)
 
 
 def step_of(name: str) -> tuple[str, int | float] | None:
-    """Prefix and step of a file name, None when it does not end in a number from 0. ``1e1`` is the int 10."""
+    """Returns prefix and step of a file name; None if it does not end in a number from 0. ``1e1`` is the int 10."""
     if clu := _CLU.fullmatch(name):
         return clu[1], int(clu[2])
     found = None if _OF_TENSORFLOW.fullmatch(name) else _STEP.fullmatch(name)
@@ -69,7 +71,7 @@ learn(_Index)
 
 
 class Flax:
-    """See `treering.formats.Format`."""
+    """Implements `treering.formats.Format` for Flax's files."""
 
     name = "flax"
     suffixes = (".msgpack",)
@@ -83,16 +85,16 @@ class Flax:
                 return "there is nothing"
             if found.is_folder:
                 if path.endswith(_ARRAYS):
-                    return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that"
+                    return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that file"
                 if _main(store, path) != path:
                     return None
                 runs = self._runs(store, path, store.list(path))
                 if (run := _meant(runs)) and isinstance(max(run), float):
-                    return f"the step of the latest, {run[max(run)]}, is no whole number; open the file that is meant"
+                    return f"the latest step, {run[max(run)]}, is not an integer; open a file by its own path"
                 return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
             if os.path.basename(path) == _INDEX:
                 begin = beginning(store, path, 64).strip(b"\0 \t\r\n")[:1]
-                return None if begin in (b"{", b"[", b"") else "it is called an index, and is not JSON"
+                return None if begin in (b"{", b"[", b"") else "it has the name of an index, but is not JSON"
             data = beginning(store, path)
         except OSError as error:
             return refusal(error, path)
@@ -108,8 +110,8 @@ class Flax:
         with gc_paused():
             leaves, nbytes = (_open_shards if os.path.basename(main) == _INDEX else _open_file)(store, main)
         named = step_of(os.path.basename(main)) if main in (path, path + _OF_CLU) else None
-        beside = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())
-        return (ZarrReader if beside else ForeignReader)(
+        has_zarr = any(isinstance(array, zarr.Array) for array in leaves.arrays.values())
+        return (ZarrReader if has_zarr else ForeignReader)(
             self.name,
             path,
             leaves.entries,
@@ -122,12 +124,12 @@ class Flax:
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         run = _meant(self._runs(store, folder, names))
-        if run and isinstance(max(run), float):  # a caller that takes the latest must not get an earlier one
+        if run and isinstance(max(run), float):  # a caller that takes the latest step must not get an earlier one
             return {}
         return {step: name for step, name in run.items() if isinstance(step, int)}
 
     def _runs(self, store: Store, folder: str, names: Sequence[str]) -> "_Runs":
-        """The names of checkpoints in a folder by their prefixes and steps."""
+        """Returns the names of checkpoints in a folder by their prefixes and steps."""
         runs: dict[str, dict[int | float, str]] = {}
         there = set(names)
         for name in () if _INDEX in there else names:  # a folder with an index is one checkpoint
@@ -138,7 +140,7 @@ class Flax:
                 path = posixpath.join(folder, name)
                 if may_be_file(store, path) and accepts(self, store, path):
                     runs.setdefault(named[0], {})[named[1]] = name
-        # Of another prefix, a fraction alone may be a version, which makes no other run ambiguous.
+        # Files of another prefix whose numbers are all fractions may be versions. They make no other run ambiguous.
         steps = {name: run for name, run in runs.items() if name == _PREFIX or any(type(step) is int for step in run)}
         return steps or runs
 
@@ -166,12 +168,12 @@ class Flax:
 
 
 def _is_finished(name: str, names: Collection[str]) -> bool:
-    """Returns True if clu has written what comes last."""
+    """Returns True if clu has written TensorFlow's index, which it writes last."""
     return name.removesuffix(_OF_CLU) + _COMMIT in names
 
 
 def _main(store: Store, path: str) -> str:
-    """The file by which a path is opened: of a folder, Hugging Face's model; of clu's checkpoints, Flax's file."""
+    """Returns the file that opens a path: Hugging Face's model in a folder, or Flax's file of a clu checkpoint."""
     found = store.stat(path)
     if found is None and all(is_file(store, path + ending) for ending in (_OF_CLU, _COMMIT)):
         return path + _OF_CLU
@@ -183,21 +185,24 @@ def _main(store: Store, path: str) -> str:
 
 
 def _meant(runs: "_Runs") -> dict[int | float, str]:
-    """The one run of a folder. Files of several prefixes are several runs, and it is not known which is meant."""
+    """Returns the only run of a folder. Several prefixes are several runs, and nothing says which the user means."""
     return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
 
 
 def _several(folder: str, runs: "_Runs") -> str:
-    """The reason why a folder with the steps of several runs is neither a run nor a checkpoint."""
+    """Returns the reason why a folder with steps of several runs is neither a run nor a checkpoint."""
     latest = [posixpath.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
     return (
-        f"it has files of {len(runs)} prefixes, which may be as many runs: {few(tuple(map(repr, sorted(runs))))}; open "
-        f"the file that is meant ({few(tuple(latest))}), or give each run a folder of its own"
+        f"it has files of {len(runs)} prefixes, perhaps of different runs: {few(tuple(map(repr, sorted(runs))))}; open "
+        f"one file by its path ({few(tuple(latest))}), or give each run its own folder"
     )
 
 
 def _plausible(data: bytes, size: int, path: str) -> bool:
-    """Whether a file that begins with `data` may be a state dict; without Flax's suffix, only an array or a map."""
+    """Returns True if a file beginning with `data` may be a state dict.
+
+    Without Flax's suffix, it must begin with an array or a map that is not empty.
+    """
     if not data or data[0] == 0xC1:
         return False
     if path.endswith(Flax.suffixes) or (size == 1 and data[0] == 0x80):
@@ -209,37 +214,37 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 
 
 def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
-    """The leaves of a file, and the number of bytes that it and the arrays beside it take."""
+    """Reads the leaves of a file; also returns the bytes of the file and of its zarr arrays."""
     from .._shared.reader import attempt
     from .._shared.safety import check_inside
     from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict
 
     file = open_fetched(store, path)
-    beside = 0
+    zarr_nbytes = 0
 
     def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
-        nonlocal beside
+        nonlocal zarr_nbytes
         if type(value) is not str or not value.startswith(PLACEHOLDER):
             return None
         from .._zarr.array import ZarrArray
         from .._zarr.leaves import folder_size
 
         place, name = path + _ARRAYS, value.removeprefix(PLACEHOLDER)
-        if name:  # or else the whole tree is one array
+        if name:  # otherwise the entire tree is one array
             check_inside(place, name)
             place = posixpath.join(place, name)
         array = attempt(lambda: ZarrArray(store, place))
         if isinstance(array, CorruptError):
             return array
-        beside += folder_size(store, place)
+        zarr_nbytes += folder_size(store, place)
         return Elsewhere(array.dtype, array.shape, array)
 
     scanned = StateDict(file, find=find)
-    return scanned.leaves(scanned.whole(0, file.size)), file.size + beside
+    return scanned.leaves(scanned.whole(0, file.size)), file.size + zarr_nbytes
 
 
 def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
-    """The leaves of a state dict in several files, which an index names, and the number of their bytes."""
+    """Reads a state dict from the files that an index names; also returns the bytes of these files."""
     from .._shared.reader import attempt, check_file
     from .._shared.safety import check_apart, check_inside
     from .._shared.state_dict import Leaves
@@ -248,7 +253,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     try:
         places = msgspec.json.decode(read_file(store, index), type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptError(f"{index}: it is not the index of a checkpoint in several files: {error}") from None
+        raise CorruptError(f"{index}: expected the index of a checkpoint in several files: {error}") from None
     found = Leaves([], {}, ())
     total = 0
     damage: dict[str, str] = {}
@@ -262,9 +267,9 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
         leaves, nbytes = opened
         total += nbytes
         for entry in leaves.entries:
-            key = "/".join(split(entry.path))  # the files may be nested or not
+            key = "/".join(split(entry.path))  # some writers nest the files, others use flat keys
             if places.get(key) != name:
-                raise CorruptError(f"{path}: expected no leaf {key}, for {index} places it elsewhere")
+                raise CorruptError(f"{path}: expected no leaf {key}, because {index} places it in another file")
             place = _path(key, index)
             found.entries.append(entry.at(place))
             if entry.path in leaves.arrays:
@@ -272,7 +277,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     there = {entry.path for entry in found.entries}
     for key, name in places.items():
         if (place := _path(key, index)) not in there:
-            why = f"{posixpath.join(folder, name)}: expected the leaf {key!r}, which the index says is here"
+            why = f"{posixpath.join(folder, name)}: expected the leaf {key!r}, which the index places in this file"
             found.entries.append(lost(place, damage.get(name, why)))
     check_apart([entry.path for entry in found.entries], index)
     return found, total
@@ -280,7 +285,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
 
 def _path(key: str, index: str) -> str:
     if key.count("/") > DEPTH:
-        raise UnsafeError(f"{index}: a leaf more than {DEPTH} levels deep: {key:.100}")
+        raise UnsafeError(f"{index}: expected at most {DEPTH} levels, found the leaf {key:.100}")
     return "/".join(key_text(part) for part in key.split("/"))
 
 

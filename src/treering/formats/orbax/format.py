@@ -99,14 +99,12 @@ class Orbax(ZarrFolders):
         return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
 
     def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        marks = (
-            (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)
-        )  # in a bucket, a folder's name alone commits nothing
+        # On a disk, Orbax commits by renaming the folder. In a bucket, the name alone commits nothing.
+        marks = (COMMITTED, DATABASE) if store.has_folders else (COMMITTED,)
         steps: dict[int, str] = {}
         named = [name for name in names if STEP.fullmatch(name)]
-        for name in (
-            named if named and self.refuses(store, folder) is not None else ()
-        ):  # otherwise the names are parts of a checkpoint
+        # In a folder that is a checkpoint, such names are parts of it.
+        for name in named if named and self.refuses(store, folder) is not None else ():
             found, path = STEP.fullmatch(name), posixpath.join(folder, name)
             if found and not is_file(store, posixpath.join(path, CHECKPOINT)):  # otherwise it was never committed
                 committed = any(is_file(store, posixpath.join(path, mark)) for mark in marks)

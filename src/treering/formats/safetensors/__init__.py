@@ -1,1 +1,1 @@
-"""safetensors: files and folders of them."""
+"""Reads and writes safetensors files, and folders of them."""

@@ -17,13 +17,13 @@ from ...stores.whole_files import read_file
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
-_NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # left over, without a manifest
+_NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # without a manifest: leftovers
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})(.*)\.safetensors", re.DOTALL)
-_MAX_NAMED_FILES = 3  # of the files that are missing
+_MAX_NAMED_FILES = 3  # missing files that a message names
 
 
 class Chosen(NamedTuple):
-    """The index, the file or the files by which a folder is opened; `missing` are the first that their set lacks."""
+    """Names the index, the file or the files that open a folder. `missing` holds the first files that a set lacks."""
 
     names: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -37,12 +37,12 @@ learn(_Index)
 
 
 def candidates(names: Sequence[str]) -> list[str]:
-    """The names of indexes and of files of tensors, except leftovers of the native format."""
+    """Returns the names of indexes and of files of tensors, without leftovers of the native format."""
     return [name for name in names if name.endswith((INDEX, SUFFIX)) and not _NATIVE.fullmatch(name)]
 
 
 def chosen(names: Sequence[str]) -> Chosen | str:
-    """The files by which a folder with these names is opened, or why it cannot be."""
+    """Returns the files that open a folder with these names, or the reason why none do."""
     found = candidates(names)
     indexes = [name for name in found if name.endswith(INDEX)]
     files = indexes or found
@@ -55,12 +55,12 @@ def chosen(names: Sequence[str]) -> Chosen | str:
         return parts
     if len(files) > 1:
         kind = "indexes" if indexes else "safetensors files and no index"
-        return f"several {kind} ({few(tuple(sorted(files)))}); open the one that is meant by its own path"
+        return f"several {kind} ({few(tuple(sorted(files)))}); open one of them by its own path"
     return Chosen((files[0],))
 
 
 def _set(files: Sequence[str]) -> Chosen | None:
-    """The files as parts that are numbered, ``model-00001-of-00003.safetensors``, in order; None when they are not."""
+    """Returns files that are numbered parts, ``model-00001-of-00003.safetensors``, in order; None for other files."""
     parts = {int(part[2]): part for name in files if (part := _PART.fullmatch(name))}
     if len(parts) < len(files) or len({(part[1], part[3], part[4]) for part in parts.values()}) > 1:
         return None
@@ -72,29 +72,29 @@ def _set(files: Sequence[str]) -> Chosen | None:
     absent = (number for number in range(first, first + count) if number not in parts)
     missing = [
         f"{one[1]}-{number:0{len(one[2])}}-of-{one[3]}{one[4]}{SUFFIX}"
-        for number in itertools.islice(absent, _MAX_NAMED_FILES)  # of however many there are said to be
+        for number in itertools.islice(absent, _MAX_NAMED_FILES)  # a name may claim any number of files
     ]
     return Chosen(tuple(parts[number][0] for number in sorted(parts)), tuple(missing))
 
 
 def weights_of(store: Store, index: str) -> dict[str, str]:
-    """The names of files by the keys of tensors, as an index has them. Raises `CorruptError`."""
+    """Reads an index: the name of the file of each tensor, by key. Raises `CorruptError` and `UnsafeError`."""
     try:
         weights = msgspec.json.decode(read_file(store, index), type=_Index).weight_map
     except FileNotFoundError:
         raise CorruptError(f"{index}: expected an index of safetensors files, found nothing") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptError(f"{index}: not an index of safetensors files: {error}") from None
+        raise CorruptError(f"{index}: expected an index of safetensors files: {error}") from None
     for name in dict.fromkeys(weights.values()):
         if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-            raise UnsafeError(f"{index}: {name!r} is not the name of a file beside it")
+            raise UnsafeError(f"{index}: expected names of files in its folder, found {name!r}")
     return weights
 
 
 def written_names(store: Store, folder: str) -> set[str]:
-    """The names in a folder that are its checkpoint: the index and the files it names, or what is opened without one.
+    """Returns the names of a folder's checkpoint: the index and its files, or the files that are opened without one.
 
-    None where it is unknown which of several is meant. Of an index that cannot be read: those that are called like its.
+    Returns nothing if the folder has several checkpoints. If the index cannot be read, its files are those of its stem.
     """
     names = store.list(folder)
     main = chosen(names)

@@ -1,6 +1,6 @@
-"""Safetensors files of other programs: a single file, or a folder of shards, with an index or numbered.
+"""Safetensors files of other programs: one file, or a folder of shards that an index or numbers connect.
 
-A key is the path as it is, slashes being levels; only ``~`` that escapes nothing is written ``~0`` in the path.
+A key is a path, and its slashes separate levels. Only a ``~`` that escapes nothing becomes ``~0`` in the path.
 """
 
 import logging
@@ -22,17 +22,17 @@ _log = logging.getLogger("treering")
 
 
 class Safetensors:
-    """See `treering.formats.Format`.
+    """Implements `treering.formats.Format` for safetensors.
 
-    `__metadata__` is the checkpoint's metadata. Metadata that is not text by name lies there as JSON under the key
-    ``treering``, ``{"step": …, "metrics": {…}, "metadata": …}``, and so do step and metrics. Every file that is written
-    says ``"format": "pt"`` unless the metadata has a ``"format"`` of its own: loaders of Hugging Face's need it. It is
-    no metadata when it is read again.
+    `__metadata__` is the checkpoint's metadata, if that is a dict of texts. Otherwise it is JSON under the key
+    ``treering``, ``{"step": …, "metrics": {…}, "metadata": …}``, which also holds step and metrics. Treering writes
+    ``"format": "pt"`` into every file, because the loaders of Hugging Face need it. Metadata with its own ``"format"``
+    keeps that. Reading leaves out the one that Treering added.
 
-    Options for writing a folder, as Hugging Face lays it out: `max_shard_size`, in bytes or as ``"5GB"`` (of 10^9) or
-    ``"2GiB"`` (of 2^30), for files of at most that size (a larger array has one of its own) with an index, where one
-    file does not do; `filename_pattern`, for other names than ``"model{suffix}.safetensors"``. A folder that is there
-    already takes them in beside what it has, unless that is a checkpoint.
+    Two options write a folder as Hugging Face lays it out. `max_shard_size`, in bytes or as ``"5GB"`` (of 10^9) or
+    ``"2GiB"`` (of 2^30), limits the size of a file. A larger array gets its own file, and several files get an index.
+    `filename_pattern` names the files differently from ``"model{suffix}.safetensors"``. An existing folder that is not
+    a checkpoint keeps its other files.
     """
 
     name = "safetensors"
@@ -55,7 +55,7 @@ class Safetensors:
                 return (
                     None
                     if begin.strip(b"\0 \t\r\n")[:1] in (b"{", b"[", b"")
-                    else "it is called an index, and is not JSON"
+                    else "it has the name of an index, but is not JSON"
                 )
             header_size(begin[:8], found.nbytes, path)
             return None if begin[8:] == b"{" else "no JSON object begins at the ninth byte"
@@ -100,7 +100,7 @@ FORMAT = Safetensors()
 
 
 def _log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None:
-    """Logs the checkpoints of a folder beside the one that is opened, to which the files of its index belong."""
+    """Logs the other checkpoints in the folder of the one that is opened. The files of its index belong to it."""
     others = {name for name in candidates(names) if not opened[0].endswith(INDEX) or name.endswith(INDEX)}
-    if beside := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
-        _log.info("%s: opens %s; beside it, to be opened by their own paths: %s", folder, opened[0], few(tuple(beside)))
+    if others_there := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
+        _log.info("%s: opens %s; open the others by their own paths: %s", folder, opened[0], few(tuple(others_there)))

@@ -1,7 +1,7 @@
-"""The layout of a safetensors file: the place of each tensor, and the header that gives it.
+"""The layout of a safetensors file: the header, and the position of each tensor that it records.
 
-The format is https://github.com/huggingface/safetensors: a little-endian u64 with the header's length, the
-header (JSON, padded with spaces), and the tensors without holes.
+The format is https://github.com/huggingface/safetensors: a little-endian u64 with the header's length, the header
+(JSON, padded with spaces), and the tensors without gaps between them.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Tensor(msgspec.Struct, gc=False):
-    """An entry of the header. `data_offsets` are relative to the end of the header."""
+    """An entry of the header. `data_offsets` are bytes relative to the end of the header."""
 
     dtype: str
     shape: tuple[_Natural, ...]
     data_offsets: tuple[_Natural, _Natural]
 
 
-_UNTOLD = (-1,)
+_NO_SHAPE = (-1,)
 
 
 class _Lenient(Tensor, gc=False):
     dtype: str = ""
-    shape: tuple[_Natural, ...] = _UNTOLD
+    shape: tuple[_Natural, ...] = _NO_SHAPE
     data_offsets: tuple[_Natural, _Natural] = (0, 0)
 
 
@@ -45,7 +45,7 @@ learn(Tensor, dict[str, _Lenient], _Metadata)
 
 
 class Header(NamedTuple):
-    """A parsed header: `size` is that of everything before the tensors."""
+    """A parsed header. `size` counts all bytes before the tensors."""
 
     size: int
     tensors: Mapping[str, Tensor]
@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
 
 def encode_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], align: int) -> bytes:
-    """Length and header, padded so that the tensors begin at a multiple of `align`. Metadata, if any, comes first."""
+    """Encodes length and header, padded so that the tensors begin at a multiple of `align`. Metadata comes first."""
     text = msgspec.json.encode({"__metadata__": metadata, **tensors} if metadata else tensors)
     padded = -(-(8 + len(text)) // align) * align - 8
     if padded > MAX_HEADER:
@@ -62,7 +62,10 @@ def encode_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], al
 
 
 def header_size(begin: bytes, file_size: int, name: str) -> int:
-    """The size of length and header together, from the file's first 8 bytes."""
+    """Returns the size of length and header together, from the file's first 8 bytes.
+
+    Raises `CorruptError` if the file is too short for it, and `UnsafeError` if the format does not allow the size.
+    """
     size = int.from_bytes(begin, "little")
     if len(begin) < 8 or 8 + size > file_size:
         raise CorruptError(f"{name}: expected a header of {size} bytes, found a file of {file_size}; it is cut short")
@@ -72,7 +75,7 @@ def header_size(begin: bytes, file_size: int, name: str) -> int:
 
 
 def decode_metadata(data: bytes | bytearray, name: str) -> dict[str, str]:
-    """The metadata of a header alone."""
+    """Decodes only the metadata of a header. Raises `CorruptError`."""
     try:
         return msgspec.json.decode(memoryview(data)[8:], type=_Metadata).metadata
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -80,9 +83,9 @@ def decode_metadata(data: bytes | bytearray, name: str) -> dict[str, str]:
 
 
 def find_tensor(data: bytes | bytearray, key: str) -> Tensor | None:
-    """The entry of one tensor, without making those of the others; None where one cannot be sure of it so."""
+    """Finds the entry of one tensor without decoding the others; None if this is not certain to find the right one."""
     text = msgspec.json.encode(key)
-    if b"\\" in data or data.count(text) != 1:  # it may stand there twice, or in another entry
+    if b"\\" in data or data.count(text) != 1:  # the key may occur twice, or within another entry
         return None
     one = msgspec.defstruct("One", [("entry", msgspec.Raw, msgspec.field(name=key, default=msgspec.Raw()))])
     with contextlib.suppress(*strict_json.MALFORMED):
@@ -92,40 +95,40 @@ def find_tensor(data: bytes | bytearray, key: str) -> Tensor | None:
 
 
 def decode_header(data: bytes | bytearray, name: str, metadata: Mapping[str, str] | None = None) -> Header:
-    """Parses length and header, whose metadata may be known. Offsets are as written; `check` tests them."""
+    """Parses length and header; `metadata` saves decoding it again. `check_side_by_side` tests the offsets."""
     metadata = decode_metadata(data, name) if metadata is None else metadata
     try:
         text = memoryview(data)[8:]
-        if metadata.keys() & {"shape", "data_offsets"}:  # which would be taken for those of a tensor
+        if metadata.keys() & {"shape", "data_offsets"}:  # the type of a tensor would accept these keys of the metadata
             text = msgspec.json.encode({**msgspec.json.decode(text), "__metadata__": {}})
         tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
         about = tensors.pop("__metadata__", None)
-        if True in [not tensor.dtype or tensor.shape is _UNTOLD for tensor in tensors.values()]:
+        if True in [not tensor.dtype or tensor.shape is _NO_SHAPE for tensor in tensors.values()]:
             raise ValueError("a tensor has no dtype or no shape")
         content = data[8:].rstrip(b" ")
         if not strict_json.is_plain(content, 4 * len(tensors) + (about is not None) + len(metadata)):
-            strict_json.parse(bytes(content))  # perhaps with a key that msgspec has passed over
+            strict_json.parse(bytes(content))  # msgspec ignores keys it does not know; this parser does not
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _malformed(name, error) from None
     return Header(len(data), tensors, metadata)
 
 
 def _malformed(name: str, error: Exception) -> CorruptError:
-    return CorruptError(f"{name}: the header is not that of a safetensors file: {error}")
+    return CorruptError(f"{name}: expected the header of a safetensors file: {error}")
 
 
 def check_side_by_side(header: Header, file_size: int, name: str) -> None:
-    """Raises `UnsafeError` for holes and overlaps, `CorruptError` for a file of another size than the tensors take."""
+    """Raises `UnsafeError` for gaps and overlaps, `CorruptError` if the tensors do not end where the file does."""
     import numpy as np
 
     try:
         pairs = [tensor.data_offsets for tensor in header.tensors.values()]
         offsets = np.fromiter(itertools.chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
     except OverflowError:
-        raise UnsafeError(f"{name}: a tensor lies beyond 2^63") from None
+        raise UnsafeError(f"{name}: a tensor begins or ends beyond 2^63") from None
     begins, ends = offsets[np.lexsort((offsets[:, 1], offsets[:, 0]))].T
     edges = np.concatenate([[0], ends])
     if not np.array_equal(edges[:-1], begins):
-        raise UnsafeError(f"{name}: the tensors do not lie side by side from the header to the end of the file")
+        raise UnsafeError(f"{name}: expected tensors without gaps and overlaps up to the end of the file")
     if header.size + int(edges[-1]) != file_size:
         raise CorruptError(f"{name}: expected {header.size + int(edges[-1])} bytes, found {file_size}")

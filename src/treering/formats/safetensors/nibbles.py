@@ -1,4 +1,4 @@
-"""Four-bit floats: two in a byte, the first in the lower half; the size of the last axis is even."""
+"""Four-bit floats: two in a byte, the first in the lower half. The last axis must have an even size."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ def stored_nbytes(entry: ArrayEntry) -> int:
 
 
 def stored_slices(entry: ArrayEntry, limit: int) -> Iterator[Box]:
-    """Yields boxes of at most `limit` bytes in memory, one after the other, that begin and end between two bytes."""
+    """Yields consecutive boxes of at most `limit` bytes in memory, each from one byte boundary to another."""
     if entry.dtype != DTYPE:
         yield from in_slices(entry.shape, dtypes.itemsize(entry.dtype), limit)
         return
@@ -32,13 +32,13 @@ def stored_slices(entry: ArrayEntry, limit: int) -> Iterator[Box]:
 
 
 def as_stored(array: np.ndarray) -> np.ndarray:
-    """Returns an array as the bytes that lie in a file."""
+    """Returns an array as the bytes that a file stores."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return flat[::2] & 15 | flat[1::2] << 4 if array.dtype.name == DTYPE else flat
 
 
 class Nibbles:
-    """An array of four-bit floats in a file; see `Stored`."""
+    """Reads an array of four-bit floats from a file; see `Stored`."""
 
     def __init__(self, runs: Runs):
         self._runs = runs

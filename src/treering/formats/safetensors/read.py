@@ -1,4 +1,4 @@
-"""Reading safetensors files, single or in shards with an index."""
+"""Reads safetensors files, single or in shards with an index."""
 
 import os
 import posixpath
@@ -32,14 +32,14 @@ class _Opened(NamedTuple):
 
 
 def open_files(store: Store, path: str, files: Sequence[str]) -> Source:
-    """A single file, or several that are one checkpoint."""
+    """Opens a single file, or several that form one checkpoint."""
     with gc_paused():
         found = [_open(store, file) for file in files]
         return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
 
 
 def open_shards(store: Store, path: str, index: str) -> Source:
-    """The files beside an index."""
+    """Opens the files that an index names, in its folder."""
     weights = weights_of(store, index)
     there = store.stat(index)
     size = 0 if there is None else there.nbytes
@@ -57,10 +57,10 @@ def open_shards(store: Store, path: str, index: str) -> Source:
     for key, name in weights.items():
         if name in files and key not in files[name].header.tensors:
             place = files[name].file.path
-            tensors.append((key, f"{place}: expected the tensor {key!r}, which the index says is here"))
+            tensors.append((key, f"{place}: expected the tensor {key!r}, which the index places in this file"))
         else:
             tensors.append((key, files[name] if name in files else damage[name]))
-    # What no index names is there all the same; of several files that have a key, the index says which one counts.
+    # Tensors that no index names are read as well. If several files have a key, the index decides which file is used.
     tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
     with gc_paused():
         return _reader(path, list(files.values()), tensors, size)
@@ -77,9 +77,10 @@ def _open(store: Store, path: str) -> _Opened:
 def _reader(
     path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
 ) -> Source:
-    """The tensors by their keys, each with its file or why it cannot be read. `index`: the bytes of the index.
+    """Builds the reader of tensors, each with its file or the reason why it cannot be read.
 
-    Arrays may be mapped by default: these files are not rewritten in place.
+    `index` is the size of the index in bytes. Arrays may be mapped by default:
+    nothing rewrites these files in place.
     """
     entries: dict[str, Entry] = {}
     arrays: dict[str, Stored] = {}
@@ -99,20 +100,21 @@ def _reader(
         dtype, about = kind
         if about.nbytes != end - begin:
             raise UnsafeError(
-                f"{found.file.path}: {key!r} has not the size of its shape, {tensor.dtype}{list(tensor.shape)}"
+                f"{found.file.path}: {key!r}: expected {about.nbytes} bytes for {tensor.dtype}{list(tensor.shape)}, "
+                f"found {end - begin}"
             )
         entries[place] = ArrayEntry(place, "numpy", dtype, tensor.shape)
         runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
         arrays[place] = nibbles.Nibbles(runs) if dtype == nibbles.DTYPE else runs
-    beside = read_sidecar({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
+    sidecar = read_sidecar({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
     return ForeignReader(
         "safetensors",
         path,
         list(entries.values()),
         arrays,
-        step=beside.step,
-        metrics={name: decode_float(value) for name, value in beside.metrics.items()},
-        metadata=beside.metadata,
+        step=sidecar.step,
+        metrics={name: decode_float(value) for name, value in sidecar.metrics.items()},
+        metadata=sidecar.metadata,
         nbytes=index + sum(found.file.size for found in files),
         immutable=True,
     )
@@ -128,10 +130,10 @@ def _holders(place: str, files: Sequence[_Opened]) -> str:
 
 
 def _kind(code: str, shape: tuple[int, ...], name: str) -> tuple[str, Layout]:
-    """The dtype of a tensor, and the layout in which it lies there: bytes where two elements share one."""
+    """Returns the dtype of a tensor, and the layout of its data: bytes if two elements share one."""
     dtype = _NAMES.get(code)
     if dtype is None or (dtype == nibbles.DTYPE and not nibbles.is_paired(shape)):
-        raise UnsupportedError(f"{name} is {code}{list(shape)}, which cannot be read here")
+        raise UnsupportedError(f"{name} is {code}{list(shape)}, which Treering cannot read")
     if dtype == nibbles.DTYPE:
         return dtype, layout((*shape[:-1], shape[-1] // 2), np.uint8, None, name)
     stored = dtypes.to_numpy(dtype)

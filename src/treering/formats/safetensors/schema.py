@@ -1,4 +1,4 @@
-"""Keys as paths, and the text that Treering writes into `__metadata__`."""
+"""Converts between keys and paths, and defines the text that Treering writes into `__metadata__`."""
 
 import logging
 import re
@@ -13,28 +13,28 @@ from ..._threads.decoding import learn
 
 _log = logging.getLogger("treering")
 
-OWN = "treering"  # the key of `__metadata__` for what text by name cannot say
-# Loaders of Hugging Face's refuse a file whose metadata names no library that they know, and transformers before 4.48
-# fails without metadata: {"format": "pt"} is what they take without a conversion.
+OWN = "treering"  # the key in `__metadata__` of everything that is not text by name
+# Loaders of Hugging Face refuse a file whose metadata names no library they know, and transformers before 4.48 fails
+# without metadata. They accept {"format": "pt"} without converting anything.
 FORMAT = {"format": "pt"}
 
 
 def path_of(key: str) -> str:
-    """The path of a tensor."""
+    """Returns the path of a tensor."""
     return key.replace("~", "~0") if "~" in key and re.search("~(?![01])", key) else key
 
 
 def key_of(path: str) -> str:
-    """The key of a leaf, of which `path_of` makes its path again."""
+    """Returns the key of a leaf; `path_of` turns it back into the path."""
     short = path.replace("~0", "~")
     return short if path_of(short) == path else path
 
 
 class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The information that a checkpoint records beside its tree.
+    """What a checkpoint records in addition to its tree.
 
-    `metadata_floats` are the places in `metadata` where floats are that JSON cannot write.
-    `format` repeats the text of that name where the writer put that there, so that it is no metadata.
+    `metadata_floats` lists the positions in `metadata` of floats that JSON cannot write.
+    `format` repeats the text "format" if the writer added it: then it is not part of the metadata.
     """
 
     step: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -48,21 +48,23 @@ learn(Sidecar)
 
 
 def read_sidecar(text: Mapping[str, str]) -> Sidecar:
-    """Step, metrics and metadata of a file, whichever program wrote it."""
+    """Reads the step, metrics and metadata of a file that any program wrote."""
     rest = {key: value for key, value in text.items() if key != OWN}
     try:
-        beside = msgspec.json.decode(text.get(OWN, "{}"), type=Sidecar)
-        for value in beside.metrics.values():
+        sidecar = msgspec.json.decode(text.get(OWN, "{}"), type=Sidecar)
+        for value in sidecar.metrics.values():
             decode_float(value)
-        beside.metadata = as_floats(beside.metadata, beside.metadata_floats)
+        sidecar.metadata = as_floats(sidecar.metadata, sidecar.metadata_floats)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return Sidecar(metadata=dict(text))
-    if beside.format is not None and rest.get("format") == beside.format:
+    if sidecar.format is not None and rest.get("format") == sidecar.format:
         del rest["format"]
-    if rest and beside.metadata is None:
-        beside.metadata = rest
-    elif rest and isinstance(beside.metadata, dict):  # what another program has added
-        beside.metadata = {**rest, **beside.metadata}
+    if rest and sidecar.metadata is None:
+        sidecar.metadata = rest
+    elif rest and isinstance(sidecar.metadata, dict):  # another program has added text
+        sidecar.metadata = {**rest, **sidecar.metadata}
     elif rest:
-        _log.warning("text in `__metadata__` beside metadata that is no dict is left out: %s", ", ".join(sorted(rest)))
-    return beside
+        _log.warning(
+            "text in `__metadata__` is left out, because the metadata is not a dict: %s", ", ".join(sorted(rest))
+        )
+    return sidecar

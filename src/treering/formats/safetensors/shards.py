@@ -1,4 +1,4 @@
-"""Writing a folder of safetensors files: options, names, and putting the files there."""
+"""Writes a folder of safetensors files: checks options, chooses names, and creates the files."""
 
 import contextlib
 import decimal
@@ -21,12 +21,12 @@ from .nibbles import stored_nbytes
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
-_PLACE = "{suffix}"  # in a pattern of names
+_PLACE = "{suffix}"  # in a pattern of file names
 Create = Callable[[str], contextlib.AbstractContextManager[Writer]]
 
 
 def limit_of(size: Any) -> int | None:
-    """The number of bytes of ``max_shard_size``."""
+    """Returns the number of bytes of ``max_shard_size``. Raises `MismatchError`."""
     text = _SIZE.fullmatch(size) if isinstance(size, str) else None
     limit = int(decimal.Decimal(text[1]) * _UNITS[text[2]]) if text else size
     if limit is not None and (type(limit) is not int or limit < 1):
@@ -37,7 +37,7 @@ def limit_of(size: Any) -> int | None:
 
 
 def checked(pattern: Any) -> str:
-    """Checks a pattern of names of files, and returns it. Raises `MismatchError`."""
+    """Returns a pattern of file names after checking it; the default for None. Raises `MismatchError`."""
     if pattern is None:
         return f"model{_PLACE}{SUFFIX}"
     rest = pattern.replace(_PLACE, "", 1) if isinstance(pattern, str) else ""
@@ -50,7 +50,7 @@ def checked(pattern: Any) -> str:
 
 
 def names_of(pattern: str, count: int) -> list[str]:
-    """The names of `count` files and of their index, which comes last; one file has none."""
+    """Returns the names of `count` files and, last, of their index; a single file has no index."""
     alone = pattern.replace(_PLACE, "")
     if count == 1:
         return [alone]
@@ -59,7 +59,7 @@ def names_of(pattern: str, count: int) -> list[str]:
 
 
 def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntry]]:
-    """The leaves in order, cut into groups of at most `limit` bytes, where there is one and single leaves allow."""
+    """Cuts the leaves, in order, into groups of at most `limit` bytes. A larger leaf is a group of its own."""
     shards: list[list[ArrayEntry]] = [[]]
     held = 0
     for entry in entries:
@@ -73,9 +73,9 @@ def cut(entries: Sequence[ArrayEntry], limit: int | None) -> list[list[ArrayEntr
 
 @contextlib.contextmanager
 def created(store: Store, folder: str, names: Sequence[str], *, overwrite: bool) -> Iterator[Create]:
-    """Yields the function that makes the files of a folder, within a `with` block; after an error none is left.
+    """Yields the function that makes the files of a folder, within a `with` block. After an error, none remains.
 
-    A new folder appears with all of them. In one that is there each appears as a whole, when it is made.
+    A new folder appears with all its files at once. In an existing folder, each file appears when it is complete.
     """
     found = store.stat(folder)
     if found is not None and found.is_folder and not overwrite:
@@ -83,38 +83,38 @@ def created(store: Store, folder: str, names: Sequence[str], *, overwrite: bool)
         with _added(store, folder) as create:
             yield create
     else:
-        beside = functools.partial(_check_others, names=names)
+        refuse_others = functools.partial(_check_others, names=names)
         with store.new_folder(
-            folder, overwrite=overwrite, owned=written_names, names=names, beside=beside
+            folder, overwrite=overwrite, owned=written_names, names=names, beside=refuse_others
         ) as temporary:
             yield lambda name: file_of_new_folder(store, posixpath.join(temporary, name))
 
 
 def _check_others(store: Store, folder: str, others: Sequence[str], *, names: Sequence[str]) -> None:
-    """Raises `ExistsError` for files that would be opened in place of new ones of these names, or with them."""
+    """Raises `ExistsError` for files that a reader would open instead of the new ones, or together with them."""
     if chosen([*others, *names]) != chosen(names):
         raise ExistsError(
-            f"{folder}: expected no other safetensors files beside {few(tuple(names))}, or it would not be known what "
-            f"to open; found {few(tuple(candidates(others)))}; write to another path, or move them out of it"
+            f"{folder}: expected no other safetensors files next to {few(tuple(names))}, because a reader could not "
+            f"tell which to open; found {few(tuple(candidates(others)))}; write to another path, or move them out of it"
         )
 
 
 def _check_beside(store: Store, folder: str, names: Sequence[str]) -> None:
-    """Raises `ExistsError` unless files of these names make a folder that is there a checkpoint, and replace none."""
+    """Raises `ExistsError` unless an existing folder has no checkpoint that the new files would replace or join."""
     there = store.list(folder)
     if taken := [name for name in names if name in there] or candidates(there):
         raise ExistsError(
-            f"{folder}: expected a folder without safetensors files, found {few(tuple(taken))}; choose another one, or "
+            f"{folder}: expected a folder without safetensors files, found {few(tuple(taken))}; choose another, or "
             "pass overwrite=True to replace them"
         )
     known = next((name for name in format_names() if get(name).refuses(store, folder) is None), "flax")
-    if known != "flax":  # of which there may be both in a folder, as Hugging Face has them
+    if known != "flax":  # Hugging Face's folders may contain both formats
         raise ExistsError(f"{folder}: expected a folder to write into, found a checkpoint of the format {known!r}")
 
 
 @contextlib.contextmanager
 def _added(store: Store, folder: str) -> Iterator[Create]:
-    """Yields the function that makes files in an existing folder; each appears whole, and after an error none stays."""
+    """Yields the function that makes files in an existing folder. Each appears when complete; an error removes all."""
     added: list[str] = []
 
     @contextlib.contextmanager

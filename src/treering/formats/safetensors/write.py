@@ -1,4 +1,4 @@
-"""Writing safetensors files, single or in shards with an index."""
+"""Writes safetensors files, single or in shards with an index."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
 _log = logging.getLogger("treering")
-_ALIGN = 64  # bytes; from where JAX takes over an array without a copy
+_ALIGN = 64  # bytes; JAX uses memory aligned to this without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
@@ -43,7 +43,7 @@ def write(
     filename_pattern: str | None = None,
     **unknown: Any,
 ) -> int:
-    """See `Safetensors`. Returns the size in bytes."""
+    """Writes a file or a folder; see `Safetensors`. Returns its size in bytes."""
     if unknown:
         raise MismatchError(
             f"safetensors: expected no options but max_shard_size and filename_pattern, found {', '.join(unknown)}"
@@ -64,7 +64,7 @@ def write(
             with create(name) as file:
                 _write_tensors(file, *plan, contents)
             total += file.size
-        if len(shards) > 1:  # then the last name is that of the index, without which no reader opens it
+        if len(shards) > 1:  # the index has the last name; it comes last because readers open the folder by it
             weights = {key_of(entry.path): name for name, shard in zip(names, shards, strict=False) for entry in shard}
             index = {
                 "metadata": {"total_size": sum(nibbles.stored_nbytes(entry) for entry in entries)},
@@ -79,12 +79,12 @@ def write(
 def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
     """Returns the arrays. None and functions carry no data, so they are left out, which is logged.
 
-    Raises `UnsupportedError` with all that a safetensors file cannot hold.
+    Raises `UnsupportedError` that lists every leaf a safetensors file cannot hold.
     """
     arrays: list[ArrayEntry] = []
     problems: list[str] = []
     absent = {path: entry for path, entry in contents.entries.items() if is_absent(entry)}
-    if len(absent) == len(contents.entries):  # then the file would be empty
+    if len(absent) == len(contents.entries):  # the file would be empty
         problems += [f"  {path or '(root)'}: {entry.type}, and there is no array" for path, entry in absent.items()]
     for path, entry in contents.entries.items():
         if path in absent:
@@ -94,17 +94,17 @@ def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
         elif entry.type == "key":
             problem = f"typed PRNG keys; {_HINTS['key']}"
         elif entry.dtype == nibbles.DTYPE and not nibbles.is_paired(entry.shape):
-            problem = f"{entry.dtype} in an odd number, which two in a byte do not hold; pad the last axis, or cast it"
+            problem = f"{entry.dtype} with an odd last axis, but two share a byte; pad that axis, or cast the array"
         elif entry.dtype not in _CODES:
             problem = f"{entry.dtype}; cast it by a rule"
         elif path == "__metadata__":
-            problem = "a name that the format uses itself; rename it by a rule"
+            problem = "the format uses this name itself; rename it by a rule"
         else:
             arrays.append(entry)
             continue
         problems.append(f"  {path or '(root)'}: {problem}")
     if problems:
-        head = "these leaves cannot be held by a safetensors file; nothing was written:"
+        head = "a safetensors file cannot hold these leaves; nothing was written:"
         raise UnsupportedError("\n".join([head, *problems]))
     if absent:
         named = few(tuple(path or "(root)" for path in absent))
@@ -128,7 +128,7 @@ def _metadata(contents: Source) -> dict[str, str]:
 
 
 def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
-    """The header of a file, and its tensors in the order in which each is aligned for its elements."""
+    """Returns the header of a file, and its tensors in an order that aligns each for its elements."""
     order = sorted(entries, key=lambda entry: alignment(nibbles.stored_nbytes(entry)))
     tensors: dict[str, Tensor] = {}
     position = 0
