@@ -135,7 +135,7 @@ def test_chunks_of_zeros_are_only_left_out_of_databases(tmp_path: Path) -> None:
     path = make(tmp_path, 2)
     about = path / "model" / "layers" / "0" / "weight" / ".zarray"
     about.rename(path / "kept")
-    with pytest.raises(CorruptError, match=r"model/layers/0/weight/\.zarray: expected what describes the array"):
+    with pytest.raises(CorruptError, match=r"model/layers/0/weight/\.zarray: expected the metadata of the array"):
         tr.restore(path)
     (path / "kept").rename(about)
     (path / "model" / "layers" / "10" / "bias" / "0").unlink()

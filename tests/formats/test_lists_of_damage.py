@@ -385,7 +385,7 @@ def test_an_array_of_levanter_of_which_nothing_is_left(tmp_path: Path, caplog: p
     files = save_levanter(path)
     for file in next(iter(files)).parent.iterdir():
         file.unlink()
-    assert len(tr.open(path)) == len(LEAVES) - 1 and "target/l0/w: passed over, for it is empty" in caplog.text
+    assert len(tr.open(path)) == len(LEAVES) - 1 and "target/l0/w: skipped an empty folder" in caplog.text
 
 
 def test_a_step_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,1 +1,1 @@
-"""FJFormer and EasyLM: streams."""
+"""Reads and writes the streams of FJFormer and EasyLM."""

@@ -1,10 +1,10 @@
 """The streams of FJFormer and EasyLM: one leaf after another, each with its key.
 
-A file is a sequence of ``[[key, …], bin]``, the bin being Flax's MessagePack of the leaf; empty containers leave no
-trace in it, and nothing gives the number of leaves: a file that was cut off between two of them looks complete.
+A file is a sequence of ``[[key, …], bin]``, where bin is the leaf in Flax's MessagePack. Empty containers leave no
+trace, and nothing records the number of leaves: a file cut off between two leaves looks complete.
 
-Their loaders' ``state_params`` or ``trainstate_params`` is ``at="params/params"`` here; ``params`` is a separate file,
-``streaming_params``, and ``flax_params`` a file of the format "flax".
+What their loaders call ``state_params`` or ``trainstate_params`` is ``at="params/params"`` in Treering. ``params`` is
+a separate file, ``streaming_params``, and ``flax_params`` a file of the format "flax".
 """
 
 import functools
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from .._shared.state_dict import Leaves
 
 _NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
-_USUAL = ("streaming_train_state", "streaming_state", "streaming_params")  # a whole state is more than parameters
+_USUAL = ("streaming_train_state", "streaming_state", "streaming_params")  # a full state has more than parameters
 _LIMIT = 1 << 32  # bytes of a bin
-_PICKLED = "opening a pickle could run anything, so none is"
-_PICKLE = f"it is a pickle, as they lie beside streams (metadata, dataset); {_PICKLED}"
+_PICKLED = "a pickle can run any code, so Treering opens none"
+_PICKLE = f"it is a pickle, like the metadata and the dataset next to a stream; {_PICKLED}"
 
 
 class FJFormer:
-    """See `treering.formats.Format`."""
+    """Implements `treering.formats.Format` for streams."""
 
     name = "fjformer"
     suffixes = ()
@@ -70,7 +70,7 @@ class FJFormer:
             return refusal(error, path)
         if path.endswith(".pkl") or (data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5")):
             return _PICKLE
-        kinds = tokens(data)  # of which no more are looked at than needed: other files are full of them
+        kinds = tokens(data)  # read lazily: files of other formats may contain very many tokens
         first, second = itertools.islice(itertools.chain(kinds, [(NEVER, 0)] * 2), 2)
         count = second[1] if first == (LIST, 2) and second[0] == LIST else 0
         if count and all(kind == STR for kind, _ in itertools.islice(kinds, count)) and next(kinds, (BIN, 0))[0] == BIN:
@@ -87,7 +87,7 @@ class FJFormer:
             leaves, nbytes = _read(store, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
         by_path = {entry.path: entry for entry in leaves.entries}
-        state_dict = functools.partial(inferred, lists=False, sort=False)  # as Flax has it
+        state_dict = functools.partial(inferred, lists=False, sort=False)  # Flax's state dicts have no lists
         order, skeleton = assemble(by_path, state_dict)
         entries = [by_path[path] for path in order]
         data = _data(store, main)
@@ -98,7 +98,7 @@ class FJFormer:
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}
         matches = [found for name in names if (found := _NAME.fullmatch(name))]
-        # What has its step in its name comes first, and states come before parameters.
+        # Names with a step come first, and states come before parameters.
         for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
             path = posixpath.join(folder, found[0])
             if accepts(self, store, path):
@@ -130,7 +130,7 @@ class FJFormer:
 
         writing.check(self.name, contents, options, refused)
         if not contents.entries:
-            raise UnsupportedError(f"{path}: a tree without leaves, of which nothing would be left in a stream")
+            raise UnsupportedError(f"{path}: expected leaves, found none: a stream would be empty")
         with new_file(store, path, self.name, overwrite=overwrite) as file:
             for leaf, entry in contents.entries.items():
                 keys = split(leaf)
@@ -142,13 +142,13 @@ class FJFormer:
 
 
 def _main(store: Store, folder: str) -> str | None:
-    """The stream without a step in a folder that is opened as a checkpoint; None where there is none."""
+    """Returns the stream without a step in its name that opens a folder; None if there is none."""
     paths = [posixpath.join(folder, name) for name in _USUAL]
     return next((path for path in paths if (found := store.stat(path)) and found.is_file), None)
 
 
 def _data(store: Store, path: str) -> Sequence[str]:
-    """Describes the state of the data that EasyLM puts beside a stream with the state of a job."""
+    """Describes the file with the state of the data that EasyLM writes next to a stream of a full state."""
     found = _NAME.fullmatch(os.path.basename(path))
     if found is None or found[1] == "streaming_params":
         return ()
@@ -158,7 +158,7 @@ def _data(store: Store, path: str) -> Sequence[str]:
 
 
 def _read(store: Store, path: str) -> "tuple[Leaves, int]":
-    """The leaves of a stream, and its size."""
+    """Reads the leaves of a stream; also returns its size in bytes."""
     from .._shared.safety import check_apart
     from .._shared.state_dict import Leaves, StateDict
 
@@ -174,7 +174,7 @@ def _read(store: Store, path: str) -> "tuple[Leaves, int]":
         if not keys or not all(type(key) is str for key in keys):
             raise CorruptError(f"{path}: expected a key of texts up to byte {at}, found {keys!r:.100}")
         if len(keys) > DEPTH:
-            raise UnsafeError(f"{path}: a leaf more than {DEPTH} levels deep")
+            raise UnsafeError(f"{path}: expected at most {DEPTH} levels, found a leaf with {len(keys)}")
         place = "/".join(map(key_text, keys))
         leaves = scanned.leaves(scanned.whole(raw.offset, raw.offset + raw.size), place)
         found.entries.extend(leaves.entries)
@@ -192,7 +192,7 @@ def _step_of(store: Store, path: str) -> int | None:
         return own_step(_read(store, path)[0], "step")
     except (TreeringError, OSError) as error:
         raise_if_momentary(error)
-        return None  # opening it raises the reason
+        return None  # opening the stream raises the reason
 
 
 FORMAT = FJFormer()

@@ -1,1 +1,1 @@
-"""Levanter: zarr arrays by TensorStore."""
+"""Reads and writes Levanter's checkpoints."""

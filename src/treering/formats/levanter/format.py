@@ -1,8 +1,8 @@
-"""Levanter: a folder ``step-{n}`` with a zarr array for each leaf and, written last, ``metadata.json``.
+"""The format Levanter: a folder ``step-{n}`` with a zarr array for each leaf and, written last, ``metadata.json``.
 
-A leaf's place is its path: ``model/layers/0/weight``. Older releases write folders of zarr 2, newer ones one OCDBT
-database of zarr 3, in which chunks of zeros are left out. No tree is recorded: numbers are arrays, and None and empty
-containers leave no trace. Folders of zarr 2 are written, which all releases read.
+An array's folder is the leaf's path: ``model/layers/0/weight``. Old releases write folders of zarr 2. New ones write
+one OCDBT database of zarr 3, without the chunks of zeros. No release records the tree: numbers are arrays, and None
+and empty containers leave no trace. Treering writes folders of zarr 2, which all releases read.
 """
 
 import datetime
@@ -25,7 +25,7 @@ _log = logging.getLogger("treering")
 
 
 class Levanter(ZarrFolders):
-    """See `treering.formats.Format`."""
+    """Implements `treering.formats.JointFormat` for Levanter."""
 
     name = "levanter"
     suffixes = ()
@@ -53,16 +53,16 @@ class Levanter(ZarrFolders):
         return open_checkpoint(store, path)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        # In the order in which Levanter has looked for the latest one since May 2026: by step, time and path. Before
-        # that, the time came first, which only shows in folders in which a user went back to an earlier step.
+        # Since May 2026, Levanter takes the latest checkpoint by step, then time, then path. Before that, the time came
+        # first, which only makes a difference in folders where a user went back to an earlier step.
         found: dict[int, tuple[datetime.datetime, str]] = {}
-        for name in () if FILE in names else names:  # or else the folder is a checkpoint itself
+        for name in () if FILE in names else names:  # otherwise the folder is a checkpoint itself
             path = posixpath.join(folder, name)
             try:
-                if self.refuses(store, path) is not None:  # or this process may not read it
+                if self.refuses(store, path) is not None:  # or this process has no permission to read it
                     continue
                 about = read_metadata(store, path)
-            except UnreadableError as error:  # and it is unknown which step it is
+            except UnreadableError as error:  # so its step is unknown
                 _log.warning("left out of the steps of %s: %s", folder, error)
                 continue
             found[about.step] = max((about.time(), name), found.get(about.step, (about.time(), name)))
@@ -86,11 +86,11 @@ class Levanter(ZarrFolders):
 
 
 def _is_cut_short(data: bytes) -> bool:
-    """Returns True if a file is the beginning of a map in JSON, and no more. Other programs have such files, too."""
+    """Returns True if a file is the beginning of a map in JSON. Other programs write such files, too."""
     try:
         json.loads(data)
     except (ValueError, RecursionError):
-        return data.startswith(b"{") and len(data) < LOOK  # or there is more of it
+        return data.startswith(b"{") and len(data) < LOOK  # at LOOK bytes, the file may continue
     return False
 
 

@@ -1,4 +1,4 @@
-"""Reading Levanter: all zarr arrays in a folder."""
+"""Reads Levanter's checkpoints: all zarr arrays in a folder."""
 
 import logging
 import os
@@ -18,14 +18,14 @@ from .._zarr.metadata import FILES
 from .schema import read_metadata
 
 _DRIVERS: dict[str, Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
-_LEVELS = 200  # of folders
-CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # the name of one
-_OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # the key of one, of zarr 3 or 2
+_LEVELS = 200  # levels of folders
+CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # a chunk's file name
+_OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # a chunk's key, of zarr 3 or 2
 _log = logging.getLogger("treering")
 
 
 def open_checkpoint(store: Store, path: str) -> ZarrReader:
-    """The reader of a folder. Raises `CorruptError` and `UnsupportedError`."""
+    """Opens a folder. Raises `CorruptError` and `UnsupportedError`."""
     about = read_metadata(store, path)
     entries: dict[str, Entry] = {}
     arrays: dict[str, zarr.Array] = {}
@@ -41,7 +41,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
                     entries[place], arrays[place] = ArrayEntry(place, "numpy", array.dtype, array.shape), array
         for name in _undescribed(names):
             place, file = _path(prefix + name), FILES["zarr3" if folder.ocdbt else "zarr"]
-            why = "expected what describes the array whose chunks are here, found nothing"
+            why = "expected the metadata of the array that these chunks belong to, found nothing"
             entries.setdefault(place, lost(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
     paths = sorted(entries)
     check_apart(paths, path)
@@ -58,7 +58,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
 
 
 def _folders(store: Store, path: str) -> Iterator[tuple[Folder, str, list[str]]]:
-    """Folders of arrays, what precedes the arrays' names there, and the files that describe them or are chunks."""
+    """Yields folders of arrays, the prefix of the arrays' names, and the keys of metadata and chunks in them."""
     files: list[str] = []
     stack = [""]
     while stack:
@@ -76,7 +76,7 @@ def _folders(store: Store, path: str) -> Iterator[tuple[Folder, str, list[str]]]
         folders = [name for name in names if _is_folder(store, posixpath.join(place, name))]
         files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
         if not names:
-            _log.warning("%s: passed over, for it is empty; if it was an array, that is lost", place.rstrip("/"))
+            _log.warning("%s: skipped an empty folder; if it was an array, that is lost", place.rstrip("/"))
         if prefix.count("/") > _LEVELS:
             raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
         stack += [f"{prefix}{name}/" for name in reversed(folders)]
@@ -85,7 +85,7 @@ def _folders(store: Store, path: str) -> Iterator[tuple[Folder, str, list[str]]]
 
 
 def _undescribed(names: Iterable[str]) -> Iterator[str]:
-    """The arrays of which there are chunks and no metadata."""
+    """Yields the names of arrays that have chunks and no metadata."""
     described = {os.path.dirname(name) for name in names if os.path.basename(name) in _DRIVERS}
     arrays = dict.fromkeys(found[1] for name in names if (found := _OF_ARRAY.fullmatch(name)))
     for name in arrays:
@@ -95,7 +95,7 @@ def _undescribed(names: Iterable[str]) -> Iterator[str]:
 
 
 def _path(name: str) -> str:
-    """The path of an array."""
+    """Returns the path of an array."""
     return "/".join(key_text(key) for key in name.split("/"))
 
 
@@ -104,5 +104,5 @@ def _is_folder(store: Store, path: str) -> bool:
     if there is None or not there.is_folder:
         return False
     if store.is_link(path):
-        raise UnsafeError(f"{path}: expected a folder, found a link, which may lead out of the checkpoint")
+        raise UnsafeError(f"{path}: expected a folder, found a link, which may point outside the checkpoint")
     return True

@@ -1,4 +1,4 @@
-"""The metadata file of Levanter's folders."""
+"""The metadata file in Levanter's folders."""
 
 import datetime
 import posixpath
@@ -19,14 +19,14 @@ NAME = re.compile(r"step-([0-9]+)")
 
 
 class Metadata(msgspec.Struct):
-    """The contents of ``metadata.json``. Levanter removes temporary checkpoints when there is a later one."""
+    """The contents of ``metadata.json``. Levanter removes temporary checkpoints when it writes a later one."""
 
     step: int
     timestamp: str
     is_temporary: bool = False
 
     def time(self) -> datetime.datetime:
-        """The time of writing; `datetime.min` where it cannot be read."""
+        """Returns the time of writing; `datetime.min` if it cannot be parsed."""
         try:
             time = datetime.datetime.fromisoformat(self.timestamp)
         except ValueError:
@@ -38,7 +38,7 @@ learn(Metadata)
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:
-    """The time stamp of a checkpoint of Levanter's, and whether it is temporary; None for other metadata or none."""
+    """Returns the timestamp of a Levanter checkpoint and whether it is temporary; None for any other metadata."""
     about = contents.metadata
     if not isinstance(about, dict) or about.keys() != {"timestamp", "is_temporary"}:
         return None

@@ -1,4 +1,4 @@
-"""Writing Levanter: a folder of zarr 2 for each leaf, and the file that says that all are there."""
+"""Writes Levanter's checkpoints: a zarr 2 folder for each leaf, and last the file that marks completion."""
 
 import datetime
 import os
@@ -27,7 +27,7 @@ from ..orbax.schema import CHECKPOINT, TREE
 from .read import CHUNK, open_checkpoint
 from .schema import FILE, NAME, Metadata, own_metadata
 
-_LONGEST = 255  # bytes of the name of a folder
+_LONGEST = 255  # bytes of a folder's name
 
 
 def write(
@@ -40,9 +40,9 @@ def write(
     *,
     overwrite: bool,
 ) -> int:
-    """Writes a folder and returns its size in bytes. Without a step, it is that of the folder's name, or 0."""
+    """Writes a folder and returns its size in bytes. A missing step is taken from the folder's name, or is 0."""
     if options:
-        raise MismatchError(f"format='levanter': expected no options of its own, found {', '.join(options)}")
+        raise MismatchError(f"format='levanter': expected no options, found {', '.join(options)}")
     entries = [entry for entry in contents.entries.values() if entry.type not in NO_ARRAY]
     _check(entries)
     names = {FILE, CHECKPOINT, TREE, DATABASE, *metadata.FILES.values()}
@@ -86,7 +86,7 @@ def write(
 
 
 def _owned(store: Store, folder: str) -> set[str]:
-    """The files that Levanter has written for a step: those of all arrays in its folder."""
+    """Returns the files that Levanter wrote for a step: those of all arrays in its folder."""
     return {FILE, *parts_of_arrays(store, folder, lambda: open_checkpoint(store, folder))}
 
 
@@ -96,7 +96,7 @@ def _check_others(store: Store, folder: str, others: Sequence[str]) -> None:
         place = posixpath.join(folder, name)
         if CHUNK.fullmatch(name) or (store.is_link(place) and is_folder(store, place, links=True)):
             raise ExistsError(
-                f"{place}: expected nothing beside a checkpoint of Levanter that would be taken for an array of it, "
+                f"{place}: expected nothing next to a Levanter checkpoint that a reader would take for an array, "
                 "found a link to a folder, or a file with a chunk's name; write to another path, or move it"
             )
 
@@ -111,16 +111,16 @@ def _check(entries: list[Entry]) -> None:
 def _refused(entry: Entry) -> str | None:
     keys = split(entry.path)
     if any(not key or set(key) & set("./\\\0") or len(key.encode()) > _LONGEST for key in keys):
-        return f"keys become names of folders, of {_LONGEST} bytes at most, and dots divide them; rename it"
+        return f"keys become names of folders, which have {_LONGEST} bytes at most and no slashes or dots; rename it"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "a typed PRNG key; store jax.random.key_data(key) in its place, or drop it by a rule"
-        return None if metadata.can_hold(entry.dtype) else f"dtype {entry.dtype}, which zarr has not"
+            return "a typed PRNG key; store jax.random.key_data(key) instead, or drop it by a rule"
+        return None if metadata.can_hold(entry.dtype) else f"dtype {entry.dtype}, which zarr cannot hold"
     value = entry.decode()
     if type(value) is int:
         return None if -(1 << 63) <= value < 1 << 64 else "an int of more than 64 bits"
     return (
         None
         if type(value) in (bool, float, complex)
-        else f"a {type(value).__name__}, which is no number; drop it by a rule"
+        else f"a {type(value).__name__}, which is not a number; drop it by a rule"
     )

@@ -1,1 +1,1 @@
-"""Archives of NumPy (.npz)."""
+"""Reads archives of NumPy (.npz)."""

@@ -9,16 +9,16 @@ from ...stores.read_errors import refusal
 from ...stores.store import Store
 from ...stores.whole_files import opened
 
-_LOCAL = b"PK\x03\x04"  # begins the header before each member
-_LONGEST = 30 + (1 << 16)  # bytes of such a header without its extra field
+_LOCAL = b"PK\x03\x04"  # the beginning of the header before each member
+_LONGEST = 30 + (1 << 16)  # bytes of such a header without its extra field, the maximum
 
 
 class Npz:
-    """See `treering.formats.Format`.
+    """Implements `treering.formats.Format` for NumPy's archives.
 
-    A key is a path, slashes being levels, as in safetensors files. Pickled objects are refused by name. Dtypes for
-    which NumPy has no name are listed as `EquinoxReader` lists them. An array that is read to its end is checked
-    against its CRC-32.
+    A key is a path, and its slashes separate levels, as in safetensors files. A pickled object is an error with its
+    name. Dtypes for which NumPy has no name are listed as in `EquinoxReader`. Reading an array up to its end checks its
+    CRC-32.
     """
 
     name = "npz"
@@ -38,7 +38,7 @@ class Npz:
         except OSError as error:
             return refusal(error, path)
         name = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
-        return None if name.endswith(b".npy") else "the first file in it is no .npy"
+        return None if name.endswith(b".npy") else "the first file in it is not .npy"
 
     def open(self, store: Store, path: str) -> Source:
         from .read import NpzReader

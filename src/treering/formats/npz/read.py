@@ -1,4 +1,4 @@
-"""Reading archives of NumPy: the headers of all arrays when a file is opened, the arrays when they are wanted."""
+"""Reads archives of NumPy: all headers when a file is opened, each array when it is requested."""
 
 import contextlib
 import io
@@ -31,9 +31,9 @@ _STEP = 1 << 20  # bytes of an array that are unpacked at a time
 
 
 class NpzReader(ForeignReader):
-    """`ambiguous_dtypes` are arrays of a dtype of one byte for which NumPy has no name, listed as uint8."""
+    """Reads an archive. `ambiguous_dtypes` lists arrays shown as uint8 whose dtype of one byte NumPy cannot name."""
 
-    expands = True  # an array may be compressed, and several may lie in one place
+    expands = True  # arrays may be compressed, and several members may share the same bytes
 
     def __init__(self, store: Store, path: str):
         file = open_fetched(store, path)
@@ -53,12 +53,12 @@ class NpzReader(ForeignReader):
 
 
 class _Array:
-    """An array in an archive; see `Stored`. It is checked against its CRC-32 whenever it is read from end to end."""
+    """Reads an array in an archive; see `Stored`. Checks its CRC-32 whenever it is read up to its end."""
 
     def __init__(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str):
         self._name = f"{path}: {member.filename!r}"
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise UnsupportedError(f"{self._name}: expected an array that NumPy has packed, found another compression")
+            raise UnsupportedError(f"{self._name}: expected an array stored or deflated, found another compression")
         self._open = lambda: archive.open(member)
         with self._open() as file:
             record = read_header(lambda nbytes: _read(file, nbytes, self._name), self._name)
@@ -66,11 +66,11 @@ class _Array:
         check_shape(record.shape, self._name)
         self.kind, self.certain = (record.dtype, record.shape), record.certain
         self._stored, self._columns = record.stored, record.columns
-        self._shape = record.shape[::-1] if record.columns else record.shape  # as it lies there
+        self._shape = record.shape[::-1] if record.columns else record.shape  # the shape as stored
         self._nbytes = math.prod(record.shape) * record.stored.itemsize
         if self._begin + self._nbytes != member.file_size:
             raise CorruptError(f"{self._name}: expected {self._begin + self._nbytes} bytes, found {member.file_size}")
-        self._file: IO[bytes] | None = None  # open where the last read ended
+        self._file: IO[bytes] | None = None  # stays open where the last read ended
         self._lock = threading.Lock()
 
     def can_map(self) -> bool:
@@ -82,14 +82,14 @@ class _Array:
         target = found.reshape(-1).view(np.uint8).data if found.size else memoryview(b"")
         with self._lock, _damage_of(self._name):
             file = self._file or self._open()
-            self._file = None  # unless it is read without an error
+            self._file = None  # stays None after an error
             for begin, end in byte_ranges(self._shape, box, self._stored.itemsize, 1) if found.size else ():
                 file.seek(self._begin + begin)
                 for at in range(begin, end, _STEP):
                     part = _read(file, min(_STEP, end - at), self._name)
                     target[: len(part)] = part
                     target = target[len(part) :]
-                if end == self._nbytes and file.read(1):  # which compares the CRC-32
+                if end == self._nbytes and file.read(1):  # this read compares the CRC-32
                     raise CorruptError(f"{self._name}: expected the end of an array, found more")
             self._file = file
         native = found.astype(self._stored.newbyteorder("="), copy=False).view(dtypes.to_numpy(self.kind[0]))
@@ -105,19 +105,22 @@ def _read(file: IO[bytes], nbytes: int, name: str) -> bytes:
 
 @contextlib.contextmanager
 def _damage_of(name: str) -> Iterator[None]:
-    """Raises a `CorruptError` for what is no zip file, an `UnsupportedError` for what Python cannot unpack."""
+    """Turns errors of damaged zip files into `CorruptError`, those of files Python cannot unpack into others.
+
+    Raises `UnsupportedError` for files with a password or of a later version of the zip format.
+    """
     try:
         yield
     except TreeringError:
         raise
-    except RuntimeError as error:  # of a password, or a later version
+    except RuntimeError as error:  # of a password or a later version
         raise UnsupportedError(f"{name}: {error}; unpack it, and pack it with numpy.savez") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, OverflowError, struct.error) as error:
         raise CorruptError(f"{name}: expected an archive of NumPy: {error}") from None
 
 
 class _Raw(io.RawIOBase):
-    """A blob as `zipfile` reads it."""
+    """Presents a blob as a file that `zipfile` can read."""
 
     def __init__(self, blob: Blob):
         self._blob, self._at = blob, 0
@@ -135,7 +138,7 @@ class _Raw(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] (its name)
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] (parameter name)
         nbytes = max(min(len(buffer), self._blob.size - self._at), 0)
         if nbytes:
             self._blob.read_into(memoryview(buffer)[:nbytes], self._at)

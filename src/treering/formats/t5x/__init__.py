@@ -1,1 +1,1 @@
-"""T5X."""
+"""Reads and writes T5X's checkpoints."""

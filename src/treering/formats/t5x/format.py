@@ -1,7 +1,7 @@
-"""T5X: a folder of zarr arrays beside a state dict in MessagePack, the file ``checkpoint``, which mentions them.
+"""The format T5X: zarr arrays in a folder, and the file ``checkpoint``, a state dict in MessagePack that names them.
 
-The level ``optimizer`` around everything does not show. Versions 0 (a plain state dict), 2 (bfloat16 stored as
-uint16) and 3 are read; 3 is written.
+Treering leaves out the level ``optimizer`` around the tree. It reads versions 0 (a plain state dict), 2 (bfloat16
+stored as uint16) and 3; it writes version 3.
 """
 
 import itertools
@@ -24,11 +24,11 @@ from .schema import FILE, OF_ORBAX, PLACEHOLDER, VERSIONS
 
 _STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
 _VERSION = re.compile(rb"\xa7version([\0-\x7f])\Z")
-_LEVELS = ("target", "state", "flax_mutables")  # of the state itself
+_LEVELS = ("target", "state", "flax_mutables")  # levels of the state itself
 
 
 class T5X(ZarrFolders):
-    """See `treering.formats.Format`."""
+    """Implements `treering.formats.JointFormat` for T5X."""
 
     name = "t5x"
     suffixes = ()
@@ -55,7 +55,7 @@ class T5X(ZarrFolders):
             return "it does not begin like a state dict in MessagePack"
         if _is_state(first, version, own_name=os.path.basename(file) == FILE):
             return None
-        return f"it begins with {first[1][1]!r:.100}, and lacks the version and the optimizer of a T5X state dict"
+        return f"it begins with {first[1][1]!r:.100}, without the version and the optimizer of a T5X state dict"
 
     def open(self, store: Store, path: str) -> Source:
         from .read import open_state
@@ -100,21 +100,21 @@ class T5X(ZarrFolders):
 
 
 def _version_behind(store: Store, file: str) -> Any:
-    """Returns the version that comes after the optimizer in a map; None where there is none."""
+    """Returns the version that follows the optimizer in a map; None if there is none."""
     if not _VERSION.search(ending(store, file, 16)):
         return None
     try:
         with reading(file), opened(store, file) as blob:
-            return Scanner(blob).whole(0, blob.size).get("version")  # not that of a map within
+            return Scanner(blob).whole(0, blob.size).get("version")  # only a key of the outer map, not of one within it
     except CorruptError:
         return None
 
 
 def _is_state(first: Sequence[tuple[int, Any]], version: Any, *, own_name: bool) -> bool:
-    """Returns True if a map with these first tokens, and this version behind them, is a state dict of T5X's.
+    """Returns True if a map with these first tokens, and this version at its end, is a T5X state dict.
 
-    All of its keys must be T5X's, because users have a `version` and an `optimizer`, too. A file with T5X's name may
-    also have a version that is unknown here, or no version.
+    All of its keys must be T5X's, because users also have keys `version` and `optimizer`. A file with T5X's name may
+    also have an unknown version, or none.
     """
     (_, count), (_, key), *rest = first
     if key == "version" and rest[0][0] in (VALUE, STR) and rest[1][0] == STR:

@@ -1,4 +1,4 @@
-"""Reading T5X: state dicts whose arrays lie in them or, as TensorStore specs, beside them."""
+"""Reads T5X: state dicts that contain arrays, or TensorStore specs of zarr arrays in the same folder."""
 
 import functools
 import os
@@ -23,19 +23,19 @@ from .._zarr.folder import Folder
 from .._zarr.leaves import ZarrReader, folder_size
 from .schema import FILE, SPEC, VERSIONS
 
-_STORES = ("file", "gfile", "gcs")  # different names of one place; the folder may have been moved since
-_BFLOAT16 = {"uint16": "bfloat16"}  # in version 2
+_STORES = ("file", "gfile", "gcs")  # different names of the same storage; the folder may have been moved since
+_BFLOAT16 = {"uint16": "bfloat16"}  # how version 2 stores bfloat16
 
 
 def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrReader:
-    """Opens the state dict in the file `checkpoint`, or one of another name. `step` comes from the names around it."""
+    """Opens the state dict in the file `checkpoint`, or in a file of another name. `step` comes from the path."""
     opened, folder = open_fetched(store, file), os.path.dirname(file)
     arrays = functools.cache(lambda: Folder(store, folder, ocdbt=False))
     seen_as: dict[str, str] = {}
-    beside = 0
+    zarr_nbytes = 0
 
     def find(leaf: str, value: Any) -> Elsewhere | CorruptError | None:
-        nonlocal beside
+        nonlocal zarr_nbytes
         if type(value) is not dict or not value.keys() >= set(SPEC):
             return None
         name = _name(value)
@@ -45,15 +45,15 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
             return array
         if difference := _difference(value, array, seen_as):
             return CorruptError(difference)
-        beside += folder_size(store, array.path)
+        zarr_nbytes += folder_size(store, array.path)
         return Elsewhere(seen_as.get(array.dtype, array.dtype), array.shape, array)
 
     scanned = StateDict(opened, find=find, seen_as=seen_as)
     with gc_paused():
         tree = scanned.whole(0, opened.size)
     if type(tree) is dict:
-        whole = tree.keys() == {"version", "optimizer"}
-        version = tree.pop("version") if whole or next(iter(tree), None) == "version" else 0  # or it is a leaf
+        complete = tree.keys() == {"version", "optimizer"}
+        version = tree.pop("version") if complete or next(iter(tree), None) == "version" else 0  # else a leaf
         if type(version) is not int or version not in VERSIONS:
             raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
         seen_as.update(_BFLOAT16 if version == 2 else {})
@@ -61,7 +61,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
     with gc_paused():
         leaves = scanned.leaves(tree)
     step = own_step(leaves, "state/step") if step is None else step
-    nbytes = opened.size + beside
+    nbytes = opened.size + zarr_nbytes
     return _Reader(
         "t5x",
         path,
@@ -72,13 +72,13 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
         nbytes=nbytes,
         immutable=True,
         numbers_are_arrays=True,
-        # A file of another name has no folder of its own.
+        # A file of another name does not have the folder to itself, so other files in it are unrelated.
         left_out=left_out.of_processes(store, folder) if os.path.basename(file) == FILE else (),
     )
 
 
 class _Reader(ZarrReader):
-    """Names the leaf of which a part is not there; zarr arrays may be seen as a dtype of their size."""
+    """Names the leaf in errors about its files; views zarr arrays as another dtype of the same size if needed."""
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
@@ -90,33 +90,33 @@ class _Reader(ZarrReader):
         return [array.view(dtypes.to_numpy(entry.dtype)) for array, (entry, _) in zip(found, wanted, strict=True)]
 
     def _leaf(self, message: str) -> str:
-        """The leaf whose file a message begins with."""
+        """Returns the leaf whose file a message begins with."""
         places = {path: array.path for path, array in self._arrays.items() if isinstance(array, zarr.Array)}
         return next((path for path, place in places.items() if message.startswith((place + "/", place + ":"))), FILE)
 
 
 def _name(spec: Mapping[Any, Any]) -> str:
-    """The name of the array that a spec describes, in the folder of the file."""
+    """Returns the name of the array that a spec describes, within the folder of the file."""
     kvstore = spec["kvstore"]
     if type(kvstore) is not dict:
-        raise CorruptError(f"expected a TensorStore spec with a kvstore, found {named(kvstore)} in its place")
+        raise CorruptError(f"expected a TensorStore spec with a kvstore, found {named(kvstore)}")
     if spec["driver"] != "zarr" or kvstore.get("driver") not in _STORES:
         drivers = f"{spec['driver']!r:.100} in {kvstore.get('driver')!r:.100}"
         raise UnsupportedError(f"expected a zarr array in {', '.join(_STORES)}, found {drivers}")
-    path = kvstore.get("path", spec.get("path"))  # specs of before TensorStore 0.1.14 have it outside
+    path = kvstore.get("path", spec.get("path"))  # specs before TensorStore 0.1.14 have the path outside
     if type(path) is not str or not path.strip("/"):
         raise CorruptError(f"expected the path of a zarr array, found {named(path)}")
     return path.removesuffix("/")
 
 
 def _difference(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str, str]) -> str | None:
-    """The difference between an array and its spec, if any. Chunks and compression are the array's own.
+    """Returns the difference between an array and its spec, or None. Chunks and compression may differ.
 
-    Raises `UnsupportedError` for a transform of it.
+    Raises `UnsupportedError` for a spec with a transform.
     """
     metadata = spec["metadata"]
     shape = metadata.get("shape") if type(metadata) is dict else None
-    shape = numbered(shape) or shape  # as Flax writes lists, unless it is kept from it
+    shape = numbered(shape) or shape  # Flax writes lists as maps by default
     if shape is not None and shape != list(array.shape):
         return f"expected the shape {shape!r:.100} in {array.path}, found {list(array.shape)}"
     dtype = spec.get("dtype", array.dtype)
@@ -124,15 +124,17 @@ def _difference(spec: Mapping[Any, Any], array: zarr.Array, seen_as: Mapping[str
         return f"expected {dtype!r:.100} in {array.path}, found {array.dtype}"
     transform = spec.get("transform")
     if transform is not None and not _is_identity(transform, array.shape):
-        raise UnsupportedError(f"a transform of {array.path}, which is not followed here: {transform!r:.200}")
+        raise UnsupportedError(
+            f"expected {array.path} without a transform, which Treering cannot apply, found {transform!r:.200}"
+        )
     return None
 
 
 def _is_identity(transform: Any, shape: Sequence[int]) -> bool:
-    """Whether a TensorStore transform is that of an array as it is."""
+    """Returns True if a TensorStore transform leaves the array unchanged."""
     if type(transform) is not dict:
         return False
-    # Bounds that are implicit are in lists of their own.
+    # TensorStore wraps implicit bounds in a list.
     plain = {
         key: [one[0] if type(one) is list and len(one) == 1 else one for one in value] if type(value) is list else value
         for key, value in transform.items()

@@ -1,6 +1,6 @@
-"""Writing T5X, version 3: small arrays within the state dict, the others as gzipped zarr arrays beside it.
+"""Writes T5X, version 3: small arrays in the state dict, large ones as gzipped zarr arrays in the same folder.
 
-Numbers of Python become arrays without axes, which T5X can restore.
+Python numbers become arrays without axes, which T5X can restore.
 """
 
 import functools
@@ -33,13 +33,16 @@ from .._zarr.writer import Writer
 from .read import open_state
 from .schema import FILE, OF_ORBAX, PLACEHOLDER, SPEC
 
-INLINE = 1 << 16  # bytes of an array up to which it is written into the state dict, as T5X does with scalars
-CHUNK = 64 << 20  # bytes
+INLINE = 1 << 16  # bytes up to which an array is written into the state dict, as T5X does with scalars
+CHUNK = 64 << 20  # bytes of a chunk
 _GZIP = {"id": "gzip", "level": 1}
-_WHOLE = ("v_row", "v_col")  # of Adafactor, which T5X never partitions, and cannot restore from files of their own
-_NUMBERS = ("bool", "int", "float", "complex")  # of Python, which lack the dtype that T5X asks for
+_UNPARTITIONED = (
+    "v_row",
+    "v_col",
+)  # of Adafactor: T5X never partitions these, and cannot restore them from files of their own
+_NUMBERS = ("bool", "int", "float", "complex")  # Python types without the dtype that T5X expects
 _LONGEST = 200  # bytes of a file's name
-_DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # of TensorFlow
+_DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # the state of TensorFlow's data
 
 
 def write(
@@ -52,12 +55,12 @@ def write(
     *,
     overwrite: bool,
 ) -> int:
-    """Writes a step's folder and returns its size in bytes."""
+    """Writes the folder of a step and returns its size in bytes."""
     specs = _like_specs(contents)
 
     def refused(leaf: str, entry: Entry) -> str | None:
         if any(below(leaf, place) is not None for place in specs):
-            return f"T5X takes a map with the keys {', '.join(SPEC)} for an array that lies beside it; rename one"
+            return f"T5X takes a map with the keys {', '.join(SPEC)} for an array in a file; rename one"
         text = entry.type == "str" and isinstance(entry, ValueEntry) and PLACEHOLDER in entry.decode()
         return f"Orbax takes text with {PLACEHOLDER!r} for an array" if text else None
 
@@ -89,30 +92,30 @@ def write(
 
 
 def _like_specs(contents: Source) -> list[str]:
-    """The containers that a reader would take for specs of arrays."""
+    """Returns the containers that a reader would take for specs of arrays."""
     places = skeleton.places(contents.entries)
     found = [place.rpartition("/")[0] for place in places if place.rpartition("/")[2] == SPEC[0]]
     return [one for one in found if all(join(one, key, root=not one) in places for key in SPEC)]
 
 
 def splits(entry: ArrayEntry) -> bool:
-    """Whether T5X can restore an array from files of its own, so that several processes can write it."""
-    return split(entry.path)[-1] not in _WHOLE and metadata.can_hold(entry.dtype)
+    """Returns True if T5X can restore an array from its own files, so that several processes can write it."""
+    return split(entry.path)[-1] not in _UNPARTITIONED and metadata.can_hold(entry.dtype)
 
 
 def _is_in_process_0(layout: Layout | None) -> bool:
-    """Whether process 0 has the whole of an array, which it can then write into the state dict."""
+    """Returns True if process 0 has all of an array, so that it can write it into the state dict."""
     return layout is None or all(0 in holders for holders in layout.holders)
 
 
 def _owned(store: Store, folder: str) -> set[str]:
-    """The files that T5X has written for a step, the state of its data included, which belongs to that step alone."""
+    """Returns the files that T5X wrote for a step, including the state of the data, which belongs to this step only."""
     arrays = parts_of_arrays(store, folder, lambda: open_state(store, folder, posixpath.join(folder, FILE), None))
     return {FILE, *filter(_DATA.fullmatch, store.list(folder)), *arrays}
 
 
 def _add(arrays: Writer, contents: Source, entry: ArrayEntry, name: str, chunks: Chunks) -> bytes:
-    """Writes an array beside the state dict; returns its placeholder there, a TensorStore spec in MessagePack."""
+    """Writes an array to its files; returns what stands for it in the state dict: a TensorStore spec in MessagePack."""
     read_box = functools.partial(_read_box, contents, entry)
     arrays.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=_GZIP)
     spec = {
@@ -125,14 +128,14 @@ def _add(arrays: Writer, contents: Source, entry: ArrayEntry, name: str, chunks:
 
 
 def _shape(entry: ArrayEntry) -> list[int]:
-    """The shape of an array's chunks; one chunk for what only lies in files because process 0 does not have it."""
+    """Returns the shape of an array's chunks; one chunk if it is in files only because process 0 lacks parts of it."""
     if _is_large(entry):
         return divided(entry.shape, dtypes.itemsize(entry.dtype), CHUNK)
     return [max(size, 1) for size in entry.shape]
 
 
 def _is_large(entry: ArrayEntry) -> bool:
-    """Whether an array gets files of its own; not for chunks that would be tiny because a dimension has no factors."""
+    """Returns True if an array is large enough for its own files, in chunks that are not tiny for lack of factors."""
     itemsize = dtypes.itemsize(entry.dtype)
     if not splits(entry) or not entry.shape or math.prod(entry.shape) * itemsize <= INLINE:
         return False
@@ -144,12 +147,12 @@ def _read_box(contents: Source, entry: ArrayEntry, box: Box) -> np.ndarray:
 
 
 def _names(entries: Sequence[ArrayEntry]) -> Iterator[tuple[ArrayEntry, str]]:
-    """The arrays, each with a name: its path with dots or, where that is taken or cannot be a file's, a number."""
-    used = {name.lower() for name in (FILE, *OF_ORBAX)}  # what has files of those names counts as Orbax's
+    """Yields each array with a name: its path with dots or, if that is taken or not a valid file name, a number."""
+    used = {name.lower() for name in (FILE, *OF_ORBAX)}  # a folder with files of these names would be read as Orbax's
     for number, entry in enumerate(entries):
         name = ".".join(split(entry.path))
         usable = not any(c in name for c in "/\\\0") and name.strip(".") and len(name.encode()) <= _LONGEST
-        while not usable or name.lower() in used:  # some file systems do not tell cases apart
+        while not usable or name.lower() in used:  # some file systems ignore case
             name, usable = f"array-{number}", True
             number += len(entries)
         used.add(name.lower())

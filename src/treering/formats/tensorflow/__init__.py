@@ -1,1 +1,1 @@
-"""TensorFlow's checkpoints."""
+"""Reads TensorFlow's checkpoints."""

@@ -1,10 +1,11 @@
-"""Checkpoints of TensorFlow, as T5 and Mesh TensorFlow left them: an index and files of data, read without TensorFlow.
+"""TensorFlow's checkpoints, as T5 and Mesh TensorFlow wrote them: an index and files of data.
 
     model.ckpt-1000.index
     model.ckpt-1000.data-00000-of-00002
     model.ckpt-1000.data-00001-of-00002
 
-Names of variables are paths, slashes being levels. `t5_names` has those of T5 as T5X calls them.
+Treering reads them without TensorFlow. Names of variables are paths, and their slashes separate levels. `t5_names`
+translates the names of T5 into those of T5X.
 """
 
 import os
@@ -22,15 +23,15 @@ from .. import accepts, is_damaged_step
 from .schema import NAME, index_of
 
 _MAGIC = bytes.fromhex("57fb808b247547db")
-_STEP = re.compile(r"(.+(?<!-of)-(\d{1,18}))\.index")  # not "train_ds-000-of-001", T5X's iterators over data
+_STEP = re.compile(r"(.+(?<!-of)-(\d{1,18}))\.index")  # not "train_ds-000-of-001": those are T5X's iterators over data
 
 
 class TensorFlow:
-    """See `treering.formats.Format`. A checkpoint is named by its prefix, ``model.ckpt-1000``, or by its index.
+    """Implements `treering.formats.Format` for TensorFlow's checkpoints.
 
-    A folder is the checkpoint that its file `checkpoint` names as the latest; every index in it is a step. Tensors of
-    text become bytes, one leaf for each element. With `verify`, the checksum of an array is tested when a part of it is
-    first read, for which all of it has to be read.
+    A checkpoint is named by its prefix, ``model.ckpt-1000``, or by its index. A folder stands for the checkpoint that
+    its file `checkpoint` names as the latest; every index in it is a step. Tensors of text become bytes, one leaf for
+    each element. With `verify`, the first read of an array reads all of it and compares the checksum.
     """
 
     name = NAME
@@ -54,7 +55,7 @@ class TensorFlow:
         return TensorFlowReader(store, path, index, int(step[2]) if step else None)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        # TensorFlow writes the index last and deletes it first: beside an index, missing files of data are damage.
+        # TensorFlow writes the index last and deletes it first: if it exists, missing files of data are damage.
         steps = [step for name in names if (step := _STEP.fullmatch(name))]
         return {int(step[2]): step[0] for step in steps if accepts(self, store, posixpath.join(folder, step[0]))}
 

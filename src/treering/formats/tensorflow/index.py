@@ -1,4 +1,4 @@
-"""The index of a checkpoint of TensorFlow: protobuf messages by the names of tensors."""
+"""Reads the index of a TensorFlow checkpoint: protobuf messages by the names of tensors."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsupportedError
 from .table import fields
 
-# The numbers of dtypes in TensorFlow; those of quantized integers are the integers that they are stored as.
+# The numbers of dtypes in TensorFlow. A quantized integer is listed as the integer it is stored as.
 DTYPES = {
     1: "float32",
     2: "float64",
@@ -45,11 +45,11 @@ DTYPES = {
 TEXT = 7
 _VERSION = 1  # of the format
 
-Extent = tuple[int, int]  # start and length along an axis; a length of -1 is all of it
+Extent = tuple[int, int]  # start and length along an axis; a length of -1 means the entire axis
 
 
 class Tensor(NamedTuple):
-    """An entry of the index. `parts` are those of a tensor that was partitioned, which have entries of their own."""
+    """An entry of the index. `parts` lists the parts of a partitioned tensor, which have their own entries."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -61,14 +61,14 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The number of files of data, and the order of bytes in them."""
+    """Holds the number of files of data, and their byte order."""
 
     shards: int
     order: Literal["little", "big"]
 
 
 def read_header(message: bytes, name: str) -> Header:
-    """The first entry."""
+    """Parses the first entry of an index. Raises `CorruptError` and `UnsupportedError`."""
     shards = endianness = needed = 0
     for field, value in fields(message, name):
         if field == 1:
@@ -80,12 +80,12 @@ def read_header(message: bytes, name: str) -> Header:
     if needed > _VERSION:
         raise UnsupportedError(f"{name}: expected version {_VERSION} of the format, found {needed}")
     if endianness > 1:
-        raise CorruptError(f"{name}: no order of bytes has the number {endianness}")
+        raise CorruptError(f"{name}: expected the byte order 0 or 1, found {endianness}")
     return Header(shards, "big" if endianness else "little")
 
 
 def read_tensor(message: bytes, name: str) -> Tensor:
-    """An entry: dtype 1, shape 2, shard 3, offset 4, size 5, checksum 6, parts 7."""
+    """Parses an entry. Fields: dtype 1, shape 2, shard 3, offset 4, size 5, checksum 6, parts 7."""
     numbers = dict.fromkeys((1, 3, 4, 5, 6), 0)
     shape: list[int] = []
     parts: list[tuple[Extent, ...]] = []
@@ -104,7 +104,7 @@ def read_tensor(message: bytes, name: str) -> Tensor:
 
 
 def path_of(key: bytes, index: str) -> str:
-    """The path of a tensor."""
+    """Returns the path of a tensor."""
     try:
         return "/".join(key_text(part) for part in key.decode().split("/"))
     except UnicodeDecodeError:
@@ -112,22 +112,22 @@ def path_of(key: bytes, index: str) -> str:
 
 
 def box_of(part: tuple[Extent, ...], shape: tuple[int, ...], name: str) -> Box:
-    """The box of a part."""
+    """Returns the box of a part. Raises `CorruptError` if it is not within the tensor."""
     full = len(part) == len(shape) and all(
         (start, length) == (0, -1) or (0 <= start < start + length <= size)
         for (start, length), size in zip(part, shape, strict=True)
     )
     if not full or not shape or not math.prod(shape):
-        raise CorruptError(f"{name}: no tensor of shape {list(shape)} has the part {list(part)}")
+        raise CorruptError(f"{name}: expected a part of a tensor of shape {list(shape)}, found {list(part)}")
     return tuple(
         (start, size if length < 0 else start + length) for (start, length), size in zip(part, shape, strict=True)
     )
 
 
 def part_key(key: bytes, part: tuple[Extent, ...]) -> bytes:
-    """The key of a part: zero, the tensor's key, its rank, and start and length along each axis.
+    """Returns the key of a part: zero, the tensor's key, its rank, and start and length along each axis.
 
-    All are encoded so that the keys sort as their values do.
+    The encoding makes keys sort like the values in them.
     """
     escaped = re.sub(rb"[\0\xff]", lambda byte: b"\0\xff" if byte[0] == b"\0" else b"\xff\0", key)
     numbers = b"".join(_sortable(number) for extent in part for number in extent)
@@ -135,7 +135,7 @@ def part_key(key: bytes, part: tuple[Extent, ...]) -> bytes:
 
 
 def _sortable(number: int) -> bytes:
-    """A number in one byte for each group of seven bits, with as many leading bits of the sign that give the length."""
+    """Encodes a number in one byte for each seven bits. One leading bit for each byte is 1, or 0 if it is negative."""
     size = (number if number >= 0 else ~number).bit_length() // 7 + 1
     leading = (1 << size) - 1 << 7 * size
     return (number & (1 << 8 * size) - 1 ^ leading).to_bytes(size, "big")
@@ -155,7 +155,7 @@ def _bytes(value: Any, name: str) -> bytes:
 
 
 def _number(value: Any, name: str) -> int:
-    """A signed number of 64 bits."""
+    """Returns a signed number of 64 bits."""
     if not isinstance(value, int):
         raise CorruptError(f"{name}: expected a number, found {value!r:.100}")
     return value - (1 << 64) if value >> 63 else value

@@ -1,4 +1,4 @@
-"""Reading checkpoints of TensorFlow: the index, and arrays whose checksums are tested."""
+"""Reads TensorFlow's checkpoints: the index, and arrays with checksums."""
 
 import itertools
 import math
@@ -21,12 +21,12 @@ from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header,
 from .schema import INDEX, NAME
 from .table import Cursor, crc32c, items, masked
 
-_CHECKSUM_SLICE_BYTES = 16 << 20  # bytes of which the checksum is computed at a time
-_MOST_TEXT = 64 << 20  # bytes of all tensors of text together, which are read when a checkpoint is opened
+_CHECKSUM_SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed
+_MAX_TEXT_BYTES = 64 << 20  # bytes of all tensors of text together; opening a checkpoint reads them
 
 
 class _Bundle:
-    """An index, and the files of data, which are opened when they are needed."""
+    """Holds an index, and its files of data, each opened when it is first needed."""
 
     def __init__(self, store: Store, index: str):
         file = open_fetched(store, index)
@@ -38,13 +38,13 @@ class _Bundle:
         self._store, self._files = store, dict[int, Blob]()
 
     def tensor(self, key: bytes) -> Tensor:
-        """An entry of the index."""
+        """Returns an entry of the index. Raises `CorruptError` if there is none."""
         if key not in self.tensors:
             raise CorruptError(f"{self.index}: expected an entry {key!r:.100}, found none")
         return read_tensor(self.tensors[key], self.index)
 
     def file(self, tensor: Tensor) -> Blob:
-        """The file with the bytes of a tensor."""
+        """Returns the file with the bytes of a tensor."""
         shard = tensor.shard
         if shard not in self._files:
             if not 0 <= shard < self.header.shards:
@@ -58,7 +58,7 @@ class _Bundle:
 
 
 class TensorFlowReader(ForeignReader):
-    """Tests the checksum of an array once, when a part of it is first read with `verify`."""
+    """Reads a checkpoint. Compares the checksum of an array once, when `verify` first reads a part of it."""
 
     def __init__(self, store: Store, path: str, index: str, step: int | None):
         self._bundle = _Bundle(store, index)
@@ -70,12 +70,14 @@ class TensorFlowReader(ForeignReader):
         text = 0
         for key in self._bundle.tensors:
             if key.startswith(b"\0"):
-                continue  # a part of a tensor, which says so itself
+                continue  # a part of a tensor, whose own entry lists it
             name, tensor = path_of(key, index), self._bundle.tensor(key)
             if tensor.dtype == TEXT and not tensor.parts:
                 text += tensor.size
-                if text > _MOST_TEXT:
-                    raise UnsupportedError(f"{index}: tensors of text with more than {_MOST_TEXT} bytes, up to {name}")
+                if text > _MAX_TEXT_BYTES:
+                    raise UnsupportedError(
+                        f"{index}: expected at most {_MAX_TEXT_BYTES} bytes of text, found more, up to {name}"
+                    )
                 entries += _texts(self._bundle, name, tensor)
             elif tensor.dtype not in DTYPES:
                 problems.append(f"  {name}: its dtype has the number {tensor.dtype} in TensorFlow")
@@ -87,7 +89,7 @@ class TensorFlowReader(ForeignReader):
                     entries.append(ArrayEntry(name, "numpy", DTYPES[tensor.dtype], tensor.shape))
                     arrays[name] = found
         if problems:
-            raise UnsupportedError("\n".join([f"{index}: these tensors cannot be read here:", *problems]))
+            raise UnsupportedError("\n".join([f"{index}: Treering cannot read these tensors:", *problems]))
         super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes, immutable=True)
 
     def read(
@@ -107,7 +109,7 @@ class TensorFlowReader(ForeignReader):
 
     def _verify(self, path: str) -> None:
         if path not in self._good:
-            for part in self._parts.get(path, ()):  # of what is lost there are none
+            for part in self._parts.get(path, ()):  # a lost array has no parts
                 self._verify_part(part, path)
             self._good.add(path)
 
@@ -126,7 +128,7 @@ class TensorFlowReader(ForeignReader):
 
 
 class _Partitioned:
-    """An array of which parts lie apart."""
+    """Reads an array from parts that are stored separately."""
 
     def __init__(self, parts: Sequence[tuple[Box, Runs]], dtype: np.dtype):
         self._parts, self._dtype = parts, dtype
@@ -144,22 +146,22 @@ class _Partitioned:
 
 
 def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[str], list[Tensor]]:
-    """An array, or why it cannot be read, and the entries with its bytes."""
+    """Opens an array, or returns why it cannot be read; also returns the entries with its bytes."""
     check_shape(tensor.shape, bundle.index)
     if not tensor.parts:
         runs = _runs(bundle, tensor)
         return [str(runs)] if isinstance(runs, CorruptError) else runs, [tensor]
     boxes = [box_of(part, tensor.shape, bundle.index) for part in tensor.parts]
     try:
-        whole, _ = Cells.of(boxes)
+        cells, _ = Cells.of(boxes)
     except ValueError:
-        whole = None
-    if whole is None or whole.shape != tensor.shape:
+        cells = None
+    if cells is None or cells.shape != tensor.shape:
         raise CorruptError(f"{bundle.index}: the parts of {key!r:.100} do not make up its shape {list(tensor.shape)}")
     parts = [bundle.tensor(part_key(key, part)) for part in tensor.parts]
     for part, box in zip(parts, boxes, strict=True):
         if part.parts or part.dtype != tensor.dtype or part.shape != box_shape(box):
-            raise CorruptError(f"{bundle.index}: a part of {key!r:.100} is not of its dtype, or not of its size")
+            raise CorruptError(f"{bundle.index}: a part of {key!r:.100} has another dtype or size")
     found = [(box, _runs(bundle, part)) for box, part in zip(boxes, parts, strict=True)]
     if reasons := [str(runs) for _, runs in found if isinstance(runs, CorruptError)]:
         return reasons, parts
@@ -168,9 +170,9 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[
 
 
 def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:
-    """The bytes of an entry, or why they are not there."""
+    """Opens the bytes of an entry, or returns why they are missing."""
     dtype = dtypes.to_numpy(DTYPES[tensor.dtype])
-    stored = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype  # ml_dtypes' have no other byte order
+    stored = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype  # ml_dtypes are native-endian only
     order = "<" if bundle.header.order == "little" else ">"
 
     def runs() -> Runs:
@@ -181,14 +183,14 @@ def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:
 
 
 def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
-    """The elements of a tensor of text; one entry for all of them where they cannot be read."""
+    """Reads the elements of a tensor of text; a single lost entry stands for all if they cannot be read."""
     check_shape(tensor.shape, bundle.index)
     found = attempt(lambda: [*_read_texts(bundle, name, tensor)])
     return [lost(name, str(found), tree=True)] if isinstance(found, CorruptError) else [*found]
 
 
 def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
-    """Reads a tensor of text: first the sizes and the checksum of these, then the bytes."""
+    """Reads a tensor of text: first the sizes and their checksum, then the bytes."""
     count = math.prod(tensor.shape)
     if count > tensor.size:
         raise CorruptError(f"{bundle.index}: {name} has {count} elements in {tensor.size} bytes")
@@ -200,10 +202,10 @@ def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEnt
     crc = crc32c(b"".join(size.to_bytes(4 if size < 1 << 32 else 8, bundle.header.order) for size in sizes))
     checksum = cursor.take(4)
     texts = [cursor.take(size) for size in sizes]
-    whole_crc = crc32c(b"".join(texts), crc32c(checksum, crc))
-    if int.from_bytes(checksum, bundle.header.order) != masked(crc) or masked(whole_crc) != tensor.crc or cursor.left():
+    full_crc = crc32c(b"".join(texts), crc32c(checksum, crc))
+    if int.from_bytes(checksum, bundle.header.order) != masked(crc) or masked(full_crc) != tensor.crc or cursor.left():
         raise CorruptError(f"{bundle.file(tensor).path}: the bytes of {name} are not what was saved")
-    if not count:  # of which there may be any number of rows
+    if not count:  # an empty tensor may claim any number of rows
         return
     for index, text in zip(itertools.product(*map(range, tensor.shape)), texts, strict=True):
         yield ValueEntry("/".join([name, *map(str, index)]), *encode(text))

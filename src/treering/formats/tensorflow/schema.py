@@ -1,4 +1,4 @@
-"""Names of TensorFlow's files."""
+"""Names of TensorFlow's files, and finding the index of a path."""
 
 import os
 import posixpath
@@ -16,7 +16,7 @@ MAX_LATEST_BYTES = 64 << 10  # bytes of the file that names the latest checkpoin
 
 
 def index_of(store: Store, path: str) -> str:
-    """The index of the checkpoint that a path means. Raises `CorruptError` when it means none."""
+    """Returns the index of the checkpoint that a path stands for. Raises `CorruptError` if there is none."""
     found = store.stat(path)
     if found is not None and found.is_folder:
         latest = posixpath.join(path, "checkpoint")
@@ -27,7 +27,7 @@ def index_of(store: Store, path: str) -> str:
             match = _LATEST.match(blob.read_up_to(MAX_LATEST_BYTES))
         if match is None:
             raise CorruptError("its file called checkpoint does not begin with model_checkpoint_path")
-        # The folder may have moved since: what counts is the name.
+        # The recorded path may be outdated, because the folder may have moved: only the name is used.
         index = posixpath.join(path, os.path.basename(os.fsdecode(match[1])) + INDEX)
     else:
         index = path if path.endswith(INDEX) else path + INDEX

@@ -1,7 +1,7 @@
-"""Sorted tables on the disk as LevelDB has them, the protobuf wire format, and CRC-32C: no more than an index needs.
+"""LevelDB's sorted tables, the protobuf wire format, and CRC-32C, as far as an index of TensorFlow needs them.
 
-A table is a file of blocks; its footer gives the place of the block that gives the places of the others. In a block
-each key leaves out the prefix that it shares with the one before.
+A table is a file of blocks. Its footer gives the position of the block that lists the positions of all others.
+Within a block, a key omits the prefix that it shares with the key before.
 """
 
 import functools
@@ -15,19 +15,19 @@ from ...stores.store import Blob
 
 FOOTER = 48
 MAGIC = bytes.fromhex("57fb808b247547db")
-_TRAILER = 5  # bytes after a block: how it is compressed, and a checksum
+_TRAILER = 5  # bytes after a block: its compression, and a checksum
 _KEY = 1 << 16  # bytes of a key
-_MAX_BLOCK_BYTES = 64 << 20  # bytes of a block; TensorFlow's have 256 KiB
-_GROWTH = 64  # bytes that keys may take for each byte of the blocks, once what they have in common is filled in
+_MAX_BLOCK_BYTES = 64 << 20  # bytes of a block; TensorFlow writes 256 KiB
+_GROWTH = 64  # bytes of keys for each byte of the blocks, after shared prefixes are filled in
 _STRIDES = (1 << 16, 1 << 11, 1 << 6)  # words, see `crc32c`
 
 
 def items(file: Blob) -> Iterator[tuple[bytes, bytes]]:
-    """The keys and values of a table, ascending. Raises `CorruptError`; every checksum is tested."""
+    """Yields the keys and values of a table, in ascending order. Raises `CorruptError`; checks every checksum."""
     if file.size < FOOTER or file.read(file.size - len(MAGIC), len(MAGIC)) != MAGIC:
         raise CorruptError(f"{file.path}: expected a table that ends in its magic number; it is cut short or no table")
     cursor = Cursor(file.read(file.size - FOOTER, FOOTER), file.path)
-    _block(file, cursor.varint(), cursor.varint())  # of the names of further blocks, of which there are none
+    _block(file, cursor.varint(), cursor.varint())  # the meta-index, which lists no blocks in TensorFlow's tables
     last, keys, nbytes = b"", 0, 0
     handles = _entries(_block(file, cursor.varint(), cursor.varint()), file.path)
     end = 0
@@ -49,20 +49,20 @@ def items(file: Blob) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(file: Blob, offset: int, size: int) -> bytes:
-    """The contents of a block."""
+    """Reads the contents of a block."""
     if size > _MAX_BLOCK_BYTES:
-        raise UnsafeError(f"{file.path}: a block of {size} bytes, which cannot be meant")
+        raise UnsafeError(f"{file.path}: expected blocks of at most {_MAX_BLOCK_BYTES} bytes, found {size}")
     data = file.read(offset, size + _TRAILER)
     stored = int.from_bytes(data[-4:], "little")
     if masked(crc32c(data[:-4])) != stored:
         raise CorruptError(f"{file.path}: the block at {offset} is not what was saved; its checksum differs")
     if data[size] > 1:
-        raise UnsupportedError(f"{file.path}: a block compressed in the unknown way {data[size]}")
+        raise UnsupportedError(f"{file.path}: a block with the unknown compression {data[size]}")
     return _decompressed(data[:size], file.path) if data[size] else data[:size]
 
 
 def _decompressed(data: bytes, name: str) -> bytes:
-    """Snappy: the size, and then bytes as they are, or copies of earlier ones."""
+    """Decompresses Snappy: a size, then literal bytes and copies of earlier ones."""
     cursor, out = Cursor(data, name), bytearray()
     size = cursor.varint()
     if size > _GROWTH * len(data):
@@ -101,7 +101,7 @@ def _entries(block: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
 
 
 class Cursor:
-    """Reads bytes from the front. Raises `CorruptError` where they end too early."""
+    """Reads bytes from the front. Raises `CorruptError` if too few are left."""
 
     def __init__(self, data: bytes, name: str, end: int | None = None):
         self._data, self._name, self._position = data, name, 0
@@ -110,18 +110,18 @@ class Cursor:
             raise self._too_short()
 
     def left(self) -> int:
-        """The number of bytes that are left."""
+        """Returns the number of bytes that are left."""
         return self._end - self._position
 
     def take(self, size: int) -> bytes:
-        """The next bytes."""
+        """Returns the next bytes."""
         if size > self.left():
             raise self._too_short()
         self._position += size
         return self._data[self._position - size : self._position]
 
     def varint(self) -> int:
-        """The next number of up to 64 bits, seven to a byte, the lowest first."""
+        """Returns the next number of up to 64 bits: seven bits in each byte, the lowest first."""
         value = 0
         for shift in range(0, 70, 7):
             byte = self.take(1)[0]
@@ -135,7 +135,7 @@ class Cursor:
 
 
 def fields(message: bytes, name: str) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: a number, or bytes of text and of messages within."""
+    """Yields the fields of a protobuf message: numbers, or bytes of texts and of inner messages."""
     cursor = Cursor(message, name)
     while cursor.left():
         tag = cursor.varint()
@@ -151,15 +151,15 @@ def fields(message: bytes, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def masked(crc: int) -> int:
-    """A checksum as it is stored, so that one of data that holds checksums is no special case."""
+    """Returns a checksum in its stored form. LevelDB masks it, because data may itself contain checksums."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(data: Any, crc: int = 0) -> int:
-    """CRC-32C of a buffer that follows one with the checksum `crc`.
+    """Returns the CRC-32C of a buffer that follows a buffer with the checksum `crc`.
 
-    A checksum is linear: many words of data can be folded into few, of which it is the same. So all but the end goes
-    through NumPy, some 65,536 words at a time.
+    A checksum is linear: many words of data can be folded into a few with the same checksum. So NumPy processes all but
+    the end, some 65,536 words at a time.
     """
     rest = np.frombuffer(data, np.uint8)
     register = crc ^ 0xFFFFFFFF
@@ -181,7 +181,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
 
 @functools.cache
 def _bytewise() -> list[int]:
-    """The change of a register by one byte of input, by the register's lowest byte."""
+    """Returns the change of a register by one byte of input, for each lowest byte of the register."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, table >> 1 ^ np.uint32(0x82F63B78), table >> 1)
@@ -190,9 +190,9 @@ def _bytewise() -> list[int]:
 
 @functools.cache
 def _advanced(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The register after `nbytes` bytes of zero, a power of two, by its lower and its upper half."""
+    """Returns the register after `nbytes` bytes of zero, a power of two, by its lower and its upper half."""
     table, bits = np.array(_bytewise(), np.uint32), np.arange(32, dtype=np.uint32)
-    images = table[1 << bits & 255] ^ np.uint32(1) << bits >> 8  # of each single bit after one byte
+    images = table[1 << bits & 255] ^ np.uint32(1) << bits >> 8  # the images of each single bit, after one byte
     for _ in range(nbytes.bit_length() - 1):
         images = np.bitwise_xor.reduce(np.where(images[:, None] >> bits & 1, images, np.uint32(0)), axis=1)
     halves: list[np.ndarray] = []
