@@ -1,8 +1,8 @@
-"""Files that are built to do harm: what each tries, on which format, and code that makes it.
+"""Files built to do harm: what each attack tries, on which format, and the code that makes it.
 
-An attack is a function that lays something out in an empty folder and returns the path to be opened. The oracle is in
-`trial`: opening, restoring, verifying and converting it each raise a `TreeringError` soon and in little memory, and
-nothing outside of the folder is read or written.
+An attack is a function that creates files in an empty folder and returns the path to be opened. `trial` checks what
+happens: opening, restoring, verifying and converting each raise a `TreeringError` soon and in little memory, and
+Treering neither reads nor writes anything outside the folder.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from typing import Literal, NamedTuple
 Make = Callable[[Path], Path]
 Verdict = Literal["refused", "unread", "right", "harmless"]
 
-CANARY = b"the canary that nobody may hear!"  # what lies in a file outside of the folder
-OUTSIDE = "outside"  # the folder with that file, beside the folder of the attack
+CANARY = b"a canary that must not be read!!"  # contents of a file outside the folder
+OUTSIDE = "outside"  # the folder with that file, next to the attack's folder
 
 
 class Attack(NamedTuple):
-    """What is tried on a format, in a line, and how.
+    """Describes an attack: its format, one line about what it tries, and the function that makes it.
 
-    verdict: "refused" must not be restored, verified and converted, "unread" not restored; "right" may be, as what was saved (`subjects.tree`); "harmless" as whatever
-    it says itself, if nothing else happens.
+    verdict: the right outcome. "refused": restoring, verifying and converting must fail. "unread": only restoring must
+    fail. "right": if it can be read, the result must be `subjects.tree`. "harmless": it may be read as anything.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Attack(NamedTuple):
 
 
 ATTACKS: dict[str, Attack] = {}
-"""By format and name: ``orbax/chunk of a gigabyte of zeros, in gzip``."""
+"""The corpus, by format and name: ``orbax/chunk of a gigabyte of zeros, in gzip``."""
 
 
 def add(format: str, name: str, tries: str, make: Make, verdict: Verdict = "refused", *, slow: bool = False) -> None:
@@ -43,7 +43,7 @@ def add(format: str, name: str, tries: str, make: Make, verdict: Verdict = "refu
 
 
 def attack(format: str, tries: str, verdict: Verdict = "refused", *, slow: bool = False) -> Callable[[Make], Make]:
-    """Adds the function as an attack, which is called as it is."""
+    """Returns a decorator that adds the function as an attack, named after the function."""
 
     def register(make: Make) -> Make:
         add(format, getattr(make, "__name__", "").strip("_").replace("_", " "), tries, make, verdict, slow=slow)
@@ -53,7 +53,7 @@ def attack(format: str, tries: str, verdict: Verdict = "refused", *, slow: bool 
 
 
 def load() -> dict[str, Attack]:
-    """The whole corpus."""
+    """Returns the entire corpus."""
     from . import anywhere, equinox, msgpack, names, native, safetensors, tensorflow, zarr  # noqa: F401
 
     return ATTACKS

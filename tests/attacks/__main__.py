@@ -1,6 +1,6 @@
-"""`python -m attacks`: tries the corpus, or what matches `--only`, and counts what flipped bits do.
+"""`python -m attacks`: tries the corpus, or the attacks that match `--only`, and counts what flipped bits do.
 
-With `tests` on the path. `--write FILE` puts the tables between two marks of a file.
+`tests` must be on the path. `--write FILE` puts the tables between two marks of a file.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     names = [name for name in load() if re.search(arguments.only, name)]
     with tempfile.TemporaryDirectory() as folder:
-        trials = run(names, Path(folder), tell=_tell)
+        trials = run(names, Path(folder), report=_report)
     lines = table(trials)
     if not arguments.only:
         with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def main() -> None:
         put(arguments.write, lines)
 
 
-def _tell(trial: Trial) -> None:
+def _report(trial: Trial) -> None:
     marks = ["wrong"] * bool(trial.wrong) + ["slow"] * (trial.seconds > SECONDS) + ["large"] * (trial.nbytes > NBYTES)
     if marks:
         print(
@@ -46,7 +46,7 @@ def _tell(trial: Trial) -> None:
 
 
 def table(trials: list[Trial]) -> list[str]:
-    """One line for each format."""
+    """Returns a table with one line for each format."""
     corpus = load()
     lines = [
         "| format | attacks | refused | legal | gone wrong | slowest | most memory |",
@@ -74,7 +74,7 @@ def table(trials: list[Trial]) -> list[str]:
 
 
 def rotten(rots: list[rot.Rot], flips: int, missed: int) -> list[str]:
-    """What flipped bits did."""
+    """Returns a table of what flipped bits did."""
     lines = [
         "| read by | bytes | flips | error | no effect | silently other values |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -88,7 +88,7 @@ def rotten(rots: list[rot.Rot], flips: int, missed: int) -> list[str]:
 
 
 def put(file: Path, lines: list[str]) -> None:
-    """Replaces what lies between the marks."""
+    """Replaces the lines between the marks."""
     text = file.read_text()
     before, rest = text.split(_BEGIN)
     after = rest.split(_END)[1]

@@ -1,4 +1,4 @@
-"""Equinox: records of NumPy whose headers lie, and the line of JSON before them."""
+"""Attacks on Equinox: NumPy records with false headers, and the line of JSON before them."""
 
 import io
 import pickle
@@ -36,7 +36,7 @@ def _objects() -> bytes:
 
 
 def _file(second: bytes, line: bytes, size: int, folder: Path) -> Path:
-    """The records of both leaves, of which one is spoilt."""
+    """Writes the records of both leaves, one of them damaged."""
     path = folder / "x.eqx"
     found = io.BytesIO()
     np.save(found, _W)
@@ -77,7 +77,7 @@ _LINES: list[tuple[str, str, bytes, Verdict]] = [
     ("a number of 900,000 digits", "takes quadratic time", b'{"a":' + b"9" * 900_000 + b"}\n", "refused"),
     ("4000 digits", "is within what Python parses", b'{"a":' + b"9" * 4000 + b"}\n", "right"),
     ("nested objects", "uses up the stack", b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n", "refused"),
-    ("900 levels", "uses up the stack of those that come later", b"[" * 900 + b"]" * 900 + b"\n", "right"),
+    ("900 levels", "uses up the stack of later operations", b"[" * 900 + b"]" * 900 + b"\n", "right"),
     ("a lone surrogate", "cannot be written again", b'{"a":"\\ud800"}\n', "right"),
     ("no UTF-8", "cannot be decoded", b'{"a":"\xff"}\n', "refused"),
     ("no end of the line", "is looked for without end", b'{"a":1' + b" " * (2 << 20), "refused"),

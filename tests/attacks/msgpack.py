@@ -1,4 +1,4 @@
-"""MessagePack as Flax, FJFormer and T5X have it: structures that claim more than there is, and arrays that lie."""
+"""Attacks on the MessagePack of Flax, FJFormer and T5X: structures larger than the file, and false arrays."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def _chunked(shape: Any, chunks: Any) -> dict[str, Any]:
 
 _GOOD = _array([4], "float32", bytes(16))
 _LEAVES: list[tuple[str, str, Any, Verdict]] = [
-    ("a shape larger than the bytes", "reads behind them", _array([5], "float32", bytes(16)), "refused"),
+    ("a shape larger than the bytes", "reads past them", _array([5], "float32", bytes(16)), "refused"),
     ("a shape whose product overflows", "fits in 64 bits", _array([2**32, 2**32, 4], "float32", bytes(16)), "refused"),
     ("an axis below zero", "is any size", _array([-2, -2], "float32", bytes(16)), "refused"),
     ("an axis of 2^64 - 1", "overflows", _array([2**64 - 1], "float32", bytes(16)), "refused"),
@@ -37,8 +37,8 @@ _LEAVES: list[tuple[str, str, Any, Verdict]] = [
     ("a structured dtype", "makes pointers of bytes", _array([1], "O,O", bytes(16)), "refused"),
     ("a dtype of gigabytes", "is allocated", _array([0], "str999999999", b""), "harmless"),
     ("a dtype of no bytes", "divides by zero", _array([2**40], "bytes0", b""), "harmless"),
-    ("a payload that is no array", "is taken apart", msgpack.ExtType(1, msgpack.packb([1, 2])), "refused"),
-    ("a payload that is nothing", "is taken apart", msgpack.ExtType(1, b""), "refused"),
+    ("a payload that is no array", "is unpacked", msgpack.ExtType(1, msgpack.packb([1, 2])), "refused"),
+    ("a payload that is nothing", "is unpacked", msgpack.ExtType(1, b""), "refused"),
     ("an unknown extension", "is run by a hook", msgpack.ExtType(99, pickle.dumps(print)), "refused"),
     ("a timestamp", "is an extension of MessagePack itself", msgpack.Timestamp(1), "refused"),
     ("extensions in extensions", "uses up the stack", msgpack.ExtType(1, msgpack.packb(_GOOD)), "refused"),
@@ -46,7 +46,7 @@ _LEAVES: list[tuple[str, str, Any, Verdict]] = [
     ("a complex number beyond a double", "overflows", msgpack.ExtType(2, msgpack.packb([2**64 - 1, 1.0])), "harmless"),
     ("chunks that are none", "are joined", _chunked({"0": 4}, {"0": 1}), "refused"),
     ("chunks of several dtypes", "are joined", _chunked({"0": 6}, {"0": _GOOD, "1": _array([2], "int32", bytes(8))}), "refused"),
-    ("no chunks of a shape", "are joined to memory nobody filled", _chunked({"0": 4}, {}), "refused"),
+    ("no chunks of a shape", "are joined with uninitialized memory", _chunked({"0": 4}, {}), "refused"),
     ("chunks of less than the shape", "the same", _chunked({"0": 400}, {"0": _GOOD}), "refused"),
     ("a bomb in gzip", "grows when it is unpacked", gzip.compress(bytes(1 << 20)), "harmless"),
     ("a pickle", "is loaded", pickle.dumps({"a": 1}), "harmless"),
@@ -67,7 +67,7 @@ _RAW: list[tuple[str, str, bytes, int, Verdict]] = [
     ("four million numbers in holes", "fills the memory, below a limit", b"\x81\xa1a\xdd" + struct.pack(">I", 4_000_000), 4_000_007, "refused"),
     ("100,000 maps in one another", "uses up the stack", b"\x81\xa1a" * 100_000 + b"\1", 0, "refused"),
     ("100,000 lists in one another", "uses up the stack", b"\x81\xa1a" + b"\x91" * 100_000 + b"\1", 0, "refused"),
-    ("900 maps in one another", "uses up the stack of those that come later", b"\x81\xa1a" * 900 + b"\1", 0, "harmless"),
+    ("900 maps in one another", "uses up the stack of later operations", b"\x81\xa1a" * 900 + b"\1", 0, "harmless"),
     ("paths of a gigabyte", "multiplies a long name", b"\x81\xda\xff\xff" + b"k" * 65535 + b"\xdd" + struct.pack(">I", 20_000) + bytes(20_000), 0, "refused"),
     ("one key twice", "loses a leaf", b"\x82\xa1a\1\xa1a\2", 0, "refused"),
     ("keys 1 and 1.0", "are one key to Python", b"\x82\x01\1\xcb\x3f\xf0" + bytes(6) + b"\2", 0, "refused"),
@@ -76,7 +76,7 @@ _RAW: list[tuple[str, str, bytes, int, Verdict]] = [
     ("a key that is 0xc1", "is never used", b"\x81\xc1\1", 0, "refused"),
     ("a text that is no UTF-8", "cannot be decoded", b"\x81\xa1a\xa2\xff\xfe", 0, "refused"),
     ("a text with a surrogate", "cannot be written again", b"\x81\xa1a\xa3\xed\xa0\x80", 0, "refused"),
-    ("more behind the end", "is not looked at", b"\x81\xa1a\1\1", 0, "refused"),
+    ("more behind the end", "is ignored", b"\x81\xa1a\1\1", 0, "refused"),
 ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _flax(data: bytes, size: int, folder: Path) -> Path:
 
 
 def _fjformer(data: bytes, size: int, folder: Path) -> Path:
-    """The value as the bytes of a leaf. Where it is to have holes, so has the stream."""
+    """Writes the value as the bytes of a leaf, in a stream with holes if `size` asks for them."""
     path = folder / "streaming_params"
     path.write_bytes(b"\x92\x91\xa1k\xc6" + struct.pack(">I", min(size or len(data), 2**32 - 1)) + data)
     if size:
@@ -134,8 +134,8 @@ _SPECS: list[tuple[str, str, Any]] = [
     ("another driver", "opens anything", _spec(driver="n5")),
     ("a name of 5000 levels", "uses up the stack", _at("/".join("a" * 5000))),
     ("a name of 5000 letters", "is longer than names are", _at("a" * 5000)),
-    ("a kvstore that is a list", "is taken apart", _spec(kvstore=[1])),
-    ("another shape", "reads behind the array", _spec(metadata={"shape": [30, 40]})),
+    ("a kvstore that is a list", "is unpacked", _spec(kvstore=[1])),
+    ("another shape", "reads past the array", _spec(metadata={"shape": [30, 40]})),
     ("another dtype", "reads bytes as what they are not", _spec(dtype="int32")),
     ("a transform", "shows another part", _spec(transform={"input_rank": 2, "output": [{"index_array": [[0]]}] * 2})),
 ]  # fmt: skip
@@ -159,7 +159,7 @@ for format, make in _MAKERS.items():
     for name, tries, leaf, verdict in _LEAVES:
         value = leaf if format == "fjformer" else {"a": leaf}
         if isinstance(leaf, str) and format != "flax":
-            verdict = "harmless"  # a text like others
+            verdict = "harmless"  # text like any other
         add(format, f"leaf: {name}", tries, partial(make, msgpack.packb(value, use_bin_type=True), 0), verdict)
     for name, tries, data, size, verdict in _RAW:
         add(format, f"structure: {name}", tries, partial(make, data, size), verdict)

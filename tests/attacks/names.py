@@ -1,4 +1,4 @@
-"""Names of leaves that lead out, in checkpoints that are otherwise legal: converting to formats of folders must not follow."""
+"""Names of leaves that point outside, in valid checkpoints: converting to a format of folders must not follow them."""
 
 import json
 from functools import partial

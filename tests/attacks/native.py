@@ -1,4 +1,4 @@
-"""Treering's own format: manifests with a right checksum that lie, and array files that fit them."""
+"""Attacks on Treering's own format: false manifests with right checksums, and array files that match them."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Change = Callable[[Any], None]
 
 
 def _sealed(path: Path, text: bytes) -> None:
-    """Writes a manifest with the checksum that it should have."""
+    """Writes a manifest with the checksum that fits it."""
     (path / "treering.json").unlink()
     (path / "treering.json").write_bytes(text + b',"xxh3":"' + manifest.xxh3(text).encode() + b'"}\n')
 
@@ -38,7 +38,7 @@ def _replaced(old: bytes, new: bytes, folder: Path) -> Path:
 
 
 def _headed(change: Callable[[bytes], bytes], folder: Path) -> Path:
-    """An array file with another header, of the same size, which the manifest confirms."""
+    """Makes an array file with another header of the same size, whose checksum the manifest has."""
     path = SUBJECTS["treering"](folder)
     (file,) = path.glob("*.safetensors")
     data = file.read_bytes()
@@ -58,7 +58,7 @@ def _leaf(found: Any, number: int, place: int, value: Any) -> None:
 
 
 def _deep(found: Any, levels: int) -> None:
-    """A tree so deep, with one leaf in it."""
+    """Makes a tree of that many levels with one leaf."""
     found["tree"] = [["list", "", 1]] * levels + [0]
     found["leaves"] = [["value", "/".join("0" * levels), "int", 1]]
     found["files"] = []
@@ -100,7 +100,7 @@ _CHANGES: list[tuple[str, str, Change, Verdict]] = [
         for name in _NAMES
     ),
     *(
-        (f"shape {shape!r:.20}", "makes memory or views that are not there", partial(_leaf, number=1, place=4, value=shape), "refused")
+        (f"shape {shape!r:.20}", "allocates memory or views out of bounds", partial(_leaf, number=1, place=4, value=shape), "refused")
         for shape in _SHAPES
     ),
     *(
@@ -108,7 +108,7 @@ _CHANGES: list[tuple[str, str, Change, Verdict]] = [
         for where in _WHERE
     ),
     ("another dtype of the size", "reads bytes as what they are not", partial(_leaf, number=1, place=3, value="int32"), "harmless"),
-    ("a larger dtype", "reads behind the array", partial(_leaf, number=1, place=3, value="float64"), "refused"),
+    ("a larger dtype", "reads past the array", partial(_leaf, number=1, place=3, value="float64"), "refused"),
     ("an unknown dtype", "makes a class of a name", partial(_leaf, number=1, place=3, value="O"), "refused"),
     ("text of a gigabyte", "makes a dtype of a gigabyte", partial(_leaf, number=1, place=3, value="<U250000000"), "refused"),
     ("text of 10^30 characters", "makes a dtype without end", partial(_leaf, number=1, place=3, value=f"<U{10**30}"), "refused"),
@@ -119,7 +119,7 @@ _CHANGES: list[tuple[str, str, Change, Verdict]] = [
     ("one key twice in a container", "loses a leaf", lambda m: m["tree"][0].__setitem__(2, ["deep", "deep"]), "refused"),
     ("one path twice", "loses a leaf", partial(_leaf, number=1, place=1, value="deep/bias"), "refused"),
     ("10,000 levels", "uses up the stack", partial(_deep, levels=10_000), "harmless"),
-    ("900 levels", "uses up the stack of those that come later", partial(_deep, levels=900), "harmless"),
+    ("900 levels", "uses up the stack of later operations", partial(_deep, levels=900), "harmless"),
     ("3000 paths of 3000 levels", "takes quadratic time", _many, "harmless"),
     ("files without end", "opens a file a hundred thousand times", lambda m: m.update(files=m["files"] * 100_000), "refused"),
     ("a header of a terabyte", "reads it", lambda m: m["files"][0].update(header=10**12), "refused"),
@@ -128,21 +128,21 @@ _CHANGES: list[tuple[str, str, Change, Verdict]] = [
     ("a step beyond 64 bits", "overflows", lambda m: m.update(step=2**80), "harmless"),
     ("a step below zero", "comes before the first", lambda m: m.update(step=-1), "harmless"),
     ("a year beyond ten thousand", "overflows", lambda m: m.update(created="99999-01-01T00:00:00Z"), "harmless"),
-    ("metadata of 900 levels", "uses up the stack of those that come later", lambda m: m.update(metadata=_nest(900)), "harmless"),
+    ("metadata of 900 levels", "uses up the stack of later operations", lambda m: m.update(metadata=_nest(900)), "harmless"),
     ("an int that is none", "reads any text as a number", lambda m: m["leaves"].append(["value", "x", "int", "0xg"]), "refused"),
     ("an int of a million digits", "takes quadratic time", lambda m: _value(m, "int", "0x" + "f" * 10**6), "harmless"),
-    ("a float of another kind", "reads bits that are not there", lambda m: _value(m, "float", "nan:7ff8"), "refused"),
+    ("a float of another kind", "reads missing bits", lambda m: _value(m, "float", "nan:7ff8"), "refused"),
     ("a complex number of three parts", "unpacks too much", lambda m: _value(m, "complex", [1, 2, 3]), "refused"),
     ("bytes that are not base64", "skips what does not fit", lambda m: _value(m, "bytes", "a*b="), "refused"),
     ("a value of an unknown type", "makes a class of a name", lambda m: _value(m, "object", "os.system"), "refused"),
     ("a typed key of no implementation", "makes a class of a name", lambda m: _key(m, "os"), "unread"),
-    ("boxes that overlap", "returns memory that nobody filled", _layout([[[0, 2], [0, 4]]] * 2, [[0], [0]]), "refused"),
-    ("boxes beyond the array", "writes behind it", _layout([[[0, 300], [0, 4]]], [[0]]), "refused"),
+    ("boxes that overlap", "returns uninitialized memory", _layout([[[0, 2], [0, 4]]] * 2, [[0], [0]]), "refused"),
+    ("boxes beyond the array", "writes past it", _layout([[[0, 300], [0, 4]]], [[0]]), "refused"),
     ("boxes that end before they begin", "goes backwards", _layout([[[3, 0], [0, 4]]], [[0]]), "refused"),
     ("boxes below zero", "writes before it", _layout([[[-3, 3], [0, 4]]], [[0]]), "refused"),
     ("boxes of 2^62", "overflows", _layout([[[0, 2**62], [0, 2**62]]], [[0]]), "refused"),
     ("50,000 boxes", "takes quadratic time", _layout([[[n, n + 1], [0, 4]] for n in range(50_000)], [[0]] * 50_000), "refused"),
-    ("boxes without files", "asks for the first of none", _layout([[[0, 3], [0, 4]]], [[]]), "refused"),
+    ("boxes without files", "uses the first of no files", _layout([[[0, 3], [0, 4]]], [[]]), "refused"),
     ("a later version", "is read as if it were this one", lambda m: m.update(version=2), "refused"),
     ("an unknown feature", "is ignored", lambda m: m.update(requires=["compression"]), "refused"),
 ]  # fmt: skip
@@ -180,7 +180,7 @@ _HEADERS: list[tuple[str, str, Callable[[bytes], bytes], Verdict]] = [
     ("tensors on one another", "shares memory between arrays", lambda h: h.replace(b"[0,48]", b"[0,20]").replace(b"[48,68]", b"[0,20]"), "refused"),
     ("a hole between tensors", "hides bytes", lambda h: h.replace(b"[48,68]", b"[49,69]"), "refused"),
     ("offsets beyond 64 bits", "overflows", lambda h: h.replace(b"[0,48]", b"[0,%d]" % 2**64), "refused"),
-    ("offsets below zero", "reads what lies before", lambda h: h.replace(b"[0,48]", b"[-48,0]"), "refused"),
+    ("offsets below zero", "reads the bytes before", lambda h: h.replace(b"[0,48]", b"[-48,0]"), "refused"),
     ("a tensor too few", "finds nothing", lambda h: h.replace(b'"weight"', b'"weighs"'), "refused"),
     ("one tensor twice", "means one thing to one reader and another to the next", lambda h: h.replace(b'"deep/bias"', b'"weight"'), "refused"),
     ("no checksums", "is read unchecked", lambda h: h.replace(b'"xxh3"', b'"xxhx"'), "refused"),

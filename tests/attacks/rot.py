@@ -1,4 +1,4 @@
-"""One bit after another flipped in the files of a checkpoint: whether whoever reads it notices."""
+"""Flips one bit after another in the files of a checkpoint, and counts the flips that reading it notices."""
 
 import logging
 import shutil
@@ -16,7 +16,7 @@ from treering.testing._samples import identity, spread
 
 
 class Rot(NamedTuple):
-    """How many flips raised an error, changed nothing, and came back as other values."""
+    """Counts flips that raised an error, changed nothing, and silently changed values."""
 
     name: str
     nbytes: int
@@ -27,13 +27,13 @@ class Rot(NamedTuple):
 
 
 def state() -> dict[str, np.ndarray]:
-    """Random weights, as they are in training: no compression makes them smaller."""
+    """Returns random weights, as in training: no compression makes them smaller."""
     rng = np.random.default_rng(0)
     return {f"layer{n}": rng.normal(size=(16, 32)).astype(np.float32) for n in range(4)}
 
 
 def measure(folder: Path, most: int) -> list[Rot]:
-    """The same share of the bits of each library's files."""
+    """Flips bits of each library's files, at most `most` of each."""
     import orbax.checkpoint as ocp
 
     logging.disable()
@@ -78,7 +78,7 @@ def _of(name: str, path: Path, most: int, restore: Callable[[Path], Any]) -> Rot
 
 
 def exhaustive(folder: Path) -> tuple[int, int]:
-    """Every bit of every byte of a small checkpoint of Treering's, and how many were neither noticed nor harmless."""
+    """Flips every bit of a small checkpoint of Treering; returns the number of flips, and of those not noticed."""
     path = folder / "small"
     tr.save(path, {"a": np.arange(1, 9, dtype=np.int16), "b": [1.5, "text"]})
     before = _values(path)

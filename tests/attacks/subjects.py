@@ -1,4 +1,4 @@
-"""A small checkpoint of each format and layout, to be spoilt."""
+"""Makes a small checkpoint of each format and layout, to be damaged."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import treering as tr
 
 
 def tree() -> dict[str, Any]:
-    """What all of them hold; nothing in it is zero, for zarr may leave zeros out."""
+    """Returns the tree in all of them. Nothing in it is zero, because zarr may leave out zeros."""
     return {
         "weight": np.arange(1, 13, dtype=np.float32).reshape(3, 4),
         "deep": {"bias": np.arange(1, 6, dtype=np.int32)},
@@ -28,7 +28,7 @@ def _saved(suffix: str = "", **options: Any) -> Callable[[Path], Path]:
 
 
 def _flax_shards(folder: Path) -> Path:
-    """As Hugging Face cuts them up."""
+    """Saves shards as Hugging Face lays them out."""
     path = folder / "made"
     path.mkdir()
     weights = {}
@@ -41,7 +41,7 @@ def _flax_shards(folder: Path) -> Path:
 
 
 def _orbax_files(folder: Path) -> Path:
-    """Orbax without a database: each array a folder of zarr 2."""
+    """Writes an Orbax checkpoint without a database: each array is a folder of zarr 2."""
     path = folder / "made"
     leaves = {"weight": ["weight"], "deep.bias": ["deep", "bias"]}
     about = {
@@ -58,14 +58,14 @@ def _orbax_files(folder: Path) -> Path:
 
 
 def _t5x(folder: Path) -> Path:
-    """With the larger array beside the state dict, as a TensorStore spec."""
+    """Saves the arrays in the state dict of T5X."""
     path = folder / "checkpoint_3"
     tr.save(path, {"target": tree()}, format="t5x")
     return path
 
 
 def _levanter_database(folder: Path) -> Path:
-    """As newer releases of Levanter write: one database of zarr 3."""
+    """Writes a checkpoint like new releases of Levanter: one database of zarr 3."""
     import tensorstore as ts
 
     path = folder / "step-3"
@@ -88,7 +88,7 @@ def _tensorflow(folder: Path) -> Path:
 
 
 def write_zarr(path: Path, array: np.ndarray, **change: Any) -> None:
-    """An array of zarr 2 in one chunk, uncompressed, as files; `change` replaces entries of its metadata."""
+    """Writes an array of zarr 2 in one chunk, uncompressed, as files; `change` replaces entries of its metadata."""
     path.mkdir(parents=True)
     about = {"zarr_format": 2, "shape": array.shape, "chunks": array.shape, "dtype": array.dtype.str, "order": "C"}
     about |= {"compressor": None, "filters": None, "fill_value": None, "dimension_separator": "."}
@@ -111,7 +111,7 @@ SUBJECTS: dict[str, Callable[[Path], Path]] = {
     "levanter, database": _levanter_database,
     "tensorflow": _tensorflow,
 }
-"""By format and layout."""
+"""Makers of checkpoints, by format and layout."""
 
 
 FILES: dict[str, list[str]] = {
@@ -129,16 +129,16 @@ FILES: dict[str, list[str]] = {
     "levanter, database": ["metadata.json", "manifest.ocdbt", "d/*"],
     "tensorflow": [".index", ".data-*"],
 }
-"""Patterns of the files that a subject consists of."""
+"""Patterns of the files that a subject consists of, by its name."""
 
 
 def files(subject: str, pattern: str, path: Path) -> list[Path]:
-    """The files of a checkpoint of which the pattern is one of `FILES`."""
+    """Returns the files of a checkpoint that match one of the patterns in `FILES`."""
     if subject == "tensorflow":
         return list(path.parent.glob(path.name + pattern))
     return list(path.glob(pattern)) if pattern else [path]
 
 
 def template() -> Any:
-    """What a checkpoint without names is restored into."""
+    """Returns the template for a checkpoint without names."""
     return {"weight": np.zeros((3, 4), np.float32), "deep": {"bias": np.zeros(5, np.int32)}}

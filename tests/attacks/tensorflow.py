@@ -1,4 +1,4 @@
-"""TensorFlow: tables whose blocks lie, with right checksums, and entries that point elsewhere."""
+"""Attacks on TensorFlow: false tables with right checksums, and entries that point elsewhere."""
 
 import struct
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _MAGIC = bytes.fromhex("57fb808b247547db")
 
 
 def _bundle(change: Callable[[Any], None], folder: Path) -> Path:
-    """Entries that are changed before the table is written."""
+    """Saves a checkpoint whose entries are changed before the table is written."""
     from bundles import Bundle
 
     bundle = Bundle()
@@ -28,7 +28,7 @@ def _bundle(change: Callable[[Any], None], folder: Path) -> Path:
 
 
 def _entry(*fields: tuple[int, Any]) -> Callable[[Any], None]:
-    """Another entry, of these fields."""
+    """Returns a change that adds an entry with these fields."""
 
     def change(bundle: Any) -> None:
         from bundles import field
@@ -87,7 +87,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _one_block(contents: bytes, kind: int = 0) -> Callable[[Any], bytes]:
-    """A table whose only block of entries holds this."""
+    """Returns a maker of a table whose only block of entries has these contents."""
 
     def make(tf: Any) -> bytes:
         data = _sealed(contents + bytes([kind]))
@@ -100,12 +100,12 @@ def _one_block(contents: bytes, kind: int = 0) -> Callable[[Any], bytes]:
 
 
 def _pointing(offset: int, length: int) -> Callable[[Any], bytes]:
-    """A table whose footer leads there."""
+    """Returns a maker of a table whose footer points there."""
     return lambda tf: b"".join(map(tf.varint, (offset, length) * 2)).ljust(40, b"\0") + _MAGIC
 
 
 def _growing(tf: Any) -> bytes:
-    """A block of keys that each repeat the 60,000 bytes of the one before and add one."""
+    """Makes a block of keys that each repeat the 60,000 bytes of the key before, and one more."""
     key = tf.varint(0) + tf.varint(60_000) + tf.varint(0) + b"k" * 60_000
     more = b"".join(tf.varint(60_000 + n) + tf.varint(1) + tf.varint(0) + b"k" for n in range(5_000))
     return _one_block(key + more + struct.pack("<2I", 0, 1))(tf)
@@ -113,15 +113,15 @@ def _growing(tf: Any) -> bytes:
 
 _HUGE = _one_block(b"\xff\xff\xff\xff\x0f" + b"\0a", 1)
 _BUNDLES: list[tuple[str, str, Callable[[Any], None], Verdict]] = [
-    ("a shape larger than the bytes", "reads behind them", lambda bundle: _entry((2, _shape(1000)))(bundle), "refused"),
-    ("an offset beyond the file", "reads behind it", _entry((4, 1 << 40)), "refused"),
+    ("a shape larger than the bytes", "reads past them", lambda bundle: _entry((2, _shape(1000)))(bundle), "refused"),
+    ("an offset beyond the file", "reads past it", _entry((4, 1 << 40)), "refused"),
     ("an offset below zero", "reads before it", _entry((4, 2**64 - 48)), "refused"),
     ("a size below zero", "goes backwards", _entry((5, 2**64 - 48)), "refused"),
     ("a file that is not there", "opens another", _entry((3, 1)), "refused"),
     ("a file below zero", "opens another", _entry((3, 2**64 - 1)), "refused"),
     ("an unknown dtype", "is looked up", _entry((1, 999)), "refused"),
     ("a resource", "is a handle of TensorFlow's", _entry((1, 20)), "refused"),
-    ("a checksum that is wrong", "is not looked at", _entry((4, 4), (5, 44)), "refused"),
+    ("a checksum that is wrong", "is ignored", _entry((4, 4), (5, 44)), "refused"),
     ("a text of no elements in 2^50 rows", "counts all rows first", _text_of((0, 2**50)), "harmless"),
     ("a text of no elements in 10^8 rows", "counts all rows first", _text_of((0, 10**8)), "harmless"),
     ("a name that leads out", "is used as the name of a file", _key(f"../{OUTSIDE}/canary".encode()), "harmless"),
@@ -130,8 +130,8 @@ _BUNDLES: list[tuple[str, str, Callable[[Any], None], Verdict]] = [
     ("a name of 5000 levels", "uses up the stack", _key(b"/".join([b"a"] * 5000)), "harmless"),
     ("a header of 2^63 files", "opens them all", _header(b"\x08" + b"\xff" * 8 + b"\x7f"), "refused"),
     ("a header of no files", "divides by zero", _header(b"\x08\0"), "refused"),
-    ("a header that is none", "is taken apart", _header(b"\xff" * 20), "refused"),
-    ("no header", "is there anyway", lambda bundle: bundle.pairs.pop(b""), "refused"),
+    ("a header that is none", "is unpacked", _header(b"\xff" * 20), "refused"),
+    ("no header", "is assumed", lambda bundle: bundle.pairs.pop(b""), "refused"),
 ]  # fmt: skip
 _TABLES: list[tuple[str, str, Callable[[Any], bytes], int, Verdict]] = [
     ("a block of 50 GB in holes", "is read at once", _pointing(0, 50 << 30), 100 << 30, "refused"),
@@ -152,7 +152,7 @@ for name, tries, blocks, size, verdict in _TABLES:
 
 
 def _latest(name: str, folder: Path) -> Path:
-    """The file that names the latest checkpoint names one outside."""
+    """Makes a folder whose file `checkpoint` names a checkpoint outside as the latest."""
     path = folder / "run"
     path.mkdir()
     SUBJECTS["tensorflow"](folder.parent / OUTSIDE)

@@ -1,4 +1,4 @@
-"""Attacks of the corpus, in processes of their own, ended when they hang. `make damage` tries and measures them all."""
+"""Tries the attacks of the corpus in child processes, which end when they hang. `make damage` measures them all."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from attacks.runner import run
 from samples import some
 
 FORMATS = sorted({name.split("/")[0] for name in load()})
-QUICK = 16  # one of so many is tried in `make quick`
+QUICK = 16  # `make quick` tries one of this many
 
 
 def check(names: list[str], folder: Path) -> None:

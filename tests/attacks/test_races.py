@@ -1,6 +1,6 @@
-"""Somebody who may write to a directory replaces what is in it by links, at the worst moment: before each operation.
+"""Another user with write access to a directory replaces folders by links, just before each operation.
 
-A link leads to a copy of what it replaces, so that whatever is about to be removed, moved or changed is there as well.
+A link leads to a copy of what it replaces, so everything that Treering would remove, move or change exists there, too.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from treering.formats.treering import removal
 from treering.stores import posix
 from treering.testing._doubles import SteppedDisk
 
-NOBODY = 65534
+OTHER_USER = 65534
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another")
-pytestmark = pytest.mark.skipif(not posix.RELATIVE, reason="paths are all that there is here")
+pytestmark = pytest.mark.skipif(not posix.RELATIVE, reason="this platform only has paths")
 Tree = dict[str, Any]
 LEFT = ".c.safetensors.abcdef.tmp"
 
@@ -59,7 +59,7 @@ def _scratch(place: Path) -> None:
     with stores.of("").scratch_folder(str(place / "c")) as folder:
         _leftover(Path(folder))
         store = stores.of("")
-        store.list(folder)  # a moment at which somebody may come
+        store.list(folder)  # a moment in which another user may act
         store.settle(folder)
 
 
@@ -80,7 +80,7 @@ def _retention(place: Path, step: int = 3) -> None:
         ckpts.save(step, tree(step))
 
 
-def _aside(place: Path) -> None:
+def _archived(place: Path) -> None:
     (place / "rewound-1").mkdir()
     _killed(place)
     shutil.move(place / "step-00000001", place / "rewound-1")
@@ -109,7 +109,7 @@ BY_OTHERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], s
     ),
     "a step that retention deletes": (_steps, _retention, "step-00000001"),
     "a step with leftovers": (_killed, _retention, "step-00000001"),
-    "a folder of steps set aside": (_aside, _retention, "rewound-1"),
+    "a folder of archived steps": (_archived, _retention, "rewound-1"),
     "a folder that steps are moved to": (
         _steps,
         lambda place: _run.set_aside(stores.of(""), str(place), [str(place / "step-00000002")]),
@@ -119,13 +119,13 @@ BY_OTHERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], s
 
 
 class Attacked(SteppedDisk):
-    """Before the operation with the number `at`, a folder is replaced by a link to a copy of it."""
+    """Replaces a folder by a link to a copy of it, before the operation number `at`."""
 
     def __init__(self, at: int, place: Path, pattern: str, outside: Path, owner: int | None):
         super().__init__(looking=True)
         self._at, self._place, self._pattern, self._outside = at, place, re.compile(pattern), outside
         self._owner = owner
-        self.before: dict[str, tuple[Any, ...]] = {}  # what was outside then
+        self.before: dict[str, tuple[Any, ...]] = {}  # the files outside at that time
 
     def step(self, number: int, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if number == self._at:
@@ -183,12 +183,13 @@ def _race(
         shutil.rmtree(folder / str(at))
         if disk.count < at:
             break
-    assert met > 2, "nobody came in between"
+    assert met > 2, "no folder was replaced"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RACES)
 def test_nothing_outside_is_touched_when_a_folder_is_replaced_by_a_link(name: str, tmp_path: Path) -> None:
+    """Replacing a folder by a link at any moment never makes Treering change what the link leads to."""
     _race(RACES[name], tmp_path, None)
 
 
@@ -196,15 +197,16 @@ def test_nothing_outside_is_touched_when_a_folder_is_replaced_by_a_link(name: st
 @as_root
 @pytest.mark.parametrize("name", BY_OTHERS)
 def test_no_link_of_another_user_is_followed_when_steps_are_removed_or_moved(name: str, tmp_path: Path) -> None:
-    _race(BY_OTHERS[name], tmp_path, NOBODY)
+    """Removing and moving steps neither changes nor adds anything behind the link of another user."""
+    _race(BY_OTHERS[name], tmp_path, OTHER_USER)
 
 
-# What others have put there before
+# Files of other users that existed before
 
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A directory that everybody may write to."""
+    """Makes a directory that every user may write to."""
     place = tmp_path / "shared"
     place.mkdir()
     place.chmod(0o1777)
@@ -216,7 +218,7 @@ def shared(tmp_path: Path) -> Path:
 def test_what_another_user_owns_is_no_leftover_where_others_may_write(
     mode: int, shared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where they may not, it can only be of a job of this user's, whoever it ran as."""
+    """Another user's files stay if others may write to the directory. Otherwise this user's jobs left them."""
     shared.chmod(mode)
     _leftover(shared)
     (shared / ".c.safetensors.012345.tmp").write_text("x")
@@ -227,10 +229,10 @@ def test_what_another_user_owns_is_no_leftover_where_others_may_write(
     (step / ".treering.json.abcdef.tmp").mkdir()
     planted = [shared / LEFT, shared / ".c.safetensors.012345.tmp", *step.glob("*abcdef*"), *step.glob(".*")]
     for path in planted:
-        os.chown(path, NOBODY, NOBODY)
+        os.chown(path, OTHER_USER, OTHER_USER)
     for n in range(3, 5):
         tr.save(shared / "c.safetensors", tree(), overwrite=True)
-        _retention(shared, n)  # which deletes the step
+        _retention(shared, n)  # deletes the step
     assert [path.exists() for path in planted] == [mode != 0o755] * len(planted)
     for path in planted:
         assert caplog.text.count(f"{path}: it looks like a file that a killed save left") == (mode != 0o755)
@@ -239,12 +241,12 @@ def test_what_another_user_owns_is_no_leftover_where_others_may_write(
 @as_root
 @pytest.mark.parametrize("mode", [0o755, 0o2775])
 def test_a_run_behind_the_link_of_a_colleague_is_pruned(mode: int, tmp_path: Path) -> None:
-    """A group that shares a directory trusts its members, as Linux does outside of sticky directories."""
+    """A group that shares a directory trusts its members, as Linux does outside sticky directories."""
     project, disk = tmp_path / "project", tmp_path / "disk"
     project.mkdir()
     disk.mkdir()
     (project / "run").symlink_to(disk)
-    os.lchown(project / "run", NOBODY, NOBODY)
+    os.lchown(project / "run", OTHER_USER, OTHER_USER)
     project.chmod(mode)
     with tr.Checkpointer(project / "run", keep=tr.keep.last(1)) as ckpts:
         for step in (1, 2, 3):
@@ -285,7 +287,7 @@ def test_what_a_link_of_a_steps_name_leads_to_is_left_alone(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_a_leftover_of_any_depth_and_kind_never_fails_a_save(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is removed with three open directories, and without recursion."""
+    """A save removes a leftover with three open directories, and without recursion."""
     os.mkfifo(shared / ".c.safetensors.000000.tmp")
     (shared / LEFT).mkdir()
     script = "import os, sys; os.chdir(sys.argv[1])\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
@@ -294,7 +296,7 @@ def test_a_leftover_of_any_depth_and_kind_never_fails_a_save(shared: Path, caplo
         tr.save(shared / "c.safetensors", tree())
         assert sorted(os.listdir(shared)) == [".c.safetensors.000000.tmp", "c.safetensors"] and not caplog.records
     finally:
-        subprocess.run(["rm", "-rf", str(shared / LEFT)], check=True)  # which pytest cannot remove
+        subprocess.run(["rm", "-rf", str(shared / LEFT)], check=True)  # pytest cannot remove it
 
 
 def test_the_writers_file_is_not_written_through_a_hard_link(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Attacks tried in a process of their own, one after another: `python -m attacks.trial FOLDER NAME...`.
+"""Tries attacks in one process, one after another: `python -m attacks.trial FOLDER NAME...`.
 
-Each prints a line when it begins and one, JSON, when it is over. Whoever reads them ends the process when nothing
-comes for too long.
+Prints a line of JSON when an attack begins, and one when it is over. The process that reads them ends this one if
+nothing arrives for too long.
 """
 
 import gc
@@ -23,11 +23,11 @@ from treering.errors import TreeringError
 
 from . import CANARY, OUTSIDE, Attack, load, subjects
 
-_ROOM = 40 << 30  # bytes of addresses, so that a machine does not suffer from what fails here
+_ROOM = 40 << 30  # bytes of addresses: a failing attack must not use up the machine's memory
 
 
 class Trial(NamedTuple):
-    """What came of an attack: what is wrong (nothing is right), by operation what it did, seconds and bytes."""
+    """The result of an attack: problems (none if all is well), the outcome of each operation, seconds and bytes."""
 
     name: str
     wrong: list[str]
@@ -37,7 +37,7 @@ class Trial(NamedTuple):
 
 
 def attempt(name: str, attack: Attack, folder: Path) -> Trial:
-    """Tries everything on what an attack has laid out."""
+    """Tries every operation on the files that an attack makes."""
     inside, outside = folder / "inside", folder / OUTSIDE
     inside.mkdir(parents=True)
     outside.mkdir()
@@ -65,13 +65,13 @@ def attempt(name: str, attack: Attack, folder: Path) -> Trial:
             if what == "verify" and not found.ok:
                 outcomes[what] = "problems"
             if _has_canary(found, folder / "converted"):
-                wrong.append(f"{what}: what lies outside came back")
+                wrong.append(f"{what}: data from outside came back")
             if what == "restore" and attack.verdict == "right" and not _is_tree(found):
                 wrong.append(f"{what}: something else came back: {found!r:.300}")
         except TreeringError as error:
             outcomes[what] = type(error).__name__
             if len(str(error)) > 20_000 or _text(CANARY) in str(error):
-                wrong.append(f"{what}: a message of {len(str(error))} characters, or with what lies outside")
+                wrong.append(f"{what}: a message of {len(str(error))} characters, or with data from outside")
             if os.listdir(folder / "converted"):
                 wrong.append(f"{what}: left {os.listdir(folder / 'converted')} behind")
         except Exception as error:
@@ -103,12 +103,12 @@ _DESTINATIONS = {
 
 
 def restored(path: Path) -> Any:
-    """All of a checkpoint."""
+    """Restores all of a checkpoint."""
     return tr.restore(path, subjects.template() if tr.open(path).format == "equinox" else None)
 
 
 def converted(path: Path, to: Path, format: str) -> None:
-    """Makes a copy in another format."""
+    """Converts a checkpoint to another format."""
     options = {} if format == "convert" else {"format": format}
     tr.convert(path, to, **options)
 
@@ -124,7 +124,7 @@ def _is_tree(found: Any) -> bool:
 
 
 def _has_canary(found: Any, folder: Path) -> bool:
-    """Whether the canary is in what came back, in memory or in a file."""
+    """Returns True if the canary is in a result, in memory or in a file."""
     small = [leaf.tobytes() for leaf in _leaves(found) if isinstance(leaf, np.ndarray) and leaf.nbytes < 1 << 20]
     texts = [
         leaf if isinstance(leaf, bytes) else leaf.encode() for leaf in _leaves(found) if isinstance(leaf, str | bytes)
@@ -135,7 +135,7 @@ def _has_canary(found: Any, folder: Path) -> bool:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """The leaves of containers however deep."""
+    """Returns the leaves of containers of any depth."""
     found, stack = [], [tree]
     while stack:
         one = stack.pop()
@@ -147,7 +147,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Kind and size of everything below a folder, links as such."""
+    """Returns the kind and size of everything in a folder; does not follow links."""
     found = (Path(base) / name for base, folders, names in os.walk(folder) for name in folders + names)
     return {str(path): ((there := path.lstat()).st_mode, there.st_size) for path in found}
 
@@ -157,12 +157,12 @@ def _text(data: bytes) -> str:
 
 
 class _Memory:
-    """How much memory the process takes more than at this moment, at most."""
+    """Measures the peak of the process's memory, in bytes above the use at this moment."""
 
     def __init__(self) -> None:
         gc.collect()
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak is from now on
+            file.write("5")  # resets the peak
         self._before = _status("VmRSS")
 
     def taken(self) -> int:
@@ -178,7 +178,7 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     corpus = load()
     resource.setrlimit(resource.RLIMIT_AS, (_ROOM, _ROOM))
-    gc.freeze()  # what has been imported is no garbage
+    gc.freeze()  # imported modules are never garbage
     for n, name in enumerate(names):
         print(json.dumps([name]), flush=True)
         trial = attempt(name, corpus[name], folder / str(n))

@@ -1,4 +1,4 @@
-"""Zarr arrays as Orbax, T5X and Levanter keep them: metadata that lies, chunks that grow, databases that point elsewhere."""
+"""Attacks on zarr arrays of Orbax, T5X and Levanter: false metadata, growing chunks, databases that point elsewhere."""
 
 import functools
 import gzip
@@ -20,8 +20,8 @@ from treering.formats.tensorflow.table import crc32c
 from . import CANARY, OUTSIDE, Verdict, add
 from .subjects import SUBJECTS, write_zarr
 
-_NODE = bytes.fromhex("0cdb20de")  # with which a node of a database begins
-Data = bytes | Callable[[], bytes]  # what takes long to make is made when it is needed
+_NODE = bytes.fromhex("0cdb20de")  # the beginning of a database's node
+Data = bytes | Callable[[], bytes]  # data that takes long to make is made on demand
 
 _GZIP = {"id": "gzip", "level": 1}
 
@@ -78,7 +78,7 @@ _CHUNKS: list[tuple[str, str, dict[str, Any], Data, Verdict]] = [
 
 
 def _spoil(path: Path, metadata: dict[str, Any], chunk: Data | None, change: Callable[[Path], None] | None) -> None:
-    """Changes the array `weight` in a folder."""
+    """Replaces the array `weight` in a folder by a damaged one."""
     shutil.rmtree(path / "weight")
     write_zarr(path / "weight", np.arange(1, 13, dtype=np.float32).reshape(3, 4), **metadata)
     if chunk is not None:
@@ -104,7 +104,7 @@ def _pipe(array: Path) -> None:
 
 
 def _link_to_folder(array: Path) -> None:
-    """A whole array that lies elsewhere."""
+    """Replaces an array by a link to one outside."""
     place = next(parent for parent in array.parents if (parent / OUTSIDE).exists()) / OUTSIDE / "array"
     write_zarr(place, np.frombuffer(CANARY, np.uint8))
     shutil.rmtree(array)
@@ -127,13 +127,13 @@ for subject in ("orbax, files", "t5x", "levanter"):
     add(
         subject,
         "array: a link to a folder outside",
-        "shows what lies there",
+        "shows data from outside",
         partial(_array, subject, {}, None, change=_link_to_folder),
     )
 
 
 def _orbax(key: Any, kind: Any, folder: Path, **more: Any) -> Path:
-    """A tree with a leaf of this key and kind."""
+    """Makes a tree that lists a leaf of this key and kind."""
     path = SUBJECTS["orbax, files"](folder)
     write_zarr(folder.parent / OUTSIDE / "array", np.frombuffer(CANARY, np.uint8))
     about = json.loads((path / "_METADATA").read_bytes())
@@ -202,7 +202,7 @@ add(
 
 
 def _database(array: dict[str, Any], chunks: dict[str, Data], folder: Path) -> Path:
-    """A database with one array of zarr 3 as it says."""
+    """Makes a database with one array of zarr 3 with this metadata and these chunks."""
     import tensorstore as ts
 
     path = folder / "step-3"
@@ -248,7 +248,7 @@ for name, tries, array, chunks, verdict in (
 
 
 def _elsewhere(target: str, folder: Path) -> Path:
-    """A database whose node points to a file of data outside: same length of name, right checksums."""
+    """Makes a database whose node points to a file outside, with a name of the same length and right checksums."""
     import tensorstore as ts
 
     path = folder / "step-3"

@@ -1,5 +1,5 @@
 """Readers under a coverage-guided fuzzer: `make fuzz`.
 
-What a fuzzer has found worth keeping lies in `corpus/`, one folder for each target; the tests read all of it without
-the fuzzer. This module imports nothing, for the fuzzer has to see all of Treering being imported.
+`corpus/` has a folder of inputs for each target; the tests read all of them without the fuzzer. This module imports
+nothing, because the fuzzer must see every import of Treering.
 """

@@ -1,6 +1,6 @@
-"""`python -m fuzz TARGET SECONDS [FOLDER]`: runs the fuzzer on one target. It takes the extra `fuzz`.
+"""`python -m fuzz TARGET SECONDS [FOLDER]`: runs the fuzzer on one target. Needs the extra `fuzz`.
 
-The corpus grows in FOLDER (a temporary one by default), beginning with what lies in `corpus/`.
+The corpus grows in FOLDER (by default a temporary one), starting from `corpus/`.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""`python -m fuzz.seeds`: small files that a fuzzer begins with, written into the corpus."""
+"""`python -m fuzz.seeds`: writes the small files that a fuzzer starts from into the corpus."""
 
 import struct
 import tempfile
@@ -14,7 +14,7 @@ from .targets import CORPUS
 
 
 def seeds(folder: Path) -> dict[str, list[bytes]]:
-    """By target."""
+    """Returns the seeds by target."""
     from bundles import data_block, field, shape_of, snappy
 
     made = {name: make(folder / name.replace(", ", "-")) for name, make in SUBJECTS.items() if not _mkdir(folder, name)}

@@ -1,4 +1,4 @@
-"""What is fuzzed: readers of bytes from which nothing but a `TreeringError` may come."""
+"""The fuzzed readers: they may raise nothing but a `TreeringError` for any bytes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from treering.formats.treering import manifest
 from treering.formats.treering.read import Reader
 
 CORPUS = Path(__file__).parent / "corpus"
-_MOST = 1 << 16  # elements of an array that is read
+_MAX_ELEMENTS = 1 << 16  # elements of an array that is read
 
 
 def _all_of(reader: Any) -> None:
@@ -30,13 +30,13 @@ def _all_of(reader: Any) -> None:
     for entry in reader.entries.values():
         if not hasattr(entry, "shape"):
             entry.decode()
-        elif np.prod(entry.shape, dtype=object) <= _MOST:
+        elif np.prod(entry.shape, dtype=object) <= _MAX_ELEMENTS:
             reader.read([(entry, whole(entry.shape))], mmap=False)
 
 
 def _of_file(open: Callable[[str], Any]) -> Callable[[bytes, Path], None]:
     def target(data: bytes, folder: Path) -> None:
-        path = folder / "x.eqx"  # the suffix by which Equinox's files without records are known
+        path = folder / "x.eqx"  # Equinox recognizes files without records by this suffix
         path.write_bytes(data)
         _all_of(open(str(path)))
 
@@ -44,7 +44,7 @@ def _of_file(open: Callable[[str], Any]) -> Callable[[bytes, Path], None]:
 
 
 def _manifest(data: bytes, folder: Path) -> None:
-    """The manifest with a checksum that fits, and no array files."""
+    """Reads a manifest with a fitting checksum and no array files."""
     (folder / "treering.json").write_bytes(data + b',"xxh3":"' + manifest.xxh3(data).encode() + b'"}\n')
     manifest.summarize((folder / "treering.json").read_bytes(), "manifest").created_seconds()
     reader = Reader(stores.of(""), str(folder))
@@ -54,7 +54,7 @@ def _manifest(data: bytes, folder: Path) -> None:
 
 
 def _header(data: bytes, folder: Path) -> None:
-    """The header of a safetensors file, with the length that fits."""
+    """Reads the header of a safetensors file, with a fitting length."""
     header = safetensors.decode_header(len(data).to_bytes(8, "little") + data, "x")
     safetensors.check_side_by_side(header, header.size + 64, "x")
     read_sidecar(header.metadata)
@@ -71,7 +71,7 @@ def _table(data: bytes, folder: Path) -> None:
 
 
 def _block(data: bytes, folder: Path) -> None:
-    """The contents of a block of a table, and of the messages in it, without checksums."""
+    """Reads the contents of a block of a table, and of the messages in it, without checksums."""
     half = len(data) // 2
     for part in (data, table._decompressed(data[:half], "x")):
         for key, value in table._entries(part, "x"):
@@ -92,11 +92,11 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "block": _block,
     "zarr": _zarr,
 }
-"""What is fuzzed, by name: readers of bytes that are given a folder to put them into."""
+"""Fuzzed readers by name: each takes bytes, and a folder to write them to."""
 
 
 def one(target: str, data: bytes, folder: Path) -> None:
-    """Reads some bytes. Raises whatever is a bug."""
+    """Reads some bytes. Any error except a `TreeringError` is a bug."""
     try:
         TARGETS[target](data, folder)
     except TreeringError:

@@ -1,4 +1,4 @@
-"""What the fuzzer found worth keeping is read without it."""
+"""Reads the fuzzer's corpus without the fuzzer."""
 
 from pathlib import Path
 
