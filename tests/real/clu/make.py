@@ -1,7 +1,7 @@
-"""Writes the runs beside it, and `expected.json`, with clu 0.0.12 and TensorFlow 2.21. It is not run by the tests.
+"""Writes the runs in this folder, and `expected.json`, with clu 0.0.12 and TensorFlow 2.21. The tests do not run it.
 
-`state` is a run of a train state beside an iterator over data, which TensorFlow keeps; of its three checkpoints two are
-kept. The name that `named` gives them has a number in it.
+`state` is a run of a train state and an iterator over data, which TensorFlow saves. The run keeps two of its three
+checkpoints. The checkpoints of `named` have a name with a number in it.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Reads with FJFormer and EasyLM what Treering wrote. Run like `make.py`, with Treering at hand.
+"""Reads with FJFormer and EasyLM what Treering wrote. Run it like `make.py`, with Treering installed.
 
-Both readers have to find the bits of the checkpoints beside it in what Treering makes of them by way of its own
-format, and to fill a train state, by each of their kinds of loading, from what Treering wrote of one.
+Treering converts the checkpoints in this folder to its own format and back: both readers must find the same bits.
+Treering also writes a train state: each of their kinds of loading must fill a blank one from it.
 """
 
 import json

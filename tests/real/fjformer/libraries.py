@@ -1,4 +1,4 @@
-"""FJFormer's and EasyLM's own modules of checkpoints, unmodified, without what they import and do not use."""
+"""Imports the checkpoint modules of FJFormer and EasyLM, unmodified, without the imports that these do not need."""
 
 import importlib.machinery
 import inspect
@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 
 def bare(name: str) -> None:
-    """A package whose `__init__`, which imports everything, is not run."""
+    """Makes a package without running its `__init__`, which imports everything."""
     found = next(path for path in map(pathlib.Path, sys.path) if [*(path / name).glob("*.py")])
     package = types.ModuleType(name)
     package.__path__ = [str(found / name)]
@@ -28,7 +28,7 @@ from fjformer.checkpoint.streamer import CheckpointManager as Theirs  # noqa: E4
 
 
 class CheckpointManager(Theirs):
-    """FJFormer's. Its release 0.0.91 calls `callback` when there is none, so that it reads nothing without one."""
+    """FJFormer's class with a `callback`: its release 0.0.91 calls it without checking that there is one."""
 
     @staticmethod
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:

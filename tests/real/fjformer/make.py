@@ -1,8 +1,8 @@
-"""Writes the checkpoints beside it, and `expected.json`, with FJFormer and EasyLM. It is not run by the tests.
+"""Writes the checkpoints in this folder, and `expected.json`, with FJFormer and EasyLM. The tests do not run it.
 
-PYTHONPATH has FJFormer, unpacked, and a clone of github.com/young-geng/EasyLM; see `../README.md` for versions. Train
-states of Flax with Optax's, whole and parameters alone, with gather functions and without, with floats as they are
-and as bfloat16, latest and milestones. What is expected comes from the libraries' own readers.
+PYTHONPATH has FJFormer, unpacked, and a clone of github.com/young-geng/EasyLM; see `../README.md` for versions. The
+checkpoints hold train states of Flax and Optax: entire ones and only parameters, with gather functions and without,
+with original floats and as bfloat16, latest ones and milestones. The libraries' own readers give what is expected.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def state(step: int) -> Any:
-    """A train state as both libraries have it: variables within `params`, with a level of that name of their own."""
+    """Returns a train state as both libraries have it: variables within `params`, with their own level of that name."""
     keys = jax.random.split(jax.random.PRNGKey(step), 3)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     kernel = jax.random.normal(keys[0], (16, 8))
@@ -44,7 +44,7 @@ def state(step: int) -> Any:
 
 
 def gather(made: Any) -> Any:
-    """To the host, as the functions do that both libraries make of partition rules; Python's numbers as they are."""
+    """Returns functions that copy to the host, like those that both libraries make of partition rules."""
     return jax.tree.map(lambda leaf: jax.device_get, made, is_leaf=lambda leaf: leaf is None)
 
 
@@ -63,19 +63,19 @@ def array(value: Any) -> dict[str, Any]:
 
 def by_fjformer() -> None:
     folder = HERE / "fjformer"
-    whole, made = libraries.CheckpointManager(str(folder), float_dtype=""), state(7)
-    whole.save_all(made, gather(made), metadata={"a": 1}, milestone=True)
+    full, made = libraries.CheckpointManager(str(folder), float_dtype=""), state(7)
+    full.save_all(made, gather(made), metadata={"a": 1}, milestone=True)
     whole.save_all(state(12), gather(state(12)))
     libraries.CheckpointManager(str(folder), save_optimizer_state=False).save_all(made, gather(made), milestone=True)
-    whole.save_checkpoint(made, "without_gather_fns")
+    full.save_checkpoint(made, "without_gather_fns")
 
 
 def by_easylm() -> None:
     folder, made = str(HERE / "easylm"), state(20)
-    whole = libraries.StreamingCheckpointer({"save_optimizer_state": True, "float_dtype": ""}, folder)
-    whole.save_all(made, gather(made), milestone=True)
-    libraries.StreamingCheckpointer({}, folder).save_all(made, gather(made))  # parameters alone, as bfloat16
-    whole.save_checkpoint(made, "without_gather_fns")
+    full = libraries.StreamingCheckpointer({"save_optimizer_state": True, "float_dtype": ""}, folder)
+    full.save_all(made, gather(made), milestone=True)
+    libraries.StreamingCheckpointer({}, folder).save_all(made, gather(made))  # only parameters, as bfloat16
+    full.save_checkpoint(made, "without_gather_fns")
 
 
 if __name__ == "__main__":

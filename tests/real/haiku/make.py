@@ -1,7 +1,7 @@
-"""Writes the files beside it with Haiku 0.0.17 and Flax 0.12.8. It is not run by the tests.
+"""Writes the files in this folder with Haiku 0.0.17 and Flax 0.12.8. The tests do not run it.
 
-Haiku's parameters are a dict of modules by their names, in which there are slashes, and of what these have:
-``mlp/~/linear_0`` and ``w``. It has no format of its own; ``params.msgpack`` is what Flax makes of that.
+Haiku's parameters are a dict of modules, each a dict of arrays. The modules' names contain slashes:
+``mlp/~/linear_0`` has ``w``. Haiku has no format of its own; Flax writes ``params.msgpack``.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 class Block(hk.Module):
-    """A module with a parameter of its own, and others in it."""
+    """A module with its own parameter and with submodules."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = hk.get_parameter("scale", x.shape[-1:], init=jnp.ones)

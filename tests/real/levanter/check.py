@@ -1,8 +1,8 @@
 """Reads with Levanter what Treering wrote for it.
 
-`python check.py NAME write FOLDER` with Treering at hand, for the checkpoints beside it of that release and, with
-releases that its JAX can run, a live state; then `python check.py NAME read FOLDER` with that Levanter, which has to
-find the same bits, and the latest checkpoint.
+First run `python check.py NAME write FOLDER` with Treering installed. It converts that release's checkpoints in this
+folder and, if its JAX can run that release, saves a live state. Then run `python check.py NAME read FOLDER` with that
+Levanter, which must find the same bits and the latest checkpoint.
 """
 
 import json

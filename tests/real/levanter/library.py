@@ -1,4 +1,4 @@
-"""Levanter's own modules of checkpoints, unmodified, without what they import and do not use."""
+"""Imports the checkpoint modules of Levanter, unmodified, without the imports that these do not need."""
 
 import importlib.machinery
 import pathlib

@@ -1,8 +1,8 @@
-"""Writes one of the checkpoints beside it, and what is in it, with Levanter. It is not run by the tests.
+"""Writes one of the checkpoints in this folder, and what is in it, with Levanter. The tests do not run it.
 
-`python make.py NAME`, with the Levanter of that name in PYTHONPATH; see `../README.md` for versions. A model of
-Equinox with named arrays of Haliax, Optax's state of it and numbers, some of them spread over eight devices. What is
-expected comes from Levanter's own reader.
+Run `python make.py NAME` with the Levanter of that name in PYTHONPATH; see `../README.md` for versions. It saves an
+Equinox model with Haliax's named arrays, its Optax state, and numbers; some arrays are spread over eight devices.
+Levanter's own reader gives what is expected.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def save(path: str, step: int) -> None:
 
 
 def read(path: str, step: int) -> dict[str, Any]:
-    """The leaves by the paths that Levanter gives them, read by it into zeros of their kind."""
+    """Returns the leaves by Levanter's paths, which Levanter reads into zeros of their kind."""
     made, rest = state(step)
     parts = {"model": made, "training_state": rest} if sys.argv[1] == "1.1" else {"": {"model": made, **rest}}
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Writes checkpoints with aggregated leaves beside it, and what is in them, with old releases of Flax and Orbax.
+"""Writes checkpoints with aggregated leaves, and what is in them, with old releases of Flax and Orbax.
 
-`python make.py`, with one of the releases that `../README.md` names: 0.2.3 wrote no `_METADATA` yet, 0.5.20 was the
-last whose Flax asks for aggregation by default. It is not run by the tests. What is expected comes from Orbax's own
-reader of that release, without a template.
+Run `python make.py` with one of the releases in `../README.md`. 0.2.3 did not write `_METADATA` yet; 0.5.20 was the
+last whose Flax aggregates by default. The tests do not run it. Orbax's own reader of that release, without a
+template, gives what is expected.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def state() -> train_state.TrainState:
 
 
 def tree() -> dict[str, Any]:
-    """All kinds of leaves."""
+    """Returns a tree with all kinds of leaves."""
     place = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     kinds = {"f16": np.ones(2, np.float16), "bool": np.array([True, False]), "u8": np.arange(3, dtype=np.uint8)}
     return {
@@ -62,7 +62,7 @@ def tree() -> dict[str, Any]:
 
 
 def some(made: Any) -> Any:
-    """What Flax asks for since 0.7: arrays that are spread over devices lie by themselves."""
+    """Returns the options of Flax since 0.7: only arrays that are spread over devices get their own files."""
 
     def asked(leaf: Any) -> ocp.SaveArgs:
         return ocp.SaveArgs(aggregate=not isinstance(leaf, jax.Array) or leaf.is_fully_replicated)
@@ -71,7 +71,7 @@ def some(made: Any) -> Any:
 
 
 def described(found: Any) -> dict[str, Any]:
-    """The leaves by their paths. What is no array is itself."""
+    """Returns the leaves by path: a description of each array, and any other leaf itself."""
     about: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(found, is_leaf=lambda leaf: leaf is None)[0]:
         path = "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in keys)

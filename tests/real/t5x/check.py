@@ -1,7 +1,7 @@
-"""Reads with T5X what Treering wrote for it; run like `make.py`, with Treering at hand.
+"""Reads with T5X what Treering wrote for it. Run it like `make.py`, with Treering installed.
 
-`load_t5x_checkpoint` has to find the bits of the checkpoints beside it in what Treering makes of them, and
-`Checkpointer.restore` has to fill a train state from one that Treering wrote, over eight devices.
+Treering converts the checkpoints in this folder: `load_t5x_checkpoint` must find the same bits. Treering also writes
+a train state: `Checkpointer.restore` must fill a blank one from it, over eight devices.
 """
 
 import json
@@ -15,7 +15,7 @@ from library import adafactor, checkpoints, partitioning
 import treering as tr
 from treering.formats.t5x import write
 
-write.INLINE, write.CHUNK_BYTES = 64, 256  # or else nothing so small would lie beside the state dict
+write.INLINE, write.CHUNK_BYTES = 64, 256  # small limits: otherwise such small arrays get no files of their own
 expected = json.loads((make.HERE / "expected.json").read_text())
 with tempfile.TemporaryDirectory() as folder:
     for name, leaves in expected.items():

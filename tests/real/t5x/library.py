@@ -1,4 +1,4 @@
-"""T5X's own modules of checkpoints, unmodified, without what they import and do not use: Amos, SeqIO, models."""
+"""Imports the checkpoint modules of T5X, unmodified, without the imports they do not need: Amos, SeqIO, models."""
 
 import importlib.machinery
 import pathlib
@@ -19,7 +19,7 @@ package = types.ModuleType("t5x")
 package.__path__ = [str(found / "t5x")]
 package.__spec__ = importlib.machinery.ModuleSpec("t5x", None, is_package=True)
 sys.modules["t5x"] = package
-utils: Any = types.ModuleType("t5x.utils")  # of which Adafactor takes this one function
+utils: Any = types.ModuleType("t5x.utils")  # Adafactor only uses this function of it
 utils.flatten_dict_string_keys = flatten
 sys.modules["t5x.utils"] = utils
 for name in ("jestimator", "jestimator.amos", "jestimator.amos_helper"):

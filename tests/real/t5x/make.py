@@ -1,9 +1,9 @@
-"""Writes the checkpoints beside it, and `expected.json`, with T5X. It is not run by the tests.
+"""Writes the checkpoints in this folder, and `expected.json`, with T5X. The tests do not run it.
 
-PYTHONPATH is a clone of github.com/google-research/t5x; see `../README.md` for versions. Three ways: parameters and
-Adafactor's slots over eight devices; the same from NumPy, cast, and AdamW's with mutables, in small chunks; and one of
-which every leaf lies within the state dict, with an iterator over data beside it. What is expected comes from T5X's own
-reader, `load_t5x_checkpoint`.
+PYTHONPATH is a clone of github.com/google-research/t5x; see `../README.md` for versions. There are three runs:
+parameters and Adafactor's slots over eight devices; the same from NumPy, cast, and AdamW's with mutables, in small
+chunks; and one with every leaf in the state dict, and an iterator over data. T5X's own reader,
+`load_t5x_checkpoint`, gives what is expected.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ HERE = pathlib.Path(__file__).parent
 RULES = [("vocab", None), ("embed", None), ("mlp", "model")]
 
 
-class Whole(partitioning.PjitPartitioner):
-    """For whom no leaf is partitioned, so that all are written into the state dict."""
+class Unpartitioned(partitioning.PjitPartitioner):
+    """Partitions no leaf, so that T5X writes all of them into the state dict."""
 
     def get_mesh_axes(self, train_state: Any) -> Any:
         leaves = traverse_util.flatten_dict(train_state.state_dict(), keep_empty_nodes=True)
@@ -39,7 +39,7 @@ class Whole(partitioning.PjitPartitioner):
 
 
 class Model(nn.Module):
-    """Two layers, one of them in bfloat16."""
+    """A model of two layers, one of them in bfloat16."""
 
     mutable: bool = False
 
@@ -69,7 +69,7 @@ def state(optimizer: Any, **options: bool) -> Any:
 
 
 def spread(made: Any, partitioner: Any) -> Any:
-    """The leaves that have axes, over the devices that these name."""
+    """Spreads the leaves that have axes over the devices of these axes."""
     axes = traverse_util.flatten_dict(partitioner.get_mesh_axes(made).state_dict(), keep_empty_nodes=True)
     leaves = traverse_util.flatten_dict(made.state_dict(), keep_empty_nodes=True)
     for path, leaf in leaves.items():
@@ -108,6 +108,6 @@ if __name__ == "__main__":
     save("one", numpy, partitioner, 20, np.float32)
     adam = state(optimizers.adamw(0.1), mutable=True)
     save("one", adam, partitioner, 0, None)
-    save("within", adam, Whole(num_partitions=1), 3, jnp.bfloat16, iter(tf.data.Dataset.range(5)))
+    save("within", adam, Unpartitioned(num_partitions=1), 3, jnp.bfloat16, iter(tf.data.Dataset.range(5)))
     listed = {str(path.relative_to(HERE)): described(str(path)) for path in sorted(HERE.glob("*/checkpoint_*"))}
     (HERE / "expected.json").write_text(json.dumps(listed, indent=0) + "\n")

@@ -1,7 +1,8 @@
-"""Writes the checkpoints beside it, and `expected.json`, with TensorFlow 2.21. It is not run by the tests.
+"""Writes the checkpoints in this folder, and `expected.json`, with TensorFlow 2.21. The tests do not run it.
 
-Three of TensorFlow's ways of saving: the operation itself, with tensors of every dtype and slices; a sharded `Saver`
-over two devices with partitioned variables under T5's names, as Mesh TensorFlow used it; and a `tf.train.Checkpoint`.
+Uses three of TensorFlow's ways of saving: the operation itself, with tensors of every dtype and slices; a sharded
+`Saver` over two devices with partitioned variables under T5's names, as Mesh TensorFlow used it; and a
+`tf.train.Checkpoint`.
 """
 
 import json
@@ -43,9 +44,9 @@ def by_the_operation() -> dict[str, Any]:
     tensors["texts"] = np.array([[b"", b"abc"], ["ü\0".encode(), b"x" * 200]], object)
     tensors["text"] = np.array(b"alone", object)
     tensors["no texts"] = np.array([], object)
-    whole = sample("float32", (4, 6))
+    full = sample("float32", (4, 6))
     bounds = [(0, 1), (1, 3)], [(0, 4), (4, 2)]  # start and length
-    parts = {f"4 6 {a},{m}:{b},{n}": whole[a : a + m, b : b + n] for a, m in bounds[0] for b, n in bounds[1]}
+    parts = {f"4 6 {a},{m}:{b},{n}": full[a : a + m, b : b + n] for a, m in bounds[0] for b, n in bounds[1]}
     saved = {name: tf.constant(value) for name, value in tensors.items()}
     for name, stored in QUANTIZED.items():
         tensors[name] = sample(stored, (3,))
@@ -59,7 +60,7 @@ def by_the_operation() -> dict[str, Any]:
         shape_and_slices=specs,
         tensors=[*saved.values(), *(part for _, _, part in slices)],
     )
-    return {**tensors, "sliced": whole}
+    return {**tensors, "sliced": full}
 
 
 def by_a_sharded_saver() -> dict[str, Any]:
