@@ -65,7 +65,7 @@ def by_fjformer() -> None:
     folder = HERE / "fjformer"
     full, made = libraries.CheckpointManager(str(folder), float_dtype=""), state(7)
     full.save_all(made, gather(made), metadata={"a": 1}, milestone=True)
-    whole.save_all(state(12), gather(state(12)))
+    full.save_all(state(12), gather(state(12)))
     libraries.CheckpointManager(str(folder), save_optimizer_state=False).save_all(made, gather(made), milestone=True)
     full.save_checkpoint(made, "without_gather_fns")
 
