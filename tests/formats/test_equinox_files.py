@@ -28,7 +28,7 @@ from treering.stores.posix import Disk
 
 REAL = Path(__file__).parent.parent / "real" / "equinox" / "model.eqx"
 KINDS = ["?", *"bBhHiIlLefdFD", "M8[D]", "m8[ns]", "U3", "S5"]
-UNTOLD = ["float8_e4m3fn", "float8_e5m2fnuz", "int4", "uint4", "int2"]
+UNRECORDED = ["float8_e4m3fn", "float8_e5m2fnuz", "int4", "uint4", "int2"]
 
 
 def noise(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_dtypes_without_a_name_in_numpy_that_are_the_only_ones_of_their_code(tmp
         assert same(tr.open(path)["0"][...], one.reshape(-1))
 
 
-@pytest.mark.parametrize("name", UNTOLD)
+@pytest.mark.parametrize("name", UNRECORDED)
 def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
     """A dtype that the file does not record is read as uint8, is marked as ambiguous, and comes from the template."""
     arrays = [jnp.asarray(noise(getattr(ml_dtypes, name), shape)) for shape in [(3, 4), (), (0,)]]
@@ -369,7 +369,7 @@ def test_metadata_is_the_first_line(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_what_equinox_could_not_read_is_named(tmp_path: Path) -> None:
-    tree: dict[str, Any] = {name: jnp.ones(2, name) for name in (*UNTOLD, "float8_e5m2")}
+    tree: dict[str, Any] = {name: jnp.ones(2, name) for name in (*UNRECORDED, "float8_e5m2")}
     tree |= {"fine": np.ones(2), "key": jax.random.key(0), "text": "x", "big": 2**64, "small": -(2**63) - 1}
     with pytest.raises(UnsupportedError) as error:
         tr.save(tmp_path / "x.eqx", tree)
@@ -389,7 +389,7 @@ def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.
     assert all(same(x, y) for x, y in zip(eqx.tree_deserialise_leaves(tmp_path / "x.eqx", tree), tree, strict=True))
 
 
-# Leaves of which Equinox saves nothing
+# Leaves that Equinox does not save
 
 
 class Stateful(eqx.Module):

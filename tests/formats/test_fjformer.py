@@ -65,7 +65,7 @@ def state() -> Any:
     return {"step": np.int32(7), "params": params, "opt_state": {"0": {}, "1": {"mu": params, "nu": None, "count": 3}}}
 
 
-# What they wrote
+# Streams that FJFormer and EasyLM wrote
 
 
 @pytest.mark.parametrize("name", [name for name in described("fjformer") if not name.endswith(".safetensors")])
@@ -114,7 +114,7 @@ def test_safetensors_of_fjformer(tmp_path: Path) -> None:
     assert_described(tmp_path / "x.safetensors", dotted)
 
 
-# What they write
+# Streams in their layout
 
 
 @pytest.mark.parametrize("name", ["streaming_train_state", "streaming_state", "streaming_train_state_7", "anything"])

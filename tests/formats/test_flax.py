@@ -118,7 +118,7 @@ class Counting(Disk):
         return done
 
 
-# What Flax writes
+# Files of Flax
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -210,7 +210,7 @@ def test_large_arrays_are_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(ckpt) == ["w", "exact", "wide", "odd", "in/b"]
     for index in (np.s_[2:5, 3:9], np.s_[6], np.s_[:, 10], np.s_[3, 4], np.s_[::-2, 1:8:3]):
         assert ckpt["w"][index].tobytes() == tree["w"][index].tobytes()
-    check_both_ways(tmp_path, every_bit(np.dtype("f4"), (40,)))  # a lone one, too
+    check_both_ways(tmp_path, every_bit(np.dtype("f4"), (40,)))  # one array that is the entire tree
 
 
 @pytest.fixture
@@ -244,13 +244,13 @@ def test_a_train_state(tmp_path: Path, backend: Any) -> None:
         assert type(a) is type(b) and np.asarray(a).tobytes() == np.asarray(b).tobytes()
     parameters = tr.restore(tmp_path, like=params, at="params")
     assert parameters["first"]["kernel"].shape == (4, 16)
-    # And over eight devices.
+    # Over eight devices
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     place = NamedSharding(mesh, PartitionSpec("x", "y"))
     like = {"kernel": jax.ShapeDtypeStruct((4, 16), np.float32, sharding=place), "bias": ...}
     kernel = tr.restore(tmp_path, like=like, at="params/first")["kernel"]
     assert kernel.sharding == place and np.array_equal(kernel, params["first"]["kernel"])
-    # What we write, Flax restores.
+    # Flax restores what Treering writes.
     tr.save(tmp_path / "ours.msgpack", state)
     back = serialization.from_bytes(state, (tmp_path / "ours.msgpack").read_bytes())
     assert jax.tree.structure(back) == jax.tree.structure(state)
@@ -288,7 +288,7 @@ def test_real_files(tmp_path: Path, name: str) -> None:
         (["checkpoint_5.msgpack", "checkpoint_5x", "checkpoint_²"], {}),
         (["checkpoint_007"], {7: "checkpoint_007"}),
         (["checkpoint_10", "checkpoint_1e1"], {10: "checkpoint_10"}),
-        (["a-1.flax", "a-1.index", "a-2.flax", "a-1.data-00000-of-00001"], {1: "a-1.flax"}),  # clu's
+        (["a-1.flax", "a-1.index", "a-2.flax", "a-1.data-00000-of-00001"], {1: "a-1.flax"}),  # files of clu
     ],
 )  # fmt: skip
 def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, str]) -> None:
@@ -485,7 +485,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert_equal(tr.restore(tmp_path / "x.msgpack"), {"long": tree["long"], "w": tree["w"]})
 
 
-# In several files
+# State dicts in several files
 
 
 def save_shards(folder: Path, tree: Any, flat: bool = False) -> dict[str, Any]:
@@ -641,7 +641,7 @@ def test_arrays_outside_are_not_opened(tmp_path: Path, name: str) -> None:
         tr.open(tmp_path / "c")
 
 
-# Whose file it is
+# Files that Flax refuses
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_chunks_of_zeros_are_only_left_out_of_databases(tmp_path: Path) -> None:
         ckpt["model/layers/10/bias"][...]
     assert [problem.leaves for problem in tr.verify(path).problems] == [("model/layers/10/bias",)]
     spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": f"file://{path.parent}/step-4/", "path": "w"}}
-    ts.open(spec, create=True, dtype="float32", shape=[1 << 28]).result()  # nothing but zeros
+    ts.open(spec, create=True, dtype="float32", shape=[1 << 28]).result()  # only zeros, so that no chunk is written
     (tmp_path / "step-4" / "metadata.json").write_text((path / "metadata.json").read_text())
     assert (tr.open(tmp_path / "step-4")["w"][5:1000] == 0).all()
     make(tmp_path, 3, ocdbt=True)

@@ -1,4 +1,4 @@
-"""Archives of NumPy: what `numpy.savez` writes comes back, and nothing is unpickled or believed."""
+"""Archives of NumPy: Treering reads what `numpy.savez` writes, unpickles nothing and trusts no sizes."""
 
 import io
 import math
@@ -90,7 +90,7 @@ def test_what_expands_is_read_when_it_is_trusted(tmp_path: Path) -> None:
 
 
 def packed(change: Callable[[bytes], bytes] = lambda data: data, **options: Any) -> bytes:
-    """An archive with one array, the bytes of whose file are changed before they are packed."""
+    """Returns an archive with one array, whose `.npy` file `change` alters before it is packed."""
     array, file = io.BytesIO(), io.BytesIO()
     np.save(array, np.arange(100, dtype=np.int32))
     with zipfile.ZipFile(file, "w", **options) as archive:

@@ -1,4 +1,4 @@
-"""Orbax's checkpoints: what the library writes is read, what is written it reads."""
+"""Treering reads the checkpoints that Orbax writes, and Orbax reads those that Treering writes."""
 
 import base64
 import collections
@@ -31,7 +31,7 @@ from treering import formats, rules, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.testing._doubles import CountingDisk
 
-# Orbax's own, and what is left of its event loops.
+# The warnings come from Orbax, and from event loops that it leaves open.
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::pytest.PytestWarning"),
@@ -46,7 +46,7 @@ def mesh() -> Mesh:
 
 
 def state() -> dict[str, Any]:
-    """Everything that all of Orbax's checkpointers take."""
+    """Returns a tree of everything that all of Orbax's checkpointers accept."""
     spread = NamedSharding(mesh(), PartitionSpec("x", "y"))
     return {
         "w": jax.device_put(jnp.arange(32.0).reshape(8, 4), spread),
@@ -71,7 +71,7 @@ def state() -> dict[str, Any]:
 
 
 def plain(tree: Any) -> Any:
-    """A tree as Orbax gives it back without a template, on the host: no tuples, no classes."""
+    """Returns a tree as Orbax restores it without a template, on the host: no tuples, no classes."""
     if isinstance(tree, optax.EmptyState):
         return None
     if hasattr(tree, "_fields"):
@@ -86,7 +86,7 @@ def plain(tree: Any) -> Any:
 
 
 def bits(tree: Any) -> Any:
-    """A tree with all its arrays on the host: where Orbax puts them, and that it commits them there, is its own."""
+    """Returns a tree with all its arrays on the host, because Orbax places and commits arrays its own way."""
 
     def on_host(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
@@ -151,9 +151,9 @@ def test_with_and_without_the_devices_it_was_saved_on(tmp_path: Path) -> None:
         like = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=where)
         found = tr.restore(path, like={"w": like}, extra="ignore")["w"]
         assert found.sharding == where and (np.asarray(found) == np.asarray(tree["w"])).all()
-    far = {"sharding_type": "NamedSharding", "shape": [64, 64], "axis_names": ["data", "model"]}
-    far["partition_spec"] = [["data", "model"], None]
-    for text in (json.dumps(far), "no JSON", json.dumps({"sharding_type": "NamedSharding"}), json.dumps([1])):
+    larger_mesh = {"sharding_type": "NamedSharding", "shape": [64, 64], "axis_names": ["data", "model"]}
+    larger_mesh["partition_spec"] = [["data", "model"], None]
+    for text in (json.dumps(larger_mesh), "no JSON", json.dumps({"sharding_type": "NamedSharding"}), json.dumps([1])):
         listed[base64.urlsafe_b64encode(b"w").decode()] = text
         (path / "_sharding").write_text(json.dumps(listed))
         there = tr.open(path)["w"].sharding
@@ -211,7 +211,7 @@ def test_the_metadata_of_a_run_is_that_of_its_steps(tmp_path: Path, caplog: Any,
         run.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
         run.save(2, args=ocp.args.StandardSave({"w": np.ones(3)}), custom_metadata={"version": 2, "by": "me"})
         run.wait_until_finished()
-    if legacy:  # what managers did before the file had a name of its own
+    if legacy:  # as managers did before the file had its own name
         shutil.rmtree(path / "metadata", ignore_errors=True)
         ocp.Checkpointer(ocp.JsonCheckpointHandler()).save(path / "metadata", of_run)
     assert tr.steps(path) == [1, 2]
@@ -251,7 +251,7 @@ def test_names_of_steps_and_the_item_without_a_name(tmp_path: Path, options: Any
     assert tr.steps(tmp_path) == [0, 12]
     for name in names:
         assert_same(tr.restore(tmp_path / name), tree)
-    shutil.copytree(tmp_path / names[1], tmp_path / "other_7")  # another run, which is not meant
+    shutil.copytree(tmp_path / names[1], tmp_path / "other_7")  # another run, which the test does not open
     assert tr.steps(tmp_path) == ([0, 12] if names[0].isdigit() else [])
     shutil.copytree(tmp_path / names[1] / "default", tmp_path / names[1] / "second")
     assert_same(tr.restore(tmp_path / names[1]), {"default": tree, "second": tree})
@@ -265,7 +265,7 @@ def test_steps_that_were_never_finished(tmp_path: Path) -> None:
     (tmp_path / "2").rename(tmp_path / "2.orbax-checkpoint-tmp")
     (tmp_path / "2.orbax-checkpoint-tmp" / "commit_success.txt").unlink()
     about = json.loads((tmp_path / "4" / "_CHECKPOINT_METADATA").read_text())
-    about["commit_timestamp_nsecs"] = None  # where folders cannot be renamed
+    about["commit_timestamp_nsecs"] = None  # as in a bucket, where folders cannot be renamed
     (tmp_path / "4" / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
     (tmp_path / "4" / "commit_success.txt").unlink()
     (tmp_path / "5").mkdir()
@@ -367,7 +367,7 @@ def test_items_that_are_arrays_and_keys(tmp_path: Path) -> None:
     assert not tr.diff(tmp_path / "run", tmp_path / "copy")
     with jax.default_prng_impl("rbg"), ocp.CheckpointManager(tmp_path / "other") as run:
         run.save(0, args=ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3))))
-    parts = tr.restore(tmp_path / "other")["key"]  # of a size that two kinds have
+    parts = tr.restore(tmp_path / "other")["key"]  # two kinds of keys have this size
     assert_same(parts["jax_random_key"]["checkpoint"], np.array([0, 3, 0, 3], np.uint32))
     with ocp.CheckpointManager(tmp_path / "lone") as run:
         run.save(0, args=ocp.args.ArraySave(jnp.arange(3)))
@@ -454,7 +454,7 @@ def test_odd_trees(tmp_path: Path, tree: Any) -> None:
     tr.save(tmp_path / "ckpt", tree, format="orbax")
     expected = np.asarray(tree) if isinstance(tree, np.float32) else plain(tree)
     assert_same(tr.restore(tmp_path / "ckpt"), expected)
-    if tree is not None:  # which Orbax takes for no tree
+    if tree is not None:  # Orbax does not accept None as a tree
         assert_same(bits(restore_standard(tmp_path / "ckpt")), expected)
     assert_same(tr.restore(tmp_path / "ckpt", like=tree), tree)
 
@@ -481,7 +481,7 @@ def test_what_orbax_cannot_hold(tmp_path: Path) -> None:
 
 
 def composite(path: Path) -> ocp.args.Composite:
-    """Every item that Orbax itself finds in a folder."""
+    """Returns every item that Orbax finds in a folder by itself."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as theirs:
         return theirs.restore(path)
 
@@ -539,7 +539,7 @@ def test_items_go_through_the_native_format_and_back(tmp_path: Path) -> None:
 
 
 def test_the_only_item_of_a_manager(tmp_path: Path) -> None:
-    """It is called `default`, and read without a name by both."""
+    """A manager calls its only item `default`; Orbax and Treering both read it without that name."""
     tree = {"w": jnp.ones(3), "b": {"c": jnp.zeros(2)}}
     tr.save(tmp_path / "3", {"default": tree}, format="orbax", composite=True)
     with manager(tmp_path) as run:
@@ -574,7 +574,7 @@ def test_what_cannot_be_an_item(tmp_path: Path) -> None:
     for format in ("treering", "t5x"):
         with pytest.raises(MismatchError, match="composite"):
             tr.save(tmp_path / "ckpt", {"params": one}, format=format, composite=True)
-    for name in ("treering.json", "model.safetensors"):  # as which the folder would open
+    for name in ("treering.json", "model.safetensors"):  # a folder with such a name in it would open as another format
         with pytest.raises(UnsupportedError, match="would open as"):
             tr.save(tmp_path / "ckpt", {name: one}, format="orbax", composite=True)
     assert not os.listdir(tmp_path)
@@ -605,7 +605,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, ocdbt: bool, zarr3: bool
     draw = np.random.default_rng(0)
     array = jax.device_put(
         draw.integers(0, 1 << 32, (8, 1 << 16), np.uint32), spread
-    )  # chunks of a row: replicas share the work
+    )  # a chunk is a row, because replicas share the work
     tree = {"w": array, "v": draw.random(1 << 20), "step": 5}
     path = save(tmp_path / "ckpt", tree, ocdbt=ocdbt, zarr3=zarr3)
     before = read_bytes()
@@ -635,7 +635,7 @@ def leaf(*keys: Any, kind: str = "np.ndarray", skip: bool = False, types: Any = 
 @pytest.mark.parametrize(
     ("leaves", "error", "text"),
     [
-        ([leaf("..", "w")], CorruptError, "nothing"),  # a name as any other in a database
+        ([leaf("..", "w")], CorruptError, "nothing"),  # in a database, this is a name like any other
         ([leaf("w"), leaf("w")], CorruptError, "one leaf of this name"),
         ([leaf("w"), leaf("w", "x")], CorruptError, "a leaf or a container"),
         ([leaf("w", "x"), leaf("w")], CorruptError, "one leaf of this name"),
@@ -741,7 +741,7 @@ def test_files_about_the_tree_that_lie(tmp_path: Path) -> None:
 
 
 def test_data_may_lie_behind_a_link(tmp_path: Path) -> None:
-    """As with files that were moved to a larger disk."""
+    """A user may have moved the files to a larger disk."""
     path = save(tmp_path / "ckpt", {"w": np.arange(5000)})
     data = path / "d"
     data.rename(tmp_path / "larger")

@@ -1,6 +1,6 @@
-"""Orbax's checkpoints with aggregated leaves, which lie together in one file in MessagePack.
+"""Orbax's checkpoints with aggregated leaves, which are together in one file in MessagePack.
 
-Flax asked for them from February 2023 to August 2024. What old releases wrote lies in `real/orbax`.
+Flax aggregated leaves from February 2023 to August 2024. `real/orbax` has checkpoints of old releases.
 """
 
 import json
@@ -107,7 +107,7 @@ def test_every_array_beside_the_file_is_named(tmp_path: Path) -> None:
         tr.restore(tmp_path / "7")
     assert tr.restore(tmp_path / "7", at="numbers")["int"] == 3
     state = serialization.msgpack_restore((tmp_path / "7" / "checkpoint").read_bytes())
-    state["spread"] = "AGGREGATED://spread"  # as text began that stood for arrays at first
+    state["spread"] = "AGGREGATED://spread"  # the first prefix of text that stands for an array
     (tmp_path / "7" / "checkpoint").write_bytes(serialization.msgpack_serialize(state))
     shutil.copy(FOLDER / "0.2.3" / "tree" / "spread" / ".zarray", tmp_path / "7" / "spread" / ".zarray")
     assert_same(tr.restore(tmp_path / "7", at="spread"), np.arange(6, dtype=np.float32).reshape(2, 3))

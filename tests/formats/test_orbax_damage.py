@@ -1,4 +1,4 @@
-"""Orbax's checkpoints of which something is gone: what is missing is named, the rest is read, nothing is left out."""
+"""Damaged Orbax checkpoints: Treering names the missing part, reads the rest, and leaves out nothing silently."""
 
 import json
 import logging
@@ -27,11 +27,13 @@ pytestmark = [
 TREE = {"w": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(2, np.float32)}}
 OPT = {"m": np.full(3, 7.0)}
 CONFIG = {"rate": 0.5}
-WHOLE = {"config": CONFIG, "opt": OPT, "params": TREE}
+ALL_ITEMS = {"config": CONFIG, "opt": OPT, "params": TREE}
 
 
 def save_run(path: Path, *steps: int) -> Path:
-    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])  # with which metrics are an item
+    options = ocp.CheckpointManagerOptions(
+        best_fn=lambda metrics: metrics["loss"]
+    )  # with this option, Orbax stores metrics as an item
     with ocp.CheckpointManager(path, options=options, item_names=("params", "opt", "config")) as run:
         for step in steps:
             items = {name: ocp.args.StandardSave(tree) for name, tree in (("params", TREE), ("opt", OPT))}
@@ -52,7 +54,7 @@ def remove(path: Path) -> None:
 
 @pytest.fixture(params=["params", "params/_METADATA", "config", "config/metadata"])
 def gone(request: pytest.FixtureRequest) -> str:
-    """What is removed from a step: an item's folder, or the file that says what is in it."""
+    """Names the part that a test removes from a step: an item's folder, or the file that describes the item."""
     return request.param
 
 
@@ -63,8 +65,8 @@ def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFix
     item = gone.split("/")[0]
     for attempt in (
         lambda: tr.restore(step),
-        lambda: tr.restore(step, WHOLE),
-        lambda: tr.restore(step, WHOLE, missing="template"),
+        lambda: tr.restore(step, ALL_ITEMS),
+        lambda: tr.restore(step, ALL_ITEMS, missing="template"),
         lambda: tr.restore(step, at=item),
         lambda: tr.open(step).select(f"{item}/*").restore(),
         lambda: tr.restore(tmp_path / "run"),
@@ -80,12 +82,12 @@ def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFix
     report = tr.verify(step)
     assert not report.ok and all(item in problem.what and problem.leaves for problem in report.problems)
     assert "lost" in repr(tr.open(step))
-    rest = {name: value for name, value in WHOLE.items() if name != item}
+    rest = {name: value for name, value in ALL_ITEMS.items() if name != item}
     assert_same(tr.restore(step, rest, extra=[item, f"{item}/**"]), rest)
     assert_same(tr.restore(step, {**rest, item: ...}), {**rest, item: ...})
     for name, value in rest.items():
         assert_same(tr.restore(step, at=name), value)
-    with pytest.raises(CorruptError, match=item):  # by default nothing of a checkpoint is left out
+    with pytest.raises(CorruptError, match=item):  # by default, Treering leaves out no part of a checkpoint
         tr.restore(step, rest)
     with pytest.raises(MismatchError, match="opt/m"):
         tr.restore(step, {}, extra=[item, f"{item}/**"])
@@ -93,7 +95,7 @@ def test_an_item_is_gone(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFix
 
 @pytest.fixture
 def headless(tmp_path: Path) -> Path:
-    """A checkpoint of which the item `params` is gone, so that its leaves have no names."""
+    """Makes a checkpoint without the folder of the item `params`, so that the names of its leaves are unknown."""
     params, opt = {"dense": {"kernel": np.ones(2)}}, {"mu": {"kernel": np.full(2, 3.0)}, "n": [np.zeros(1)]}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         items = {name: ocp.args.StandardSave(tree) for name, tree in (("params", params), ("opt", opt))}
@@ -194,7 +196,10 @@ def test_a_lost_tree_that_is_dropped(headless: Path, glob: str) -> None:
     assert_same(tr.open(headless).apply(both).restore(), {"state": rest})
     like = {"opt": rest}
     assert "opt/n" in tr.open(headless).apply([rules.stack("opt/n/*"), rules.cast("opt/**", "float32")])
-    kept = [rules.cast("params/**", "float16"), rules.copy("params/dense", "d")]  # which stay lost where they are named
+    kept = [
+        rules.cast("params/**", "float16"),
+        rules.copy("params/dense", "d"),
+    ]  # these stay lost under their new names
     assert list(tr.open(headless).apply(kept)) == ["opt/mu/kernel", "opt/n/0", "params", "d"]
     assert_same(tr.restore(headless, like, rules=kept, extra=["params/**", "d/**"]), like)
     with pytest.raises(CorruptError, match="the item 'params'"):
@@ -237,6 +242,7 @@ KEYS = {
 @pytest.mark.parametrize("by", ["treering", "orbax", "version 1", "files", "zarr3"])
 @pytest.mark.parametrize("gone", ["array_metadatas", "array_metadatas/process_0"])
 def test_what_tells_keys_from_numbers_is_gone(tmp_path: Path, by: str, gone: str) -> None:
+    """Without `array_metadatas`, arrays that may be PRNG keys are lost; Treering does not guess."""
     path = folder = tmp_path / "c"
     if by == "treering":
         tr.save(path, KEYS, format="orbax")
@@ -261,6 +267,7 @@ def test_what_tells_keys_from_numbers_is_gone(tmp_path: Path, by: str, gone: str
 
 
 def test_what_orbax_wrote_before_it_told_keys_from_numbers(tmp_path: Path) -> None:
+    """Old releases have no `array_metadatas`; their uint32 arrays are plain numbers."""
     path = save_tree(tmp_path / "c", {"u": KEYS["u"]})
     about = json.loads((path / "_METADATA").read_text())
     for leaf in about["tree_metadata"].values():
@@ -280,6 +287,7 @@ def test_keys_where_two_lists_are_gone(tmp_path: Path, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("text", [None, "{}", '{"typed": null}', '{"typed": 1}'])
 def test_whether_an_item_is_a_key_is_gone(tmp_path: Path, text: str | None) -> None:
+    """An item of Orbax's key handler is lost without the record whether the key is typed."""
     with ocp.CheckpointManager(tmp_path) as run:
         args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(3)), opt=ocp.args.StandardSave(OPT))
         run.save(0, args=args)
@@ -310,11 +318,11 @@ def test_the_array_of_a_key_is_gone(tmp_path: Path) -> None:
 def test_an_earlier_step_is_taken(tmp_path: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
     save_run(tmp_path / "run", 1, 2)
     remove(tmp_path / "run" / "2" / gone)
-    assert_same(tr.restore(tmp_path / "run"), WHOLE)
+    assert_same(tr.restore(tmp_path / "run"), ALL_ITEMS)
     assert "step 2 is damaged" in caplog.text and gone.split("/")[0] in caplog.text
     assert tr.open(tmp_path / "run").step == 1 and tr.open(tmp_path / "run", step=2).step == 2
     with tr.Checkpointer(tmp_path / "run") as run:
-        assert_same(run.restore_or_init(lambda: WHOLE), (WHOLE, 1))
+        assert_same(run.restore_or_init(lambda: ALL_ITEMS), (ALL_ITEMS, 1))
     tr.convert(tmp_path / "run", tmp_path / "copy")
     assert tr.open(tmp_path / "copy").step == 1
     assert_same(tr.restore(tmp_path / "run", at="opt"), OPT)
@@ -336,7 +344,7 @@ def test_a_template_stands_in_for_the_list_of_leaves(tmp_path: Path, ocdbt: bool
         tr.restore(path, {**tree, "l": [*tree["l"], 1]}, extra="ignore")
     (path / "_CHECKPOINT_METADATA").unlink()
     (path / "commit_success.txt").unlink()
-    if ocdbt:  # which leaves `array_metadatas` beside the database
+    if ocdbt:  # a database leaves `array_metadatas` next to it
         with pytest.raises(CorruptError, match="_METADATA"):
             tr.restore(path)
 
@@ -360,7 +368,7 @@ def test_every_array_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_every_chunk_that_is_gone_is_named(tmp_path: Path) -> None:
     array = np.arange(123 * 4.0).reshape(123, 4) + 1
     for name, ocdbt in (("files", False), ("database", True)):
-        args = ocp.SaveArgs(chunk_byte_size=32)  # a row
+        args = ocp.SaveArgs(chunk_byte_size=32)  # bytes of a row
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
             checkpointer.save(
                 tmp_path / name, args=ocp.args.PyTreeSave({"w": array, "v": array}, {"w": args, "v": args})
@@ -392,7 +400,7 @@ def test_metrics_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (step / "metrics" / "metrics").write_text("{")
     for gone in ("metrics/metrics", "metrics", ""):
         caplog.clear()
-        assert_same(tr.restore(step), WHOLE)
+        assert_same(tr.restore(step), ALL_ITEMS)
         assert "opened without metrics" in caplog.text and tr.open(step).metrics == {}
         assert [problem.file for problem in tr.verify(step).problems] == [str(step)]
         if gone:
@@ -422,7 +430,9 @@ def test_version_1_says_the_same(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "ckpt" / "config")
     with pytest.raises(CorruptError, match="the item 'config'"):
         tr.restore(tmp_path / "ckpt")
-    assert_same(tr.restore(tmp_path / "ckpt", at="state"), TREE)  # which does not lose its level when it is alone
+    assert_same(
+        tr.restore(tmp_path / "ckpt", at="state"), TREE
+    )  # the item keeps its level, even if it is the only one left
     ocp1.save(tmp_path / "alone", TREE)
     shutil.rmtree(tmp_path / "alone" / "state")
     with pytest.raises(CorruptError, match="the item 'state'"):
@@ -433,12 +443,14 @@ def test_folders_of_checkpoints(tmp_path: Path) -> None:
     names = ("best", "ema", "state")
     for name in names:
         save_tree(tmp_path / "checkpoints" / name, {**TREE, "of": name})
-    with pytest.raises(NotFoundError, match="folder of checkpoints; open the one that is meant: best, ema, state"):
+    with pytest.raises(
+        NotFoundError, match="folder of checkpoints; open one of them by its own path: best, ema, state"
+    ):
         tr.open(tmp_path / "checkpoints")
     with pytest.raises(NotFoundError, match="best, ema, state"):
         tr.verify(tmp_path / "checkpoints")
     assert all(tr.restore(tmp_path / "checkpoints" / name)["of"] == name for name in names)
-    (tmp_path / "checkpoints" / "best" / "_CHECKPOINT_METADATA").unlink()  # of one that is older than the others
+    (tmp_path / "checkpoints" / "best" / "_CHECKPOINT_METADATA").unlink()  # as in one that is older than the others
     with pytest.raises(NotFoundError, match="ema, state"):
         tr.open(tmp_path / "checkpoints")
 
@@ -455,13 +467,14 @@ def test_steps_without_the_time_of_their_commit(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as run:
         assert sorted(run.all_steps()) == tr.steps(tmp_path) == [1, 2, 3]
     for step in (1, 2):
-        assert_same(tr.restore(tmp_path, step=step), WHOLE)
+        assert_same(tr.restore(tmp_path, step=step), ALL_ITEMS)
 
 
 def test_what_is_not_known_is_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Treering logs a warning for an item of an unknown kind that it leaves out."""
     step = save_run(tmp_path / "run", 1) / "1"
     (step / "data").mkdir()
     (step / "data" / "process_0.bin").write_bytes(b"?")
     with caplog.at_level(logging.WARNING, "treering"):
-        assert_same(tr.restore(step), WHOLE)
+        assert_same(tr.restore(step), ALL_ITEMS)
     assert "left out, because it cannot be read here: data (files of an unknown kind: process_0.bin)" in caplog.text

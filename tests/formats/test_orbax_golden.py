@@ -1,4 +1,4 @@
-"""The golden checkpoints in the package of Orbax, whole and damaged: what Orbax reads of them is read here too."""
+"""The golden checkpoints in Orbax's package, complete and damaged: Treering reads what Orbax reads of them."""
 
 import gc
 import logging
@@ -40,17 +40,17 @@ def on_host(tree: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Where Orbax refuses, it leaves coroutines behind that nobody waits for, which are not to end later."""
+    """Ends the coroutines that Orbax leaves behind after an error, before the next test."""
     yield
     gc.collect()
 
 
 def first(*attempts: Callable[[], Any]) -> Any:
-    """What the first of Orbax's readers that succeeds finds, None where all of them refuse."""
+    """Returns the result of the first of Orbax's readers that succeeds; None if all of them raise."""
     for attempt in attempts:
         try:
             return on_host(attempt())
-        except Exception as error:  # of any kind, as each of its readers has it
+        except Exception as error:  # each of Orbax's readers raises other types of errors
             logging.info("refused: %s", error)
     return None
 
@@ -62,8 +62,8 @@ def items(path: Path, args: dict[str, Any], *, zarr3: bool = False) -> dict[str,
         return dict(checkpointer.restore(path, ocp.args.Composite(**args)).items())
 
 
-def whole(path: Path) -> Any:
-    """What Orbax finds without a template."""
+def without_template(path: Path) -> Any:
+    """Returns what Orbax reads without a template."""
     if DIRECT in path.parts:
         return first(lambda: ocp1.load(path), lambda: restored(ocp.StandardCheckpointer(), path))
     every = {"state": ocp.args.PyTreeRestore(), "metadata": ocp.args.JsonRestore()}
@@ -71,7 +71,7 @@ def whole(path: Path) -> Any:
 
 
 def into(path: Path, like: Any) -> Any:
-    """The state that Orbax finds with a template."""
+    """Returns the state that Orbax reads with a template."""
     args = {"state": ocp.args.PyTreeRestore(like, ocp.checkpoint_utils.construct_restore_args(like))}
     if DIRECT in path.parts:
         return first(lambda: ocp1.load(path, like), lambda: restored(ocp.StandardCheckpointer(), path, like))
@@ -88,7 +88,7 @@ def restored(checkpointer: Any, *args: Any) -> Any:
 
 
 def damage_of(path: Path) -> str | None:
-    """What has to be named of what was removed or added; None for what is whole without it."""
+    """Returns the words that an error must contain about a removed or added file; None for a complete checkpoint."""
     if path.parent.name.startswith("critical_"):
         return "dummy" if path.name.startswith("dummy") else "a/|d|manifest"
     if path.name == "pytree_checkpointable_missing_metadata":
@@ -102,14 +102,14 @@ def test_they_are_there() -> None:
     assert {path.relative_to(FOLDER).parts[0] for path in GOLDEN} >= {"v0_checkpoints", "v1_checkpoints"}
     damaged = [path for path in GOLDEN if damage_of(path)]
     assert len(damaged) >= 14
-    assert [path.name for path in damaged if whole(path) is not None] == ["deleted_checkpointable"]
+    assert [path.name for path in damaged if without_template(path) is not None] == ["deleted_checkpointable"]
     assert sum(into(path, template()) is not None for path in GOLDEN) >= 37
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: "-".join(path.relative_to(FOLDER).parts))
 def test_what_orbax_reads(path: Path) -> None:
-    direct, theirs, like = DIRECT in path.parts, whole(path), template()
+    direct, theirs, like = DIRECT in path.parts, without_template(path), template()
     with_template = into(path, like)
     damage = damage_of(path)
     if damage is None:
@@ -117,13 +117,13 @@ def test_what_orbax_reads(path: Path) -> None:
         assert tr.verify(path).ok
         if theirs is not None:
             assert_same(ours, theirs)
-        # Orbax does not restore without a template where it is not recorded on which devices arrays were.
+        # Without a template, Orbax does not restore arrays whose devices are not recorded.
         assert_same(ours if direct else ours["state"], with_template)
     else:
         with pytest.raises(CorruptError, match=damage):
             tr.restore(path)
         assert not tr.verify(path).ok
-    if damage is not None and theirs is not None:  # which Orbax left out without a word, and here has to be asked for
+    if damage is not None and theirs is not None:  # Orbax left it out silently; Treering must be asked to
         for name, value in theirs.items():
             assert_same(tr.restore(path, at=name), value)
             assert_same(tr.restore(path, {name: value}, extra="ignore"), {name: value})

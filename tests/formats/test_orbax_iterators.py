@@ -1,4 +1,4 @@
-"""The positions of data iterators in runs of Orbax, as Grain's own handlers write them."""
+"""The positions of data iterators in Orbax runs, as Grain's own handlers write them."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def elastic() -> Any:
 
 
 class Counter:
-    """An iterator whose state is bytes: text that is not JSON, or that is."""
+    """An iterator whose state is bytes, which may or may not be JSON."""
 
     def __init__(self, text: str):
         self.n, self.text = 0, text
@@ -78,7 +78,7 @@ def drawn(make: Any) -> Any:
 
 
 def save(path: Path, data: Any, name: str = "data", state: str = "state", step: int = 2) -> Path:
-    """A run with a train state and an iterator."""
+    """Saves a run with a train state and an iterator."""
     items = {
         state: ocp.args.StandardSave(jax.tree.map(jnp.asarray, STATE)),
         name: grain.checkpoint.CheckpointSave(data),
@@ -110,7 +110,7 @@ def test_an_iterator_goes_on_where_orbax_saved_it(tmp_path: Path, caplog: pytest
         assert_same(followed(new), expected)
         assert tr.verify(path).ok
     assert not tr.diff(tmp_path / "run", tmp_path / "native") and not warnings(caplog)
-    with tr.Checkpointer(tmp_path / "run") as ckpts:  # the run goes on
+    with tr.Checkpointer(tmp_path / "run") as ckpts:  # the run continues
         tree, step = ckpts.restore_or_init(lambda: {"state": STATE, "data": KINDS[kind]()})
         assert step == 2
         assert_same(followed(tree["data"]), expected)
@@ -120,7 +120,7 @@ def test_an_iterator_goes_on_where_orbax_saved_it(tmp_path: Path, caplog: pytest
 
 @pytest.mark.long
 def test_maxtext(tmp_path: Path) -> None:
-    """`items` and `iter`, where the template may have only the one of them that is wanted."""
+    """MaxText's items are `items` and `iter`; a template may contain only one of them."""
     data = drawn(dataset)
     save(tmp_path / "run", data, name="iter", state="items")
     expected = followed(data)
@@ -182,7 +182,7 @@ def test_states_in_other_files(tmp_path: Path, ending: str) -> None:
 
 
 def of_two(path: Path, *, make: Any = dataset) -> Path:
-    """A run of two processes, each with its own state, or in elastic iterators with the same."""
+    """Saves a run of two processes, each with its own state; elastic iterators have the same state in both."""
     save(path, drawn(make))
     folder = path / "2" / "data"
     for index in range(2):
@@ -211,7 +211,7 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_process_takes_its_own(tmp_path: Path) -> None:
-    """Grain writes and reads by the numbers of JAX's processes."""
+    """Grain writes and reads states by the index of JAX's processes."""
     body = """
 import grain, grain.checkpoint, orbax.checkpoint as ocp
 def make():
@@ -262,7 +262,7 @@ report(expected)
     ],
 )
 def test_damaged_states(tmp_path: Path, files: dict[str, bytes], problem: str) -> None:
-    """They are damage, and of all else nothing is lost."""
+    """A damaged state is an error, and everything else can still be read."""
     run = save(tmp_path / "run", drawn(dataset))
     folder = run / "2" / "data"
     (folder / "process_0-of-1.json").unlink()
@@ -280,7 +280,7 @@ def test_damaged_states(tmp_path: Path, files: dict[str, bytes], problem: str) -
 
 
 def assert_not_proposed(text: str) -> None:
-    """No text says how to start over where the checkpoint has a position."""
+    """Fails if an error proposes to start over although the checkpoint has a position."""
     for way in ("'ignore'", "'template'", "drop(", "anew", "=['data", "=['iter", "=['more", "**"):
         assert way not in text, text
 
@@ -335,7 +335,7 @@ def test_the_rule_that_an_error_names_takes_the_position(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_a_position_that_is_not_there(tmp_path: Path) -> None:
-    """The one way to go on is named, with what it means."""
+    """The error names the only way to continue, and what it means."""
     with ocp.CheckpointManager(tmp_path) as run:
         run.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(TREE)))
     own = dataset()
@@ -359,7 +359,7 @@ def test_a_state_that_was_saved_as_json(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_positions_that_cannot_be_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of TensorFlow's iterators, as Kauldron and T5X put them into items."""
+    """Treering names positions of TensorFlow's iterators, which Kauldron and T5X store as items."""
     run = save(tmp_path / "run", drawn(dataset))
     folder = run / "2" / "data"
     (folder / "process_0-of-1.json").unlink()

@@ -1,4 +1,4 @@
-"""The layout of safetensors files."""
+"""The layout of safetensors files: header and tensors."""
 
 import json
 import pathlib
@@ -75,7 +75,7 @@ def test_a_file_of_another_size_is_corrupt() -> None:
     ],
 )
 def test_other_headers_are_corrupt(text: bytes) -> None:
-    with pytest.raises(CorruptError, match="x: the header"):
+    with pytest.raises(CorruptError, match="x: expected the header"):
         decode_header(len(text).to_bytes(8, "little") + text, "x")
 
 

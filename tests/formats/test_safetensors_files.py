@@ -1,4 +1,4 @@
-"""Safetensors files of other programs, read and written."""
+"""Treering reads safetensors files of other programs, and other programs read those that Treering writes."""
 
 import importlib.metadata
 import json
@@ -47,7 +47,7 @@ _BITS = {code: 8 * size for code, size in SAFETENSORS.values()} | {"F4": 4, "F6_
 
 
 def raw(tensors: Tensors, metadata: Any = None, pad: int = 0, **change: Any) -> bytes:
-    """A file as another writer lays it out: `pad` spaces after the header; `change` replaces entries of it."""
+    """Returns a file in another writer's layout: `pad` spaces after the header; `change` replaces entries of it."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     body = b""
     for key, (dtype, shape, data) in tensors.items():
@@ -63,7 +63,7 @@ def save_raw(path: Path, *args: Any, **kwargs: Any) -> Path:
 
 
 def noise(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random bits: NaNs with payloads, subnormals, negative zeros and all."""
+    """Returns random bits, which include NaNs with payloads, subnormals and negative zeros."""
     count = math.prod(shape) * np.dtype(dtype).itemsize
     bits = np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
     if np.dtype(dtype) == bool:
@@ -77,7 +77,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def stored(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """What the library finds in a file, whatever the dtypes."""
+    """Returns what the safetensors library finds in a file, for any dtypes."""
     return {key: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for key, one in deserialize(path.read_bytes())}
 
 
@@ -113,7 +113,7 @@ def test_every_dtype_that_the_format_has(tmp_path: Path, mmap: bool | None) -> N
     for key, array in arrays.items():
         name, n = key.split("/")[0], int(key.split("/")[1])
         assert same(found[name][n], array) and found[name][n].flags.aligned
-        found[name][n][...] = 0  # what comes back is the caller's
+        found[name][n][...] = 0  # the caller owns the restored array
     assert path.read_bytes() == raw(
         {key: (SAFETENSORS[key.split("/")[0]][0], x.shape, x.tobytes()) for key, x in arrays.items()}
     )
@@ -164,7 +164,7 @@ def test_a_real_file_of_another_writer(tmp_path: Path) -> None:
 def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:
     weights = noise(np.float32, (7, 3))
     tinygrad = {"l1.weight": ("F32", (7, 3), weights.tobytes())}
-    for pad in range(9):  # so that tensors lie at every address
+    for pad in range(9):  # so that tensors begin at every address
         path = save_raw(tmp_path / f"{pad}.safetensors", tinygrad, pad=pad)
         for mmap in (None, True, False):
             found = tr.restore(path, mmap=mmap)["l1.weight"]
@@ -173,7 +173,7 @@ def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:
             tr.restore(path, like={"l1.weight": jax.ShapeDtypeStruct((7, 3), np.float32)})["l1.weight"], weights
         )
     assert not tr.open(save_raw(tmp_path / "none.safetensors", {}))
-    names = {"dtype": "F32", "shape": "x", "data_offsets": "y"}  # which metadata may have as keys
+    names = {"dtype": "F32", "shape": "x", "data_offsets": "y"}  # metadata may have these keys
     assert tr.open(save_raw(tmp_path / "odd.safetensors", tinygrad, names)).metadata == names
 
 
@@ -313,7 +313,7 @@ def test_two_keys_of_one_path(tmp_path: Path) -> None:
 
 
 def shards(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Three files and an index, as Hugging Face leaves them."""
+    """Writes three files and an index, like Hugging Face."""
     folder.mkdir()
     tensors = {f"model.layers.{n}.w": noise(np.float16, (n + 1, 3), n) for n in range(6)}
     weights = {}
@@ -340,6 +340,7 @@ def test_a_folder_of_shards(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_no_index_names_is_there_and_one_of_two_is_taken(tmp_path: Path) -> None:
+    """Treering reads tensors that the index does not name. If two files have a tensor, the index decides."""
     index, tensors = shards(tmp_path / "m")
     extra = {"extra": noise(np.int8, (2,)), "model.layers.0.w": np.zeros((9, 9))}
     last = tmp_path / "m" / "model-00003-of-00003.safetensors"
@@ -389,7 +390,7 @@ def test_folders(tmp_path: Path) -> None:
     assert "nothing" in str(refuses(tmp_path / "x"))
     assert "no safetensors file" in str(refuses(tmp_path))
     data = raw({"a": ("U8", (2,), b"ab")})
-    (tmp_path / "arrays-0a1b2c-00000-of-00001.safetensors").write_bytes(data)  # left over by a save that crashed
+    (tmp_path / "arrays-0a1b2c-00000-of-00001.safetensors").write_bytes(data)  # a save that crashed left it behind
     assert "no safetensors file" in str(refuses(tmp_path))
     (tmp_path / "adapter.safetensors").write_bytes(data)
     assert refuses(tmp_path) is None and list(tr.open(tmp_path)) == ["a"]
@@ -578,7 +579,7 @@ ROWS = {f"l{n}": noise(np.float32, (10, 10), n) for n in range(3)}
 
 
 class Watching(Disk):
-    """Calls back before anything gets its name."""
+    """Calls a function before a file gets its name."""
 
     def __init__(self, called: Any) -> None:
         self._called = called
@@ -597,7 +598,7 @@ def test_shards_in_a_folder_that_is_there(tmp_path: Path, use_disk: Any) -> None
     def look(new: str) -> None:
         seen.append(os.path.basename(new))
         try:
-            assert set(tr.open(tmp_path)) == set(ROWS)  # never the half of them
+            assert set(tr.open(tmp_path)) == set(ROWS)  # never only some of them
         except (CorruptError, NotFoundError):
             pass
 
@@ -646,6 +647,7 @@ def test_after_an_error_a_folder_is_as_it_was(tmp_path: Path, use_disk: Any, las
 
 @pytest.mark.long
 def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Path, use_disk: Any) -> None:
+    """After an error at any operation of the disk, the folder has all of the new files or none."""
     (tmp_path / "config.json").write_text("{}")
 
     def save() -> None:
@@ -665,13 +667,13 @@ def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Pa
         except (OSError, TreeringError):
             use_disk(Disk())
             assert os.listdir(tmp_path) == ["config.json"], at
-        else:  # it was about tidying up
+        else:  # the error occurred while removing temporary files
             use_disk(Disk())
             assert set(tr.open(tmp_path)) == set(ROWS)
 
 
 def numbered(folder: Path, pattern: str = "model-{:05}-of-00003.safetensors", first: int = 1) -> list[str]:
-    """Three files without an index."""
+    """Writes three files without an index."""
     names = [pattern.format(n + first) for n in range(3)]
     for name, key in zip(names, ROWS, strict=True):
         safetensors.numpy.save_file({key: ROWS[key]}, folder / name, metadata={"format": "pt"})
@@ -687,10 +689,10 @@ def test_numbered_files_without_an_index(tmp_path: Path, pattern: str, first: in
     assert all(same(value, ROWS[key]) for key, value in ckpt.restore().items())
     assert written_names(stores.of(""), str(tmp_path)) == set(names)
     for gone in names:
-        (tmp_path / gone).rename(tmp_path / "aside")
+        (tmp_path / gone).rename(tmp_path / "elsewhere")
         with pytest.raises(CorruptError, match=f"found 2; fetch {gone}" if gone != names[0] or first else "fetch"):
             tr.open(tmp_path)
-        (tmp_path / "aside").rename(tmp_path / gone)
+        (tmp_path / "elsewhere").rename(tmp_path / gone)
     safetensors.numpy.save_file({"l0": ROWS["l1"]}, tmp_path / names[2])
     with pytest.raises(CorruptError, match=f"one leaf at l0, found 'l0' in {names[0]} and 'l0' in {names[2]}"):
         tr.open(tmp_path)
@@ -767,7 +769,7 @@ def test_shards_are_written_as_others_read_them(tmp_path: Path) -> None:
     assert ckpt.step == 3 and ckpt.metadata == {"format": "np"}
     assert all(same(value, tree[key]) for key, value in tr.restore(path).items())
     tr.save(path, {"a": np.ones(9)}, format="safetensors", max_shard_size=1, overwrite=True)
-    assert sorted(os.listdir(path)) == ["model.safetensors"]  # as Hugging Face has it where one file does
+    assert sorted(os.listdir(path)) == ["model.safetensors"]  # like Hugging Face, if one file is enough
 
 
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -807,7 +809,7 @@ _GOOD: Tensors = {"a": ("F32", (2, 3), bytes(range(24))), "b/c": ("BF16", (2,), 
 
 
 def whatever(path: Path) -> None:
-    """Opens and reads everything; raises nothing but `TreeringError`s."""
+    """Opens a file and reads everything; only a `TreeringError` may be raised."""
     try:
         assert formats.get("safetensors").refuses(stores.of(""), str(path)) or True
         reader = formats.get("safetensors").open(stores.of(""), str(path))
@@ -905,14 +907,14 @@ def test_fuzzed_headers(tmp_path: Path, header: Any, body: bytes) -> None:
 
 
 def _accepted_by_hugging_face(file: Path) -> bool:
-    """The check of the loaders of huggingface_hub and old transformers: metadata names a library they know."""
+    """Checks as the loaders of huggingface_hub and old transformers do: metadata must name a library they know."""
     with safetensors.safe_open(file, framework="np") as opened:
         metadata = opened.metadata()
     return metadata is not None and metadata.get("format") in ("pt", "mlx")
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "recorded",
     [
         {},
         {"step": 7},
@@ -926,24 +928,25 @@ def _accepted_by_hugging_face(file: Path) -> bool:
     ],
 )
 def test_loaders_of_hugging_face_take_the_file_and_nothing_is_added_to_the_metadata(
-    tmp_path: Path, beside: dict[str, Any]
+    tmp_path: Path, recorded: dict[str, Any]
 ) -> None:
-    tr.save(tmp_path / "x.safetensors", {"a": np.ones(3, "float32")}, **beside)
+    """Hugging Face's loaders accept every file, and reading it returns the same metadata."""
+    tr.save(tmp_path / "x.safetensors", {"a": np.ones(3, "float32")}, **recorded)
     assert _accepted_by_hugging_face(tmp_path / "x.safetensors")
     ckpt = tr.open(tmp_path / "x.safetensors")
     assert {"step": ckpt.step, "metadata": ckpt.metadata} == {"step": None, "metadata": None} | {
-        key: value for key, value in beside.items() if key != "metrics"
+        key: value for key, value in recorded.items() if key != "metrics"
     }
     tr.save(
         tmp_path / "folder",
         {"a": np.ones(900), "b": np.ones(900)},
         format="safetensors",
         max_shard_size="8KB",
-        **beside,
+        **recorded,
     )
     files = list((tmp_path / "folder").glob("*.safetensors"))
     assert len(files) == 2 and all(map(_accepted_by_hugging_face, files))
-    assert tr.open(tmp_path / "folder").metadata == beside.get("metadata")
+    assert tr.open(tmp_path / "folder").metadata == recorded.get("metadata")
 
 
 @pytest.mark.parametrize("metadata", [None, {"a": "b"}, {"format": "np"}, {"format": "pt", "a": "b"}])

@@ -1,8 +1,8 @@
 """T5X's checkpoints.
 
-T5X is not among the test dependencies. A few small checkpoints that it wrote lie in `real/t5x`, with what its own
-reader finds in them; `check.py` there has T5X read what is written here. Where a test needs others, `save` and `load`
-below stand in for T5X, with the libraries that it uses itself: Flax for the state dict, TensorStore for the arrays.
+T5X is not a dependency of the tests. `real/t5x` has small checkpoints that it wrote, with what its own reader finds in
+them; `check.py` there lets T5X read what Treering writes. For other checkpoints, `save` and `load` below replace T5X.
+They use the same libraries: Flax for the state dict, TensorStore for the arrays.
 """
 
 import json
@@ -46,7 +46,7 @@ def spec_of(name: str, array: np.ndarray, chunks: Any, kvstore: str = "file") ->
 
 
 def put(folder: Path, spec: dict[str, Any], array: np.ndarray) -> dict[str, Any]:
-    """Stores an array as T5X does: all chunks, wherever the spec says that it will lie one day."""
+    """Stores all chunks of an array as T5X does, in the folder, for any kvstore in the spec."""
     kvstore = {"driver": "file", "path": f"{folder}/{spec['kvstore']['path']}"}
     where = {key: value for key, value in spec.items() if key != "path"} | {"kvstore": kvstore}
     where["store_data_equal_to_fill_value"] = True
@@ -55,7 +55,7 @@ def put(folder: Path, spec: dict[str, Any], array: np.ndarray) -> dict[str, Any]
 
 
 def save(folder: Path, optimizer: Any, version: int | None = 3, large: int = 4, kvstore: str = "file") -> None:
-    """A stand-in for T5X's writer: arrays of more than `large` elements lie beside the state dict."""
+    """Writes like T5X: arrays of more than `large` elements get files of their own."""
     os.makedirs(folder)
 
     def walk(value: Any, path: tuple[str, ...]) -> Any:
@@ -71,12 +71,12 @@ def save(folder: Path, optimizer: Any, version: int | None = 3, large: int = 4, 
 
 
 def packed(state: Any) -> bytes:
-    """A state dict that is one already; `to_bytes` would number the lists in specs."""
+    """Encodes a finished state dict; `to_bytes` would number the lists in specs."""
     return serialization.msgpack_serialize(state, in_place=True)
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """A stand-in for T5X's reader. Chunks and compressor are those of the array, and none may be missing."""
+    """Reads like T5X, and checks that chunks and compressor are those of the array, and that no chunk is missing."""
     contents = serialization.msgpack_restore((folder / "checkpoint").read_bytes())
     assert list(contents) == ["version", "optimizer"] and contents["version"] == 3
 
@@ -100,7 +100,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def small_t5() -> dict[str, Any]:
-    """The state of a tiny model as T5X lays it out, with Adafactor's slots."""
+    """Returns the state of a tiny model in T5X's layout, with Adafactor's slots."""
     draw = np.random.default_rng(0)
 
     def layer(make: Any) -> Any:
@@ -148,9 +148,9 @@ def test_a_real_file_with_every_leaf_in_it(tmp_path: Path) -> None:
 
 
 def test_iterators_over_data_that_t5x_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They lie within a step's folder as checkpoints of TensorFlow, which are no steps of the folder.
+    """They are TensorFlow checkpoints in a step's folder, and not steps of that folder.
 
-    They cannot be read here, and are named, once.
+    Treering cannot read them, and logs their names once.
     """
     path = REAL / "t5x" / "within" / "checkpoint_3"
     assert {"train_ds-000-of-001.index", "train_ds-000-of-001.data-00000-of-00001"} <= {*os.listdir(path)}
@@ -181,11 +181,11 @@ def test_iterators_over_data_that_t5x_wrote(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_part_of_what_t5x_wrote(tmp_path: Path) -> None:
     path = REAL / "t5x" / "eight" / "checkpoint_1000"
-    wi, whole = tr.open(path)["target/wi"], tr.restore(path)["target"]["wi"]
-    assert wi[5:, 2:17].tobytes() == whole[5:, 2:17].tobytes()  # of six of its eight chunks
+    wi, full = tr.open(path)["target/wi"], tr.restore(path)["target"]["wi"]
+    assert wi[5:, 2:17].tobytes() == full[5:, 2:17].tobytes()  # from six of its eight chunks
     assert len([*(path / "target.wi").iterdir()]) == 9
     shutil.copytree(path, tmp_path / "checkpoint_1000")
-    (tmp_path / "checkpoint_1000" / "target.bias" / "3").unlink()  # zeros, which T5X writes as well
+    (tmp_path / "checkpoint_1000" / "target.bias" / "3").unlink()  # T5X also writes chunks of zeros
     with pytest.raises(CorruptError, match=r"target/bias: .*target\.bias/3: expected a chunk"):
         tr.restore(tmp_path)
 
@@ -212,8 +212,8 @@ def test_a_model_folder(tmp_path: Path, kvstore: str, large: int) -> None:
     wi = tr.open(tmp_path)["target/decoder/layers_0/mlp/wi/kernel"]
     assert wi[3:5, 7:].tobytes() == state["target"]["decoder"]["layers_0"]["mlp"]["wi"]["kernel"][3:5, 7:].tobytes()
     files = [path for path in (tmp_path / "checkpoint_1000").rglob("*") if path.is_file()]
-    beside = [path for path in files if path.name != "PINNED" and not path.name.startswith("train_ds")]
-    assert tr.open(tmp_path).nbytes == sum(path.stat().st_size for path in beside)
+    own = [path for path in files if path.name != "PINNED" and not path.name.startswith("train_ds")]
+    assert tr.open(tmp_path).nbytes == sum(path.stat().st_size for path in own)
 
 
 @pytest.mark.long
@@ -240,7 +240,7 @@ def test_files_of_2021(tmp_path: Path) -> None:
     state = {"version": 3, "optimizer": {"target": {"w": old, "b": outside}, "state": {"step": 7}}}
     (folder / "checkpoint").write_bytes(packed(state))
     assert_same(tr.restore(tmp_path), {"target": {"w": w, "b": b}, "state": {"step": 7}})
-    (folder / "checkpoint").write_bytes(serialization.to_bytes({"target": {"w": new}}))  # whose lists are numbered
+    (folder / "checkpoint").write_bytes(serialization.to_bytes({"target": {"w": new}}))  # Flax numbers their lists
     assert_same(tr.restore(tmp_path), {"target": {"w": w}})
 
 
@@ -254,7 +254,8 @@ def test_version_2_has_bfloat16_as_uint16(tmp_path: Path) -> None:
     assert ckpt["target/f"].dtype == np.float64
     tr.convert(tmp_path, tmp_path / "new", format="t5x")
     assert load(tmp_path / "new")["target"]["large"].dtype == ml_dtypes.bfloat16
-    named = spec_of("named", large.view(ml_dtypes.bfloat16), [8, 5])  # what the spec calls bfloat16 is uint16 as well
+    # The array is uint16, although its spec says bfloat16.
+    named = spec_of("named", large.view(ml_dtypes.bfloat16), [8, 5])
     put(tmp_path / "checkpoint_1", spec_of("named", large, [8, 5]), large)
     state = {"version": 2, "optimizer": {"target": {"w": named}}}
     (tmp_path / "checkpoint_1" / "checkpoint").write_bytes(packed(state))
@@ -278,12 +279,12 @@ def test_other_versions_are_refused(tmp_path: Path, version: Any) -> None:
     for path in (tmp_path, tmp_path / "checkpoint"):
         with pytest.raises(UnsupportedError, match="expected version 0, 2 or 3"):
             tr.open(path)
-    (tmp_path / "x").write_bytes(data)  # which is somebody's own, as `version` is a key that anybody may choose
+    (tmp_path / "x").write_bytes(data)  # it is a user's own file: any tree may have a key `version`
     assert tr.open(tmp_path / "x").format == "flax" and tr.open(tmp_path / "x")["version"] == version
 
 
 def test_a_lone_file(tmp_path: Path) -> None:
-    """As T5X's own test data has it: every leaf within, and another name."""
+    """T5X's own test data is a single file with every leaf in it and another name."""
     state = {"version": 3, "optimizer": small_t5()}
     path = tmp_path / "test_t5_tiny.checkpoint_12"
     path.write_bytes(packed(state))
@@ -291,11 +292,11 @@ def test_a_lone_file(tmp_path: Path) -> None:
     assert (ckpt.format, ckpt.step) == ("t5x", 12) and not hasattr(ckpt.restore()["state"]["step"], "version")
     assert_same(ckpt.restore(), small_t5())
     path.rename(tmp_path / "x")
-    assert tr.open(tmp_path / "x").step == 1000  # as the state itself says
+    assert tr.open(tmp_path / "x").step == 1000  # the state itself records this step
 
 
 def test_the_step_of_the_state_itself(tmp_path: Path) -> None:
-    save(tmp_path / "renamed", small_t5(), large=0)  # even when it lies beside
+    save(tmp_path / "renamed", small_t5(), large=0)  # also if the step has files of its own
     assert tr.open(tmp_path / "renamed").step == 1000
     for step in (None, -1, 1.5, "x", np.ones(2), np.float32(1)):
         shutil.rmtree(tmp_path / "renamed")
@@ -316,7 +317,7 @@ def test_a_missing_chunk_is_never_zeros(tmp_path: Path) -> None:
     ckpt = tr.open(tmp_path)
     with pytest.raises(CorruptError, match=leaf):
         ckpt[leaf][4:]
-    assert ckpt[leaf][:4].shape == (4, 12)  # of which nothing is missing
+    assert ckpt[leaf][:4].shape == (4, 12)  # no chunk of this part is missing
     assert [problem.leaves for problem in tr.verify(tmp_path / "checkpoint_1").problems] == [(leaf,)]
     (array / ".zarray").unlink()
     with pytest.raises(CorruptError, match=rf"{leaf}: .*expected an array's metadata"):
@@ -394,7 +395,7 @@ def test_metadata_of_arrays_that_lies(tmp_path: Path) -> None:
     assert outcome(folder) == "fine"
 
 
-# Whose folder it is
+# Folders that T5X refuses
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:
@@ -413,7 +414,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert "PLACEHOLDER" not in str(refused({"version": 3, "optimizer": {}}))
     assert refused({"version": 3, "optimizer": {}}) is None
     assert refused({"optimizer": {"target": {}}}) is None and refused({"target": {}, "state": {}}) is None
-    assert refused({"optimizer": {"target": {}}, "version": 3}, "x") is None  # in the other order
+    assert refused({"optimizer": {"target": {}}, "version": 3}, "x") is None  # the keys in the other order
     assert "old releases of Orbax" in str(refused({"target": {"w": "PLACEHOLDER://target.w"}}))
     assert "begins with 'params'" in str(refused({"params": {"w": 1}}))
     assert "begins with 'optimizer'" in str(refused({"optimizer": {"target": {}}}, "checkpoint_5"))
@@ -462,7 +463,7 @@ def test_written_for_t5x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_numbers_of_python_become_arrays(tmp_path: Path) -> None:
-    """T5X asks all leaves for their dtype, and cannot restore those that have none."""
+    """T5X asks every leaf for its dtype, and cannot restore leaves without one."""
     numbers = {"step": 5, "rate": 0.1, "on": True, "c": 1 - 2j, "large": 2**64 - 1}
     tr.save(tmp_path / "checkpoint_5", {"state": numbers}, format="t5x")
     assert_same(load(tmp_path / "checkpoint_5")["state"], {name: np.array(value) for name, value in numbers.items()})
@@ -471,12 +472,12 @@ def test_numbers_of_python_become_arrays(tmp_path: Path) -> None:
         tr.restore(tmp_path, like={"state": dict.fromkeys(numbers, 0) | {"rate": 0.0, "on": False, "c": 0j}}),
         {"state": numbers},
     )
-    save(tmp_path / "old" / "checkpoint_1", {"state": {"step": 5}})  # what has such a number keeps it when it is read
+    save(tmp_path / "old" / "checkpoint_1", {"state": {"step": 5}})  # a number that was stored as one stays one
     assert type(tr.restore(tmp_path / "old")["state"]["step"]) is int
 
 
 def test_what_t5x_never_partitions_lies_within(tmp_path: Path) -> None:
-    """Adafactor's factors have no axes in T5X, which then cannot restore them from files of their own."""
+    """Adafactor's factors have no axes in T5X, so T5X cannot restore them from files of their own."""
     slots = {"v_row": np.ones(40_000, np.float32), "v_col": np.ones((2, 40_000)), "m": np.ones((2, 40_000))}
     state = {"target": {"v_rows": np.ones(40_000)}, "state": {"param_states": {"w": slots, "step": np.int32(3)}}}
     tr.save(tmp_path / "x", state, format="t5x")
@@ -495,7 +496,7 @@ def test_what_t5x_never_partitions_lies_within(tmp_path: Path) -> None:
         ((1, 1, 6), 3, [1, 1, 3]),
         ((1, 9, 4), 12, [1, 3, 4]),
         ((7,), 3, [1]),
-        ((250_007, 4096), 1 << 24, [250_007, 64]),  # a prime: 250,007 chunks of one row would be no use
+        ((250_007, 4096), 1 << 24, [250_007, 64]),  # a prime: 250,007 chunks of one row each would be useless
         ((5, 7), 0, [1, 1]),
         ((), 1, []),
     ],
@@ -534,9 +535,9 @@ def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = serialization.msgpack_restore(serialization.to_bytes({**tree, "py": numbers}))
     assert_same(load(tmp_path / "x"), expected)
     assert_same(tr.restore(tmp_path / "x"), expected)
-    beside = [name for name in os.listdir(tmp_path / "x") if name != "checkpoint"]
-    assert len(beside) == 12 and sum(name.startswith("array-") for name in beside) == 10
-    assert not {"prime", "bits", "time", "float8", "scalar", "small", "none"} & {*beside}
+    separate = [name for name in os.listdir(tmp_path / "x") if name != "checkpoint"]
+    assert len(separate) == 12 and sum(name.startswith("array-") for name in separate) == 10
+    assert not {"prime", "bits", "time", "float8", "scalar", "small", "none"} & {*separate}
     assert os.listdir(tmp_path) == ["x"]
 
 

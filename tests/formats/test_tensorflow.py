@@ -1,7 +1,7 @@
-"""Checkpoints of TensorFlow.
+"""TensorFlow's checkpoints.
 
-TensorFlow is no dependency of the tests. A few small files that it wrote lie in `real/tensorflow`; all others come from
-a writer of their own, in `bundles`.
+TensorFlow is not a dependency of the tests. `real/tensorflow` has a few small files that it wrote; the writer in
+`bundles` makes all others.
 """
 
 import json
@@ -69,7 +69,7 @@ def dtype_of(name: str) -> np.dtype:
 def test_checksums() -> None:
     assert crc32c(b"123456789") == 0xE3069283 and crc32c(b"") == 0
     assert crc32c(bytes(32)) == 0x8A9136AA and crc32c(b"\xff" * 32) == 0x62A8AB43  # RFC 3720
-    # Of 0.0, 0.9, 0.999 and 0.001 in a checkpoint that TensorFlow wrote of the settings of Adam.
+    # These are 0.0, 0.9, 0.999 and 0.001 from a checkpoint of Adam's settings that TensorFlow wrote.
     for number, stored in [(0.0, 974224294), (0.9, 3754421245), (0.999, 3657100731), (0.001, 844483433)]:
         assert masked(crc32c(np.float32(number).tobytes())) == stored == slow_crc(np.float32(number).tobytes())
 
@@ -342,7 +342,7 @@ def test_prefixes_indexes_folders_and_steps(tmp_path: Path) -> None:
     assert tr.steps(run) == [0, 500, 1000]
     assert tr.open(run).step == 1000 and tr.open(run, step=0).step == 0 and tr.open(run, step=500)["step"][...] == 500
     os.unlink(run / "model.ckpt-1000.data-00000-of-00002")
-    assert tr.steps(run) == [0, 500, 1000] and tr.open(run).step == 500  # it is damaged, and that is logged
+    assert tr.steps(run) == [0, 500, 1000] and tr.open(run).step == 500  # the latest step is damaged, which is logged
     os.unlink(run / "model.ckpt-1000.index")
     assert tr.steps(run) == [0, 500]
     with pytest.raises(UnsupportedError, match="only read"):
@@ -380,7 +380,7 @@ def test_folders_of_others_are_refused(tmp_path: Path, text: bytes) -> None:
 
 
 def t5_names() -> dict[str, str]:
-    """Every variable of T5 1.1 small, with Adafactor's state of three of them, and what T5X calls it."""
+    """Returns every variable of T5 1.1 small and Adafactor's state of some, each with its name in T5X."""
     names = {"shared/embedding": "target/token_embedder/embedding", "global_step": "state/step"}
     names["decoder/logits/kernel"] = "target/decoder/logits_dense/kernel"
     norms = {
@@ -438,7 +438,7 @@ def test_names_of_t5(tmp_path: Path) -> None:
 
 
 def renamed(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """What the rules make of each name."""
+    """Returns what the rules turn each name into."""
     bundle = Bundle()
     for n, name in enumerate(names):
         bundle.add(name, np.float32(n))
@@ -512,7 +512,7 @@ def test_names_of_t5_in_a_file_of_tensorflow() -> None:
 
 def test_a_variable_within_another(tmp_path: Path) -> None:
     bundle = Bundle()
-    for name in ("w", "w/Adam", "w/Adam_1"):  # as all optimizers of TensorFlow 1 have them
+    for name in ("w", "w/Adam", "w/Adam_1"):  # all optimizers of TensorFlow 1 have such names
         bundle.add(name, np.float32(1))
     path = bundle.save(tmp_path / "x")
     assert list(tr.open(path)) == ["w", "w/Adam", "w/Adam_1"]
@@ -547,12 +547,12 @@ def test_every_change_of_the_index_is_found(tmp_path: Path, compress: Any) -> No
             formats.get("tensorflow").open(stores.of(""), str(path))
         except TreeringError:
             continue
-        assert data.startswith(good[:-48])  # blocks have checksums; only what is around the footer has none
+        assert data.startswith(good[:-48])  # blocks have checksums; only the bytes around the footer have none
 
 
 @pytest.mark.long
 def test_messages_that_lie(tmp_path: Path) -> None:
-    """The same with checksums that fit, so that it is the contents that are tested."""
+    """Damaged contents with fitting checksums raise only a `TreeringError`."""
     path = tmp_path / "x.index"
     bundle = small()
     bundle.save(tmp_path / "x")

@@ -1,4 +1,4 @@
-"""Zarr arrays through TensorStore: what comes back, what is read, and what is refused."""
+"""Zarr arrays through TensorStore: what Treering returns, which files it reads, and what it refuses."""
 
 import gzip
 import itertools
@@ -31,7 +31,7 @@ from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
 
 DTYPES = [*dtypes.SAFETENSORS, "int2", "int4", "complex128", "float8_e3m4", "float8_e4m3b11fnuz"]
-LATER = ["float8_e8m0fnu", "float4_e2m1fn"]  # which the oldest TensorStore does not have
+LATER = ["float8_e8m0fnu", "float4_e2m1fn"]  # the oldest TensorStore lacks these
 DTYPES = [text for text in dict.fromkeys([*DTYPES, *LATER]) if text not in LATER or can_hold(text)]
 
 
@@ -44,7 +44,7 @@ def spec(path: Path, driver: str, base: Path | None) -> dict[str, Any]:
 def make(
     path: Path, array: np.ndarray, chunks: Any, driver: str = "zarr", base: Path | None = None, **more: Any
 ) -> None:
-    """An array as TensorStore itself writes it."""
+    """Writes an array with TensorStore itself."""
     if driver == "zarr":
         metadata = {"shape": array.shape, "chunks": chunks, **more}
     else:
@@ -56,7 +56,7 @@ def make(
 
 @pytest.mark.parametrize("format", ["orbax", "t5x", "levanter"])
 def test_folders_whose_names_tensorstore_reads_otherwise(tmp_path: Path, format: str) -> None:
-    """It takes a backslash for a slash, so arrays would lie elsewhere, and be found nowhere."""
+    """TensorStore reads a backslash as a slash, so it would store arrays where no reader finds them."""
     tree = {"w": np.ones((300, 300))}
     for name in ("a\\b/c", "c\\d"):
         with pytest.raises(UnsupportedError, match=r"expected a path without backslashes"):
@@ -90,14 +90,14 @@ def version_3(**changes: Any) -> dict[str, Any]:
 def write(
     path: str, shape: Any, dtype: str, read_box: Any, *, chunks: Any, driver: Any = "zarr", base: Any = None
 ) -> None:
-    """Writes one array, in a folder or under a name in a database."""
+    """Writes one array, into a folder or under a name in a database."""
     folder, name = os.path.split(path) if base is None else (base, path)
     with Writer(Filesystem(Disk()), folder, driver=driver, ocdbt=base is not None) as writer:
         writer.add(name, shape, dtype, read_box, chunks=Chunks(chunks), compressor={"id": "gzip", "level": 1})
 
 
 def lay(folder: Path, metadata: dict[str, Any] | bytes, chunks: dict[str, bytes]) -> ZarrArray:
-    """An array of files with these contents."""
+    """Makes an array of files with these contents."""
     text = metadata if isinstance(metadata, bytes) else json.dumps(metadata).encode()
     version_3 = isinstance(metadata, dict) and metadata.get("zarr_format") == 3
     for key, data in {("zarr.json" if version_3 else ".zarray"): text, **chunks}.items():
@@ -107,12 +107,12 @@ def lay(folder: Path, metadata: dict[str, Any] | bytes, chunks: dict[str, bytes]
     return ZarrArray(Filesystem(Disk()), str(folder / "a"), driver="zarr3" if version_3 else "zarr")
 
 
-def whole(array: ZarrArray) -> np.ndarray:
+def read_all(array: ZarrArray) -> np.ndarray:
     return array.read(tuple((0, size) for size in array.shape), False)
 
 
 def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Every bit pattern alike, but for bools and the numbers of less than a byte."""
+    """Returns random bits, except for bools and numbers of less than a byte."""
     kind = dtypes.to_numpy(dtype)
     data = np.random.default_rng(0).integers(0, 256, (*shape, kind.itemsize), np.uint8)
     if dtype in ("bool", "int2", "int4", "float4_e2m1fn"):
@@ -124,6 +124,7 @@ def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: Path, driver: Any, ocdbt: bool) -> None:
+    """Treering reads arrays that TensorStore writes, and TensorStore reads those that Treering writes."""
     base = tmp_path if ocdbt else None
     for dtype, (shape, chunks) in itertools.product(
         DTYPES, [((), ()), ((0, 3), (1, 3)), ((5, 7), (2, 4)), ((3,), (3,))]
@@ -149,7 +150,7 @@ def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: 
                 make(path, array, chunks, driver, base)
             found = ZarrArray(Filesystem(Disk()), str(path), driver=driver, base=base and str(base))
             assert (found.shape, found.dtype, found.can_map()) == (shape, dtype, False)
-            data = whole(found)
+            data = read_all(found)
             assert data.dtype == array.dtype and data.shape == shape and data.tobytes() == array.tobytes()
             assert data.flags.writeable
             if shape == (5, 7):
@@ -173,15 +174,15 @@ def test_compressors(tmp_path: Path, compressor: Any) -> None:
     array = sample("float32", (40, 30))
     make(tmp_path / "a", array, [16, 16], compressor=compressor)
     make(Path("a"), array, [16, 16], base=tmp_path / "o", compressor=compressor)
-    assert whole(ZarrArray(Filesystem(Disk()), str(tmp_path / "a"))).tobytes() == array.tobytes()
-    assert whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path / "o"))).tobytes() == array.tobytes()
+    assert read_all(ZarrArray(Filesystem(Disk()), str(tmp_path / "a"))).tobytes() == array.tobytes()
+    assert read_all(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path / "o"))).tobytes() == array.tobytes()
 
 
 def test_big_endian_fortran_order_and_other_keys(tmp_path: Path) -> None:
     array = np.arange(6, dtype=">i4").reshape(2, 3)
     metadata = version_2(shape=[2, 3], chunks=[2, 3], dtype=">i4", order="F", dimension_separator="/")
     found = lay(tmp_path, metadata, {"0/0": array.tobytes("F")})
-    assert found.dtype == "int32" and whole(found).dtype == np.int32 and (whole(found) == array).all()
+    assert found.dtype == "int32" and read_all(found).dtype == np.int32 and (read_all(found) == array).all()
     keys = {"name": "v2", "configuration": {"separator": "."}}
     codecs = [{"name": "transpose", "configuration": {"order": [1, 0]}}, *version_3()["codecs"]]
     grid = {"name": "regular", "configuration": {"chunk_shape": [2, 3]}}
@@ -189,11 +190,11 @@ def test_big_endian_fortran_order_and_other_keys(tmp_path: Path) -> None:
         shape=[2, 3], chunk_grid=grid, data_type="int32", chunk_key_encoding=keys, codecs=codecs, fill_value=0
     )
     found = lay(tmp_path / "3", metadata, {"0.0": array.astype("<i4").tobytes("F")})
-    assert (whole(found) == array).all()
+    assert (read_all(found) == array).all()
 
 
 class Counting(Disk):
-    """Notes the files that are asked for."""
+    """Records the names of the files whose status is asked for."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -228,10 +229,11 @@ def test_a_missing_chunk_is_named(tmp_path: Path, driver: Any, ocdbt: bool) -> N
     with pytest.raises(CorruptError, match=key):
         found.read(((3, 4), (38, 40)), False)
     with pytest.raises(CorruptError, match=key):
-        whole(found)
+        read_all(found)
 
 
 def test_chunks_left_out_are_of_the_fill_value_where_that_is_the_custom(tmp_path: Path) -> None:
+    """With `filled`, a missing chunk has the fill value; without, it is an error."""
     make(Path("a"), np.full((4,), 7, np.int32), [2], "zarr3", tmp_path, fill_value=7, data_type="int32")
     store = ts.KvStore.open(spec(Path("a"), "zarr3", tmp_path)["kvstore"]).result()
     store.delete_range(ts.KvStore.KeyRange("c/0", "c/1")).result()
@@ -278,7 +280,7 @@ def read_bytes() -> int:
 
 
 DATA = np.arange(4, dtype="<f4").tobytes()
-ZIPPED = gzip.compress(DATA, mtime=0)  # the names of tests must be the same in every process
+ZIPPED = gzip.compress(DATA, mtime=0)  # fixed time: the names of tests must be the same in every process
 GZIP = {"id": "gzip", "level": 1}
 
 
@@ -335,7 +337,7 @@ GZIP = {"id": "gzip", "level": 1}
 )
 def test_metadata_that_lies_is_refused(tmp_path: Path, metadata: Any) -> None:
     with pytest.raises(TreeringError):
-        whole(lay(tmp_path, metadata, {"0": DATA, "c/0": DATA, "0.0": DATA}))
+        read_all(lay(tmp_path, metadata, {"0": DATA, "c/0": DATA, "0.0": DATA}))
 
 
 def test_metadata_without_end_is_not_read(tmp_path: Path) -> None:
@@ -369,7 +371,7 @@ def test_chunks_that_do_not_fit_are_corrupt(tmp_path: Path, metadata: Any, chunk
     with pytest.raises(
         CorruptError, match=f"expected a chunk of 16 bytes, found {len(chunk)}" if plain else str(tmp_path)
     ):
-        whole(lay(tmp_path, metadata, {"0": chunk, "c/0": chunk}))
+        read_all(lay(tmp_path, metadata, {"0": chunk, "c/0": chunk}))
 
 
 def peak() -> int:
@@ -400,18 +402,18 @@ def test_claims_without_measure_take_no_memory(tmp_path: Path) -> None:
     ]
     for n, (metadata, chunk, error) in enumerate(cases):
         with pytest.raises(error):
-            whole(lay(tmp_path / str(n), metadata, {"0": chunk}))
+            read_all(lay(tmp_path / str(n), metadata, {"0": chunk}))
     base = tmp_path / "o"
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{base}/"}).result()
     for n, (metadata, chunk, _) in enumerate(cases):
         store.write(f"{n}/.zarray", json.dumps(metadata)).result()
         store.write(f"{n}/0", chunk).result()
         with pytest.raises(TreeringError):
-            whole(ZarrArray(Filesystem(Disk()), str(n), base=str(base)))
+            read_all(ZarrArray(Filesystem(Disk()), str(n), base=str(base)))
     with open(tmp_path / "0" / "a" / "0", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(UnsafeError):
-        whole(ZarrArray(Filesystem(Disk()), str(tmp_path / "0" / "a")))
+        read_all(ZarrArray(Filesystem(Disk()), str(tmp_path / "0" / "a")))
     assert peak() - before < 100
 
 
@@ -421,11 +423,11 @@ def test_sharded_chunks_whose_index_lies(tmp_path: Path, offset: int) -> None:
     codec = {"chunk_shape": [2], "codecs": inner, "index_codecs": inner, "index_location": "end"}
     metadata = version_3(codecs=[{"name": "sharding_indexed", "configuration": codec}])
     good = lay(tmp_path / "good", metadata, {"c/0": DATA + struct.pack("<4Q", 0, 8, 8, 8)})
-    assert whole(good).tobytes() == DATA
+    assert read_all(good).tobytes() == DATA
     with pytest.raises(CorruptError):
-        whole(lay(tmp_path, metadata, {"c/0": DATA + struct.pack("<4Q", offset, 8 + offset % 2, 8, 8)}))
-    with pytest.raises(CorruptError):  # an absent part of a chunk
-        whole(lay(tmp_path, metadata, {"c/0": DATA + struct.pack("<4Q", *[(1 << 64) - 1] * 2, 8, 8)}))
+        read_all(lay(tmp_path, metadata, {"c/0": DATA + struct.pack("<4Q", offset, 8 + offset % 2, 8, 8)}))
+    with pytest.raises(CorruptError):  # an inner chunk that is absent
+        read_all(lay(tmp_path, metadata, {"c/0": DATA + struct.pack("<4Q", *[(1 << 64) - 1] * 2, 8, 8)}))
 
 
 @pytest.mark.long
@@ -440,7 +442,7 @@ def test_every_truncation_and_flipped_byte_of_an_array(tmp_path: Path) -> None:
         for broken in [*(data[:n] for n in range(len(data))), *flipped]:
             path.write_bytes(broken)
             try:
-                result = whole(ZarrArray(Filesystem(Disk()), str(tmp_path / "a")))
+                result = read_all(ZarrArray(Filesystem(Disk()), str(tmp_path / "a")))
             except TreeringError:
                 found += 1
                 continue
@@ -460,12 +462,12 @@ def test_broken_databases(tmp_path: Path) -> None:
         for broken in changes:
             path.write_bytes(broken)
             try:
-                whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path)))
+                read_all(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path)))
             except TreeringError:
                 found += 1
         path.unlink()
         with pytest.raises(CorruptError):
-            whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path)))
+            read_all(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path)))
         path.write_bytes(data)
     assert found > 50
 
@@ -489,7 +491,7 @@ def test_after_an_error_nothing_is_written_any_more(tmp_path: Path, ocdbt: bool)
 
 
 def test_databases_that_point_out_of_their_folder(tmp_path: Path) -> None:
-    context = ts.Context()  # the store in memory, which allows what the file system's does not
+    context = ts.Context()  # the store in memory allows names that the file system's does not
     base = {"driver": "memory", "path": "ckpt/"}
     database = {"driver": "ocdbt", "base": base, "value_data_prefix": "../outside/", "assume_config": True}
     where = {"driver": "zarr", "kvstore": {**database, "config": {"max_inline_value_bytes": 0}, "path": "a/"}}
@@ -501,7 +503,7 @@ def test_databases_that_point_out_of_their_folder(tmp_path: Path) -> None:
         place.write_bytes(store.read(key).result().value)
     assert list((tmp_path / "outside").iterdir())
     with pytest.raises(CorruptError, match="Invalid key"):
-        whole(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path / "ckpt")))
+        read_all(ZarrArray(Filesystem(Disk()), "a", base=str(tmp_path / "ckpt")))
 
 
 JSON = st.recursive(
@@ -519,7 +521,7 @@ def test_any_change_of_metadata(tmp_path: Path, version: Any, data: st.DataObjec
     field = data.draw(st.sampled_from([*metadata, "dimension_separator", "attributes"]))
     metadata[field] = data.draw(JSON | st.lists(st.integers(-1, 5), max_size=2))
     try:
-        whole(lay(tmp_path, metadata, {"0": DATA, "c/0": DATA}))
+        read_all(lay(tmp_path, metadata, {"0": DATA, "c/0": DATA}))
     except TreeringError:
         pass
 
@@ -532,7 +534,7 @@ def test_any_change_of_metadata(tmp_path: Path, version: Any, data: st.DataObjec
 )
 def test_any_chunk(tmp_path: Path, compressor: Any, chunk: bytes) -> None:
     try:
-        found = whole(lay(tmp_path, version_2(compressor=compressor), {"0": chunk}))
+        found = read_all(lay(tmp_path, version_2(compressor=compressor), {"0": chunk}))
     except TreeringError:
         return
     assert found.shape == (4,)

@@ -74,7 +74,7 @@ class Orbax(ZarrFolders):
         if any(map(STEP.fullmatch, [*checkpoints, *items])):
             return "it is a folder of steps"
         if checkpoints:  # an item of a checkpoint has no such file
-            return f"it is a folder of checkpoints; open the one that is meant: {', '.join(checkpoints)}"
+            return f"it is a folder of checkpoints; open one of them by its own path: {', '.join(checkpoints)}"
         return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
 
     def open(self, store: Store, path: str) -> Source:
