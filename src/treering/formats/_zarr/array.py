@@ -63,6 +63,7 @@ class Array:
         nbytes = math.prod(box_shape(box)) * self._layout.itemsize
         most = max(nbytes, self._layout.cell_bytes)
         try:
+            # TensorStore ends the process if it cannot allocate a chunk, so this allocation must fail first.
             if most >= _PROBED:
                 np.empty(most, np.uint8)
             return adoptable(box_shape(box), dtypes.to_numpy(self.dtype))
@@ -79,7 +80,7 @@ class Array:
 
         self._check_chunks(box)
         folder, kept = self.folder, self.folder.kept
-        folder.kept = None
+        folder.kept = None  # at most one array of a folder keeps its chunks
         keep = self._is_in_parts(box)
         if keep and kept and kept[0] is self:
             stored = kept[1]
@@ -87,7 +88,9 @@ class Array:
             spec = {"driver": self.driver, "metadata": self._layout.spec, "fill_missing_data_reads": self.filled}
             context = folder.context
             if keep:
+                # Every part of a chunk would otherwise ask for the file again.
                 spec["recheck_cached_data"] = "open"
+                # A cache smaller than one chunk would decode it for each of its parts.
                 most = max(_MAX_KEPT_BYTES, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
             with errors(self.folder.store, self.path):
@@ -148,6 +151,7 @@ class Array:
         if self._layout.plain and there.nbytes != nbytes:
             git_lfs.check_all(self.folder.store, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.nbytes}")
+        # Compression can enlarge a chunk, but never by so much.
         if there.nbytes > 2 * nbytes + MAX_METADATA_BYTES:
             raise UnsafeError(f"{path}: expected a compressed chunk of {nbytes} bytes, found a file of {there.nbytes}")
         if self._layout.blosc:

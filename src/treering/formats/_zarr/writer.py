@@ -103,6 +103,7 @@ class Writer:
             found = self._merged() if self._merges else sum(1 for _ in files_in(store, self._path))
             return found == count
 
+        # A network file system may show the files of other hosts late.
         if not wait_until(look, lambda: look_anew(store, self._path), self._call.timeout):
             raise SaveError(
                 f"{self._path}: expected {count} chunks and metadata files of arrays, written by {self._call.count} "
@@ -153,5 +154,6 @@ class Writer:
             self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
             self.count += 1
             self._unsent += nbytes
+            # In a bucket, written chunks stay in memory until they are sent.
             if self._sends_early and self._unsent >= self._limit // 2:
                 self._send(lambda name: not self._folder.reads_again(name))

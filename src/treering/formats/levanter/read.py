@@ -32,7 +32,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
     for folder, prefix, names in _folders(store, path):
         for file, driver in _DRIVERS.items():
             own = [name.removesuffix(f"/{file}") for name in names if name.endswith(f"/{file}")]
-            filled = folder.ocdbt and driver == "zarr3"
+            filled = folder.ocdbt and driver == "zarr3"  # only the releases that write these leave out zeros
             for name, array in zip(own, zarr.find(folder, own, driver, filled=filled), strict=True):
                 place = _path(prefix + name)
                 if isinstance(array, CorruptError):
@@ -74,6 +74,7 @@ def _folders(store: Store, path: str) -> Iterator[tuple[Folder, str, list[str]]]
             files.append(prefix + described[0])
             continue
         folders = [name for name in names if _is_folder(store, posixpath.join(place, name))]
+        # One chunk is enough to show that the metadata of its array is missing.
         files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
         if not names:
             _log.warning("%s: skipped an empty folder; if it was an array, that is lost", place.rstrip("/"))

@@ -71,7 +71,7 @@ class _Array:
         if self._begin + self._nbytes != member.file_size:
             raise CorruptError(f"{self._name}: expected {self._begin + self._nbytes} bytes, found {member.file_size}")
         self._file: IO[bytes] | None = None  # stays open where the last read ended
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # two reads must not share the position of the open file
 
     def can_map(self) -> bool:
         return False

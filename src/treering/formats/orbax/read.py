@@ -82,6 +82,7 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
             if about.handler in HANDLERS and not found.tree.entries:
                 raise CorruptError(f"{path}: expected the states of an iterator, found nothing")
     metadata = about.metadata or found.tree.metadata
+    # If the folder above is a checkpoint itself, this folder is an item of it and not a step of a run.
     if step is not None and store.stat(posixpath.join(os.path.dirname(path), CHECKPOINT)) is None:
         of_run = _read_root_metadata(store, os.path.dirname(path))
         both = isinstance(of_run, dict) and isinstance(metadata, dict)

@@ -35,6 +35,7 @@ def tree_file(store: Store, folder: str) -> str | None:
     data = beginning(store, posixpath.join(folder, STATE), 1 << 16)
     if any(prefix.encode() in data for prefix in PLACEHOLDERS):
         return STATE
+    # T5X has a state dict in a file of this name, too.
     first = [kind for kind, _ in itertools.islice(tokens(data), 2)]
     return STATE if first == [MAP, STR] and get("t5x").refuses(store, folder) is not None else None
 

@@ -145,6 +145,7 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
     texts = read_texts(store, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
     uints = [place.name for place in listed if place.path in arrays and arrays[place.path].dtype == "uint32"]
     keys, rest = _read_keys(store, folder, uints)
+    # A shape in `_METADATA` proves that `ABOUT_ARRAYS` once described the array. Without that, uint32 may be a key.
     for place in listed:
         if place.described and place.name in rest and arrays[place.path].shape:
             reasons[place.path] = (
@@ -272,6 +273,7 @@ def _read_numbers(
         if len(paths) == 1:
             reasons[paths[0]] = str(error)
             return {}
+        # One damaged number fails the joint read, so reading one by one finds it.
         alone = [_read_numbers({path: arrays[path]}, places, reasons) for path in paths]
         return {path: value for one in alone for path, value in one.items()}
     found: dict[str, Any] = {}

@@ -32,6 +32,8 @@ _NO_SHAPE = (-1,)
 
 
 class _Lenient(Tensor, gc=False):
+    """A tensor without required fields: `__metadata__` decodes as one, so a single typed pass reads the header."""
+
     dtype: str = ""
     shape: tuple[_Natural, ...] = _NO_SHAPE
     data_offsets: tuple[_Natural, _Natural] = (0, 0)

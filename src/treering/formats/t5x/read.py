@@ -56,6 +56,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
         version = tree.pop("version") if complete or next(iter(tree), None) == "version" else 0  # else a leaf
         if type(version) is not int or version not in VERSIONS:
             raise UnsupportedError(f"{file}: expected version 0, 2 or 3 of T5X's files, found {named(version)}")
+        # The calls of `find` below see this change.
         seen_as.update(_BFLOAT16 if version == 2 else {})
         tree = tree["optimizer"] if tree.keys() == {"optimizer"} else tree
     with gc_paused():

@@ -79,9 +79,10 @@ def _decompressed(data: bytes, name: str) -> bytes:
             back = int.from_bytes(cursor.take(2 * kind - 2), "little")
         if not 0 < back <= len(out):
             raise CorruptError(f"{name}: a block copies from {back} bytes before its byte {len(out)}")
+        # A copy that is longer than its distance repeats its own output.
         piece = bytes(out[len(out) - back :][:count])
         out += (piece * (count // len(piece) + 1))[:count]
-        if len(out) > size:
+        if len(out) > size:  # few bytes can describe very long copies
             break
     if len(out) != size:
         raise CorruptError(f"{name}: expected a block of {size} bytes, found {len(out)}")
