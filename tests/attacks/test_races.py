@@ -268,8 +268,8 @@ def test_a_link_that_another_user_has_put_at_the_path_is_not_followed(name: str,
     (shared / name).symlink_to(outside)
     save(1)
     np.testing.assert_array_equal(tr.restore(outside)["a"], tree(1)["a"])
-    os.lchown(shared / name, NOBODY, NOBODY)
-    with pytest.raises(tr.errors.ExistsError, match=f"found a link that user {NOBODY} owns, in a directory that"):
+    os.lchown(shared / name, OTHER_USER, OTHER_USER)
+    with pytest.raises(tr.errors.ExistsError, match=f"found a link that user {OTHER_USER} owns, in a directory that"):
         save(2)
     np.testing.assert_array_equal(tr.restore(outside)["a"], tree(1)["a"])
 

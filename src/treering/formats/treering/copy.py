@@ -177,7 +177,7 @@ def copy_part(source: Store, path: str, token: str, files: Files | None, *, move
 
 def _check_complete(path: str, listed: Sequence[File], found: Sequence[File]) -> None:
     there = {one.name: one for one in found}
-    if lacking := tuple(one.name for one in listed if there.get(one.name) != one):
+    if missing := tuple(one.name for one in listed if there.get(one.name) != one):
         raise CorruptError(
             f"{path}: expected its files on the disks of this job's hosts, as they were saved; missing or damaged: "
             f"{few(missing)}"
