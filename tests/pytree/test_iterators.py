@@ -28,7 +28,7 @@ from treering._core import states as _states
 from treering._pytree import iterators
 from treering.errors import CorruptError, MismatchError, UnsupportedError
 from treering.formats._shared import strict_json
-from treering.formats.treering import manifest
+from treering.formats.treering import manifest_fields
 
 pytestmark = pytest.mark.compat
 
@@ -441,7 +441,7 @@ def test_a_release_without_the_feature_reads_all_but_the_large_state(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tr.save(tmp_path / "c", {"data": Large(LARGE), "w": np.ones(3)})
-    monkeypatch.setattr(manifest, "STATES", "of-a-later-release")
+    monkeypatch.setattr(manifest_fields, "STATES", "of-a-later-release")
     assert tr.open(tmp_path / "c")["w"][:].tolist() == [1, 1, 1]
     with pytest.raises(UnsupportedError, match=r"data: .* requires iterator-states; .*upgrade treering"):
         tr.restore(tmp_path / "c")

@@ -50,7 +50,8 @@ def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout
     """Returns a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
     stored = np.dtype(stored)
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
-    stored = dtype if stored == dtype else stored  # One object for both lets `_native` compare them by identity.
+    # One object for both lets `_native` compare them by identity.
+    stored = dtype if stored == dtype else stored
     check_shape(shape, name)
     alignment = dtype.alignment if stored.isnative else 0
     return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, whole(shape), alignment)

@@ -12,29 +12,31 @@ from .clients import short
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _EMPTY = ("InvalidRange", "Invalid range", " 416 ", "bytes 0--1/0")
 _STATUS = re.compile(r"status code: (\d{3})")
-_OF_BUCKETS = {  # what a bucket was set up for, and what that means here
-    "RetentionPolicyNotMet": "the bucket keeps its objects for a while, and what is saved and managed here must be "
-    "replaced and deleted; choose a bucket without a retention policy",
-    "ObjectUnderActiveHold": "somebody holds this object, so it can be neither replaced nor deleted",
-    "UserProjectMissing": "who asks this bucket pays; pass a store object of obstore's with the default header "
-    "x-goog-user-project",
+_OF_BUCKETS = {  # settings of a bucket that fail requests, and what to do
+    "RetentionPolicyNotMet": "the bucket's retention policy keeps its objects for a while, and Treering must replace "
+    "and delete objects; choose a bucket without a retention policy",
+    "ObjectUnderActiveHold": "a hold is placed on this object, so it can be neither replaced nor deleted",
+    "UserProjectMissing": "requests to this bucket are paid by the requester; pass a store object of obstore with the "
+    "default header x-goog-user-project",
 }
-# Addresses within the machine that clients ask for credentials when they are given none.
+# Addresses of the machine's metadata service, which clients ask for credentials if they were given none.
 _METADATA = re.compile(r"https?://[^/\s]+(/computeMetadata/|/metadata/identity/|/latest/api/token|/latest/meta-data/)")
 _DENIED = (" 403 ", " 401 ", "AccessDenied")
 _EXPIRED = ("ExpiredToken", "RequestExpired", "TokenRefreshRequired", "AuthenticationFailed", "InvalidToken")
 
-# The `_reason` of a `RequestError`: whether it was carried out is not known; likewise, and obstore has not asked again;
-# the server wants fewer requests, and has not done it; bytes of an object that has none were asked for.
-UNANSWERED, BROKEN, BUSY, EMPTY = "unanswered", "broken", "busy", "empty"
+# The values of `_reason` of a `RequestError`.
+UNANSWERED = "unanswered"  # in doubt: the server may have carried it out; obstore has repeated it already
+BROKEN = "broken"  # in doubt too, and obstore has not repeated it
+BUSY = "busy"  # the server wants fewer requests, and has not carried it out
+EMPTY = "empty"  # a range of bytes was requested of an empty object
 
 
 class ChangedError(FileExistsError):
-    """Something else is at a name than what was expected there."""
+    """A name has another object than expected."""
 
 
 class ConflictError(ChangedError):
-    """Another request for the same name is under way; the same one may be answered differently in a moment."""
+    """Another request for the same name is in progress. The same request may succeed in a moment."""
 
 
 def missing(url: str, key: str) -> FileNotFoundError:
@@ -64,10 +66,10 @@ def translate_errors(url: str, key: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         if any(word in str(error) for word in _NO_BUCKET):
-            raise RequestError(f"{url}: there is no such bucket; make it, or look at its name") from None
+            raise RequestError(f"{url}: there is no such bucket; make it, or check its name") from None
         raise missing(url, key) from None
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-        # obstore takes every 409 for an object that is there; all but Azure mean another request that is under way.
+        # obstore reads every 409 as an existing object. All servers but Azure mean another request in progress.
         found, is_there = _STATUS.search(str(error)), "BlobAlreadyExists" in str(error)
         kind = ConflictError if found and found[1] == "409" and not is_there else ChangedError
         raise kind(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
@@ -76,31 +78,32 @@ def translate_errors(url: str, key: str) -> Iterator[None]:
     except (exceptions.BaseError, OSError) as error:
         if isinstance(error, TreeringError) or getattr(error, "errno", None) is not None:
             raise
-        text = str(error)  # an `OSError` without a number is what a writer in parts raises for everything
-        status = found[1] if (found := _STATUS.search(text)) else ""  # names in what follows may have numbers, too
+        text = str(error)  # The upload in parts raises an `OSError` without a number for every failure.
+        # Names of objects in the text may contain " 403 ", so a status code is preferred to words.
+        status = found[1] if (found := _STATUS.search(text)) else ""
         if (asked := _METADATA.search(text)) and asked[1] not in f"/{key}":
             raise RequestError(
                 f"{url}: no credentials were found in the environment, and the metadata service of this "
-                f"machine gave none ({short(error)}); set those of the provider, or pass a store of obstore's"
+                f"machine gave none ({short(error)}); set the provider's credentials, or pass a store of obstore"
             ) from error
         if any(word in text for word in _EMPTY):
             raise failure(path, EMPTY) from None
         if any(word in text for word in _NO_BUCKET):
-            raise RequestError(f"{url}: there is no such bucket; make it, or look at its name") from None
+            raise RequestError(f"{url}: there is no such bucket; make it, or check its name") from None
         if hint := next((hint for word, hint in _OF_BUCKETS.items() if word in text), None):
             raise RequestError(f"{path}: {hint} ({short(error)})") from error
         denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if denied or status in ("401", "403") or (not status and any(word in text for word in _DENIED)):
             raise RequestError(
-                f"{path}: the store does not allow this ({short(error)}); look at the credentials, whether they "
-                "may list, get, put and delete there, and whether this machine's clock is right"
+                f"{path}: the store does not allow this ({short(error)}); check that the credentials may list, "
+                "get, put and delete there, and that this machine's clock is right"
             ) from error
         if any(word in text for word in _EXPIRED):
             raise RequestError(f"{path}: the credentials have expired; renew them ({short(error)})") from error
         if status == "409":
             raise ConflictError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         if status == "429":
-            raise failure(f"{path}: the store is asked too often: {short(error)}", BUSY) from error
-        hint = "; without a reason, this is often a token that has expired" if status == "400" else ""
-        reason = UNANSWERED if "max_retries" in text else BROKEN  # or obstore has tried again already
+            raise failure(f"{path}: the store gets too many requests: {short(error)}", BUSY) from error
+        hint = "; without a reason, this is often an expired token" if status == "400" else ""
+        reason = UNANSWERED if "max_retries" in text else BROKEN  # the word shows that obstore has repeated it
         raise failure(f"{path}: the store did not answer as it should: {short(error)}{hint}", reason) from error
