@@ -118,7 +118,7 @@ def test_a_host_is_lost_with_its_disk(tmp_path: pathlib.Path, lost: str) -> None
         step, good, after, last, _ = result.report
         assert step == 1 and good and after == [1] and last == [1, 2]
     if lost == "b":  # process 0 has the manifests
-        assert any("parts of steps 2, 3 are on no disk of this job" in line for line in results[0].report[-1])
+        assert any("steps 2, 3 are ignored; parts of them" in line for line in results[0].report[-1])
         assert len(list(tmp_path.glob("near-a/rewound-1/step-*/treering.json"))) == 2
     _check(tmp_path / "far", 2)
     assert tr.verify(tmp_path / "far").ok
@@ -308,7 +308,7 @@ report([error, Lines.text])
     if hosts != "b":
         assert all(result.report[0][0] == "CorruptError" for result in results), results[0].report
         assert all("bring those hosts back" in result.report[0][1] for result in results)
-        assert any("parts of steps 1, 2 are on no disk of this job's hosts" in line for line in results[0].report[1])
+        assert any("steps 1, 2 are ignored; parts of them" in line for line in results[0].report[1])
         for result in job(tmp_path, GOES_ON, hosts="ab"):
             assert result.report[:2] == [2, True]
     assert list(tmp_path.glob("near-b/**/step-00000002/arrays-*"))

@@ -64,7 +64,7 @@ def test_a_loop_goes_on(between: Proxy, at: str, on_error: str, caplog: pytest.L
             ckpts.wait() if step != 3 else None
         assert ckpts.last_error is None
     assert tr.steps(run) == [1, 2, 4, 5]
-    assert caplog.text.count("a save failed, and the run goes on") == 1
+    assert caplog.text.count("a save failed, and the run continues") == 1
     assert len(told) == (on_error != "log") and all(isinstance(error, SaveError) for error in told)
     assert ("on_error failed" in caplog.text) == (on_error == "broken function")
 

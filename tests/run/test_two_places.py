@@ -289,8 +289,8 @@ def test_steps_of_a_job_that_was_overtaken(near: str, far: str, caplog: pytest.L
     _check(back.restore(), 30)
     with back:
         _save(back, 4)
-    assert "since steps 2 were saved here; they do not count" in caplog.text
-    assert "what does not count was set aside to" in caplog.text
+    assert "since steps 2 were saved here; they are ignored" in caplog.text
+    assert "steps that do not belong to the run were archived in" in caplog.text
     _check(tr.restore(f"{near}/rewound-1/step-00000002"), 2)
     assert tr.steps(far) == [1, 2, 3, 4] and tr.steps(near) == [1, 4]
 
@@ -424,7 +424,7 @@ def test_a_damaged_step_is_not_copied(near: str, far: str, caplog: pytest.LogCap
 @pytest.mark.long
 def test_what_is_wrong_is_named(near: str, far: str) -> None:
     for options, about in {
-        "local": ({"local": far}, "expected another directory than that of the run"),
+        "local": ({"local": far}, "expected another directory, found that of the run"),
         "keep_local": ({"local": near, "keep_local": 3}, "keep_local=3: expected a policy"),
         "upload_limit": ({"local": near, "upload_limit": 0}, "upload_limit=0: expected a number of bytes a second"),
         "keep alone": ({"keep_local": None}, "keep_local=None: expected local="),
@@ -451,7 +451,7 @@ def test_what_is_wrong_is_named(near: str, far: str) -> None:
 def test_logs_say_what_is_where(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), tr.Checkpointer(far, local=near) as ckpts:
         _save(ckpts, 1)
-    assert f"saved {near}/step-00000001" in caplog.text and f"{far}: step 1 copied in" in caplog.text
+    assert f"saved {near}/step-00000001" in caplog.text and f"{far}: step 1 uploaded in" in caplog.text
 
 
 @pytest.mark.slow
@@ -487,7 +487,7 @@ def test_places_within_each_other(tmp_path: pathlib.Path) -> None:
             ckpts.delete(1)
         assert tr.steps(far) == tr.steps(near) == [2]
     os.symlink(run, tmp_path / "link")
-    with pytest.raises(MismatchError, match="expected another directory than that of the run"):
+    with pytest.raises(MismatchError, match="expected another directory, found that of the run"):
         tr.Checkpointer(run, local=tmp_path / "link")
 
 

@@ -1,1 +1,1 @@
-"""Runs: directories of steps."""
+"""Runs: directories that hold one checkpoint for each saved step."""

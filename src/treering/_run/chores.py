@@ -1,4 +1,4 @@
-"""Jobs around the saves of a run, done one after another in the background."""
+"""A queue of background jobs, such as deletions and uploads, that run one after another."""
 
 import logging
 import queue
@@ -12,7 +12,7 @@ _log = logging.getLogger("treering")
 
 
 class Chores:
-    """Does one job after another in a thread that ends when none is left; errors are logged."""
+    """Runs queued jobs one after another in a thread that ends when the queue is empty. Errors are logged."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
@@ -20,25 +20,25 @@ class Chores:
         self._thread: threading.Thread | None = None
 
     def add(self, what: str, do: Callable[[], object]) -> None:
-        """Queues a job."""
+        """Queues the job `do`, which log messages call `what`."""
         with self._lock:
             self._queue.put((what, do))
-            if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent's
+            if self._thread is None or not self._thread.is_alive():  # A forked child has no threads.
                 try:
                     self._begin()
-                except SaveError:  # the interpreter is about to end, or the system starts no more threads
+                except SaveError:  # The interpreter is ending, or no more threads can start.
                     self._do_next()
-                except BaseException:  # an interrupt: that thread may have begun or not, and a new one replaces it
+                except BaseException:  # After an interrupt the thread may have begun or not: replace it.
                     self._begin()
                     raise
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way or queued."""
+        """True if a job is running or queued."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when all jobs are done."""
+        """Waits until all jobs are done."""
         while (thread := self._thread) and thread.is_alive():
             thread.join()
 
@@ -50,7 +50,7 @@ class Chores:
         while True:
             with self._lock:
                 if self._thread is not threading.current_thread():
-                    return  # an interrupt came while this thread was started, and another has replaced it
+                    return  # An interrupt came while this thread started, so `add` has replaced it.
                 if self._queue.empty():
                     self._thread = None
                     return
@@ -60,5 +60,5 @@ class Chores:
         what, do = self._queue.get()
         try:
             do()
-        except BaseException:  # `sys.exit()` in a hook as well: the jobs after it are still to be done
+        except BaseException:  # Also `sys.exit()` in a hook: the later jobs must still run.
             _log.exception("%s failed", what)

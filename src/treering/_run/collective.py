@@ -1,4 +1,4 @@
-"""Calls on a run that every process of the job makes, in which process 0 decides."""
+"""Collective calls of a run: every process of the job makes them, and process 0 decides."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ from .saves_under_way import UnderWay, Verdict
 
 
 class Collective:
-    """Begins the calls of one run; an error in one process ends a call in all processes. The first calls `meet`.
+    """Begins the collective calls of one run. An error in one process ends the call in all processes.
 
-    `closed`: the Checkpointer writes nothing any more.
+    The first call also calls `meet`. `closed` is True when the Checkpointer no longer writes.
     """
 
     def __init__(
@@ -24,11 +24,11 @@ class Collective:
     def check_open(self) -> None:
         """Raises `MismatchError` when the Checkpointer is closed."""
         if self.closed:
-            raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to go on saving")
+            raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to continue saving")
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[coordinator.Call]:
-        """Begins a call, and ends it when the block raises; otherwise the block ends it."""
+        """Begins a call, and ends it if the block raises. A block that returns must have ended it itself."""
         call = coordinator.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
         with coordinator.ending(call):
             call.doing("deciding")
@@ -38,13 +38,13 @@ class Collective:
             yield call
 
     def settle(self, call: coordinator.Call) -> None:
-        """Returns when every save is over; all processes raise a failure that process 0 has not raised yet."""
+        """Waits until every save is over. All processes raise a failure that process 0 has not raised yet."""
         self._under_way.settle(Verdict(*call.broadcast(self._under_way.after_all)))
 
     def once(
         self, what: str, do: Callable[[], object], *, first: Callable[[coordinator.Call], None] = lambda call: None
     ) -> None:
-        """Calls `first` in all processes, then `do` in process 0; all return when that is done, or raise its error."""
+        """Calls `first` in all processes, then `do` in process 0. All processes wait for `do`, and raise its error."""
 
         def attempt() -> None:
             try:
@@ -60,9 +60,9 @@ class Collective:
             call.close()
 
     def once_settled(self, what: str, do: Callable[[], object]) -> None:
-        """Calls `do` in process 0 when every save is over and all processes make this call.
+        """Calls `do` in process 0 once every save is over and all processes make this call.
 
-        So whatever another process reads before its call is still in place.
+        Because of the wait, the files that another process reads before its call still exist.
         """
 
         def gather_and_settle(call: coordinator.Call) -> None:

@@ -1,4 +1,4 @@
-"""Copying the steps of a run in the background, from where they are saved to where they stay."""
+"""Uploads the steps of a run from the local to the remote tier, in the background."""
 
 import contextlib
 import functools
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treering")
 _NAP_SECONDS = 0.2
-_AGAIN_SECONDS, _MOST_SECONDS = 10.0, 600.0  # between one attempt that failed and the next: longer after each
+_AGAIN_SECONDS, _MOST_SECONDS = 10.0, 600.0  # the first and the longest wait after a failed attempt; doubled each time
 
 
 class _PausedError(Exception):
-    """Copying was interrupted, for the run is changed or has been left."""
+    """The upload was interrupted because the run is being changed, or this job has left it."""
 
     def __str__(self) -> str:
-        return "copying was interrupted"
+        return "the upload was interrupted"
 
 
 class Copies:
-    """Copies what is lacking, one step after the other, the newest first.
+    """Uploads the missing steps one after the other, the newest first.
 
-    `step` is the one that is being copied. What fails is logged, and tried again: after a while, with the next save and
-    at the end.
+    `step` is the step that is being uploaded. A failure is logged, and the upload is tried again: after a while, with
+    the next save and at the end.
     """
 
     def __init__(
@@ -53,32 +53,32 @@ class Copies:
         self._places, self._far, self._tell, self._timeout = places, far, tell, timeout
         self._chores = Chores()
         self._pace = _Pace(bytes_per_second)
-        self._one = threading.Lock()  # held by the only one who copies, or changes the run otherwise
+        self._one = threading.Lock()  # held by the thread that uploads or otherwise changes the run
         self._stopped = False
-        self._error: BaseException | None = None  # of the last attempt
-        self._told: BaseException | None = None  # the error that the user's function was given last
-        self._wait = _AGAIN_SECONDS  # before the next attempt, if this one fails
+        self._error: BaseException | None = None  # the error of the last attempt
+        self._told: BaseException | None = None  # the error that the user's function was last called with
+        self._wait = _AGAIN_SECONDS  # seconds before the next attempt, if this one fails
         self._timer: threading.Timer | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether there is work under way or queued."""
+        """True if an upload is running or queued."""
         return self._chores.busy
 
     @property
     def error(self) -> BaseException | None:
-        """That of the last attempt."""
+        """The error of the last attempt; None if it succeeded."""
         return self._error
 
     @property
     def taken_over(self) -> BaseException | None:
-        """The error by which the last attempt has found that another job writes the run."""
+        """The error of the last attempt if it found that another job writes the run; else None."""
         return self._error if isinstance(self._error, TakenOverError) else None
 
     def begin(self) -> None:
-        """Begins to copy what is lacking; not where all processes must begin it."""
+        """Begins to upload the missing steps, unless each host has its own disk: then all processes must begin it."""
         if self._places.claimed and not self._places.disks:
-            self._chores.add("copying steps", self._copy_all)
+            self._chores.add("uploading steps", self._copy_all)
 
     def begin_together(
         self,
@@ -89,12 +89,12 @@ class Copies:
         only: int | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins it in this process, and in all others.
+        """Begins an upload in which all hosts take part. Every process makes this call.
 
-        only: a step that is copied alone, without a limit, whatever the policy says.
-        then: called in process 0 before the others tidy up.
+        only: uploads just this step, without the limit, even if the policy does not keep it.
+        then: process 0 calls it before the other processes delete files.
         """
-        what, timeout = f"{self._places.root}: copying steps after {after}", self._timeout
+        what, timeout = f"{self._places.root}: uploading steps after {after}", self._timeout
         if process == 0:
             meeting = functools.partial(disks.round, what, timeout)
             self._chores.add(what, lambda: self._copy_all(meeting, only, then))
@@ -103,7 +103,7 @@ class Copies:
             self._chores.add(what, lambda: disks.follow(what, timeout, moved))
 
     def interrupt(self, process: int) -> None:
-        """Gives up what all have begun together; process 0 waits until that is so."""
+        """Cancels the upload in which all hosts take part. Process 0 waits until it has ended."""
         if process == 0:
             self._stop()
             try:
@@ -117,7 +117,7 @@ class Copies:
             disks.give_up(_PausedError())
 
     def wait(self) -> None:
-        """Waits until what has begun is over."""
+        """Waits until the uploads and deletions that have begun are over."""
         self._chores.wait()
         self._far.wait()
 
@@ -128,7 +128,7 @@ class Copies:
     def check(self) -> None:
         """Tries again after an error. Raises `TakenOverError` when copying has found that another job writes the run.
 
-        Called in the caller's thread, where the user's function is told of errors.
+        Called in the user's thread, where the user's function may be called with the error.
         """
         if error := self.taken_over:
             raise error
@@ -141,17 +141,17 @@ class Copies:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Copies nothing within a `with` block; a copy that is under way is given up, and begun anew after it."""
+        """Uploads nothing within a `with` block. A running upload is cancelled, and begins again after the block."""
         self._stop()
         try:
             with self._one:
                 yield
-        finally:  # after an interrupt as well
+        finally:  # Also after an interrupt.
             self._stopped = False
             self.begin()
 
     def finish(self) -> BaseException | None:
-        """Waits until all is copied, without a limit, and old steps are deleted. Returns the error of the attempt."""
+        """Waits until all steps are uploaded, without the limit, and old ones are deleted. Returns the last error."""
         self._pace.lift()
         if timer := self._timer:
             timer.cancel()
@@ -168,12 +168,12 @@ class Copies:
     ) -> None:
         try:
             with meeting(), self._one:
-                if not self.taken_over:  # for good: what is far may be replaced by the other job's
+                if not self.taken_over:  # Final: the other job may have replaced remote steps.
                     self._copy_lacking(only)
                     then()
-        except _PausedError as error:  # it starts over when the run was changed
+        except _PausedError as error:  # The upload starts over once the change is done.
             self._error = error
-        except BaseException as error:  # whatever it is, `finish` must not say that all is copied
+        except BaseException as error:  # Any error: `finish` must not report success.
             self._report(error)
 
     def _copy_lacking(self, only: int | None) -> None:
@@ -182,7 +182,7 @@ class Copies:
         self._check()
         self._far.remove_leftovers()
         if only is not None:
-            self._far.wait()  # it may have been dropped there, and its files be on their way out
+            self._far.wait()  # Retention may still be deleting the files of this step.
             self._copy(only, at_once=True)
             return
         while todo := [step for step in self._lacking() if step not in tried]:
@@ -193,7 +193,7 @@ class Copies:
         self._wait = _AGAIN_SECONDS if self._error is None else self._wait
 
     def _lacking(self) -> list[int]:
-        """The steps to copy; what was added to the others is copied."""
+        """Returns the steps to upload. Also uploads the metrics that were added to other steps."""
         self._check()
         far = self._places.far.steps
         with far.store.glance(far.root):
@@ -209,24 +209,24 @@ class Copies:
         except (TreeringError, OSError) as error:
             if is_momentary(error) or isinstance(error, TakenOverError | PeerError):
                 raise
-            self._report(error)  # and the others are copied all the same
+            self._report(error)  # The other steps are uploaded nevertheless.
             return
         finally:
             self.step = None
         if copied:
-            _log.info("%s: step %d copied in %.1f s", self._places.root, step, time.monotonic() - begun)
+            _log.info("%s: step %d uploaded in %.1f s", self._places.root, step, time.monotonic() - begun)
         self._far.retain(step)
 
     def _report(self, error: BaseException) -> None:
         self._error = error
         when = "with the next save" if self._places.disks else "after a while, and with the next save"
-        about = f"%s: copying steps failed; it is tried again {when}: %s"
+        about = f"%s: uploading steps failed; it is tried again {when}: %s"
         _log.error(about, self._places.root, error, exc_info=not isinstance(error, TreeringError | OSError))
         if not isinstance(error, TakenOverError):
             self._begin_later()
 
     def _begin_later(self) -> None:
-        """Starts over after a while, unless that is to happen already."""
+        """Schedules another attempt, unless one is scheduled."""
         if self._timer or self._places.disks:
             return
 
@@ -239,13 +239,14 @@ class Copies:
         self._wait = min(2 * self._wait, _MOST_SECONDS)
         try:
             start(self._timer)
-        except SaveError:  # no more threads are allowed: the next save tries again
+        except SaveError:  # No more threads can start: the next save tries again.
             self._timer = None
 
     def _moved(self, nbytes: int, look: Callable[[], None] | None = None) -> None:
         look = look or self._check
         self._pace.spend(nbytes)
         look()
+        # Sleep in short naps, so that a cancelled upload ends soon.
         while (left := self._pace.left()) > 0:
             time.sleep(min(left, _NAP_SECONDS))
             look()
@@ -258,19 +259,19 @@ class Copies:
 
 
 class _Pace:
-    """A limit of bytes a second."""
+    """Limits an upload to a number of bytes a second."""
 
     def __init__(self, bytes_per_second: float | None):
         self._rate = bytes_per_second
-        self._free = 0.0  # when the bytes so far have taken their time
+        self._free = 0.0  # the time from which more bytes may be sent
 
     def spend(self, nbytes: int) -> None:
-        """Counts bytes that are about to go."""
+        """Counts bytes that are about to be sent."""
         if self._rate:
             self._free = max(self._free, time.monotonic()) + nbytes / self._rate
 
     def left(self) -> float:
-        """The seconds to wait until they may."""
+        """Returns the seconds to wait before they may be sent."""
         return self._free - time.monotonic() if self._rate else 0.0
 
     def lift(self) -> None:

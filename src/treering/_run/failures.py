@@ -1,4 +1,4 @@
-"""Saves that fail: whether they end the loop, and who is told."""
+"""The error policy of background saves: raise the error of a failed save, or log it and notify the user's function."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ _log = logging.getLogger("treering")
 
 
 class Failures:
-    """The failures of a run's saves. `last` is that of the newest save that is over, None when it is good."""
+    """The failures of a run's saves. `last` is the failure of the newest save that is over, None if it succeeded."""
 
     def __init__(self, on_error: OnError):
         if on_error not in ("raise", "log") and not callable(on_error):
@@ -23,21 +23,21 @@ class Failures:
         self._tell = on_error if callable(on_error) else None
 
     def raise_last(self) -> None:
-        """Raises the last failure, once, unless a good save has come after it."""
+        """Raises the last failure, once, unless a later save succeeded."""
         if self.last is not None and self.last is not self._raised:
             self._raised = self.last
             raise self.last
 
     def report(self, error: BaseException) -> None:
-        """Logs a failure that is not raised, and calls the user's function with it, once."""
+        """Logs a failure that is not raised, and calls the user's function with it. Does so once for each failure."""
         if error is self.last:
             return
         self.last = error
-        _log.error("a save failed, and the run goes on, for on_error says so; the next save tries again: %s", error)
+        _log.error("a save failed, and the run continues because of on_error; the next save tries again: %s", error)
         self.tell(error)
 
     def tell(self, error: BaseException) -> None:
-        """Calls the user's function, if there is one, with an error that is logged."""
+        """Calls the user's function, if there is one, with an error that is already logged."""
         if self._tell is not None:
             try:
                 self._tell(error)
@@ -47,8 +47,8 @@ class Failures:
 
 @contextlib.contextmanager
 def log_failure() -> Iterator[None]:
-    """Logs the failure of a save in the background, so that it does not hide the error that is being raised."""
+    """Logs the failure of a background save, so that it does not hide the error that is being raised."""
     try:
         yield
     except TreeringError:
-        _log.exception("a save in the background failed, too")
+        _log.exception("a background save failed as well")

@@ -1,4 +1,4 @@
-"""Metrics: named real numbers that say how good a checkpoint is."""
+"""Metrics of steps: records them after a save, and ranks steps by them. A metric is a named real number."""
 
 import math
 import os
@@ -21,14 +21,15 @@ from . import run as _run
 
 @at_the_caller
 def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
-    """Adds metrics to a step that is saved already, durably; of those with one name the last counts.
+    """Adds metrics durably to a step that is already saved. A later value of the same name replaces the earlier one.
 
     >>> tr.record("runs/gpt", 1000, {"val/loss": 0.5})
 
-    Any job may do so, such as an evaluator; `keep.best` and `best_step` of the training job then know them. In the
-    process of that job, even after it has closed its `Checkpointer`, steps that `keep` no longer wants are deleted.
-    Raises `NotFoundError` when there is no such step (any more), `MismatchError` for anything but a real scalar,
-    `UnsupportedError` for a step that another library wrote; `SaveError` when writing fails.
+    Any job may record metrics, such as an evaluator. `keep.best` and `best_step` of the training job then use them. If
+    the process of the training job records them, steps that `keep` no longer wants are deleted, even after it has
+    closed its `Checkpointer`. Raises `NotFoundError` if the step does not exist or was deleted, `MismatchError` for a
+    value that is not a real scalar, `UnsupportedError` for a step that another library wrote, and `SaveError` if
+    writing fails.
     """
 
     place, number, numbers = stores.absolute(run), step_number(step), encoded(metrics)
@@ -55,9 +56,9 @@ def _write(store: Store, path: str, step: int, numbers: Mapping[str, float | str
 
 
 def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """Returns the step that is best by a metric, or None if no step has metrics. NaN is never best.
+    """Returns the best step by a metric, or None if no step has metrics. NaN is never best.
 
-    Raises `MismatchError` for a metric that no step has, where steps have others.
+    Raises `MismatchError` for a metric that no step has, if steps have other metrics.
     """
     known = sorted({name for one in saved for name in one.metrics})
     if known and metric not in known:

@@ -1,4 +1,4 @@
-"""The steps of a run that is saved on a local disk and stays elsewhere: which are where, and which copy is read."""
+"""Reads a run in two tiers: finds which tier has which step, and which copy of a step to read."""
 
 import contextlib
 import logging
@@ -24,26 +24,27 @@ _log = logging.getLogger("treering")
 
 
 class NearAndFar:
-    """Two directories of one run. See `Directory` for the methods.
+    """The local and the remote directory of one run. See `Directory` for the methods.
 
-    The copies of a step have the same manifest, byte for byte. What is near belongs to the run as long as no other job
-    has written far, which `Origin` knows. Otherwise only what is far, too, counts.
+    Both copies of a step have the same manifest, byte for byte. Local steps belong to the run as long as no other job
+    has written the remote tier, which `Origin` knows. Otherwise only local steps that are also remote are used.
 
-    `disks`: where each host has another disk near, which shows in the first call of all processes. What is near is read
-    there as far as it is on the disk of this host, and a step that is not far cannot be read.
+    `disks` is set if each host has its own local disk, which the first call of all processes finds out. Each host then
+    reads the files on its own disk locally and all others remotely. A step that is not in the remote tier cannot be
+    read.
     """
 
     def __init__(self, near: Directory, far: Directory):
         if near.steps.store.real_path(near.root) == far.steps.store.real_path(far.root):
-            raise MismatchError(f"local={near.root!r}: expected another directory than that of the run")
+            raise MismatchError(f"local={near.root!r}: expected another directory, found that of the run")
         self.near, self.far = near, far
         self.steps, self.root = near.steps, far.root
         self.origin = Origin(near.steps, far.steps)
         self.disks: HostDisks | None = None
         self.index = 0  # of this process
         self._claimed = False
-        self._copied: dict[int, tuple[object, str]] = {}  # versions and identities of manifests near that are far, too
-        self._saved: set[int] = set()  # near, and not known to be far
+        self._copied: dict[int, tuple[object, str]] = {}  # version and identity of the local manifest, for uploaded steps
+        self._saved: set[int] = set()  # steps that are local, and not known to be uploaded
 
     @property
     def back_to(self) -> int | None:
@@ -72,15 +73,15 @@ class NearAndFar:
             self.disks = host_meeting.meet(call, self.near.steps, self.far.steps, self.origin, self._locked)
         if self.disks and self.disks.lacking and not self.index:
             _log.warning(
-                "%s: parts of steps %s are on no disk of this job's hosts, or another job held the run when this one "
-                "began, and they were not copied before: they do not count",
+                "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "
+                "or another job held the run when this one began",
                 self.near.root,
                 few(tuple(map(str, sorted(self.disks.lacking)))),
             )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds both locks, for a change at the beginning."""
+        """Holds both leases, while the first call of a job changes the run."""
         self.near.acquire()
         try:
             self.far.acquire()
@@ -112,14 +113,14 @@ class NearAndFar:
         return self._side(path).place(step, path, format)
 
     def to_read(self, step: int | None = None) -> list[Place]:
-        """As `candidates`; where each host has a part, what is not far as well cannot be read."""
+        """Returns the candidates that can be read; if each host has its own disk, those in the remote tier."""
         places = self.candidates(step)
         if not self.disks:
             return places
         there = {place.step for place in places if self._side(place.path) is self.far}
         if lacking := sorted({place.step for place in places if place.step > max(there, default=-1)}):
             _log.warning(
-                "%s: steps %s are only on the disks of the hosts, and cannot be read before they are copied",
+                "%s: steps %s are only on the disks of the hosts, and cannot be read before they are uploaded",
                 self.root, few(tuple(map(str, lacking))),
             )  # fmt: skip
             if step is not None:
@@ -132,24 +133,24 @@ class NearAndFar:
         for one in self.near.good():
             if one.step in near:
                 same = one.step in found and self.is_copied(one.step, near[one.step], far.get(one.step))
-                metrics = found[one.step].metrics if same else {}  # or they are those of what it has replaced
+                metrics = found[one.step].metrics if same else {}  # Otherwise they are those of the step that it replaced.
                 found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
         return [found[step] for step in sorted(found)]
 
     def mark_damaged(self, place: Place) -> None:
         side = self._side(place.path)
         if self.disks and side is self.near:
-            return  # it may be what is read far
+            return  # The damage may be in a file that was read from the remote tier.
         side.mark_damaged(place)
 
     def check_new(self) -> None:
         if self.disks and self.disks.lacking:
             lacking = few(tuple(map(str, sorted(self.disks.lacking))))
             raise CorruptError(
-                f"{self.root}: expected a step, found none, and in {self.near.root} parts of {lacking}, whose other "
-                "parts are on no disk of this job's hosts, or which another job held when this one began; end that "
-                "job, or bring those hosts back, and try again; or, if they are gone for good, remove that directory "
-                "on all hosts to start over"
+                f"{self.root}: expected a step, found none, and in {self.near.root} only parts of {lacking}: the other "
+                "parts are on no disk of this job's hosts, or another job held the run when this one began; restart "
+                "with the missing hosts, or end the other job; if they are lost, remove that directory on all hosts to "
+                "start over"
             )
         standing = self.origin.standing()
         self.far.check_new(knows_local=standing is not None and standing.rank > 0)
@@ -166,7 +167,7 @@ class NearAndFar:
         return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
 
     def uncopied(self) -> list[int]:
-        near = self._known_near()  # once: another job may set steps aside there meanwhile
+        near = self._known_near()  # Listed once, because another job may archive steps meanwhile.
         unknown = self._not_known_to_be_far(near)
         if not unknown:
             return []
@@ -188,7 +189,7 @@ class NearAndFar:
         return self.far if os.path.dirname(path) == self.far.root else self.near
 
     def near_steps(self) -> dict[int, str]:
-        """The steps near that belong to the run, and their paths."""
+        """Returns the local steps that belong to the run, and their paths."""
         if self.disks and self.index:
             return {} if self.disks.stale else dict(sorted(steps_in_part(self.near.steps).items()))
         lacking = self.disks.lacking if self.disks else ()
@@ -199,20 +200,20 @@ class NearAndFar:
         found = {step: path for step, path in own.items() if step in far and not self._differ(path, far[step])}
         if others := [str(step) for step in own if step not in found]:
             _log.warning(
-                "%s: another job has written %s since steps %s were saved here; they do not count",
+                "%s: another job has written %s since steps %s were saved here; they are ignored",
                 self.near.root, self.root, few(tuple(others)),
             )  # fmt: skip
         return found
 
     def _differ(self, path: str, other: str) -> bool:
-        """Whether a step near is another than the one far; a manifest that is damaged may be of the same."""
+        """Returns True if a local step is surely another than the remote one. A damaged manifest may be the same."""
         try:
             return self._identity(path) != summary.identity(self.far.steps.store, other)
         except (CorruptError, FileNotFoundError):
             return False
 
     def _identity(self, path: str) -> str:
-        """That of a step near. Raises `FileNotFoundError`."""
+        """Returns the identity of a local step. Raises `FileNotFoundError` if it was deleted."""
         if self.disks and self.index and (found := host_parts.part_of(self.near.steps.store, path)):
             return found[0]
         return summary.identity(self.near.steps.store, path)
@@ -222,7 +223,7 @@ class NearAndFar:
         return seen is not None and step in self._copied and self._copied[step][0] == seen.version
 
     def is_copied(self, step: int, path: str, far: str | None) -> bool:
-        """Whether a step near, at this path, is the one that is far, at that path."""
+        """Returns True if the local step at `path` is the same as the remote step at the path `far`."""
         if far is None:
             return False
         if not self._known_copied(step, path):
@@ -239,5 +240,5 @@ class NearAndFar:
 
     def _note_copied(self, step: int, version: object, identity: str) -> None:
         self._copied[step] = version, identity
-        if self._known_copied(step, self.near.own_path(step)):  # or it was saved again meanwhile
+        if self._known_copied(step, self.near.own_path(step)):  # Otherwise it was saved again meanwhile.
             self._saved.discard(step)

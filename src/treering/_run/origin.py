@@ -1,4 +1,4 @@
-"""Whether the steps on a local disk are those of a run elsewhere, or of a branch that another job has left behind."""
+"""Decides whether the steps of a local tier belong to its run, or to a branch that a later job has abandoned."""
 
 import os
 import posixpath
@@ -17,9 +17,9 @@ _VERSION = 1
 
 
 class _Near(msgspec.Struct, frozen=True):
-    """The file on the local disk: of which run it is, this job's token, and the token far when the job began.
+    """The local mark, a file: the run, the token of the job that wrote it, and the remote token when that job began.
 
-    `apart`: each host of that job had a disk of its own; `part`: this is not that of its process 0.
+    `apart`: each host of that job had its own disk. `part`: this disk was not that of its process 0.
     """
 
     run: str
@@ -35,9 +35,10 @@ learn(_Near)
 
 
 class Standing(NamedTuple):
-    """What a mark near says of a disk that counts.
+    """The claim of a valid disk to be authoritative, from its local mark.
 
-    `rank`: 2 where its job began after the last that wrote far, 1 where it is that, 0 where there is no mark.
+    `rank` is 2 if the disk's job began after the last job that wrote the remote tier, 1 if it is that job, and 0 if
+    the disk has no mark. `modified` is the time of the mark in seconds, `text` its contents.
     """
 
     rank: int
@@ -48,22 +49,22 @@ class Standing(NamedTuple):
 
 
 class Origin:
-    """The marks in both places. The one far is the token of the job that has changed the run last, by copying to it.
+    """The marks in both tiers. The remote mark is the token of the job that last changed the run.
 
-    Every job has a token of its own. What is near counts when the last job that has written far is the one that has
-    written near, or was the last before that. A job without a local disk replaces a token by another.
+    Every job has its own token. Local steps belong to the run if the job that last wrote the remote tier is the one
+    that wrote the local tier, or the last before it. A job without a local tier replaces the remote token by another.
     """
 
     def __init__(self, near: Steps, far: Steps):
         self._near, self._far = near, far
         self._token = os.urandom(16).hex()
-        self._is_far = False  # this job's is there
+        self._is_far = False  # True once the remote mark is this job's token
         self._contents = b""
 
     def is_newest(self) -> bool:
-        """Whether no other job has written far since what is near was saved.
+        """Returns True if no other job has written the remote tier since the local steps were saved.
 
-        Raises `MismatchError` when it is another run's, and `UnsupportedError` for the file of a later release.
+        Raises `MismatchError` if the local tier is another run's, and `UnsupportedError` for a mark of a later release.
         """
         near, far = self._read_near(), self._read_far()
         if near and far and far in (near.token, near.after):
@@ -76,7 +77,7 @@ class Origin:
         return not far and not self._far.committed()
 
     def standing(self) -> Standing | None:
-        """What the mark near says, None where what is near does not count. Raises what `is_newest` does."""
+        """Returns the claim of this disk; None if its steps are not the run's. Raises what `is_newest` raises."""
         if not self.is_newest():
             return None
         near = self._read_near()
@@ -88,38 +89,38 @@ class Origin:
         return Standing(rank, there.modified if there else 0.0, near.part, near.token, text)
 
     def take_over(self, mark: bytes, *, part: bool) -> None:
-        """Puts the mark of another disk here, for one that takes its place or is a `part`."""
+        """Writes the mark of another disk here. This disk replaces that one, or is a `part` of the same job."""
         _write(self._near.store, self._near_path, _as_part(mark, part))
 
     def part_mark(self, mark: bytes) -> bytes | None:
-        """What the mark of process 0's disk is on another one; None when it is there already."""
+        """Returns the mark that this disk needs, given that of process 0's disk; None if it already has it."""
         mark = _as_part(mark, True)
         return None if _read(self._near.store, self._near_path) == mark else mark
 
     def was_apart(self) -> bool:
-        """Whether the disk near may have parts of steps, whose other parts other hosts have."""
+        """Returns True if the local tier may hold only parts of steps, because other hosts have the other parts."""
         near = self._read_near()
         return near is not None and (near.apart or near.part)
 
     def set_near(self, *, apart: bool) -> None:
-        """Says that what is near belongs to the run, and goes on from what is far by now."""
+        """Writes the local mark: the local steps belong to the run, and continue from its present remote steps."""
         far = self._read_far()
         self._contents = msgspec.json.encode(_Near(self._far.root, self._token, far, apart=apart))
         self.keep_near()
-        if not far:  # from now on whoever writes far replaces a token
+        if not far:  # From now on, every job that writes the remote tier replaces a token.
             self.set_far()
 
     def mark(self) -> bytes:
-        """What the file near says."""
+        """Returns the contents of this job's local mark."""
         return self._contents
 
     def keep_near(self) -> None:
-        """Makes the file near again when it was removed, with all else that was there."""
+        """Writes the local mark again if it was removed, such as with the complete local directory."""
         if self._near.store.stat(self._near_path) is None or _read(self._near.store, self._near_path) != self._contents:
             _write(self._near.store, self._near_path, self._contents)
 
     def set_far(self) -> None:
-        """Says that far is written from here, before it is."""
+        """Writes the remote mark. Call it before this job changes the remote tier."""
         if not self._is_far:
             _write(self._far.store, self._far_path, self._token.encode())
             self._is_far = True
@@ -156,17 +157,17 @@ def _as_part(mark: bytes, part: bool) -> bytes:
 
 
 def check_not_near(store: Store, root: str) -> None:
-    """Raises `MismatchError` for a directory on a local disk: what changes the run is done where it stays."""
+    """Raises `MismatchError` for a local tier: commands that change a run must be given its remote tier."""
     if data := _read(store, posixpath.join(root, run.COPIED)):
         try:
-            stays = f", that is {msgspec.json.decode(data, type=_Near).run}"
+            stays = f", here {msgspec.json.decode(data, type=_Near).run}"
         except (msgspec.MsgspecError, UnicodeDecodeError):
             stays = ""
-        raise MismatchError(f"{root}: expected the directory where a run stays{stays}, found steps on their way there")
+        raise MismatchError(f"{root}: expected the directory of a run{stays}, found its local=")
 
 
 def replace(store: Store, root: str) -> None:
-    """Says that a run that was copied from somewhere is written by another job now, before it is."""
+    """Writes a new token if the run has one, so that older local tiers no longer belong to the run."""
     path = posixpath.join(root, run.ORIGIN)
     if store.stat(path) is not None:
         _write(store, path, os.urandom(16).hex().encode())

@@ -15,9 +15,10 @@ SaveEvery = int | datetime.timedelta | tuple[int, datetime.timedelta] | Literal[
 
 
 class Schedule:
-    """Says whether a step is due; `by_number`: the step's number alone decides, so that all processes agree.
+    """Decides which steps are due for a save.
 
-    `busy` says whether a save is under way.
+    `by_number` is True if only the step's number decides, so that all processes agree without talking. `busy` returns
+    True while a save is under way.
     """
 
     def __init__(self, save_every: SaveEvery, mtbf: datetime.timedelta | None, busy: Callable[[], bool]):
@@ -29,29 +30,29 @@ class Schedule:
                 "'auto' or a function of the step"
             )
         if mtbf is not None and (save_every != "auto" or not mtbf > datetime.timedelta(0)):
-            raise MismatchError(f"mtbf={mtbf!r}: expected a timedelta above 0, beside save_every='auto'")
+            raise MismatchError(f"mtbf={mtbf!r}: expected a timedelta above 0, together with save_every='auto'")
         self.by_number = kinds == ["number"]
         self._interval = Interval(mtbf) if kinds == ["auto"] else None
         self._busy, self._was_busy = busy, False
         self._since = self._looked = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether to save this step; asked once for each."""
+        """Returns True if this step is to be saved. Call it once for each step."""
         if self._interval:
             now, busy = time.monotonic(), self._busy()
-            if busy == self._was_busy:
+            if busy == self._was_busy:  # A step that a save began or ended in belongs to neither kind.
                 self._interval.step(now - self._looked, saving=busy)
             self._looked, self._was_busy = now, busy
             return not busy and now - self._since >= self._interval.seconds
         return any(self._due(part, step) for part in self._parts)
 
     def begun(self) -> None:
-        """Notes that a save has begun: intervals of time count from here."""
+        """Notes that a save has begun. Intervals of time are measured from here."""
         self._since = self._looked = time.monotonic()
         self._was_busy = True
 
     def committed(self, report: SaveReport) -> None:
-        """Notes what a save was, in any thread."""
+        """Notes the report of a save, from any thread."""
         if self._interval:
             self._interval.saved(report)
 

@@ -1,4 +1,4 @@
-"""Makes the directory of a run: one place, or a local tier whose steps are uploaded to a remote one."""
+"""Makes the directory of a run: a single one, or a local tier whose steps are uploaded to a remote tier."""
 
 import os
 
@@ -25,10 +25,12 @@ def make_directory(
     under_way: UnderWay,
     timeout: float,
 ) -> Directory | TwoPlaces:
-    """Returns the directory that a run is saved to. `keep` and `upload_limit` apply to a remote tier alone."""
+    """Returns the directory that a run is saved to. `keep` and `upload_limit` apply only to a remote tier."""
     made: list[Directory | TwoPlaces] = []
 
-    def busy() -> bool:  # without the `Checkpointer`: one that is released restores the handler of SIGTERM at once
+    def busy() -> bool:
+        # This function must not refer to the `Checkpointer`. A cycle would delay its finalizer, which restores the
+        # handler of SIGTERM.
         return under_way.busy() or any(one.busy for one in made)
 
     def directory_at(root: str) -> Directory:
@@ -43,7 +45,7 @@ def make_directory(
 
 
 def late_metrics(directory: Directory | TwoPlaces, retention: Retention, under_way: UnderWay) -> LateMetrics:
-    """Returns what applies the policy to late metrics: in the remote tier if there are two, else by `retention`."""
+    """Returns the object that applies the policy to late metrics: in the remote tier, or by `retention` without one."""
     if isinstance(directory, TwoPlaces):
         return LateMetrics(directory.far, directory.far_retention, under_way, directory.begin_copying)
     return LateMetrics(directory, retention, under_way, None)

@@ -1,4 +1,4 @@
-"""A run that is saved on a local disk and copied from there to where it stays."""
+"""A run in two tiers: steps are saved to the local tier and uploaded from there to the remote tier."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ _log = logging.getLogger("treering")
 
 
 class TwoPlaces(NearAndFar):
-    """Saves steps near and copies them; the next save sets aside what is near and not of the run any more."""
+    """Saves steps locally and uploads them. The next save archives local steps of abandoned branches."""
 
     def __init__(
         self,
@@ -36,25 +36,25 @@ class TwoPlaces(NearAndFar):
         super().__init__(near, far)
         self._keep = keep
         self._process = os.getpid()
-        self._seen_far: Sequence[Saved] = []  # when it was last looked
+        self._seen_far: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
-        self._dropped: dict[int, str] = {}  # steps that the policy has deleted far, and their identities
+        self._dropped: dict[int, str] = {}  # steps that the policy has deleted remotely, and their identities
         near.before_delete, far.before_delete = self._note_deleted, self._drop
         self._retain: Callable[[int | None], None] = lambda step: None
-        self._ever_far: set[int] = set()  # no other step is there: saving one needs no look at it
+        self._ever_far: set[int] = set()  # A save looks at the remote tier only for these steps.
         self.far_retention = Retention(far, keep)
         self._copies = Copies(self, self.far_retention, bytes_per_second, tell, timeout)
         self.together: Together | None = None
 
     @property
     def claimed(self) -> bool:
-        """Whether this process holds both locks, and what is near belongs to the run."""
+        """True if this process holds the leases of both tiers, and the local steps belong to the run."""
         return self._claimed and not self.lost and os.getpid() == self._process
 
-    held = False  # its two directories have locks of their own
+    held = False  # Each of the two directories has its own lease.
 
     def begin_copying(self) -> None:
-        """Copies what is lacking in the background, and deletes what the policy does not want."""
+        """Uploads missing steps in the background, and deletes the steps that the policy does not keep."""
         self._copies.begin()
 
     @property
@@ -73,15 +73,16 @@ class TwoPlaces(NearAndFar):
     # Writing
 
     def _claim(self) -> None:
-        """Takes both locks, and sets aside what does not belong to the run."""
+        """Acquires both leases, and archives local steps that do not belong to the run."""
         self.near.acquire()
         if self._claimed:
             if self.far.lost:
-                self.far.acquire()  # which says so
+                self.far.acquire()  # This raises the error.
             self._copies.check()
             self.origin.keep_near()
             return
         self.far.acquire()
+        # Archive first: the mark declares that all local steps belong to the run.
         self._set_aside(self._of_no_use())
         self._forget_copied_parts()
         self.origin.set_near(apart=self.disks is not None)
@@ -90,23 +91,23 @@ class TwoPlaces(NearAndFar):
         self._copies.begin()
 
     def _of_no_use(self) -> dict[int, str]:
-        """The steps near that do not count, and are not far, and their paths."""
+        """Returns the local steps, and their paths, that do not belong to the run and are not in the remote tier."""
         near = self.near.steps.committed()
         found = {**near, **steps_in_part(self.near.steps)}
         if self.origin.is_newest():
             lacking = self.disks.lacking if self.disks else set()
-            if not self.disks and self.origin.was_apart():  # other hosts have the rest, and are not in this job
+            if not self.disks and self.origin.was_apart():  # The other files are on hosts that this job lacks.
                 lacking = {step for step, path in found.items() if not host_parts.is_whole(self.near.steps.store, path)}
             found = {step: path for step, path in found.items() if step in lacking or step not in near}
         far = self.far.steps.committed() if found else {}
         return {step: path for step, path in found.items() if step not in far or not self._may_be(path, far[step])}
 
     def _may_be(self, path: str, other: str) -> bool:
-        """Whether what is near may be, or be a part of, the step far and no other; a damaged manifest may be that."""
+        """Returns True if the local step may be the remote step or a part of it. Its manifest may be damaged."""
         return host_parts.identities(self.near.steps.store, path) <= host_parts.identities(self.far.steps.store, other)
 
     def _forget_copied_parts(self) -> None:
-        """Forgets the parts of steps whose manifest is not here, and which are whole far: nothing asks for them."""
+        """Forgets parts of steps without a local manifest that are complete remotely: no upload needs them."""
         if parts := steps_in_part(self.near.steps):
             near, far = self.near.steps.committed(), self.far.steps.committed()
             whole = {one.step for one in self.far.good()}
@@ -121,7 +122,7 @@ class TwoPlaces(NearAndFar):
                 near = self.near.steps.store
                 self.disks.aside.update(*(host_parts.identities(near, path) for path in newest_first))
             place = run.set_aside(self.near.steps.store, self.near.root, newest_first)
-            _log.warning("%s: what does not count was set aside to %s", self.near.root, place)
+            _log.warning("%s: steps that do not belong to the run were archived in %s", self.near.root, place)
         if self.disks:
             self.disks.lacking.clear()
 
@@ -134,7 +135,8 @@ class TwoPlaces(NearAndFar):
         far = () if self.back_to is not None else self._ever_far
         whole = [one for one in far if not (one > step and self.far.steps.is_damaged(one, self.far.own_path(one)))]
         found = self.near.place_for(step, on_exists, under_way, whole)
-        if self.disks and found and found[1]:  # other hosts may still have parts of what is replaced when that is gone
+        if self.disks and found and found[1]:
+            # Other hosts may have parts of the replaced step for a while: they are to be deleted, not archived.
             self.disks.known |= host_parts.identities(self.near.steps.store, found[0])
         return found
 
@@ -149,8 +151,8 @@ class TwoPlaces(NearAndFar):
 
     def about_to_save(self, retain: Callable[[int | None], None]) -> bool:
         self._retain = retain
-        retain(None)  # here, where no save is under way; what was copied since the last one goes
-        return True  # a local disk may have room for no more
+        retain(None)  # No save is running now. This deletes the steps that were uploaded since the last save.
+        return True  # A local disk may not have room for another step.
 
     def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
@@ -160,36 +162,36 @@ class TwoPlaces(NearAndFar):
         self._copies.begin()
 
     def needed(self) -> set[int]:
-        """What is not known to be far stays; if the policy wants it, as far as that is known here."""
+        """Returns the local steps that must stay: those that the policy keeps and that may not be uploaded yet."""
         good = self.near.good()
         wanted = {one.step for one in good if self._keep is None or one is good[-1]}
-        if self._keep is not None:  # newer ones may be far alone
+        if self._keep is not None:  # The remote tier alone may have newer steps.
             both = {one.step: one for one in [*self._seen_far, *good]}
             wanted |= self._keep.kept([both[step] for step in sorted(both)])
-        self._saved -= {one.step for one in good} - wanted  # they may go, and need no copy
+        self._saved -= {one.step for one in good} - wanted  # These may be deleted without an upload.
         return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far(self._known_near()))}
 
     def retain(self) -> None:
-        """Deletes old steps near, as after a save."""
+        """Deletes old local steps, as after a save."""
         self._retain(None)
 
     def leave(self) -> SaveError | None:
         if self.index:
             self._copies.lift_limit()
-            self._copies.wait()  # for what process 0 leads, and is over there
+            self._copies.wait()  # Process 0 leads the upload and waits for it there.
         own = self._claimed and os.getpid() == self._process and not self._ended
         problem = self._problem(self._copies.finish() if self.claimed else self._copies.taken_over) if own else None
         self._claimed = False
         for one in (self.far, self.near):
             try:
                 one.leave()
-            except BaseException:  # the other is left all the same, and what was not copied is said
-                _log.exception("%s: its lock was not given back", one.root)
+            except BaseException:  # Release the other lease as well, and return the problem with the upload.
+                _log.exception("%s: the lock of the run was not released", one.root)
         return problem
 
     def pin(self, step: int, wanted: bool) -> None:
         places = self.candidates(step)
-        if places[0].path in self.near_steps().values():  # first: a copy that ends meanwhile takes it over
+        if places[0].path in self.near_steps().values():  # First: an upload that ends meanwhile then copies the pin.
             pins.pin(self.near.steps.store, places[0].path, wanted)
         if path := self.far.steps.committed().get(step_number(step)):
             pins.pin(self.far.steps.store, path, wanted)
@@ -200,7 +202,7 @@ class TwoPlaces(NearAndFar):
             places = self.candidates(step)
             for place in places:
                 self._side(place.path).check_may_go(place.path)
-            for place in places:  # near first: what is only near would be copied
+            for place in places:  # Local first: a step that is only local would be uploaded again.
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
             self._ever_far.discard(step_number(step))
@@ -232,58 +234,58 @@ class TwoPlaces(NearAndFar):
     # Copying
 
     def claim_for_copying(self) -> bool:
-        """Takes the locks if there is something to copy, unless this job has only looked."""
+        """Acquires the leases if a step is to be uploaded and this job has saved or restored one."""
         if not self._claimed and self.restored is not None and self.uncopied():
             self.claim_if_free()
         return self._claimed
 
     def claim_if_free(self) -> bool:
-        """Takes the locks, unless another job writes the run, which is logged; returns whether this one has them."""
+        """Acquires the leases; logs it if another job writes the run. Returns True if this job has them."""
         try:
             return self._claimed or self.claim()
         except ExistsError as error:
-            _log.warning("%s: steps are not copied from %s: %s", self.root, self.near.root, error)
+            _log.warning("%s: steps are not uploaded from %s: %s", self.root, self.near.root, error)
             return False
 
     def claim(self) -> bool:
-        """Takes the locks."""
+        """Acquires the leases."""
         self._claim()
         return True
 
     def copy_all(self) -> None:
-        """Waits until all is copied that this job has saved, or a job before it. Raises `SaveError`."""
+        """Waits until all local steps are uploaded, also those of earlier jobs. Raises `SaveError`."""
         if os.getpid() != self._process:
             return
         if self.claim_for_copying():
-            self._ended = True  # `leave` need not try again
+            self._ended = True  # `leave` does not try again.
             error = self._copies.finish() if self.claimed else self._copies.taken_over
             self._retain(None)
             if problem := self._problem(error):
                 raise problem
 
     def _problem(self, error: BaseException | None) -> SaveError | None:
-        """What is not far when copying has ended, and why."""
+        """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
         near = self.near.steps.committed()
         lacking = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
         gone = sorted(step for step in lacking if step not in near or self.near.steps.is_damaged(step, near[step]))
         if error is None and not gone and (self.claimed or not lacking):
             return None
         there = ", ".join(str(step) for step in sorted(lacking) if step not in gone)
-        parts = [f"{self.root}: not all steps are there, for copying them failed"]
-        parts += ["another job has taken the run over, or another Checkpointer of this process"] if self.lost else []
+        parts = [f"{self.root}: not all steps are there, because uploading them failed"]
+        parts += ["another job, or another Checkpointer of this process, has acquired the run"] if self.lost else []
         parts += [str(error)] if error else []
         parts += (
-            [f"steps {there} are in {self.near.root}, and the next job that saves from there copies them"]
+            [f"steps {there} are in {self.near.root}; the next job with this local= uploads them"]
             if there
             else []
         )
-        parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.near.root}, or gone"] if gone else []
+        parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.near.root}, or deleted"] if gone else []
         problem = SaveError("; ".join(parts))
         problem.__cause__ = error
         return problem
 
     def to_copy(self) -> list[int]:
-        """The good steps that are not far, or not whole there, and that the policy wants, the newest first."""
+        """Returns the valid local steps to upload, the newest first: the policy keeps them, and no valid copy is remote."""
         near, far = self.near.steps.committed(), self.far.steps.committed()
         self._seen_far = self.far.good()
         whole = {one.step for one in self._seen_far}
@@ -304,25 +306,27 @@ class TwoPlaces(NearAndFar):
         return lacking[::-1]
 
     def copy(self, step: int, moved: Callable[[int], None]) -> bool:
-        """Copies a step. Returns whether it was not there."""
+        """Uploads a step. Returns False if the remote tier has it already. Calls `moved` with bytes to be sent."""
         near, far = self.near.steps.store, self.far.steps.store
         self.origin.set_far()
         self._ever_far.add(step)
         there = self.far.steps.committed().get(step)
         path, to = self.near.own_path(step), there or self.far.own_path(step)
         if there and not self.far.steps.is_damaged(step, there) and self.is_copied(step, path, there):
-            return False  # an answer was lost when it was looked for; a copy onto itself would remove its files
+            # An earlier request failed, so the upload seemed to be missing. Uploading a step over itself would remove
+            # its files.
+            return False
         others = self.disks and self.disks.copying(path, to)
         try:
             if there and self.far.steps.is_damaged(step, there):
-                copy.check(near, path, others)  # or what is left far may be better
-                self._copied.pop(step, None)  # from here on what is near is the only copy
-                removal.delete(far, there)  # the names of its files may be those of the copy
+                copy.check(near, path, others)  # Otherwise the damaged remote step may be the better one.
+                self._copied.pop(step, None)  # From here on the local step is the only copy.
+                removal.delete(far, there)  # Its files may have the names of the uploaded ones.
             seen = summary.look(near, path)
             overwrite = summary.look(far, to) is not None
             identity = copy.copy(near, path, far, to, overwrite=overwrite, moved=moved, others=others)
         except CorruptError:
-            if others:  # what is damaged there no restore finds out: it would read the copy
+            if others:  # No restore would find the damage: it would read the remote copy.
                 self.near.steps.mark_damaged(step, path)
             raise
         if seen:
@@ -333,14 +337,14 @@ class TwoPlaces(NearAndFar):
         self._side(path).check_deletable(path)
 
     def _note_deleted(self, path: str) -> None:
-        """Notes what is about to be deleted near, for the other hosts' disks."""
+        """Marks a local step that is about to be deleted, so that the other hosts delete their files of it."""
         if self.disks and not self.index:
             deleted.note(self.near.steps.store, self.near.root, path)
-            # Another job on this disk, which the run was taken from, may have marked a part beside the manifest.
+            # Another job on this disk, which lost the run to this one, may have marked a part next to the manifest.
             host_parts.forget(self.near.steps.store, path)
 
     def _drop(self, path: str) -> None:
-        """Notes that a step is about to be dropped far, and takes its metrics: what is near is judged by them, too."""
+        """Notes a remote step that is about to be deleted. Keeps its metrics: local steps are ranked by them."""
         step = run.parse(posixpath.basename(path), self.far.steps.prefix)
         near = self.near.steps.committed().get(step) if step is not None else None
         if step is not None and near and self.is_copied(step, near, path):
@@ -348,7 +352,7 @@ class TwoPlaces(NearAndFar):
             self._dropped[step] = self._copied[step][1]
 
     def copy_metrics(self) -> None:
-        """Copies the metrics that steps got since they were copied."""
+        """Uploads the metrics that steps got after their upload."""
         near, far = self.near.steps.store, self.far.steps.store
         there = self.far.steps.committed()
         for step, path in self.near.steps.committed().items():
