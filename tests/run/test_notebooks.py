@@ -71,7 +71,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
         with pytest.raises(MismatchError, match="writes this run by now"):
             use()
     assert failed.steps == [2, 3, 4, 5] and failed.restore()["n"] == 15, "reading goes on working"
-    assert repr(failed) == f"<Checkpointer {tmp_path}/run: restored step 5, taken over by another>"
+    assert repr(failed) == f"<Checkpointer {tmp_path}/run: restored step 5, lost to another Checkpointer>"
     failed.close()
     assert notebook.run("last = 6") is None and notebook.run(TRAIN) is None
     assert tr.steps(tmp_path / "run") == [4, 5, 6]

@@ -147,7 +147,7 @@ def _go_on_without(between: Proxy, near: str, far: str) -> None:
     _save(ckpts, 5)
     assert told and all("503" in str(error) and in_main for error, in_main in told)
     with pytest.raises(
-        SaveError, match=rf"{far}: not all steps are there.*503.*steps 3, 4, 5 are in {near}, and the next"
+        SaveError, match=rf"{far}: not all steps are there.*503.*steps 3, 4, 5 are in {near}; the next job"
     ):
         ckpts.close()
     assert {3, 4, 5} <= set(tr.steps(near))
@@ -383,7 +383,7 @@ def test_a_change_does_not_wait_for_a_slow_copy(near: str, far: str) -> None:
     ckpts = tr.Checkpointer(far, local=near, upload_limit=10)
     ckpts.save(1, _state(1))
     ckpts.wait()
-    _until(lambda: "copying step 1" in repr(ckpts))
+    _until(lambda: "uploading step 1" in repr(ckpts))
     ckpts.save(2, _state(2))
     ckpts.wait()
     begun = time.monotonic()
@@ -590,7 +590,7 @@ def test_what_vanishes_before_it_is_copied_is_named(near: str, tmp_path: pathlib
         shutil.rmtree(f"{near}/step-00000001")
         if more:
             _save(ckpts, 2)
-    with pytest.raises(SaveError, match=r"steps 1 are damaged in .*, or gone"):
+    with pytest.raises(SaveError, match=r"steps 1 are damaged in .*, or deleted"):
         ckpts.close()
 
 
@@ -677,7 +677,7 @@ def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(near: str, tmp_
     pace._rate = 100_000  # bytes a second: the first step takes four
     try:
         _save(ckpts, 2)
-        _until(lambda: "copying step 1" in repr(ckpts))
+        _until(lambda: "uploading step 1" in repr(ckpts))
         _until(lambda: 1 not in tr.steps(far))
         uncopied = ckpts.uncopied
         _save(ckpts, 3, 4)

@@ -1,4 +1,4 @@
-"""The run in a training loop: when to save, what to keep, where to go on."""
+"""The Checkpointer: saves the steps of a run in a training loop, keeps some of them, and resumes from them."""
 
 import datetime
 import os
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @methods_at_the_caller
 class Checkpointer:
-    """Saves the steps of a run in the background, keeps those that are wanted, and finds where to go on.
+    """Saves the steps of a run in the background, keeps those that are wanted, and finds where to continue.
 
     >>> with tr.Checkpointer("runs/gpt", save_every=1000, keep=tr.keep.last(3)) as ckpts:
     ...     state, step = ckpts.restore_or_init(init)
@@ -42,42 +42,44 @@ class Checkpointer:
     ...         state = train_step(state, next(data))
     ...         ckpts.save(step, state, force=step == n)
 
-    run: a directory, which the first save makes. Making a `Checkpointer` touches nothing. One at a time writes a run:
-        until it is closed or its process ends, the saves of other processes raise `ExistsError`. Within a process, the
-        newest that saves takes the run over from an idle one, whose next save then raises.
-    save_every: a number of steps (its multiples are saved), a `timedelta`, both as ``(steps, timedelta)`` for whichever
-        comes first, or a function of the step. "auto" loses the least time, given what a save costs this loop and how
-        often the job is to fail (Young, Daly); the interval is logged.
+    run: a directory, which the first save makes. Making a `Checkpointer` touches nothing. One Checkpointer at a time
+        writes a run. Until it is closed or its process ends, saves of other processes raise `ExistsError`. In the same
+        process, a newer one that saves acquires the run from an idle one, whose next save then raises.
+    save_every: a number of steps (its multiples are saved), a `timedelta`, both as ``(steps, timedelta)`` for the
+        earlier of the two, or a function of the step. "auto" chooses the interval that loses the least time, given the
+        cost of a save to this loop and the expected rate of failures (Young, Daly), and logs it.
     mtbf: for "auto", the whole job's mean time between failures or preemptions; by default that of 50,000 device-hours.
-    keep: which steps to keep, see `treering.keep`; None keeps all. Applied after every save. If metrics came late,
-        `close` after a save, `restore_or_init`, and `treering.record` in this process (after `close` as well) apply it
-        too; they need the lock of the run, and delete nothing while another job writes.
-    metadata: configuration that goes into every checkpoint, see `treering.save`; `save` takes that of one step.
-    prefix: what the names of the step directories begin with.
+    keep: the steps to keep, see `treering.keep`; None keeps all. Every save applies it. If metrics came late, `close`
+        after a save, `restore_or_init` and `treering.record` in this process (also after `close`) apply it too. They
+        need the lease of the run, and delete nothing while another job writes.
+    metadata: configuration that goes into every checkpoint, see `treering.save`. `save` takes that of one step.
+    prefix: the beginning of the names of the step directories.
     save_on_preemption: the first `save` after a SIGTERM saves in any case and sets `preempted`. Earlier handlers are
         called as well. With several processes, JAX's preemption service chooses the call.
     save_on_error: an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest call of
-        `save` was given, if its arrays still exist: only weak references to them are held. Every call copies NumPy
-        arrays. With several processes, all must raise at the same step.
-    when_busy: while a save is under way, the next must "wait", so that only one state is held, or "skip" unless forced.
-    timeout: seconds without a sign of life after which another process counts as dead.
+        `save` was given. Its arrays must still exist, because only weak references to them are held. Every call copies
+        NumPy arrays. With several processes, all must raise at the same step.
+    when_busy: while a save is running, the next must "wait", so that only one state is staged, or "skip" unless forced.
+    timeout: seconds without a sign of life after which a process considers another dead.
     on_save: process 0 calls it with the `SaveReport` of every save, in the background, and logs its errors.
     tensorboard: a directory of TensorBoard event files with metrics that were not given with a step, as
         ``{run}/{tag}``: the directory below this one, and the tag. Needs the extra `tensorboard`.
-    on_error: "raise" raises the error of a failed save, in the background by the next call. "log" logs it, a function
-        is called with it, and the loop goes on: the next save tries again. `last_error` holds it until one succeeds; if
-        the last save failed, `wait`, `close` and `finish` raise it. The next save also calls a function with the error
-        of a failed upload from `local`. A wrong call (a step that exists, leaves that cannot be saved) always raises.
+    on_error: with "raise", the next call raises the error of a failed background save. "log" logs the error, a function
+        is called with it, and the loop continues: the next save tries again. `last_error` holds the error until a save
+        succeeds. If the last save failed, `wait`, `close` and `finish` raise its error. The next save also calls a
+        function with the error of a failed upload from `local`. A wrong call (a step that exists, leaves that cannot be
+        saved) always raises.
 
-    local: a directory on a local disk. Steps are saved there and uploaded to `run` in the background, the newest first.
-        Restore takes the nearest good copy. `close` waits until all that `keep` wants is uploaded; the next job with
-        the same `local` uploads what a killed job did not. With several processes, all share the directory, or each
-        host has its own disk; then each host uploads its own files, and a step is uploaded before it is restored.
-    keep_local: which steps to keep there, beside those that are not uploaded yet; None keeps all.
+    local: a directory on a local disk, the local tier. Steps are saved there and uploaded to `run`, the remote tier, in
+        the background, the newest first. Restore tries the local copy first. `close` waits until all steps that `keep`
+        keeps are uploaded; the next job with the same `local` uploads what a killed job did not. With several
+        processes, all share the directory, or each host has its own disk. Then each host uploads its own files, and a
+        step is uploaded before it is restored.
+    keep_local: the steps to keep there, besides those that are not uploaded yet; None keeps all.
     upload_limit: the most bytes a second that an upload takes, for each disk.
 
-    With several processes, every one makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
-    `finish`, `delete`, `pin`, `unpin` and `rewind`; process 0 decides for all.
+    With several processes, every process makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
+    `finish`, `delete`, `pin`, `unpin` and `rewind`. Process 0 decides for all.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Checkpointer:
             local=local, keep_local=keep_local, upload_limit=upload_limit,
         )  # fmt: skip
         self._root = stores.absolute_run(run)
-        _save.describe(None, None, metadata)  # raises now what every save would
+        _save.describe(None, None, metadata)  # Raise now what every save would raise.
         failures = self._failures = Failures(on_error)
         under_way = self._under_way = UnderWay(failures)
         schedule = Schedule(save_every, mtbf, lambda: not under_way.all_over())
@@ -118,7 +120,7 @@ class Checkpointer:
         self._collective = Collective(self._root, timeout, directory.meet, under_way)
         self._last = LastState(wanted=save_on_error)
         preemption = Preemption() if save_on_preemption else None
-        if preemption:  # after one that the user did not close, SIGTERM must still end the process
+        if preemption:  # If the user does not close this object, SIGTERM must still end the process.
             weakref.finalize(self, preemption.close).atexit = False
         self._saver = StepSaver(
             directory, self._collective, under_way, schedule, retention, failures, self._last, preemption,
@@ -126,7 +128,7 @@ class Checkpointer:
         )  # fmt: skip
         self._closing = Closing(directory, self._collective, under_way, retention, self._late, preemption)
 
-    if not TYPE_CHECKING:  # or else no name would be wrong for type checkers
+    if not TYPE_CHECKING:  # Otherwise type checkers would accept every name.
 
         def __getattr__(self, name: str) -> Any:
             return habits.attribute(self, name, habits.OF_RUN)
@@ -138,7 +140,7 @@ class Checkpointer:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is running."""
         return not self._under_way.all_over()
 
     def __repr__(self) -> str:
@@ -147,9 +149,9 @@ class Checkpointer:
         state = [
             *([] if restored is None else [f"restored step {restored}"]),
             *[f"saving step {step}" for step in sorted(self._under_way.pending_steps())],
-            *([] if copying is None else [f"copying step {copying}"]),
+            *([] if copying is None else [f"uploading step {copying}"]),
             *(["preempted"] if self.preempted else []),
-            *(["closed"] if closed else ["taken over by another"] if self._directory.lost else []),
+            *(["closed"] if closed else ["lost to another Checkpointer"] if self._directory.lost else []),
         ]
         return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
 
@@ -159,7 +161,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps of the run, ascending: those committed, and those that this `Checkpointer` is saving.
 
-        These are the steps that `save` refuses to save again. A save that fails takes its step away again.
+        `save` refuses to save these steps again. The step of a failed save leaves the list.
         """
         return sorted({*self._under_way.pending_steps(), *self._directory.all_steps()})
 
@@ -180,12 +182,12 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether this job is about to be stopped, and the state at that step is saved or being saved."""
+        """True once this job is about to be stopped, and the state at that step is saved or being saved."""
         return self._saver.preempted
 
     @property
     def last_error(self) -> BaseException | None:
-        """The failure of the newest save that is over, with an `on_error` that raises none; None when it is good."""
+        """The error of the newest ended save, if `on_error` is not "raise"; None if that save succeeded."""
         return self._failures.last
 
     @property
@@ -195,27 +197,27 @@ class Checkpointer:
 
     @property
     def disk_usage(self) -> dict[int, int]:
-        """The good steps and how many bytes each takes on the disk."""
+        """The valid steps, and the bytes that each takes on the disk."""
         return {one.step: one.nbytes for one in self._directory.good()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The good step that is best by a metric; None when there are no metrics yet. NaN is never best.
+        """Returns the best valid step by a metric; None if there are no metrics yet. NaN is never best.
 
-        Raises `MismatchError` for a metric that no step has, where steps have others.
+        Raises `MismatchError` for a metric that no step has, if steps have other metrics.
         """
         return metrics.best(self._directory.good(foreign=True), metric, mode)
 
     def path(self, step: int) -> str:
-        """The directory of a step, whether it exists or not."""
+        """Returns the directory of a step, even if it does not exist."""
         return self._directory.path(step_number(step))
 
     def copies(self, step: int) -> list[str]:
-        """The paths of all copies of a step, the nearest first. Raises `NotFoundError` when there is none."""
+        """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none."""
         return [place.path for place in self._directory.candidates(step)]
 
     @property
     def uncopied(self) -> list[int]:
-        """The steps that are only in `local`, or not known to be elsewhere, ascending; none without a `local`."""
+        """The steps that are only in `local`, or not known to be uploaded, ascending; none without a `local`."""
         return self._directory.uncopied()
 
     # Saving
@@ -234,12 +236,12 @@ class Checkpointer:
         dtype: Any = None,
         memory_limit: int | None = None,
     ) -> PendingSave | None:
-        """Saves the step in the background when `save_every` says so, or in any case with `force`.
+        """Saves the step in the background if `save_every` says so, or in any case with `force`.
 
-        Returns None when nothing is saved. The next call raises the failure of a save in the background. `on_exists`
-        says what to do when the step is committed already; a damaged one is always replaced. After `restore(step=…)`
-        the steps behind that one are set aside first, as `rewind` does it. `metadata` is that of this step: it replaces
-        the run's, key by key if both are dicts. The others are those of `treering.save_async`.
+        Returns None if nothing is saved. The next call raises the error of a failed background save. `on_exists` says
+        what to do if the step is already committed; a damaged step is always replaced. After `restore(step=…)` the
+        later steps are archived first, as by `rewind`. `metadata` is that of this step: it replaces the run's, key by
+        key if both are dicts. The other options are those of `treering.save_async`.
         """
         step = step_number(step)
         refuse_within(f"save({step})", self)
@@ -247,15 +249,15 @@ class Checkpointer:
         return self._saver.save(step, tree, force, options)
 
     def wait(self) -> None:
-        """Returns when every save is committed. Raises the failure of a save, unless its result has raised it."""
+        """Waits until every save is committed. Raises the error of a failed save, unless its result has raised it."""
         refuse_within("wait()", self)
         self._under_way.settle()
 
     @alone
     def finish(self) -> None:
-        """Closes, and marks the run as finished, so that `treering.follow` expects no more steps.
+        """Closes the Checkpointer, and marks the run as finished: `treering.follow` expects no more steps.
 
-        A job that saves a step of the run later removes the mark.
+        A later job that saves a step of the run removes the mark.
         """
         refuse_within("finish()", self)
         self._closing.finish()
@@ -263,7 +265,7 @@ class Checkpointer:
 
     @alone
     def close(self) -> None:
-        """Waits, and ends the saving; reading goes on working. Raises the failure of a save, as `wait` does."""
+        """Waits as `wait` does, and ends the saving. Reading still works. Raises the error of a failed save."""
         refuse_within("close()", self)
         try:
             self._closing.upload()
@@ -290,7 +292,7 @@ class Checkpointer:
     # Restoring
 
     def open(self, step: int | None = None) -> Checkpoint:
-        """Opens a step, by default the latest good one. Raises `NotFoundError` when there is none."""
+        """Opens a step, by default the latest valid one. Raises `NotFoundError` if there is none."""
         refuse_within("open()", self)
         self.wait()
         return resume.open_step(self._directory, step)
@@ -309,11 +311,11 @@ class Checkpointer:
     ) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
 
-        If the latest step is damaged, logs that, and with `fallback` takes the one before it, and so on; saving the
+        If the latest step is damaged, logs that, and with `fallback` tries the step before it, and so on. Saving the
         damaged step again replaces it. Raises `NotFoundError` if there is no step, `CorruptError` if all are damaged.
 
-        After restoring an earlier step with `step=`, the next save sets the steps behind it aside, as `rewind` does
-        it; until then nothing changes. This job never deletes the step that it restored.
+        After restoring an earlier step with `step=`, the next save archives the later steps, as `rewind` does. Until
+        then nothing changes. This job never deletes the step that it restored.
         """
         _options.check(options, "restore()")
         what = f"restore({'' if step is None else f'step={step}'})"
@@ -328,25 +330,26 @@ class Checkpointer:
     ) -> tuple[T, int]:
         """Returns the latest valid step's tree and its number, or what `init()` returns and 0 if there is no step.
 
-        A resumed job is the interrupted job. Structure and functions come from `init`. Every leaf has the type, dtype,
-        weak type, sharding, memory kind and layout that it was saved with; one JAX array in two leaves is one again.
-        Leaves saved with `dtype=` have the dtype of `init`. If the job has other devices, arrays that cannot go where
-        they were go where `init` places them; a warning names them. Foreign formats record no types: `init` decides.
+        A resumed job continues as if it had not been interrupted. Structure and functions come from `init`. Every leaf
+        has the type, dtype, weak type, sharding, memory kind and layout that it was saved with. One JAX array in two
+        leaves is one array again. Leaves saved with `dtype=` have the dtype of `init`. If the job has other devices,
+        arrays whose saved placement is impossible go where `init` places them; a warning names them. Foreign formats
+        record no types: `init` decides.
 
         init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails,
-            if tracing would leave a tracer behind, and to see where it places arrays whose place is not known. The
+            if tracing would leave a tracer behind, and to see where it places arrays without a known placement. The
             first job calls and then traces it, and calls it again if tracing left a tracer behind.
         sharding: replaces the saved sharding of JAX arrays; see `treering.restore`. Leaves without one (None in a tree,
             or as the result of a function) stay where they were saved. The first job makes arrays there.
         options: as for `restore`. `dtype="template"` takes the floating-point dtypes of `init`.
 
-        Logs a warning if a run begins although steps are near by (under another `prefix`, set aside, in a run around or
-        within it). Raises `MismatchError` if tracing `init` gives another tree than calling it, if a shape differs, and
-        for a directory that is one checkpoint; `CorruptError` if all steps are damaged.
+        Logs a warning if a run begins although similar steps exist (with another `prefix`, archived, or in a run around
+        or within this one). Raises `MismatchError` if tracing `init` gives another tree than calling it, if a shape
+        differs, and for a directory that is one checkpoint; `CorruptError` if all steps are damaged.
         """
         from .._restore import initial
 
-        _options.check(options, "restore_or_init()")  # in the first job as well
+        _options.check(options, "restore_or_init()")  # Also in the first job, which restores nothing.
         refuse_within("restore_or_init()", self)
         found = resume.has_begun_for_all(self._collective, self._directory)
         self._saver.has_looked = True
@@ -374,7 +377,7 @@ class Checkpointer:
 
     @alone
     def delete(self, step: int) -> None:
-        """Deletes a step. Raises `MismatchError` when it is pinned, is a link, or a link in the run leads to it."""
+        """Deletes a step. Raises `MismatchError` if it is pinned, is a link, or a link in the run leads to it."""
         refuse_within(f"delete({step})", self)
         self._collective.once_settled(f"delete({step})", lambda: self._directory.delete(step))
         if together := self._directory.together:
@@ -384,13 +387,13 @@ class Checkpointer:
 
     @alone
     def rewind(self, step: int | None) -> None:
-        """Goes back to a step: those behind it are set aside and no longer count; `restore` then finds this one.
+        """Goes back to a step: archives all later steps, pinned ones too. `restore` then finds this step.
 
-        They lie in ``rewound-1`` (``-2``, …) within the run, a run of its own, pinned ones too; nothing is deleted.
+        The archived run ``rewound-1`` (``-2``, …) within the run has them. Nothing is deleted.
 
-        step: None, or 0 in a run that has not saved it, sets all steps aside, so that the run starts over.
+        step: None, or 0 in a run that has not saved step 0, archives all steps, so that the run starts over.
 
-        Raises `NotFoundError` when there is no such step, and `UnsupportedError` when a later one is another library's.
+        Raises `NotFoundError` if there is no such step, and `UnsupportedError` if a later one is another library's.
         """
         number = None if step is None else step_number(step)
         refuse_within(f"rewind({step})", self)

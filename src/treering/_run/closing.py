@@ -1,4 +1,4 @@
-"""The end of a run's writing: waits for saves and uploads, and releases the lock and the handler of SIGTERM."""
+"""Ends the writing of a run: waits for saves and uploads, and releases the lease and the handler of SIGTERM."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ class Closing:
         self._retention, self._late, self._preemption = retention, late, preemption
 
     def finish(self) -> None:
-        """Marks the run as finished when every save is over and every step is uploaded. Raises their failures."""
+        """Waits for every save and upload, then marks the run as finished. Raises the errors of saves and uploads."""
         self._under_way.settle()
         self._collective.check_open()
         with self._under_way.writing():
@@ -36,7 +36,7 @@ class Closing:
             self._collective.once("finish()", directory.finish, first=lambda call: self._upload(call, directory.claim))
 
     def upload(self) -> None:
-        """Returns when every save is over and every step is uploaded, where there is a local tier; once."""
+        """Waits, if there is a local tier, until every save is over and every step is uploaded. Does so once."""
         if isinstance(self._directory, TwoPlaces) and not self._collective.closed:
             claim = self._directory.claim_for_copying
 
@@ -44,16 +44,16 @@ class Closing:
                 self._collective.settle(call)
                 self._upload(call, claim)
 
-            # All processes wait for the one that uploads: a job of which some have ended is not left alone for long.
+            # All processes wait for the one that uploads: launchers may stop a job once some of its processes end.
             self._collective.once("close()", self._directory.copy_all, first=settle_and_upload)
 
     def _upload(self, call: Call, claim: Callable[[], bool]) -> None:
-        """Begins the last upload from each host's disk, where there are several."""
+        """Begins the last upload from each host's disk, if each host has its own."""
         if together := self._directory.together:
             together.copy_last(call, claim)
 
     def release(self) -> None:
-        """Waits for the saves, and releases the lock of the run and the handler of SIGTERM, whatever raises."""
+        """Waits for the saves. Releases the lease of the run and the handler of SIGTERM even after an error."""
         self._collective.closed = self._late.closed = True
         try:
             self._under_way.settle()
@@ -61,7 +61,7 @@ class Closing:
             try:
                 if self._under_way.all_over():
                     self._retention.close()
-                else:  # an interrupt ended the wait, and a save goes on
+                else:  # An interrupt ended the wait, and a save is still running.
                     self._retention.close_after(self._under_way.last())
             finally:
                 if self._preemption:

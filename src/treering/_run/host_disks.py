@@ -1,7 +1,7 @@
-"""A local place that is another disk on each host: the processes meet to see what is where, and to copy it together.
+"""A local tier that is a separate disk on each host: uploads steps from all disks, and deletes what no step needs.
 
-Process 0 commits a step on its own disk when all processes have written their arrays on theirs, and its manifest says
-which there are. The disks of the other hosts have arrays alone, known by the token in their names. A step is whole
+Process 0 commits a step on its own disk when all processes have written their arrays to theirs. Its manifest lists all
+array files. The disks of the other hosts have only array files, known by the token in their names. A step is complete
 while every file of its manifest is on some disk.
 """
 
@@ -31,21 +31,22 @@ from .origin import Origin
 from .steps import Steps
 
 _log = logging.getLogger("treering")
-_Key = tuple[str, str]  # the name of a step, and a key of what is there of it
+_Key = tuple[str, str]  # the name of a step, and a key of some of its files
 Moved = Callable[[int, Callable[[], None]], None]
 
 
 class HostDisks:
-    """The disk of this host among those of the job.
+    """The disk of this host, one of several disks of the job.
 
-    Steps are copied in rounds, which process 0 leads and the others `follow`; one process of each host, which `leads`
-    there, copies what is on its disk, and takes away what no step needs any more: what process 0 has replaced or
-    deleted, or what is far. Of what process 0 knows nothing about nothing is taken away, but it is set aside.
+    Steps are uploaded in rounds, which process 0 leads and the other processes `follow`. One process of each host, for
+    which `leads` is True, uploads the files on its disk. It deletes files that no step needs any more: those of steps
+    that process 0 has replaced or deleted, or that are uploaded. Files of steps that process 0 does not know are
+    archived, never deleted.
 
-    `lacking`: the steps of which parts were on no disk when the job began, or that process 0 knows nothing about.
-    `stale`: what was on this disk then counts only as far as process 0 knows it. `aside`: the identities of steps that
-    are set aside wherever they are. `known`: those of steps that need not be there, for they were deleted, as the disks
-    said when the job began, or replaced, or have been far.
+    `lacking`: the steps that had parts on no disk when the job began, or that process 0 does not know. `stale`: of the
+    files that this disk had then, only those of steps that process 0 knows belong to the run. `aside`: identities of
+    the steps to archive on every disk. `known`: identities of steps whose files may be deleted, because the steps were
+    deleted (as the disks said when the job began), were replaced, or have been uploaded.
     """
 
     def __init__(self, near: Steps, far: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
@@ -54,9 +55,9 @@ class HostDisks:
         self.known: set[str] = set()
         self.stale = stale
         self._near, self._far, self._index, self._leads = near, far, index, leads
-        self._gave_up = not (leads and index)  # whether no manifests are left here that are not process 0's
-        self._set_aside: set[str] = set()  # identities of which no step is here any more
-        self._seen: set[_Key] = set()  # what was on this disk in the round before, and of no living save
+        self._gave_up = not (leads and index)  # True if all manifests here are process 0's
+        self._set_aside: set[str] = set()  # identities of steps that this disk no longer has
+        self._seen: set[_Key] = set()  # files in the round before that no running save used
         self._moving = threading.RLock()
         self._call: Call | None = None  # the round that process 0 leads
 
@@ -64,10 +65,10 @@ class HostDisks:
 
     @contextlib.contextmanager
     def round(self, what: str, timeout: float) -> Iterator[None]:
-        """Meets the others; within the block steps are copied together."""
+        """Gathers what each disk has. Within the block all hosts upload steps. After it they delete files."""
         call = coordinator.begin(what, timeout=timeout)
         with coordinator.ending(call):
-            call.doing("copying steps")
+            call.doing("uploading steps")
             there: list[Any] = []
             marks = deleted.noted(self._near.store, self._near.root)
             call.gather_and_decide(None, there.extend)
@@ -78,30 +79,30 @@ class HostDisks:
                 self._call = None
             call.broadcast(lambda: None)
             call.broadcast(lambda: self._unneeded(there, marks))
-            call.gather_and_decide(None, lambda _: None)  # all have tidied up, however long that takes
+            call.gather_and_decide(None, lambda _: None)  # Wait for the deletions of all, however long they take.
             call.close()
 
     def look(self) -> None:
-        """Raises what another process has failed with in a round, or `PeerError` for one that has died."""
+        """Raises the error of another process in this round, or `PeerError` if a process has died."""
         if call := self._call:
             call.check_all()
 
     def give_up(self, reason: BaseException) -> None:
-        """Ends the waiting of a round for the others."""
+        """Cancels the round that process 0 leads."""
         if call := self._call:
             call.cancel(reason)
 
     def copying(self, path: str, to: str) -> "_Together":
-        """The others, for a copy of the step at a path."""
+        """Returns the peers that upload the step at `path` to the path `to` together with process 0."""
         assert self._call is not None
         return _Together(self._call, posixpath.basename(path), to)
 
     def _unneeded(self, there: Sequence[Any], old_marks: set[str]) -> tuple[list[_Key], list[str], list[str]]:
-        """What other disks have and process 0 needs no more, the identities of what is to be set aside there, and of
-        what may go with it where it lies in the same folder.
+        """Returns the files that other disks are to delete, the steps that they are to archive, and the steps that may
+        be archived with those, if they are in the same folder. Steps are given by their identities.
 
-        there: what those disks have, as they have said. old_marks: the marks of deleted steps when the round began, of
-        which those go that no disk has a part of, or whose step is still here.
+        there: the files of those disks, as they reported them. old_marks: the marks of deleted steps when the round
+            began. Removes those of steps that no disk has a part of, or that this disk still has.
         """
         store, root = self._near.store, self._near.root
         keys: dict[str, set[str]] = {}
@@ -110,7 +111,7 @@ class HostDisks:
             keys.setdefault(name, set()).update(of_all)
             identities.setdefault(name, set()).update(of_steps)
         needed = {name: parts.needed(store, posixpath.join(root, name)) for name in keys}
-        marks = deleted.noted(store, root)  # after that: they are there before a manifest goes
+        marks = deleted.noted(store, root)  # Read after the manifests: a mark is made before its manifest is deleted.
         self.aside |= set_aside_of(self._near, keys)
         found: list[_Key] = []
         for name, of_all in keys.items():
@@ -118,18 +119,18 @@ class HostDisks:
             if own is None or of_all & self.aside:
                 continue
             if own:
-                self.known |= identities[name] - own  # they are replaced
+                self.known |= identities[name] - own  # These steps were replaced.
             if own or not (rest := identities[name] - marks - self.known) or self._is_copied(name, rest):
                 found += [(name, key) for key in of_all - own]
-        alive = old_marks & set().union(*filter(None, needed.values()))  # their deletion was broken off
+        alive = old_marks & set().union(*filter(None, needed.values()))  # A crash interrupted their deletion.
         deleted.drop(store, root, old_marks.difference(*identities.values()) | alive)
         there_are = set().union(*identities.values())
         return sorted(found), sorted(self.aside & there_are), sorted((marks | self.known) & there_are)
 
     def _is_copied(self, name: str, identities: set[str]) -> bool:
-        """Whether what other disks have parts of, and process 0's has nothing, is far, whole; what is not is set aside.
+        """Returns True if a step of which only other disks have parts is complete remotely. If it is not, archives it.
 
-        False as well where that cannot be known now, and while what is far is damaged.
+        Returns False also if that cannot be known now, and while the remote step is damaged.
         """
         step = run.parse(name, self._near.prefix)
         try:
@@ -144,22 +145,23 @@ class HostDisks:
             return True
         self.aside |= rest
         _log.warning(
-            "%s: other hosts' disks have parts of %s that this one knows nothing about: it does not count, and is "
-            "set aside", self._near.root, name,
+            "%s: other hosts' disks have parts of %s that this disk does not know: the step is ignored, and archived",
+            self._near.root, name,
         )  # fmt: skip
         return False
 
-    # In the others
+    # In the other processes
 
     def follow(self, what: str, timeout: float, moved: Moved) -> None:
         """Takes part in a round.
 
-        `moved` is told the bytes that are about to be copied, and how to look for the failures of others.
+        `moved` is called with the number of bytes that are about to be sent, and a function that raises the errors of
+        other processes.
         """
         try:
             call = coordinator.begin(what, timeout=timeout)
             with coordinator.ending(call):
-                call.doing("copying steps")
+                call.doing("uploading steps")
                 mine = self._there() if self._leads else None
                 call.gather_and_decide(mine, _not_here)
                 while job := call.broadcast(_not_here):
@@ -172,7 +174,7 @@ class HostDisks:
                     self._seen = {(name, key) for name, keys, _ in mine or () for key in keys}
                 call.gather_and_decide(None, _not_here)
                 call.close()
-        except (TreeringError, OSError) as error:  # process 0 tells the user
+        except (TreeringError, OSError) as error:  # Process 0 reports it to the user.
             _log.info("%s: %s ended: %s", self._near.root, what, error)
 
     def _take_part(
@@ -192,19 +194,19 @@ class HostDisks:
                     path = posixpath.join(self._near.root, name)
                     report = copy_part(self._near.store, path, token, files, moved=lambda nbytes: moved(nbytes, look))
                 except (TreeringError, OSError) as error:
-                    call.check()  # the failure of process 0, if it is that
+                    call.check()  # Raises the error of process 0, if that is the cause.
                     problem = [type(error).__name__, f"process {self._index}: {error}"]
             keep = call.gather_and_decide([msgspec.to_builtins(report), problem], _not_here)
         finally:
             if files and (keep or call.undecided or not files.store.has_locks):
-                files.close()  # they may be committed, or another job's
+                files.close()  # Do not delete them: they may be committed, or another job's.
             elif files:
                 files.abort()
 
     def _there(self) -> list[tuple[str, list[str], list[str]]]:
-        """What is on this disk and of no living save: names of steps, keys, and identities of those that are here.
+        """Returns the files on this disk that no running save uses: step names, keys and identities of the steps.
 
-        What killed processes have left of single files goes.
+        Deletes the unfinished files that killed processes have left.
         """
         store, root = self._near.store, self._near.root
         paths = {name: posixpath.join(root, name) for name in folders(self._near)}
@@ -215,9 +217,9 @@ class HostDisks:
         return [(name, sorted(keys), sorted(identities)) for name, (keys, identities) in found.items() if keys]
 
     def take_part(self, origin: Origin, mark: bytes, aside: Collection[str]) -> None:
-        """Before a save: puts the mark of process 0's disk on this one, and sets aside what does not count.
+        """Prepares this disk for a save: writes the mark of process 0's disk, and archives the steps `aside`.
 
-        From now on the manifests on this disk are those of process 0's, as is what was deleted.
+        Afterwards this disk has no manifests and no marks of deleted steps of its own: process 0's disk decides.
         """
         if not (self._leads and self._index):
             self.stale = False
@@ -227,7 +229,7 @@ class HostDisks:
             self._move_aside(aside)
             self._set_aside |= new
         if own := origin.part_mark(mark):
-            origin.take_over(own, part=True)  # first: a disk that has given up some manifests must not decide any more
+            origin.take_over(own, part=True)  # First: a disk without all its manifests must not be authoritative.
         if own or not self._gave_up:
             for name in folders(self._near):
                 parts.give_up_manifest(store, posixpath.join(root, name))
@@ -235,29 +237,29 @@ class HostDisks:
         self.stale, self._gave_up = False, True
 
     def _move_aside(self, identities: Collection[str], free: Collection[str] = ()) -> None:
-        """Sets aside the steps with these identities, unless another step lies in their folder that is not `free`."""
+        """Archives the steps with these identities, unless their folder also has a step that is not in `free`."""
         store, paths = self._near.store, [posixpath.join(self._near.root, name) for name in folders(self._near)]
-        with self._moving:  # or another thread moves one, and what a save has put in its place is moved here
+        with self._moving:  # Otherwise two threads may move a folder, the second one that of a new save.
             found = {path: parts.identities(store, path) for path in paths} if identities else {}
             aside = [path for path, own in found.items() if own & {*identities} and own <= {*identities, *free}]
             self.set_aside([path for path in aside if not parts.is_in_use(store, path)])
 
     def set_aside(self, paths: Sequence[str]) -> None:
-        """Sets aside what is on this disk of steps that process 0 sets aside on its own."""
+        """Archives the parts that this disk has of steps that process 0 archives on its own disk."""
         if paths and self._leads and self._index:
             with self._moving:
                 place = run.set_aside(self._near.store, self._near.root, sorted(paths, reverse=True))
-            _log.warning("%s: %d steps were set aside to %s", self._near.root, len(paths), place)
+            _log.warning("%s: %d steps were archived in %s", self._near.root, len(paths), place)
 
     def forget(self, paths: Sequence[str]) -> None:
-        """Notes that the steps at these paths are deleted; what is left of them goes in a later round."""
+        """Notes that the steps at these paths are deleted. A later round deletes their files."""
         for path in paths if self._leads and self._index else ():
             parts.forget(self._near.store, path)
 
     def _take_away(self, keys: set[_Key]) -> None:
-        """Removes what is not needed.
+        """Deletes files that no step needs.
 
-        Only what was there in the round before as well: what is new may be of a save that is only beginning.
+        The caller passes only files that the round before has seen too: newer ones may belong to a save that begins.
         """
         for name in sorted({name for name, _ in keys}):
             own = {key for one, key in keys if one == name}
@@ -265,7 +267,7 @@ class HostDisks:
 
 
 class _Together:
-    """Process 0 of a copy in which all hosts take part; see `formats.treering.copy.Others`."""
+    """Process 0's side of an upload in which all hosts take part; see `formats.treering.copy.Others`."""
 
     def __init__(self, call: Call, name: str, to: str):
         self._call, self._name, self._to = call, name, to
@@ -311,20 +313,20 @@ class _Together:
 
 
 def steps_in_part(near: Steps) -> dict[int, str]:
-    """The committed steps of which this disk has a part, and another the manifest, and their paths."""
+    """Returns the committed steps, and their paths, of which this disk has a part and another disk the manifest."""
     found = {run.parse(name, near.prefix): posixpath.join(near.root, name) for name in folders(near)}
     return {step: path for step, path in found.items() if step is not None and parts.part_of(near.store, path)}
 
 
 def set_aside_of(near: Steps, names: Collection[str]) -> set[str]:
-    """The identities of the steps of these names that were set aside on this disk."""
+    """Returns the identities of the steps with these names that are archived on this disk."""
     places = run.aside(near.store, near.root) if names else ()
     found = (parts.identities(near.store, posixpath.join(place, name)) for place in places for name in names)
     return set().union(*found)
 
 
 def folders(near: Steps) -> list[str]:
-    """The names of the folders of steps, committed or not. What a link leads to is no part of the run."""
+    """Returns the names of the folders of steps, committed or not. A link is not part of the run."""
     names = [name for name in near.store.list(near.root) if run.parse(name, near.prefix) is not None]
     return [name for name in names if not near.store.is_link(posixpath.join(near.root, name))]
 

@@ -1,8 +1,8 @@
-"""The first call of a job with a local place: whether all processes see the same one, and else what each disk has.
+"""The first call of a job with a local tier: finds out which processes share a disk, and which steps each disk has.
 
-The disk of the process 0 of the job before has that job's manifests, and a mark which says so: it decides which steps
-there are. If it is not that of this job's process 0, the manifests are brought there. If it is missing, what the other
-disks have parts of is named.
+The disk of the previous job's process 0 has that job's manifests, and a mark that says so: it is authoritative. If this
+job's process 0 has another disk, the manifests are copied there. If the authoritative disk is missing, the steps of
+which other disks have parts are named.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from .origin import Origin, Standing
 from .steps import Steps
 
 _log = logging.getLogger("treering")
-_OLD_SECONDS = 3600.0  # nobody meets for longer
-_LOOK_SECONDS = 2.5  # for the mark of another process, before a disk counts as one's own
+_OLD_SECONDS = 3600.0  # No discovery takes longer than this.
+_LOOK_SECONDS = 2.5  # to wait for the marks of other processes on a network file system
 
 
 def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[], Any]) -> HostDisks | None:
-    """What the processes of a job know of their local places; None where all see the same one.
+    """Returns the disk of this host, as all processes of the job agree on it; None if all share one local directory.
 
-    `locked` holds the locks of the run within a `with` block. Raises `SaveError` where a process cannot write to its
-    place, and `MismatchError` where one is another run's.
+    `locked` holds the leases of the run within a `with` block. Raises `SaveError` if a process cannot write to its
+    local directory, and `MismatchError` if that is another run's.
     """
     leader, leaders = _leaders(call, near.store, near.root)
     if leaders == [0]:
@@ -57,16 +57,16 @@ def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[
         disks = HostDisks(near, far, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
         disks.aside |= stock.aside
         disks.known |= stock.deleted | stock.copied
-        if mark:  # from now on it is that of process 0's disk, and nothing is done before all others know it
+        if mark:  # Process 0's disk is authoritative from now on. No process continues before all know it.
             disks.take_part(origin, mark.encode(), ())
             call.gather_and_decide(None, lambda _: None)
     return disks
 
 
 def _leaders(call: Call, store: Store, root: str) -> tuple[int, list[int]]:
-    """The first of the processes that see the same place as this one, and of those of all other places.
+    """Returns the lowest index of the processes that share this one's local directory, and those of all directories.
 
-    By files that each puts there for a moment.
+    Each process makes a file there for a moment, and looks which files of other processes it sees.
     """
     if call.count == 1:
         return 0, [0]
@@ -85,8 +85,8 @@ def _leaders(call: Call, store: Store, root: str) -> tuple[int, list[int]]:
     except OSError as error:
         raise SaveError(f"local={root!r}: expected a directory that this process can write to ({error})") from error
     try:
-        call.gather_and_decide(None, lambda _: None)  # all are there
-        if not store.is_local(root):  # over a network what others put there may show later
+        call.gather_and_decide(None, lambda _: None)  # All files exist now.
+        if not store.is_local(root):  # Over a network, new files of other hosts may show later.
             wait_until(lambda: first() == 0, lambda: look_anew(store, root), _LOOK_SECONDS)
         mine = first()
         return mine, call.gather_and_decide(mine, lambda firsts: sorted(set(firsts)))
@@ -99,7 +99,7 @@ def _leaders(call: Call, store: Store, root: str) -> tuple[int, list[int]]:
 
 
 def _remove_old_marks(store: Store, root: str) -> None:
-    """Removes the marks of processes that were killed while they met."""
+    """Removes the files of processes that were killed during this call."""
     for name in store.list(root):
         path = posixpath.join(root, name)
         there = store.stat(path) if (place_of(name) or "").startswith("process-") else None
@@ -108,30 +108,30 @@ def _remove_old_marks(store: Store, root: str) -> None:
 
 
 class _Stock:
-    """What all disks have, as process 0 sees it.
+    """The inventory of all disks, as process 0 sees it.
 
-    `aside`: the identities of what is to be set aside on all disks. `deleted`: those of steps that were deleted.
-    `copied`: those of what is far, as far as this disk does not know them.
+    `aside`: the identities of steps to archive on all disks. `deleted`: those of steps that were deleted. `copied`:
+    those of uploaded steps that process 0's disk does not know.
     """
 
     def __init__(self, near: Steps, far: Steps, origin: Origin, lock: Callable[[], Any]):
         self._near, self._far, self._origin, self._lock = near, far, origin, lock
-        self._sizes: dict[str, dict[str, int]] = {}  # of the array files on all disks, by the names of steps
-        self._wanted: dict[str, str] = {}  # the identities of the manifests that count, by the names of steps
-        self._unknown: dict[str, set[str]] = {}  # those of which there are parts, and no manifest that counts
-        self._stale: list[int] = []  # the first processes of disks that do not count
-        self._elsewhere = False  # another disk than this one has the manifests
-        self._owned = True  # there is the disk of the process 0 of the job before
-        self._committed: dict[int, str] | None = None  # the steps far, once they are asked for
-        self._far_identities: dict[str, set[str]] = {}  # of these, by names
-        self._mark = ""  # of that disk, or of another of that job
+        self._sizes: dict[str, dict[str, int]] = {}  # bytes of the array files on all disks, by step name
+        self._wanted: dict[str, str] = {}  # identities of the valid manifests, by step name
+        self._unknown: dict[str, set[str]] = {}  # identities of steps that have parts and no valid manifest
+        self._stale: list[int] = []  # the first processes of disks not of the run any more
+        self._elsewhere = False  # True if not process 0's disk has the manifests
+        self._owned = True  # True if the job has the authoritative disk
+        self._committed: dict[int, str] | None = None  # the remote steps, listed on first use
+        self._far_identities: dict[str, set[str]] = {}  # their identities, by step name
+        self._mark = ""  # that of the authoritative disk, or of another disk of that job
         self.aside: set[str] = set()
         self.deleted: set[str] = set()
         self.copied: set[str] = set()
-        self._there: set[str] = set()  # the identities of which any disk has a part
+        self._there: set[str] = set()  # the identities of steps of which any disk has a part
 
     def choose(self, reports: Sequence[Any]) -> list[Any]:
-        """Which process is to send the manifest of which step, and of which steps there are parts and no manifest."""
+        """Returns which process is to send the manifest of which step, and the steps with parts but no manifest."""
         known: dict[int, tuple[Standing | None, dict[str, parts.Inventory]]] = {}
         alive: set[str] = set()
         for index, report in enumerate(reports):
@@ -143,7 +143,7 @@ class _Stock:
                     self._sizes.setdefault(name, {}).update(one.sizes)
                     self._there.update(one.part_of, [one.manifest])
                     alive.add(one.manifest)
-        self.deleted -= alive  # their deletion was broken off
+        self.deleted -= alive  # A crash interrupted their deletion.
         asked = self._choose({index: (one, found) for index, (one, found) in known.items() if one})
         self._stale = [index for index, (standing, _) in known.items() if not standing]
         for index, (_, found) in known.items():
@@ -160,7 +160,7 @@ class _Stock:
         owner = max(owners, key=lambda n: (any(one.manifest for one in newest[n][1].values()), -n), default=None)
         if owner == 0:
             self._wanted = {name: one.manifest for name, one in newest[0][1].items() if one.manifest}
-            if len(owners) > 1:  # the job before was killed when another disk had just taken the place of this one
+            if len(owners) > 1:  # The job before was killed just after another disk replaced this one.
                 self._mark = newest[0][0].text
             return {}
         self._owned = owner is not None
@@ -176,22 +176,23 @@ class _Stock:
         return asked
 
     def _find_unknown(self, index: int, found: dict[str, parts.Inventory]) -> None:
-        """Finds what no manifest that counts knows: what the disk that decides has neither deleted nor replaced.
+        """Finds the checkpoint ids that no valid manifest explains: the authoritative disk neither deleted nor replaced
+        them.
 
-        Where that disk is missing, one of two identities may have replaced the other; which one is not known.
+        If that disk is missing, one of two ids may have replaced the other; which one is not known.
         """
         if index == 0 and self._owned:
-            return  # is looked at when it is taken over, or when the run is claimed
+            return  # `_take_over` looks at this disk, or else the first save does.
         for name, one in found.items():
             rest = {*one.part_of, *filter(None, [one.manifest])} - self.deleted - {self._wanted.get(name)}
             if rest and (name not in self._wanted or index in self._stale or not self._owned):
                 self._unknown.setdefault(name, set()).update(rest)
 
     def take(self, answers: Sequence[Any]) -> list[Any]:
-        """Takes over the manifests that process 0 lacks, and what was added to their steps.
+        """Adopts the manifests that process 0 lacks, with the pins and metrics of their steps.
 
-        Returns the steps of which parts are missing, or nothing is known, the disks that do not count, and the mark, if
-        it was taken over.
+        Returns the steps that miss parts or are unknown, the disks that no longer belong to the run, and the mark if
+        this disk adopted it, else "".
         """
         notes: dict[str, dict[str, str]] = {}
         known_aside: set[str] = set()
@@ -211,13 +212,13 @@ class _Stock:
                 self._lock()
                 lacking |= self._take_over(notes)
             except ExistsError as error:
-                _log.warning("%s: what other hosts' disks have of the run does not count: %s", self._near.root, error)
+                _log.warning("%s: the steps on other hosts' disks are ignored: %s", self._near.root, error)
                 return [self._not_far(self._wanted.keys() | self._unknown.keys()), self._stale, ""]
         lacking |= {name for name in self._wanted if not self._is_whole(name)}
         return [self._not_far(lacking), self._stale, self._mark]
 
     def _not_far(self, names: Collection[str]) -> list[int]:
-        """The steps of these names that are not where the run stays; they are set aside on all disks."""
+        """Returns the steps with these names that are not in the remote tier. They are archived on all disks."""
         found: set[int] = set()
         for name in names:
             own = {*self._unknown.get(name, ()), *filter(None, [self._wanted.get(name)])}
@@ -227,14 +228,14 @@ class _Stock:
         return sorted(found)
 
     def _take_over(self, notes: dict[str, dict[str, str]]) -> set[str]:
-        """Returns the names of the steps here that do not count, and are set aside when the run is claimed."""
+        """Adopts manifests. Returns the names of stale steps here, which are archived when the run is acquired."""
         store, root = self._near.store, self._near.root
         own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._near)}
         stale = [name for name, identities in own.items() if identities and self._wanted.get(name) not in identities]
         for name in list(stale):
             path = posixpath.join(root, name)
             if name in notes and parts.has_files_of(store, path, notes[name]):
-                stale.remove(name)  # killed before it could say that here is a part of what replaces it
+                stale.remove(name)  # A job was killed before it noted its part of the new step.
             elif own[name] <= self.deleted:
                 parts.forget(store, path)
                 stale.remove(name)
@@ -243,13 +244,11 @@ class _Stock:
         self.aside.update(*(own[name] for name in stale))
         if at_once:
             place = run.set_aside(store, root, [posixpath.join(root, name) for name in at_once[::-1]])
-            _log.warning(
-                "%s: a later job has saved on other disks; what does not count was set aside to %s", root, place
-            )
+            _log.warning("%s: a later job has saved on other disks; older steps were archived in %s", root, place)
         for name, one in notes.items():
             parts.take_over(store, posixpath.join(root, name), one, unpin=self._owned)
         deleted.note_all(store, root, self.deleted & self._there - deleted.noted(store, root))
-        if self._mark:  # without the disk that has decided this one is only a part, too, until the run is claimed
+        if self._mark:  # Without the authoritative disk, this disk stays a part until the run is acquired.
             self._origin.take_over(self._mark.encode(), part=not self._owned)
         for name in later.difference(at_once):
             self._unknown.setdefault(name, set()).update(own[name])

@@ -1,4 +1,4 @@
-"""Checkpoints that come into a run from outside of its job: copies and conversions."""
+"""Checks and locks for checkpoints that other programs than the run's job write into it: copies and conversions."""
 
 import contextlib
 import posixpath
@@ -13,10 +13,10 @@ from .steps import Steps
 
 
 def run_around(store: Store, path: str) -> str | None:
-    """Returns the run of which a checkpoint at a path would be a step, if a job writes it, or may.
+    """Returns the run of which a checkpoint at a path would be a step, if a job writes that run or may do so.
 
-    A job leaves its lock there while it writes, and its marks in a `local=` directory and where it copies from there.
-    Steps end in their number, in every format: a model may be written beside them.
+    A job keeps its lock in the run while it writes, and its marks in the run and in its `local=` directory. In every
+    format the name of a step ends in its number, so a model with another name may be written next to the steps.
     """
     root = parent(path)
     if root is None or not path[-1].isdecimal():
@@ -26,7 +26,7 @@ def run_around(store: Store, path: str) -> str | None:
 
 
 def check(store: Store, root: str) -> None:
-    """Checks that a run may be written from outside. Takes nothing.
+    """Checks that a run may be written from outside. Acquires no lease.
 
     Raises `MismatchError` for a `local=` directory, and an `ExistsError` that names the other process that writes the
     run. In a bucket only processes of this machine are known; `writing` finds the others.
@@ -39,8 +39,8 @@ def check(store: Store, root: str) -> None:
 def writing(store: Store, root: str, prefix: str = run.PREFIX, *, replaces: bool) -> Iterator[None]:
     """Holds the lock of a run within a `with` block, as its job does. Raises what `check` raises.
 
-    replaces: whether another step takes the place of one. What its job has on a local disk does not count then, or the
-        old one would come back from there; steps that are only added leave it as it is.
+    replaces: True if a step of the run is replaced. The local tiers of its jobs are then ignored from now on; otherwise
+        the old step would be uploaded again. Adding steps leaves the local tiers valid.
     """
     check_not_near(store, root)
     directory = Directory(Steps(store, root, prefix), lambda: True)

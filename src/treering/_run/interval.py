@@ -1,4 +1,4 @@
-"""The interval between saves that loses least time, of what a save costs and how often jobs fail.
+"""The interval between saves that loses the least time, given the cost of a save and the rate of failures.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974); J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006).
@@ -13,18 +13,19 @@ import statistics
 from .._save.pending import SaveReport
 
 _log = logging.getLogger("treering")
-# Between two unexpected interruptions: 16,384 GPUs had 419 of them in 54 days ("The Llama 3 Herd of Models", 2024).
+# Device-hours between two unexpected interruptions: 16,384 GPUs had 419 of them in 54 days ("The Llama 3 Herd of
+# Models", 2024).
 _DEVICE_HOURS = 50_000
-_SAVES, _STEPS = 5, 50  # of which medians are taken
-_LEAST_STEPS = 5  # of either kind, before it is believed that they differ
-_TOLD = 1.25  # times what was logged last, up or down
+_SAVES, _STEPS = 5, 50  # how many of the newest ones the medians are taken of
+_LEAST_STEPS = 5  # of each kind, before their medians are compared
+_TOLD = 1.25  # The interval is logged again once it changes by this factor.
 
 
 class Interval:
-    """The seconds between saves, as far as the saves so far show what one costs; 0 before the first.
+    """Chooses the `seconds` between saves from the cost of the saves so far; 0 before the first save.
 
-    A save costs the loop its stall, and what steps take longer while it is written. `mtbf` is the mean time between
-    failures of the whole job; None for what many jobs on as many devices have seen.
+    A save costs the loop its stall, and the extra time that steps take while it is written. `mtbf` is the mean time
+    between failures of the job; None for the usual rate of failures of this number of devices.
     """
 
     def __init__(self, mtbf: datetime.timedelta | None):
@@ -36,15 +37,15 @@ class Interval:
         self._told = 0.0
 
     def step(self, seconds: float, *, saving: bool) -> None:
-        """Notes how long a step has taken, all of it while a save was under way or none of it."""
+        """Notes the seconds of a step. A save must have run during all of the step (`saving`) or none of it."""
         self._steps[saving].append(seconds)
 
     def saved(self, report: SaveReport) -> None:
-        """Notes what a save has cost, and chooses anew."""
-        self._stalls.append(report.stall_seconds - report.wait_seconds)  # no save is waited for when they are far apart
+        """Notes the cost of a save, and chooses the interval again."""
+        self._stalls.append(report.stall_seconds - report.wait_seconds)  # At this interval no save waits for another.
         self._writes.append(report.seconds - report.wait_seconds)
         cost, failure = self._cost(), self._between_failures()
-        # A save is not begun before the one before it is over: the loop would only wait for that.
+        # The interval is at least the time of a write: a save that begins earlier only waits for the one before.
         self.seconds = max(optimum(cost, failure), statistics.median(self._writes))
         if not self._told / _TOLD <= self.seconds <= self._told * _TOLD:
             self._told = self.seconds
@@ -71,7 +72,7 @@ class Interval:
 
 
 def optimum(cost: float, between_failures: float) -> float:
-    """The seconds of work between two saves with which least time is lost, by Daly's estimate of higher order."""
+    """Returns the seconds of work between two saves that lose the least time, by Daly's higher order estimate."""
     ratio = cost / (2 * between_failures)
     if ratio >= 1:
         return between_failures

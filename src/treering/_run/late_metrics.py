@@ -1,6 +1,6 @@
-"""Metrics that come after their step was saved: retention is applied when they arrive, or when a job goes on.
+"""Metrics that come after their step was saved. Retention applies its policy when they arrive, or when a job resumes.
 
-What only reads deletes nothing: another job may have restored a step that its policy does not want.
+A process that only reads deletes nothing: another job may have restored a step that this policy does not keep.
 """
 
 import logging
@@ -23,8 +23,8 @@ class LateMetrics:
     """Applies the policy of one `Checkpointer` to metrics that any thread or job records.
 
     A process without the policy deletes nothing: the next save, `close` or `restore_or_init` of the job does so.
-    `retention` is that of the place where the run stays; `copying`, where there is a local tier, begins the copying
-    that ends with it.
+    `retention` is that of the remote tier, or of the run's only directory. With a local tier, `copying` begins an
+    upload, which ends with retention.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class LateMetrics:
         _alive.add(self)
 
     def resumed(self, step: int) -> None:
-        """Called when the job goes on from a step. One that has saved applies the policy with its saves and `close`."""
+        """Applies the policy when a job continues from a step, unless its saves and `close` apply it already."""
         if not self.directory.has_written:
             self._take_and_retain(step)
 
     def arrived(self) -> None:
-        """Called when a step has got metrics; while a save is under way, that one applies the policy."""
+        """Applies the policy when a step has got metrics. While a save is running, that save applies it."""
         with self._alone:
             if not self.directory.held:
                 self._take_and_retain()
@@ -54,11 +54,11 @@ class LateMetrics:
                     self._retention.retain_late(self._under_way.check_no_save)
 
     def _take_and_retain(self, step: int | None = None) -> None:
-        """Takes the lock for as long as it takes to apply the policy, from nobody, and only if a step has to go."""
+        """Applies the policy with the lease, only if a step has to be deleted and no other process has the lease."""
         directory, of_run = self.directory, _of(self.directory.root)
         if directory.lost or directory.back_to is not None or any(one.directory.held for one in of_run):
             return
-        if coordinator.position()[0] != 0:  # process 0 decides for all
+        if coordinator.position()[0] != 0:  # Process 0 decides for all.
             return
         needed = {step}.union(*(one.directory.needed() for one in of_run if not one.closed))
         try:
@@ -72,7 +72,7 @@ class LateMetrics:
                         directory.release()
         except ExistsError as error:
             _log.info("%s: late metrics are left to the job that writes the run: %s", directory.root, error)
-        except Exception as error:  # a policy may be the user's code, and the caller has only read
+        except Exception as error:  # A policy may be the user's code, and the caller has only read.
             _log.warning("%s: steps that late metrics rule out are not deleted yet: %s", directory.root, error)
 
 
@@ -80,14 +80,14 @@ _alive: Alive[LateMetrics] = Alive()
 
 
 def _of(root: str) -> list[LateMetrics]:
-    """Returns those of the Checkpointers of a run that this process has made, the oldest first."""
-    place = stores.of(root).real_path(root)  # which has several names where there are links
+    """Returns the LateMetrics of the Checkpointers that this process has made for a run, the oldest first."""
+    place = stores.of(root).real_path(root)  # Links may give it several paths.
     return [one for one in _alive.all() if one.place == place and one.process == os.getpid()]
 
 
 def arrived(root: str) -> None:
-    """Called when a step of a run has got metrics: the Checkpointer of this process that writes it, or did so last,
-    applies its policy."""
+    """Applies the policy when a step of a run has got metrics: that of the Checkpointer of this process that writes the
+    run, or wrote it last."""
     of_run = _of(root)
     writing = [one for one in of_run if one.directory.held]
     for one in writing or [one for one in of_run if one.closed and one.directory.has_written][-1:]:

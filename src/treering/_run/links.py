@@ -1,4 +1,4 @@
-"""Links in a run's directory that lead to its steps: a step with such a link stays, or the link is named."""
+"""Links in a run's directory that lead to its steps. Such a step is not deleted; if it is moved, the link is named."""
 
 import os
 import posixpath
@@ -8,8 +8,8 @@ from ..stores.store import Store
 
 
 def to_steps(store: Store, run: str) -> dict[str, tuple[str, ...]]:
-    """Returns the names in a run's directory that links beside them lead to or into, and the names of these links."""
-    if not store.has_folders:  # links are names of a file system; listing a bucket is a request
+    """Returns the names in a run's directory that links in it lead to or into, and the names of these links."""
+    if not store.has_folders:  # Buckets have no links, and listing one costs a request.
         return {}
     found: dict[str, tuple[str, ...]] = {}
     links = [name for name in store.list(run) if store.is_link(posixpath.join(run, name))]
@@ -25,9 +25,9 @@ def check_none(store: Store, path: str) -> None:
     """Raises `MismatchError` for a step that a link in its run leads to."""
     run, name = posixpath.split(path)
     if found := to_steps(store, run).get(name):
-        raise MismatchError(f"{path}: {described(found)} to this step, which stays; remove the link first")
+        raise MismatchError(f"{path}: {described(found)} to this step, so it stays; remove the link first")
 
 
 def described(links: tuple[str, ...]) -> str:
-    """Says which links lead somewhere: ``the link best leads``."""
+    """Returns the beginning of a message about links: ``the link best leads``."""
     return f"the link {links[0]} leads" if len(links) == 1 else f"the links {', '.join(links)} lead"

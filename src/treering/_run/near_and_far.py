@@ -43,7 +43,7 @@ class NearAndFar:
         self.disks: HostDisks | None = None
         self.index = 0  # of this process
         self._claimed = False
-        self._copied: dict[int, tuple[object, str]] = {}  # version and identity of the local manifest, for uploaded steps
+        self._copied: dict[int, tuple[object, str]] = {}  # version and identity of the uploaded steps
         self._saved: set[int] = set()  # steps that are local, and not known to be uploaded
 
     @property
@@ -113,7 +113,7 @@ class NearAndFar:
         return self._side(path).place(step, path, format)
 
     def to_read(self, step: int | None = None) -> list[Place]:
-        """Returns the candidates that can be read; if each host has its own disk, those in the remote tier."""
+        """Returns the candidates that can be read. If each host has its own disk, they are remote."""
         places = self.candidates(step)
         if not self.disks:
             return places

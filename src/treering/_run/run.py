@@ -1,4 +1,4 @@
-"""A run on the disk: a directory of checkpoints, one per step."""
+"""The layout of a run: a directory with one checkpoint per step, archived runs and marks."""
 
 import contextlib
 import logging
@@ -20,23 +20,23 @@ from ..stores.whole_files import is_folder, make_empty
 from . import links
 
 _log = logging.getLogger("treering")
-PREFIX = "step-"  # of the names of a run's steps, unless its program gives another
+PREFIX = "step-"  # of the names of a run's steps, unless `prefix=` gives another
 _OTHER = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
-FINISHED = "finished"  # an empty file in the run's directory: no step comes any more
-ORIGIN = "origin"  # the token of the job that has written a run last which is copied from a local disk
-COPIED = "copied-to.json"  # a file on that disk: the run that it belongs to, and tokens
-SET_ASIDE = re.compile(r"rewound-(\d+)")  # a directory of steps that no longer count
-BEFORE_ALL = -1  # the number before every step, to which a run that starts over goes back
-DIGITS = 8  # of a step in a name; fewer are padded, more are written out
+FINISHED = "finished"  # an empty file in the run's directory: no more steps will come
+ORIGIN = "origin"  # the token of the last job with a local tier that wrote the run
+COPIED = "copied-to.json"  # a file in the local tier: the run that it belongs to, and tokens
+SET_ASIDE = re.compile(r"rewound-(\d+)")  # an archived run: a directory of steps of an abandoned branch
+BEFORE_ALL = -1  # the number before every step, to which `rewind(None)` goes back
+DIGITS = 8  # of a step in a name; shorter numbers are padded with zeros
 
 
 def step_name(prefix: str, step: int) -> str:
-    """The directory of a step: ``step-00001000``."""
+    """Returns the name of a step's directory: ``step-00001000``."""
     return f"{prefix}{step:0{DIGITS}}"
 
 
 def parse(name: str, prefix: str) -> int | None:
-    """The step in a directory's name; None when the name does not have this prefix."""
+    """Returns the step in a directory's name; None if the name does not have this prefix."""
     digits = name.removeprefix(prefix)
     if not (name.startswith(prefix) and digits.isascii() and digits.isdecimal()):
         return None
@@ -44,11 +44,11 @@ def parse(name: str, prefix: str) -> int | None:
 
 
 def directories(store: Store, run: str, prefix: str | None = None) -> list[tuple[int, str]]:
-    """The committed steps of a run, ascending, and the names of their directories.
+    """Returns the committed steps of a run, ascending, and the names of their directories.
 
-    A directory counts when its name is the prefix and digits, and it holds a manifest. Without a prefix that is
-    ``step-``; where no step has it, the text before the eight or more digits of all names. Raises `MismatchError`
-    when the names have several prefixes. A directory that cannot be read does not count.
+    A directory is a committed step if its name is the prefix and digits, and it holds a manifest. The default prefix
+    is ``step-``; if no step has it, the text before the eight or more digits of all names. Raises `MismatchError` if
+    the names have several prefixes. A directory that cannot be read is ignored.
     """
     with store.glance(run):
         return _directories(store, run, prefix)
@@ -71,7 +71,7 @@ def _directories(store: Store, run: str, prefix: str | None) -> list[tuple[int, 
 
 
 def prefix_of(store: Store, run: str) -> str:
-    """The text before the numbers in the names of a run's steps; see `directories`."""
+    """Returns the text before the numbers in the names of a run's steps; see `directories`."""
     found = directories(store, run)
     return found[0][1].rstrip("0123456789") if found else PREFIX
 
@@ -82,13 +82,13 @@ def _committed(store: Store, run: str, names: Sequence[str], prefix: str) -> lis
 
 
 def is_committed(store: Store, run: str, name: str) -> bool:
-    """Whether there is a manifest. A directory that cannot be read is no step, which is logged once."""
+    """Returns True if a directory has a manifest. A directory that cannot be read is ignored, which is logged once."""
     path = posixpath.join(run, name)
     try:
         with reading(path):
             found = summary.look(store, path)
     except UnreadableError:
-        return True  # a damaged step, which is found when it is opened
+        return True  # A damaged step: opening it reports the damage.
     except PermissionError as error:
         nfs.warn_of_closed(path, error.strerror)
         return False
@@ -96,7 +96,7 @@ def is_committed(store: Store, run: str, name: str) -> bool:
 
 
 def committed(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
-    """The committed steps and the names of their directories. Raises `MismatchError` when two claim one step."""
+    """Returns the committed steps and the names of their directories. Raises `MismatchError` if two claim one step."""
     found = directories(store, run, prefix)
     steps = dict(found)
     if len(steps) != len(found):
@@ -108,16 +108,16 @@ def committed(store: Store, run: str, prefix: str | None = None) -> dict[int, st
 
 
 def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
-    """The committed steps, ascending, and their paths; see `located_steps`."""
+    """Returns the committed steps, ascending, and their paths; see `located_steps`."""
     return {step: one.path for step, one in located_steps(store, run, prefix).items()}
 
 
 def located_steps(
     store: Store, run: str, prefix: str | None = None, only: formats.Format | None = None
 ) -> dict[int, formats.StepPath]:
-    """The committed steps, ascending, with those that other libraries have left in the directory.
+    """Returns the committed steps, ascending, with those that other libraries have left in the directory.
 
-    Where both have a step, Treering's counts. only: the format of the steps that count.
+    If both have a step, Treering's is returned. only: returns just the steps of this format.
     """
     with store.glance(run):
         names = committed(store, run, prefix)
@@ -130,7 +130,7 @@ def located_steps(
 
 @at_the_caller
 def steps(run: str | os.PathLike[str]) -> list[int]:
-    """The steps of a run that are committed, ascending, whichever library wrote them; none when there is no such run.
+    """Returns the committed steps of a run, ascending, whichever library wrote them; none if there is no such run.
 
     Raises `UnsupportedError` for a run on a web server, which cannot be listed.
 
@@ -152,15 +152,15 @@ def check_open(store: Store, path: str, kind: type[TreeringError]) -> None:
     except PermissionError as error:
         raise kind(
             f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "
-            "one to go on from; see to it that it can be read, or go on in another run"
+            "latest step; make it readable, or use another run"
         ) from error
 
 
 def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
-    """Moves step directories into a new directory within the run, and returns that.
+    """Archives step directories: moves them into a new directory ``rewound-N`` within the run, and returns that.
 
-    Given the newest first, the steps that remain are at every moment those that the run had at some time. Links in the
-    run to what is moved are logged: they lead nowhere from now on.
+    Pass the newest first. Then the remaining steps are, at every moment and so after a crash, ones that the run had
+    earlier. Links in the run to a moved step are logged, because they lead nowhere from now on.
     """
     linked = links.to_steps(store, run)
     taken = (int(match[1]) for name in store.list(run) if (match := SET_ASIDE.fullmatch(name)))
@@ -169,22 +169,23 @@ def set_aside(store: Store, run: str, paths: Sequence[str]) -> str:
     store.settle(run)
     for path in paths:
         name = os.path.basename(path)
+        # A bucket copies the manifest last and removes it first: a folder with a manifest is always complete.
         store.move(path, posixpath.join(place, name), last=summary.file(""))
         if name in linked:
-            _log.warning("%s: %s to %s, which was set aside to %s", run, links.described(linked[name]), name, place)
+            _log.warning("%s: %s to %s, which was archived in %s", run, links.described(linked[name]), name, place)
     store.settle(place)
     store.settle(run)
     return place
 
 
 def aside(store: Store, run: str) -> list[str]:
-    """The directories of steps that were set aside; a file or a link of such a name is not Treering's."""
+    """Returns the directories of archived runs. A file or a link with such a name is not Treering's."""
     places = [posixpath.join(run, name) for name in store.list(run) if SET_ASIDE.fullmatch(name)]
     return [place for place in places if is_folder(store, place)]
 
 
 def settle_aside(store: Store, run: str) -> None:
-    """Makes durable the steps that a killed job has set aside, and removes directories that are still empty."""
+    """Makes durable the steps that a killed job has archived, and removes archive directories that are still empty."""
     places = aside(store, run)
     for place in places:
         if store.list(place):
@@ -196,7 +197,7 @@ def settle_aside(store: Store, run: str) -> None:
 
 
 def mark_finished(store: Store, run: str) -> None:
-    """Marks the run, durably, as one to which no step is added any more."""
+    """Marks the run durably as finished: no step is added any more."""
     with contextlib.suppress(FileExistsError):
         make_empty(store, posixpath.join(run, FINISHED))
     store.settle(run)

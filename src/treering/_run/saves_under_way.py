@@ -1,4 +1,4 @@
-"""The saves of one run that are under way, or are over and not settled: the run's next call raises their failures."""
+"""The pending saves of one run: running ones, and ended ones whose errors the run's next call still has to raise."""
 
 import contextlib
 import logging
@@ -13,42 +13,43 @@ _log = logging.getLogger("treering")
 
 
 class Verdict(NamedTuple):
-    """The state of the saves in process 0: the calls that are under way, and whether the failures of others raise."""
+    """The state of the saves in process 0: `calls` are running; `raises` is True if an ended save raises its error."""
 
     calls: list[str]
     raises: bool
 
 
 class UnderWay:
-    """Saves in the order of the calls, in which they end as well; the run's next call raises the failure of one.
+    """Holds saves in the order of their calls, which is also the order in which they end.
 
-    A failure that the result of a save has raised is not raised again. With several processes, process 0 decides.
+    The run's next call raises the error of a failed save, unless the save's result has raised it. With several
+    processes, process 0 decides.
     """
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._saves: list[PendingSave] = []
-        self._writing: list[object] = []  # calls that may be about to add one, or change the run themselves
+        self._writing: list[object] = []  # calls that may add a save or change the run
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Marks the run as being changed; every change of the run is made within this block."""
+        """Marks the run as being changed. Every change of the run is made within this block."""
         call = object()
         try:
             self._writing.append(call)
             yield
         finally:
-            with contextlib.suppress(ValueError):  # an interrupt came first
+            with contextlib.suppress(ValueError):  # An interrupt came before the call was added.
                 self._writing.remove(call)
 
     def busy(self) -> bool:
-        """Whether the run is being changed, or about to be."""
+        """Returns True if the run is being changed, or about to be."""
         return bool(self._writing) or not self.all_over()
 
     def check_no_save(self) -> None:
-        """Raises `MismatchError` when a call other than the one that asks, within `writing()`, is changing the run."""
+        """Raises `MismatchError` if another call than the caller's is changing the run. Call it in `writing()`."""
         if len(self._writing) > 1 or not self.all_over():
-            raise MismatchError("a save has begun, and looks at it when it is over")
+            raise MismatchError("a save has begun; it looks at this step when it is over")
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -58,45 +59,45 @@ class UnderWay:
         self._saves.append(pending)
 
     def all_over(self) -> bool:
-        """Whether no save is under way."""
+        """Returns True if no save is running."""
         return all(pending.done() for pending in self._saves)
 
     def verdict(self) -> Verdict:
-        """The verdict on the saves as they are now."""
+        """Returns the state of the saves as it is now."""
         calls = [pending._call.name for pending in self._saves if not pending.done()]
         failed = any(pending.failed and not pending.reported for pending in self._saves)
         return Verdict(calls, failed and self._failures.raises)
 
     def after_all(self) -> Verdict:
-        """Waits until no save is under way; returns the verdict then."""
+        """Waits until no save is running, and returns the state then."""
         for pending in list(self._saves):
             pending._wait()
         return self.verdict()
 
     def steps(self, calls: Container[str]) -> set[int | None]:
-        """The steps that these calls save."""
+        """Returns the steps that these calls save."""
         return {pending.step for pending in self._saves if pending._call.name in calls}
 
     def pending_steps(self) -> set[int]:
-        """Returns the steps of the saves that are under way."""
+        """Returns the steps of the running saves."""
         return {pending.step for pending in self._saves if not pending.done() and pending.step is not None}
 
     def last(self) -> PendingSave:
-        """The save that ends last."""
+        """Returns the save that ends last."""
         return self._saves[-1]
 
     def settle(self, verdict: Verdict | None = None) -> None:
-        """Waits for all saves but those in `verdict.calls`, and forgets them; raises the first failure.
+        """Waits for all saves except those in `verdict.calls`, and forgets them. Raises the first failure.
 
-        Without a verdict it waits for all. With one whose `raises` is False, failures are only logged. Where failures
-        do not end the run, that of its last save is raised all the same when all are over, for none makes up for it.
+        Without a verdict, waits for all saves. If `verdict.raises` is False, failures are only logged. If failures do
+        not end the run, the call without a verdict still raises that of the last save: no later save replaces it.
         """
         ended = [pending for pending in self._saves if verdict is None or pending._call.name not in verdict.calls]
         for pending in ended:
-            pending._wait()  # an interrupt here forgets none of them
+            pending._wait()  # Wait before forgetting: an interrupt here loses no save.
         for pending in ended:
             if pending not in self._saves:
-                continue  # the handler of a signal has settled it meanwhile
+                continue  # A signal handler has settled it meanwhile.
             self._saves.remove(pending)
             if not pending.failed:
                 self._failures.last = None

@@ -27,7 +27,7 @@ class StepSaver:
     """Saves the steps that are due, or that the caller forces, in the background.
 
     `preempted` is True once the step at which the job is to stop is saved or being saved. `has_looked` is True once
-    the run has steps, or was searched for what else may have been meant.
+    the run has steps, or a search for similar steps and runs was made.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class StepSaver:
         self, begun: float, step: int, tree: Any, force: bool, options: StepOptions
     ) -> PendingSave | None:
         several = coordinator.several()
-        if not several:  # with several, each process would raise a failure at another step
+        if not several:  # Several processes would raise a failure at different steps.
             self._under_way.settle(self._under_way.verdict())
         preempted = bool(self._preemption) and not self.preempted and self._preemption.reached()
         force = force or preempted
-        # Process 0 asks the clock or the user's function, for all processes.
+        # Process 0 asks the clock or the user's function for all processes, because their answers differ.
         if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
             return None
         self._collective.check_open()
@@ -98,7 +98,7 @@ class StepSaver:
                     path = together.prepare(path, word, self._directory.back_to)
                 pending = self._start(call, path, overwrite, step, tree, options, begun, waited)
             except BaseException as error:
-                if several:  # all processes count the same saves
+                if several:  # All processes must have the same list of saves.
                     self._under_way.add(PendingSave._of_failure(path, step, call, error))
                 raise
         self._directory.back_to = None
@@ -111,9 +111,9 @@ class StepSaver:
     def _admit(
         self, step: int, on_exists: str, force: bool, several: bool
     ) -> tuple[Verdict, tuple[str, bool] | None, Any]:
-        """Returns the verdict on earlier saves; where to save, None to skip; and the run's state for other processes.
+        """Returns the state of earlier saves, where to save (None to skip the step), and the run's state for peers.
 
-        Where to save is the path and whether to overwrite. Called in process 0. Raises `ExistsError`.
+        "Where" is the path, and True to overwrite. Called in process 0. Raises `ExistsError`.
         """
         verdict = self._under_way.verdict()
         if verdict.raises:
@@ -129,10 +129,10 @@ class StepSaver:
             return verdict, place, together and together.word()
 
     def _look(self) -> None:
-        """Searches a run without steps for what else may have been meant, once, unless that takes a request."""
+        """Logs similar steps and runs, once, if the run has no steps; not in a bucket, where it takes requests."""
         if self.has_looked or isinstance(self._directory, TwoPlaces) or not self._directory.steps.store.has_folders:
             return
-        with contextlib.suppress(MismatchError, UnsupportedError):  # which restore_or_init raises
+        with contextlib.suppress(MismatchError, UnsupportedError):  # `restore_or_init` raises these.
             resume.has_begun(self._directory)
         self.has_looked = True
 

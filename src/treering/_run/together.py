@@ -1,4 +1,4 @@
-"""What all processes of a job do for a run where each host has a disk of its own, with a part of each step."""
+"""Collective changes of a run in which each host has its own disk, with a part of each step."""
 
 import functools
 import posixpath
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
 
 
 class Together:
-    """Brings the other hosts' disks along with what process 0 does on its own, and begins to copy from all of them.
+    """Applies to the other hosts' disks what process 0 does on its own disk, and begins uploads from all disks.
 
-    Every process of the job calls each of these methods, but for `word`, at the same place.
+    Every process of the job calls each of these methods in the same order, except `word`, which process 0 calls.
     """
 
     def __init__(self, places: "TwoPlaces", disks: HostDisks, copies: Copies):
         self._places, self._disks, self._copies = places, disks, copies
 
     def word(self) -> Any:
-        """What process 0 tells the others about the run before a save."""
+        """Returns the state to broadcast before a save: the mark of process 0's disk, and the steps to archive."""
         return [self._places.origin.mark().decode(), sorted(self._disks.aside)]
 
     def hear(self, word: Any) -> None:
-        """Hears it."""
+        """Applies the state of `word` on this host."""
         mark, aside = word
         with as_save_error(self._places.near.root):
             self._disks.take_part(self._places.origin, mark.encode(), aside)
 
     def prepare(self, path: str, word: Any, back_to: int | None) -> str:
-        """Before a save: hears the word, and sets later steps aside. Returns where the step goes on this disk."""
+        """Applies the state, and archives steps after `back_to`. Returns the path of the new step on this disk."""
         self.hear(word)
         if back_to is not None:
             self._set_aside_after(back_to)
         return posixpath.join(self._places.near.root, posixpath.basename(path))
 
     def saved(self, step: int) -> None:
-        """After a commit."""
+        """Begins an upload after a step was committed."""
         self._copy(f"step {step}")
 
     def deleted(self, step: int) -> None:
-        """After a step was deleted."""
+        """Deletes the parts of a step that process 0 has deleted."""
         self._disks.forget([path for one, path in steps_in_part(self._places.near.steps).items() if one == step])
         self._copy(f"the deletion of step {step}")
 
     def rewound(self, step: int) -> None:
-        """After a rewind."""
+        """Archives the parts of later steps after a rewind."""
         self._set_aside_after(step)
         self._copy("the rewind" if step < 0 else f"the rewind to step {step}")
 
@@ -62,7 +62,7 @@ class Together:
         self._copies.begin_together(self._disks, after, self._places.index, **options)
 
     def copy_last(self, call: Call, claim: Callable[[], bool]) -> None:
-        """Begins to copy the rest, without a limit, if `claim` says so in process 0."""
+        """Begins to upload the remaining steps, without the limit, if `claim` returns True in process 0."""
 
         def claimed() -> bool:
             with as_save_error(self._places.root):
@@ -73,7 +73,7 @@ class Together:
             self._copy("the last one", then=self._places.retain)
 
     def copy_before(self, call: Call, step: int | None) -> None:
-        """Copies what is to be restored: it can be read where the run stays alone. Raises `SaveError`."""
+        """Uploads the step to be restored: only the remote tier has it for all processes. Raises `SaveError`."""
         copied = begun = False
         while not copied:
             wanted, word = call.broadcast(lambda: self._claim_uncopied(step))
@@ -89,7 +89,7 @@ class Together:
             self._copy("what was restored")
 
     def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
-        """The step to be restored, where it is whole only near; takes the locks, unless another job writes the run."""
+        """Returns the step to restore if only the local disks have it. Acquires the leases, if no other job has them."""
         places = self._places
         far = {one.step for one in places.far.good()}
         good = {one.step for one in places.near.good()}
@@ -98,11 +98,11 @@ class Together:
         chosen = newest if step is None else step
         if chosen not in wanted or not places.claim_if_free():
             return None, None
-        places.far.reading = chosen  # or the policy, which may not want it, takes it away while it is read
+        places.far.reading = chosen  # Otherwise retention may delete it while it is read.
         return chosen, self.word()
 
     def _check_copied(self, step: int) -> bool:
-        """Whether a step that is to be restored was copied. Raises `SaveError` where it was not, and is not damaged."""
+        """Returns True if the step to restore is uploaded, False if it is damaged. Otherwise raises `SaveError`."""
         places = self._places
         near, far = places.near.steps.committed().get(step), places.far.steps.committed().get(step)
         if near is None or places.near.steps.is_damaged(step, near):
@@ -111,6 +111,6 @@ class Together:
             return True
         error = self._copies.error
         raise SaveError(
-            f"{places.root}: step {step} is on the disks of the hosts, and could not be copied to be restored: "
+            f"{places.root}: step {step} is on the disks of the hosts, and could not be uploaded to be restored: "
             f"{error}; try again, or restore an earlier one with step="
         ) from error

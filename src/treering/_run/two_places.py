@@ -285,7 +285,7 @@ class TwoPlaces(NearAndFar):
         return problem
 
     def to_copy(self) -> list[int]:
-        """Returns the valid local steps to upload, the newest first: the policy keeps them, and no valid copy is remote."""
+        """Returns the valid local steps to upload, newest first: the policy keeps them, and no valid copy is remote."""
         near, far = self.near.steps.committed(), self.far.steps.committed()
         self._seen_far = self.far.good()
         whole = {one.step for one in self._seen_far}
