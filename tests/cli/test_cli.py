@@ -275,7 +275,7 @@ def test_rewind_says_as_json_where_the_steps_are(run: str, treering: Any) -> Non
 @pytest.mark.long
 def test_rewind_sets_aside_and_gives_the_lock_back(run: str, treering: Any) -> None:
     found = treering("rewind", run, 2)
-    assert found.code == 0 and "set aside" in found.err and tr.steps(run) == [1, 2]
+    assert found.code == 0 and "archived in" in found.err and tr.steps(run) == [1, 2]
     assert "rewound-1" in treering("ls", run).out
     parts = {part["path"] for part in treering("du", run, "--json").json["parts"]}
     assert parts == {"step-00000001", "step-00000002", "rewound-1"}

@@ -113,7 +113,7 @@ def test_steps_that_links_lead_to_stay_and_the_links_are_named(
             ckpts.delete(1)
         assert ckpts.steps == [1, 2, 6] and caplog.text.count("step 1 stays: the link best leads to it") == 1
         ckpts.rewind(1)
-    assert f"the link weights.safetensors leads to step-00000002, which was set aside to {run}/rewound-1" in caplog.text
+    assert f"the link weights.safetensors leads to step-00000002, which was archived in {run}/rewound-1" in caplog.text
     assert "the link best leads to step-00000001, which" not in caplog.text
 
 

@@ -568,11 +568,11 @@ def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, ca
     for name in ("config.json", "notes_1", "model.msgpack"):
         (tmp_path / name).write_bytes(b"\x81\xa1w\x01" if name.endswith("msgpack") else b"?")
     begin()
-    assert "starts over, but a-00000001 is in it; pass prefix='a-' to go on from there\n" in caplog.text
+    assert "starts over, but a-00000001 is in it; pass prefix='a-' to continue from there\n" in caplog.text
     for name in ("gen_1", "dis_1", "checkpoint_0.5"):
         (tmp_path / name).write_bytes(b"\x81\xa1w\x01")
     begin()
-    assert "from there; there are checkpoints in it that are no steps: checkpoint_0.5, dis_1, gen_1\n" in caplog.text
+    assert "from there; there are checkpoints in it that are not steps: checkpoint_0.5, dis_1, gen_1\n" in caplog.text
 
 
 def test_restore_or_init_puts_arrays_where_they_belong(tmp_path: pathlib.Path) -> None:
@@ -717,7 +717,7 @@ def test_a_copied_step_counts_as_what_its_name_says(tmp_path: pathlib.Path, capl
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
     assert tr.steps(tmp_path) == [1, 2] and caplog.text == ""
     assert tr.restore(tmp_path)["x"][0] == 1
-    assert "step-00000002 counts as step 2, as its name says, but was saved as step 1" in caplog.text
+    assert "step-00000002 is step 2, as its name says, but was saved as step 1" in caplog.text
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.restore()
         assert ckpts.restored_step == ckpts.open().step == ckpts.open(2).step == 2

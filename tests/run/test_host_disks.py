@@ -554,7 +554,7 @@ def test_a_part_of_what_overwrites_a_copied_step_is_set_aside(tmp_path: pathlib.
     body = "with run() as ckpts: save(ckpts, 1, 2)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, on_exists='overwrite')"
     _broken_off(tmp_path, body + KILL, "ab")
     results = job(tmp_path, SAVES_ON + "report(Lines.text)", hosts=hosts)
-    assert any("was set aside to" in line for line in results[0].report)
+    assert any("archived in" in line for line in results[0].report)
     assert len(list(tmp_path.glob("near-b/rewound-1/step-00000002/arrays-*"))) == 2
 
 

@@ -88,7 +88,7 @@ def test_a_new_start_beside_another_library_is_refused(tmp_path: pathlib.Path) -
     checkpoints.save_checkpoint(str(tmp_path), {"x": np.ones(3)}, 5, keep=10)
     with (
         tr.Checkpointer(tmp_path) as ckpts,
-        pytest.raises(UnsupportedError, match=r"checkpoint_5: behind the beginning, and .* move it out"),
+        pytest.raises(UnsupportedError, match=r"checkpoint_5: after the beginning, and .* move it out"),
     ):
         ckpts.rewind(None)
     assert tr.steps(tmp_path) == [1, 5]
@@ -132,11 +132,11 @@ def _run_around(run: pathlib.Path) -> dict[str, Any]:
 
 
 _BESIDE: dict[str, tuple[Callable[[pathlib.Path], dict[str, Any]], str]] = {
-    "prefix": (_another_prefix, "step-00000500 is in it; pass prefix='step-' to go on from there"),
-    "by hand": (_checkpoints_by_hand, "epoch_3 is in it; pass prefix='epoch_' to go on from there"),
+    "prefix": (_another_prefix, "step-00000500 is in it; pass prefix='step-' to continue from there"),
+    "by hand": (_checkpoints_by_hand, "epoch_3 is in it; pass prefix='epoch_' to continue from there"),
     "set aside": (
         _set_aside,
-        "steps that were set aside, which `treering cp` brings back: {run}/rewound-1 (newest step 2)",
+        "archived steps, which `treering cp` brings back: {run}/rewound-1 (newest step 2)",
     ),
     "within": (_run_within, "it has runs in it: {run}/gpt (newest step 2); pass the one that is meant"),
     "around": (_run_around, "it is within the run {parent} (newest step 2)"),
@@ -187,7 +187,9 @@ def test_a_run_whose_steps_are_on_another_local_disk(tmp_path: pathlib.Path, war
     shutil.rmtree(run / "step-00000001")
     for local in (None, tmp_path / "b"):
         assert tr.Checkpointer(run, local=local).restore_or_init(init)[1] == 0
-        assert "it was written from another local= directory, which may have steps that are not copied" in warnings()[0]
+        assert (
+            "it was written from another local= directory, which may have steps that are not uploaded" in warnings()[0]
+        )
 
 
 # Another directory than that of the run

@@ -136,7 +136,7 @@ def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
         ckpts.restore(step=20)
         assert ckpts.steps == [10, 20, 30], "looking back changes nothing"
         ckpts.save(21, {"x": np.full(3, 21)})
-        assert "1 later steps were set aside" in caplog.text
+        assert "1 later steps were archived" in caplog.text
         ckpts.save(30, {"x": np.full(3, 300)})
         ckpts.wait()
         assert ckpts.steps == [20, 21, 30], "what was restored stays"
@@ -200,7 +200,7 @@ def test_steps_of_another_library_are_never_set_aside(tmp_path: pathlib.Path) ->
         checkpoints.save_checkpoint(str(tmp_path), {"x": np.ones(3)}, step, keep=10)
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.restore(step=1)
-        with pytest.raises(UnsupportedError, match=r"checkpoint_5: behind step 1, and written by another library"):
+        with pytest.raises(UnsupportedError, match=r"checkpoint_5: after step 1, and written by another library"):
             ckpts.save(2, {"x": np.ones(3)})
     assert tr.steps(tmp_path) == [1, 5]
 
@@ -246,8 +246,8 @@ def test_a_step_behind_the_latest_is_logged(
         for step in (1, 2, 20):
             ckpts.save(step, {"x": np.full(3, -step)}, on_exists="overwrite")
             ckpts.wait()
-    told = [record.getMessage() for record in caplog.records if "is saved behind" in record.getMessage()]
-    assert len(told) == 1 and ": step 1 is saved behind step 20, which" in told[0] and "rewind" in told[0]
+    told = [record.getMessage() for record in caplog.records if "which stays the latest" in record.getMessage()]
+    assert len(told) == 1 and ": saving step 1 after step 20, which" in told[0] and "rewind" in told[0]
     caplog.clear()
     with tr.Checkpointer(run, **{**options, "keep": None}) as ckpts:
         first = ckpts.steps[0]
@@ -265,7 +265,7 @@ def test_a_step_behind_the_latest_is_logged(
         restored = ckpts.restore()["x"].shape and ckpts.restored_step
         assert restored is not None and restored < 20
         ckpts.save(25, {"x": np.ones(3)})  # 30 is damaged
-    assert not [record for record in caplog.records if "is saved behind" in record.getMessage()]
+    assert not [record for record in caplog.records if "which stays the latest" in record.getMessage()]
 
 
 def test_a_save_that_is_skipped_or_refused_takes_no_run(tmp_path: pathlib.Path) -> None:

@@ -48,7 +48,7 @@ def test_the_state_before_an_error_is_saved_and_the_error_goes_on(
     ckpt = tr.open(tmp_path)
     assert tr.steps(tmp_path) == [7] and ckpt.metrics == {"loss": 1 / 7} and ckpt.metadata == {"lr": 0.1, "step": 7}
     assert ckpt["n"] == 7 and (np.asarray(ckpt["w"]) == 7).all()
-    assert f"step 7 is saved, for {type(error).__name__} ended the loop" in caplog.text
+    assert f"step 7 is saved, because {type(error).__name__} ended the loop" in caplog.text
 
 
 def test_without_the_option_nothing_is_saved_or_held(tmp_path: pathlib.Path) -> None:
@@ -77,8 +77,8 @@ def test_a_step_that_is_there_already_is_replaced_only_if_so_wished(
     assert tr.steps(tmp_path) == [2] and not caplog.records
     said = {
         "error": "step 2 is not saved, though ZeroDivisionError ended the loop: ",
-        "skip": "step 2 is not saved, though ZeroDivisionError ended the loop: there is one",
-        "overwrite": "step 2 is saved, for ZeroDivisionError ended the loop",
+        "skip": "step 2 is not saved, though ZeroDivisionError ended the loop: it exists",
+        "overwrite": "step 2 is saved, because ZeroDivisionError ended the loop",
     }
     for on_exists in ("error", "skip", "overwrite"):
         with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
@@ -136,7 +136,7 @@ def test_donated_arrays_are_not_saved_and_the_log_says_so(
     assert tr.steps(tmp_path) == []
     (record,) = caplog.records
     assert record.levelno == logging.ERROR and "step 1 is not saved, though ZeroDivisionError" in record.message
-    assert "2 of its 3 arrays are gone: donated, deleted or let go" in record.message
+    assert "2 of its 3 arrays are gone: the loop has donated" in record.message
 
 
 @pytest.mark.long
@@ -151,7 +151,7 @@ def test_no_array_lives_longer_for_it(tmp_path: pathlib.Path, caplog: pytest.Log
         gc.collect()
         assert [array() for array in arrays] == [None, None]
         raise ZeroDivisionError
-    assert "2 of its 2 arrays are gone: donated, deleted or let go" in caplog.text and tr.steps(tmp_path) == []
+    assert "2 of its 2 arrays are gone: the loop has donated" in caplog.text and tr.steps(tmp_path) == []
 
 
 def test_the_newest_state_counts_and_each_call_replaces_the_one_before(tmp_path: pathlib.Path) -> None:

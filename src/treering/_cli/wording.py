@@ -14,7 +14,7 @@ _NO_OPTION = re.compile(
     r"|, or pass a store that is registered with [^;\n]*"
     r"| \(reading needs no Checkpointer: [^)]*\)"
     r"|\bsee best\(unscored=\): "
-    r"| to go on from there"
+    r"| to continue from there"
     r"| to Checkpointer\b"
 )
 _RULE = re.compile(r"\b(?:treering\.rules\.(drop|rename)\b|(drop)\((?=['\"])('[^']*'|\"[^\"]*\")\))")

@@ -8,7 +8,7 @@ from .._save.pending import SaveReport
 from ..errors import MismatchError
 from ..keep import Policy, last
 
-KEEP_LOCAL = last(1)  # the default, by whose identity an argument that was not given is known
+KEEP_LOCAL = last(1)  # the default; `check` compares identity to see if it was given
 
 
 def check(
@@ -22,9 +22,9 @@ def check(
     keep_local: Policy | None,
     upload_limit: float | None,
 ) -> None:
-    """Raises `MismatchError` for an argument that does not say what it should, or that needs another."""
+    """Raises `MismatchError` for an invalid argument, or for one that needs another argument."""
     if local is None and keep_local is not KEEP_LOCAL:
-        raise MismatchError(f"keep_local={keep_local!r}: expected local=, whose steps it is about")
+        raise MismatchError(f"keep_local={keep_local!r}: expected local=, to which it applies")
     for name, policy in (("keep", keep), ("keep_local", keep_local)):
         if policy is not None and not isinstance(policy, Policy):
             raise MismatchError(f"{name}={policy!r}: expected a policy such as treering.keep.last(3)")
@@ -35,5 +35,5 @@ def check(
     if on_save is not None and not callable(on_save):
         raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
     if local is None and upload_limit is not None:
-        raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are copied")
+        raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are uploaded")
     coordinator.check_timeout(timeout)

@@ -48,7 +48,7 @@ class Checkpointer:
     save_every: a number of steps (its multiples are saved), a `timedelta`, both as ``(steps, timedelta)`` for the
         earlier of the two, or a function of the step. "auto" chooses the interval that loses the least time, given the
         cost of a save to this loop and the expected rate of failures (Young, Daly), and logs it.
-    mtbf: for "auto", the whole job's mean time between failures or preemptions; by default that of 50,000 device-hours.
+    mtbf: for "auto", the job's mean time between failures or preemptions; by default that of 50,000 device-hours.
     keep: the steps to keep, see `treering.keep`; None keeps all. Every save applies it. If metrics came late, `close`
         after a save, `restore_or_init` and `treering.record` in this process (also after `close`) apply it too. They
         need the lease of the run, and delete nothing while another job writes.

@@ -1,4 +1,4 @@
-"""The directory of a run and its changes: steps are placed, pinned, deleted and set aside."""
+"""The directory of a run and its changes: places, pins, deletes and archives steps."""
 
 import contextlib
 import logging
@@ -23,10 +23,10 @@ _log = logging.getLogger("treering")
 class Directory:
     """Finds the steps of one run and changes those that Treering wrote; steps of other libraries are only read.
 
-    With several processes only process 0 changes anything. With `back_to`, the steps behind that one do not count: the
-    next save sets them aside. `restored` is the step that the job went on from, and may go back to. `busy` says whether
-    the lock of the run's one writer is needed. `reading` is a step that is about to be restored. `before_delete` is
-    called with the path of a step that goes.
+    With several processes only process 0 changes anything. The next save archives the steps after `back_to`, unless
+    that is None. `restored` is the step that the job continued from, and may return to. `busy` returns True while the
+    lease of the run's one writer is needed. `reading` is a step that is about to be restored. `before_delete` is called
+    with the path of a step that is about to be deleted.
     """
 
     def __init__(self, steps: Steps, busy: Callable[[], bool]):
@@ -36,59 +36,59 @@ class Directory:
         self.reading: int | None = None
         self.before_delete: Callable[[str], None] = lambda path: None
         self._taken = self._told_of_later = False
-        self._begins_anew = False  # all steps were set aside by this job
-        self.has_written = False  # the lock was this one's
-        self._holder: int | None = None  # the process that has it, which a fork of it has not
+        self._begins_anew = False  # True if this job has archived all steps
+        self.has_written = False  # True once this object has had the lease
+        self._holder: int | None = None  # The process that has the lease: a forked child does not have it.
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
 
-    copying: int | None = None  # no step is, for there is one place
+    copying: int | None = None  # There is one tier, so nothing is uploaded.
     busy = False
-    together = None  # nor have the hosts disks of their own, which is known when all have met
+    together = None  # Hosts have no disks of their own.
 
     def uncopied(self) -> list[int]:
-        """The steps that are not yet where the run stays."""
+        """Returns the steps that are not uploaded yet."""
         return []
 
     def claim(self) -> bool:
-        """Takes the lock."""
+        """Acquires the lease. Returns True."""
         self._take()
         return True
 
     def claim_for_copying(self) -> bool:
-        """Takes it if there is something to copy."""
+        """Acquires the lease if a step is to be uploaded. Returns True if this process has it."""
         return False
 
     def copy_all(self) -> None:
-        """Waits until there are none."""
+        """Waits until every step is uploaded."""
 
     def meet(self, call: Call) -> None:
-        """Before all else, in all processes: finds out whether they see the same directory."""
+        """Finds out whether all processes see the same directory. Every process calls it first."""
 
     def to_read(self, step: int | None = None) -> list[Place]:
-        """The candidates that can be read."""
+        """Returns the candidates that can be read."""
         return self.candidates(step)
 
     @property
     def held(self) -> bool:
-        """Whether this process has the lock."""
+        """True if this process has the lease."""
         return self._holder == os.getpid() and not self.lost
 
     @property
     def lost(self) -> bool:
-        """Whether another `Checkpointer` of this process has taken the run over."""
+        """True if another `Checkpointer` of this process has acquired the run."""
         return self._lock.lost
 
     def all_steps(self) -> dict[int, str]:
-        """The committed steps, ascending, and their paths, with those of other libraries."""
+        """Returns the committed steps, ascending, and their paths, with those of other libraries."""
         return {step: one.path for step, one in self.located_steps().items()}
 
     def located_steps(self) -> dict[int, StepPath]:
-        """As `all_steps`, with their formats."""
+        """Returns the same as `all_steps`, with the formats."""
         return run.located_steps(self._store, self._root, self._prefix)
 
     def candidates(self, step: int | None = None) -> list[Place]:
-        """The copies of a step, or of all from the newest on. Raises `NotFoundError` when there is no such step."""
+        """Returns the copies of a step, or of all, newest first. Raises `NotFoundError` if there is no such step."""
         found = self.located_steps()
         if step is not None:
             number = step_number(step)
@@ -97,11 +97,11 @@ class Directory:
         return [self.place(number, *one) for number, one in reversed(found.items())]
 
     def place(self, step: int, path: str, format: str | None = None) -> Place:
-        """A copy of a step by its path."""
+        """Returns the copy of a step at a path."""
         return Place(step, self._store, path, format)
 
     def good(self, *, foreign: bool = False) -> Sequence[Saved]:
-        """The undamaged steps, ascending; with `foreign` also those of other libraries."""
+        """Returns the valid steps, ascending; with `foreign` also those of other libraries."""
         return self.steps.good(foreign=foreign)
 
     def mark_damaged(self, place: Place) -> None:
@@ -109,21 +109,21 @@ class Directory:
         self.steps.mark_damaged(place.step, place.path)
 
     def check_new(self, **local: bool) -> None:
-        """Checks a directory without steps, and logs what may have been meant instead; see `new_run`."""
+        """Checks a directory without steps, and logs similar steps and runs; see `new_run`."""
         new_run.check(self._store, self._root, self._prefix)
         if not self._begins_anew:
             new_run.warn(self._store, self._root, **local)
 
     def path(self, step: int) -> str:
-        """The directory of a step, whether it exists or not."""
+        """Returns the directory of a step, even if it does not exist."""
         return self.all_steps().get(step) or self.own_path(step)
 
     def existing(self, step: int) -> str:
-        """The path of a committed step. Raises `NotFoundError` when there is none."""
+        """Returns the path of a committed step. Raises `NotFoundError` if there is none."""
         return self._find(step, self.all_steps())
 
     def pinned(self) -> list[int]:
-        """The pinned steps, ascending."""
+        """Returns the pinned steps, ascending."""
         return [step for step, path in self.steps.committed().items() if pins.pinned(self._store, path)]
 
     def pin(self, step: int, wanted: bool) -> None:
@@ -137,10 +137,10 @@ class Directory:
         self.delete_listed(path)
 
     def delete_listed(self, path: str, *, pinned: bool = False, check: Callable[[], None] | None = None) -> bool:
-        """Deletes the step at a path that was listed, where no link leads to it.
+        """Deletes the step at a listed path. No link may lead to it.
 
-        Returns False if another process has deleted it at the same time. With `pinned` a pin does not count. `check` is
-        called right before its manifest goes, and right after: what it raises keeps the step, or brings it back.
+        Returns False if another process has deleted it at the same time. With `pinned`, ignores a pin. `check` is
+        called right before and right after the manifest is deleted. If it raises, the step stays or is published again.
         """
 
         def check_before() -> None:
@@ -174,12 +174,12 @@ class Directory:
         return put_back
 
     def check_may_go(self, path: str, *, pinned: bool = False) -> None:
-        """Raises `MismatchError` for a step that is pinned, is a link, or that a link in the run leads to."""
+        """Raises `MismatchError` if a step is pinned or a link, or if a link in the run leads to it."""
         self._check_unmarked(path, pinned)
         links.check_none(self._store, path)
 
     def check_deletable(self, path: str, *, pinned: bool = False) -> None:
-        """Called right before a step is deleted. Raises `MismatchError` for one that was pinned meanwhile."""
+        """Prepares the deletion of a step, right before it. Raises `MismatchError` if the step was pinned meanwhile."""
         self._check_unmarked(path, pinned)
         self.before_delete(path)
 
@@ -192,10 +192,10 @@ class Directory:
     def place_for(
         self, step: int, on_exists: str, under_way: Collection[int | None], elsewhere: Collection[int] = ()
     ) -> tuple[str, bool] | None:
-        """The path to save a step to and whether to overwrite; None to skip it. Raises `ExistsError`.
+        """Returns the path to save a step to, and True to overwrite it; None to skip the step. Raises `ExistsError`.
 
-        A step that is there may be another job's, which saves ahead of this one: that job is named then, whatever is to
-        be done about the step. `elsewhere`: the steps that the run has in another place, too.
+        An existing step may belong to another job that writes the run. The error then names that job, whatever
+        `on_exists` says. `elsewhere`: steps that the run's other tier has.
         """
         committed = self.steps.committed()
         if (back_to := self.back_to) is not None:
@@ -221,7 +221,7 @@ class Directory:
         return path, overwrite
 
     def _warn_of_later(self, step: int, steps: Collection[int]) -> None:
-        """Logs, once, that a new step that is about to be saved is not going to be the latest of the run."""
+        """Logs, once, that a new step is not going to be the latest of the run."""
         if self._told_of_later or step in steps:
             return
         later = sorted(one for one in steps if one > step)
@@ -230,37 +230,37 @@ class Directory:
         if later:
             self._told_of_later = True
             _log.warning(
-                "%s: step %d is saved behind step %d, which stays the latest: that one is restored, and `keep` counts "
-                "from there; to go on from an earlier step restore it with step=, or rewind to it; to start over call "
-                "rewind(None), which sets all steps aside",
+                "%s: saving step %d after step %d, which stays the latest: restore takes it, and `keep` counts "
+                "from it; to continue from an earlier step, restore it with step= or rewind to it; to start over call "
+                "rewind(None), which archives all steps",
                 self._root, step, later[-1],
             )  # fmt: skip
 
     def acquire(self) -> None:
-        """Takes the lock. Raises `ExistsError` when another writer holds it."""
+        """Acquires the lease. Raises `ExistsError` if another writer has it."""
         self._lock.acquire()
         self._holder, self.has_written = os.getpid(), True
 
     def release(self) -> None:
-        """Gives the lock up."""
+        """Releases the lease."""
         self._holder = None
         self._lock.release()
 
     def enter(self) -> None:
-        """Takes the lock for a save, and sets aside the steps behind `back_to`. Raises `ExistsError`."""
+        """Acquires the lease for a save, and archives the steps after `back_to`. Raises `ExistsError`."""
         self._take()
         if self.back_to is not None:
             self.set_aside_after(self.back_to)
 
     def _take(self) -> None:
-        """Takes the lock, and the run from a job that has copied it from a local disk."""
+        """Acquires the lease, and invalidates the local tier of an earlier job."""
         self.acquire()
         if not self._taken:
             origin.replace(self._store, self._root)
             self._taken = True
 
     def begin(self) -> None:
-        """Says that the run goes on."""
+        """Notes that the run continues: removes the mark of a finished run."""
         self.unmark_finished()
 
     def unmark_finished(self) -> None:
@@ -269,39 +269,39 @@ class Directory:
             self._store.delete(posixpath.join(self._root, run.FINISHED))
 
     def mark_finished(self) -> None:
-        """Marks the run as finished, for a job that has the lock."""
+        """Marks the run as finished. The caller has the lease."""
         run.mark_finished(self._store, self._root)
 
     def about_to_save(self, retain: Callable[[int | None], None]) -> bool:
-        """Called before anything of a save is written, with a function that deletes old steps in the background.
+        """Prepares a save before anything is written. `retain` deletes old steps in the background.
 
-        Returns whether the save should wait until they are deleted.
+        Returns True if the save should wait until they are deleted.
         """
         return False
 
     def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
-        """Called after the commit of a step with a function that deletes old ones, but for that."""
+        """Follows the commit of a step: calls `retain`, which deletes old steps except this one."""
         retain(step)
 
     def needed(self) -> set[int]:
-        """The steps that are not to be deleted, whatever the policy says."""
+        """Returns the steps that retention must not delete, whatever the policy says."""
         return {step for step in (self.restored, self.reading) if step is not None}
 
     def leave(self) -> SaveError | None:
-        """Ends the writing, when all jobs are done. Returns what of it failed."""
+        """Ends the writing once all background jobs are done. Returns the error of a failed upload, or None."""
         self.release()
 
     def to_set_aside(self, step: int) -> list[int]:
-        """Returns the steps that `rewind` would set aside, ascending. Takes no lock. Raises what `rewind` raises."""
+        """Returns the steps that `rewind` would archive, ascending. Acquires no lease. Raises what `rewind` raises."""
         if step > 0:
             self.existing(step)
         self.check_own_after(step)
         return [number for number in self.steps.committed() if number > step]
 
     def rewind(self, step: int) -> None:
-        """Goes back to a step, or before the first: to 0, where it is not saved, or to `run.BEFORE_ALL`.
+        """Archives the steps after a step, or all: with 0, if step 0 is not saved, or with `run.BEFORE_ALL`.
 
-        Raises `NotFoundError`, and `UnsupportedError` when a later one is another library's.
+        Raises `NotFoundError` if there is no such step, and `UnsupportedError` if a later one is another library's.
         """
         self.to_set_aside(step)
         self._take()
@@ -313,25 +313,25 @@ class Directory:
         self.mark_finished()
 
     def set_aside_after(self, step: int) -> None:
-        """Sets aside the steps behind a number, for a job that has the lock."""
+        """Archives the steps after a number. The caller has the lease."""
         run.settle_aside(self._store, self._root)
         later = {number: path for number, path in self.steps.committed().items() if number > step}
-        self._check_removable(later)  # again, for now no other process writes the run
+        self._check_removable(later)  # Checked again: no other process can write the run now.
         if later:
             place = run.set_aside(self._store, self._root, list(reversed(later.values())))
             self._begins_anew = not self.steps.committed()
-            where = "the run starts over" if self._begins_anew else f"going on from step {step}"
-            _log.warning("%s; %d later steps were set aside to %s", where, len(later), place)
+            where = "the run starts over" if self._begins_anew else f"continuing from step {step}"
+            _log.warning("%s; %d later steps were archived in %s", where, len(later), place)
 
     def check_own_after(self, step: int) -> None:
-        """Raises `UnsupportedError` for steps behind a number that are not to be moved."""
+        """Raises `UnsupportedError` if steps after a number cannot be moved."""
         own = self.steps.committed()
         foreign = [path for number, path in self.all_steps().items() if number > step and number not in own]
         if foreign:
-            behind = f"step {step}" if step >= 0 else "the beginning"
+            after = f"step {step}" if step >= 0 else "the beginning"
             raise UnsupportedError(
-                f"{foreign[0]}: behind {behind}, and written by another library, so it is not moved; move it out "
-                "of the run yourself, or go on in another directory"
+                f"{foreign[0]}: after {after}, and written by another library, so it is not moved; move it out "
+                "of the run yourself, or use another directory"
             )
         self._check_removable({number: path for number, path in own.items() if number > step})
 
@@ -342,11 +342,11 @@ class Directory:
                 removal.check_removable(self._store, path)
             except UnsupportedError as error:
                 raise UnsupportedError(
-                    f"step {step} is neither moved nor replaced; go on in another directory: {error}"
+                    f"step {step} is neither moved nor replaced; use another directory: {error}"
                 ) from None
 
     def check_own(self, step: int) -> None:
-        """Raises `NotFoundError` for a step that is not there, or is another library's."""
+        """Raises `NotFoundError` if a step does not exist, or is another library's."""
         self._own(step)
 
     def _own(self, step: int) -> str:
@@ -355,7 +355,7 @@ class Directory:
         if number in others:
             raise NotFoundError(
                 f"{others[number].path}: expected a step that Treering wrote, because no other is pinned or deleted, "
-                "found one that another library wrote; see to it with that library, or `treering convert` it"
+                "found one that another library wrote; change it with that library, or `treering convert` it"
             )
         if others and not own:
             found = ", ".join(map(str, list(others)[-5:]))
@@ -363,7 +363,7 @@ class Directory:
         return self._find(number, own)
 
     def own_path(self, step: int) -> str:
-        """The directory of a step that Treering saves."""
+        """Returns the directory in which Treering saves a step."""
         return posixpath.join(self._root, run.step_name(self._prefix, step))
 
     def _find(self, step: int, committed: Mapping[int, str]) -> str:

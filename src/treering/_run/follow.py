@@ -1,4 +1,4 @@
-"""An evaluator's view of a run that grows."""
+"""Follows a run that another job writes, such as for an evaluator."""
 
 import contextlib
 import logging
@@ -20,25 +20,25 @@ from . import run as _run
 from .latest_good import open_step
 
 _log = logging.getLogger("treering")
-_POLL_SECONDS = 0.5  # seconds between looks at the run
+_POLL_SECONDS = 0.5  # seconds between listings of the run
 
 
 def follow(
     run: str | os.PathLike[str], *, after: int | None = None, timeout: float | None = None
 ) -> Iterator[Checkpoint]:
-    """Yields the steps of a run, ascending, those that are there and those that are still to come, each once.
+    """Yields each step of a run once, ascending: the present steps, then new steps as they are committed.
 
     >>> for ckpt in tr.follow("runs/gpt", timeout=3600):
     ...     tr.record("runs/gpt", ckpt.step, {"val/loss": evaluate(ckpt.restore(like))})
 
     after: only later steps.
-    timeout: ends after so many seconds without a new step; None waits for ever. The time that the caller takes
-        does not count.
+    timeout: ends after this many seconds without a new step; None waits forever. The time that the caller takes for
+        a step is not included.
 
-    Ends when the run is marked as finished (`Checkpointer.finish`) and nothing is left to yield. Nothing is written,
-    and the run need not exist yet. A step that is deleted before it is reached is left out; one that is deleted
-    afterwards can still be read, on file systems that keep open files. Damaged ones are logged and left out. A step
-    that is saved again, after a `rewind`, is a new one. Raises `UnsupportedError` for a step of a later release.
+    Ends when the run is marked as finished (`Checkpointer.finish`) and every step was yielded. Nothing is written, and
+    the run need not exist yet. A step that is deleted before it is reached is left out. A step that is deleted
+    afterwards can still be read on file systems that keep open files. Damaged steps are logged and left out. A step
+    that is saved again after a `rewind` is a new step. Raises `UnsupportedError` for a step of a later release.
     """
     place, first = stores.absolute_run(run), -1 if after is None else step_number(after)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
@@ -55,7 +55,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
             _log.warning("%s: waits for the first step%s", run, meant)
     while True:
         with reading(run):
-            finished = store.stat(posixpath.join(run, _run.FINISHED))  # asked first: then the listing below is complete
+            finished = store.stat(posixpath.join(run, _run.FINISHED))  # Before the listing, which is then complete.
         found = [
             (step, one, _mark(store, one.path)) for step, one in _run.located_steps(store, run).items() if step > after
         ]
@@ -74,7 +74,7 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
 
 
 def _mark(store: Store, path: str) -> object:
-    """A mark that differs for the next checkpoint at the same path; None for those of other libraries."""
+    """Returns a value that differs for the next checkpoint at the same path; None for other libraries' checkpoints."""
     with contextlib.suppress(UnreadableError), reading(path):
         found = summary.look(store, path)
         return found and found.version

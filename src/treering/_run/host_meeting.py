@@ -119,7 +119,7 @@ class _Stock:
         self._sizes: dict[str, dict[str, int]] = {}  # bytes of the array files on all disks, by step name
         self._wanted: dict[str, str] = {}  # identities of the valid manifests, by step name
         self._unknown: dict[str, set[str]] = {}  # identities of steps that have parts and no valid manifest
-        self._stale: list[int] = []  # the first processes of disks not of the run any more
+        self._stale: list[int] = []  # first processes of disks that left the run
         self._elsewhere = False  # True if not process 0's disk has the manifests
         self._owned = True  # True if the job has the authoritative disk
         self._committed: dict[int, str] | None = None  # the remote steps, listed on first use

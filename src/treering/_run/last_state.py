@@ -1,4 +1,4 @@
-"""The newest state that a loop passed to `save`, for a last save when the loop raises."""
+"""The newest state that a loop passed to `save`. `save_on_error` saves it when the loop raises."""
 
 import logging
 import weakref
@@ -32,11 +32,11 @@ class StepOptions(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """One call of `save`: its leaves, as functions that return them, and the function that makes a tree of them."""
+    """A call of `save`: functions that return its leaves, and the function that builds the tree from them."""
 
     step: int
     options: StepOptions
-    pending: PendingSave | None  # of the call itself, when it was due
+    pending: PendingSave | None  # the save that this call began, if it began one
     left_out: list[str]  # metrics and metadata, and why they cannot be saved
     leaves: Sequence[Callable[[], Any]]
     build: Callable[[list[Any]], Any]
@@ -46,8 +46,8 @@ class _Noted(NamedTuple):
 class LastState:
     """The step, tree and options of the newest call of `save`, as they were at that call.
 
-    JAX arrays never change, and only weak references to them are held: no memory of a device is in use longer than
-    the loop uses it. Leaves that the loop may change in place are copied. Unless `wanted`, nothing is noted.
+    JAX arrays never change, so only weak references to them are held: device memory is not used longer than the loop
+    uses it. Leaves that the loop may change in place are copied. Unless `wanted`, nothing is noted.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -55,33 +55,33 @@ class LastState:
         self._noted: _Noted | None = None
 
     def forget(self) -> None:
-        """Forgets the noted call, for the loop goes on from another state."""
+        """Forgets the noted call, because the loop continues from another state."""
         self._noted = None
 
     def note(self, step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> None:
-        """Notes a call instead of the one before, at once. If the tree cannot be saved, `get` raises."""
+        """Notes a call in place of the one before. If the tree cannot be saved, `get` raises later."""
         if self._wanted:
             try:
                 self._noted = _note(step, tree, options, pending)
-            except Exception as error:  # from the user's containers and iterators
-                problem = str(error) or type(error).__name__  # and not its traceback, which holds the tree
+            except Exception as error:  # Containers and iterators are the user's code.
+                problem = str(error) or type(error).__name__  # A traceback would keep the tree alive.
                 self._noted = _Noted(step, options, pending, [], (), list, problem)
 
     @property
     def step(self) -> int | None:
-        """The step of the noted call; None when there is none."""
+        """The step of the noted call; None if there is none."""
         return self._noted and self._noted.step
 
     @property
     def saved(self) -> bool:
-        """Whether the noted call itself saved its tree. Called when no save is under way."""
+        """True if the noted call itself saved its tree. Read it only while no save is running."""
         pending = self._noted and self._noted.pending
         return pending is not None and not pending.failed
 
     def get(self) -> tuple[Any, StepOptions, list[str]]:
-        """The tree and the options of the noted call, and why metrics or metadata are left out.
+        """Returns the tree and the options of the noted call, and the reasons why metrics or metadata are left out.
 
-        Raises `UnsupportedError` when the tree cannot be saved, or its arrays are gone.
+        Raises `UnsupportedError` if the tree cannot be saved, or its arrays no longer exist.
         """
         assert self._noted
         _, options, _, left_out, held, build, problem = self._noted
@@ -91,7 +91,7 @@ class LastState:
         arrays = [leaf for leaf, own in zip(leaves, held, strict=True) if isinstance(own, weakref.ref)]
         if gone := sum(array is None or array.is_deleted() for array in arrays):
             raise UnsupportedError(
-                f"{gone} of its {len(arrays)} arrays are gone: donated, deleted or let go by the loop"
+                f"{gone} of its {len(arrays)} arrays are gone: the loop has donated, deleted or dropped them"
             )
         metrics = options.metrics and _numbers(options.metrics, left_out, wait=True)
         return build(leaves), options._replace(metrics=metrics), left_out
@@ -104,9 +104,9 @@ class LastState:
         save: Callable[..., PendingSave | None],
         wait: Callable[[], None],
     ) -> None:
-        """Saves the tree of the noted call when all saves under way are over, unless that call saved it.
+        """Waits for running saves, then saves the tree of the noted call, unless that call saved it.
 
-        Logs every failure. `save` and `wait` are those of the Checkpointer of the run at `root`. `reason` names the
+        Logs every failure. `save` and `wait` are methods of the Checkpointer of the run at `root`. `reason` names the
         error that ended the loop.
         """
         if self.step is None:
@@ -125,15 +125,15 @@ class LastState:
             _log.error("%s is not saved, though %s ended the loop: %s", about, reason, error)
             return
         if saved is None:
-            _log.warning("%s is not saved, though %s ended the loop: there is one, and on_exists='skip'", about, reason)
+            _log.warning("%s is not saved, though %s ended the loop: it exists, and on_exists='skip'", about, reason)
             return
         for problem in left_out:
             _log.warning("%s: %s", about, problem)
-        _log.warning("%s is saved, for %s ended the loop", about, reason)
+        _log.warning("%s is saved, because %s ended the loop", about, reason)
 
 
 def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> dict[str, Any]:
-    """The metrics as they are now; why some cannot be saved is added to `left_out`: the state matters more.
+    """Returns the metrics as they are now. Adds to `left_out` why some cannot be saved: the state matters more.
 
     Without `wait`, JAX scalars are not converted: they never change, and reading one would hold up the loop.
     """
@@ -142,7 +142,7 @@ def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> 
         try:
             lasting = not wait and isinstance(value, jax.Array) and value.shape == ()
             numbers[name] = value if lasting else decode_float(encoded({name: value})[name])
-        except Exception as error:  # of a JAX scalar that was deleted, or whose computation failed
+        except Exception as error:  # A JAX scalar may be deleted, or its computation may have failed.
             left_out.append(f"the metric {name!r} is left out: {error}")
     return numbers
 
@@ -152,7 +152,7 @@ def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | Non
     metrics = options.metrics and _numbers(options.metrics, left_out, wait=False)
     try:
         metadata = plain(options.metadata)
-    except UnsupportedError as error:  # the state matters more
+    except UnsupportedError as error:  # Save the state nevertheless.
         metadata = None
         left_out.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
@@ -162,7 +162,7 @@ def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | Non
 
 
 def _held(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
-    """A function that returns a leaf as it is now; `copies` are this tree's, so that one array stays one array."""
+    """Returns a function that returns a leaf as it is now. `copies` of one tree keep a shared array shared."""
     if isinstance(leaf, jax.Array):
         return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray):

@@ -1,4 +1,4 @@
-"""Which step of a run is taken: the newest that opens, a damaged one passed over, one that is replaced read again."""
+"""Chooses the step of a run to read: the newest valid one. Skips damaged steps, and reads a replaced one again."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from .run import located_steps
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
-_OPEN_ATTEMPTS = 5  # a checkpoint that is overwritten while it is read is read again
+_OPEN_ATTEMPTS = 5  # of a checkpoint that is overwritten while it is read
 
 
 class Place(NamedTuple):
@@ -27,16 +27,16 @@ class Place(NamedTuple):
     step: int
     store: Store
     path: str
-    format: str | None = None  # its name; None where it is recognized when it is opened
+    format: str | None = None  # the name of the format; None if opening detects it
 
 
 def open_one(store: Store, path: str, format: str | None = None) -> Checkpoint:
-    """Opens a checkpoint, of any format unless one is named. Raises `ReplacedError` when there is none any more."""
+    """Opens a checkpoint, of any format unless one is named. Raises `ReplacedError` if it was deleted meanwhile."""
     try:
         with reading(path), store.glance(path):
             reader = (_detected(store, path).open if format is None else formats.get(format).open)(store, path)
             reader.check_present()
-            reader.metrics  # noqa: B018 (some readers look for them when they are asked for first)
+            reader.metrics  # noqa: B018 (some readers read them on first use)
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
             raise
@@ -59,17 +59,17 @@ def check_kind(store: Store, path: str, format: str | None) -> None:
 def _detected(store: Store, path: str) -> formats.Format:
     try:
         return formats.detect(store, path)
-    except UnsupportedError:  # it was there when it was looked for
+    except UnsupportedError:  # It existed a moment ago, so opening raises the right error.
         return formats.get("treering")
 
 
 def places_of(
     store: Store, place: str, step: int | None, format: formats.Format | None = None, prefix: str | None = None
 ) -> list[Place] | formats.Format:
-    """The steps that may be meant and where they are, newest first; the format when the path is one checkpoint.
+    """Returns the steps at a path that may be read, newest first, or the format if the path is one checkpoint.
 
-    format: what the path is read as; only steps of this format count. prefix: of the names of a run's steps; with one
-    the path is a run.
+    format: reads the path in this format, and ignores steps of other formats. prefix: the beginning of the names of a
+        run's steps; with a prefix the path must be a run.
     """
     found = {} if summary.look(store, place) else located_steps(store, place, prefix, only=format)
     if not found:
@@ -92,19 +92,19 @@ def places_of(
 
 
 def check_there(store: Store, place: str, format: formats.Format) -> formats.Format:
-    """The format that a caller has given. Raises `NotFoundError` if there is neither a file nor a folder."""
+    """Returns the format that the caller has given. Raises `NotFoundError` if there is neither a file nor a folder."""
     if store.stat(place) is None and not formats.accepts(format, store, place):
         raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
     return format
 
 
 def check_known(store: Store, place: str) -> formats.Format:
-    """The format of the checkpoint that is there.
+    """Returns the format of the checkpoint at a path.
 
-    Raises `NotFoundError`, or `UnsupportedError` for a file, when there is no checkpoint of any format.
+    Raises `NotFoundError`, or `UnsupportedError` for a file, if it is not a checkpoint of any known format.
     """
     try:
-        return formats.detect(store, place)  # first: a path may be the beginning of the names of several files
+        return formats.detect(store, place)  # Before `stat`: a path may be the common prefix of several files.
     except UnsupportedError as error:
         there = store.stat(place)
         if there is None:
@@ -128,12 +128,12 @@ def latest_good(
     damaged: Callable[[Place], None] = lambda place: None,
     on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
 ) -> tuple[int, T]:
-    """The first step that opens, and what `use` makes of it; damaged copies are logged and told to `damaged`.
+    """Returns the first step that opens, and the result of `use`. Logs damaged copies and calls `damaged` with each.
 
-    `on_all_processes` makes an attempt, in whatever other processes have to succeed as well.
+    `on_all_processes` makes an attempt that succeeds only if it succeeds in all processes.
 
-    Raises the first `CorruptError` when all are damaged; without `fallback` when all copies of the first step are. A
-    step that is deleted meanwhile is passed over.
+    Raises the first `CorruptError` if all steps are damaged; without `fallback`, if all copies of the first step are.
+    A step that is deleted meanwhile is skipped.
     """
     first: CorruptError | None = None
     deleted = 0
@@ -149,7 +149,7 @@ def latest_good(
             if last:
                 raise
             _log.error("step %d is damaged: %s", place.step, error)
-            first = first or error.with_traceback(None)  # whose frames hold what was restored so far
+            first = first or error.with_traceback(None)  # Its frames would keep partly restored arrays alive.
         except ReplacedError:
             if last or summary.look(place.store, place.path):
                 raise
@@ -175,9 +175,9 @@ def use_current(
     format: str | None = None,
     opened: Checkpoint | None = None,
 ) -> T:
-    """Opens a checkpoint, that of a step if one is given, and uses it; begins again when it is overwritten meanwhile.
+    """Opens a checkpoint, or a given step, and returns the result of `use`. Starts again if it is overwritten.
 
-    `opened` is the first to use, where it has just been opened. Raises `ReplacedError` when it was deleted, or is
+    The first attempt uses `opened`, if that is given. Raises `ReplacedError` if the checkpoint was deleted, or is
     overwritten faster than it can be read.
     """
     for n in range(_OPEN_ATTEMPTS - 1):
@@ -187,17 +187,17 @@ def use_current(
 
 
 def open_step(store: Store, path: str, step: int | None, format: str | None) -> Checkpoint:
-    """Opens a step of a run. The checkpoint has the number of the step in its run, not the number it was saved with."""
+    """Opens a step of a run. The checkpoint gets the number in its name, not the number that it was saved with."""
     ckpt = open_one(store, path, format)
     if step is None or ckpt.step == step:
         return ckpt
     if ckpt.step is not None:
-        _log.warning("%s counts as step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
+        _log.warning("%s is step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
     return ckpt._numbered(step)
 
 
 def listed_again(attempt: Callable[[], T]) -> T:
-    """The result of an attempt; again where what it looked at was replaced, or newer steps took the place of all."""
+    """Returns the result of an attempt. Repeats it if the steps that it listed were replaced or deleted meanwhile."""
     for _ in range(_OPEN_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
             return attempt()

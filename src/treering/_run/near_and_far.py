@@ -133,7 +133,7 @@ class NearAndFar:
         for one in self.near.good():
             if one.step in near:
                 same = one.step in found and self.is_copied(one.step, near[one.step], far.get(one.step))
-                metrics = found[one.step].metrics if same else {}  # Otherwise they are those of the step that it replaced.
+                metrics = found[one.step].metrics if same else {}  # Otherwise they are the replaced step's.
                 found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
         return [found[step] for step in sorted(found)]
 

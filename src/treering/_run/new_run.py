@@ -1,4 +1,4 @@
-"""A directory without steps: whether a run may begin in it, and which run was meant if the path is a mistake."""
+"""A directory without steps: checks that a run may begin in it, and finds similar runs in case the path is wrong."""
 
 import logging
 import posixpath
@@ -17,43 +17,43 @@ _NUMBERED = re.compile(r"((?:.*[^0-9])?)([0-9]{1,16})", re.DOTALL)
 
 
 def check(store: Store, root: str, prefix: str) -> None:
-    """Checks a directory without steps: raises `MismatchError` when it is a checkpoint itself, and so no run.
+    """Checks a directory without steps. Raises `MismatchError` if it is a checkpoint itself and therefore not a run.
 
-    Raises `UnsupportedError` when there are directories of steps that this process cannot read.
+    Raises `UnsupportedError` if there are directories of steps that this process cannot read.
     """
     for name in store.list(root):
         if run.parse(name, prefix) is not None:
             run.check_open(store, posixpath.join(root, name), UnsupportedError)
     format = formats.detect(store, root).name if formats.is_known(store, root) else None
-    weights = format == "safetensors" or (
-        format == "flax" and is_folder(store, root, links=True)
-    )  # to begin with, beside the steps
+    # A folder may hold pretrained weights next to the steps of the run.
+    weights = format == "safetensors" or (format == "flax" and is_folder(store, root, links=True))
     if format is not None and not weights:
         if step := step_of(store, root):
             raise MismatchError(f"{root}: expected a run, found {step}")
         raise MismatchError(
-            f"{root}: expected a run, found a checkpoint of the format {format!r} that is no step; begin in another "
-            "directory, and restore this one with treering.restore where the run begins"
+            f"{root}: expected a run, found a checkpoint of the format {format!r}, which is not a step; begin in "
+            "another directory, and restore this one with treering.restore where the run begins"
         )
 
 
 def warn(store: Store, root: str, *, local: bool = False, knows_local: bool = False) -> None:
-    """Logs what may have been meant instead of a directory without steps: steps with other names, runs near by.
+    """Logs similar steps and runs that the caller may mean instead of a directory without steps.
 
-    local: it is the local directory of a run; knows_local: the job has that of the job that wrote the run last.
+    local: the directory is the local tier of a run. knows_local: the job has the local tier of the job that wrote the
+        run last.
     """
     found = _within(store, root)
     if not local:
         aside = _aside(store, root)
         found += [*aside, *_below(store, root), *_above(store, root)]
         if not (knows_local or aside) and store.stat(posixpath.join(root, run.ORIGIN)):
-            found.append("it was written from another local= directory, which may have steps that are not copied")
+            found.append("it was written from another local= directory, which may have steps that are not uploaded")
     if found:
         _log.warning("%s: starts over, but %s", root, "; ".join(found))
 
 
 def step_of(store: Store, path: str) -> str:
-    """Returns which step of which run a checkpoint is, for a message; "" if it is none."""
+    """Returns a message that names the step and the run that a checkpoint is; "" if it is not a step."""
     for place in (path, posixpath.dirname(path)):  # Orbax has a folder for each item of a step
         above = parent(place)
         if above is None:
@@ -62,7 +62,7 @@ def step_of(store: Store, path: str) -> str:
         try:
             steps = run.located_steps(store, above, numbered and numbered[1])
         except (TreeringError, OSError) as error:
-            _log.info("%s: not searched for the run that is meant: %s", above, error)
+            _log.info("%s: not searched for the run: %s", above, error)
             continue
         for step, one in steps.items():
             if one.path == place:
@@ -71,7 +71,7 @@ def step_of(store: Store, path: str) -> str:
 
 
 def meant(store: Store, root: str) -> str:
-    """Returns what may have been meant instead of a directory without steps, as the end of a message."""
+    """Returns the end of a message that lists similar steps and runs; "" if there are none."""
     if formats.is_known(store, root) and (step := step_of(store, root)):
         return f"; it is {step}"
     found = [*_within(store, root), *_aside(store, root), *_below(store, root)]
@@ -79,7 +79,7 @@ def meant(store: Store, root: str) -> str:
 
 
 def runs_below(store: Store, root: str) -> str:
-    """Returns which runs lie in a directory, for a message; "" if there are none."""
+    """Returns the runs in a directory, for a message; "" if there are none."""
     found: list[str] = []
     names = [name for name in store.list(root) if run.SET_ASIDE.fullmatch(name) is None]
     folders = [path for name in names if is_folder(store, path := posixpath.join(root, name), links=True)]
@@ -91,24 +91,25 @@ def runs_below(store: Store, root: str) -> str:
 
 
 def _within(store: Store, root: str) -> list[str]:
-    """Returns the checkpoints in a directory that are no steps of the run."""
+    """Returns messages about the checkpoints in a directory that are not steps of the run."""
     names, own = store.list(root), dict[str, list[tuple[int, str]]]()
     for name in names:
         if (numbered := _NUMBERED.fullmatch(name)) and run.is_committed(store, root, name):
             own.setdefault(numbered[1], []).append((int(numbered[2]), name))
     found = [
-        f"{max(steps)[1]} is in it; pass prefix={prefix!r} to go on from there" for prefix, steps in sorted(own.items())
+        f"{max(steps)[1]} is in it; pass prefix={prefix!r} to continue from there"
+        for prefix, steps in sorted(own.items())
     ]
     committed = {name for steps in own.values() for _, name in steps}
     rest = [name for name in names if re.search("[0-9]", name) and name not in committed]
     if foreign := tuple(name for name in rest if formats.is_foreign(store, posixpath.join(root, name))):
-        found.append(f"there are checkpoints in it that are no steps: {few(foreign)}")
+        found.append(f"there are checkpoints in it that are not steps: {few(foreign)}")
     return found
 
 
 def _aside(store: Store, root: str) -> list[str]:
     found = tuple(one for place in run.aside(store, root) for one in _run_at(store, place))
-    return [f"it has steps that were set aside, which `treering cp` brings back: {few(found)}"] if found else []
+    return [f"it has archived steps, which `treering cp` brings back: {few(found)}"] if found else []
 
 
 def _below(store: Store, root: str) -> list[str]:
@@ -123,7 +124,7 @@ def _above(store: Store, root: str) -> list[str]:
 
 
 def _run_at(store: Store, path: str, only: formats.Format | None = None) -> list[str]:
-    """Returns the run at a path, as a message names it, if there are steps."""
+    """Returns the run at a path, as messages name it; empty if there are no steps."""
     try:
         steps = run.located_steps(store, path, only=only)
     except MismatchError:  # their names have several prefixes
@@ -135,7 +136,7 @@ def _run_at(store: Store, path: str, only: formats.Format | None = None) -> list
 
 
 def parent(path: str) -> str | None:
-    """Returns the directory around a path; None for the root of a file system or a bucket."""
+    """Returns the parent directory of a path; None for the root of a file system or a bucket."""
     found = posixpath.dirname(path)
     is_bucket = "://" in path and found.endswith(":")
     return None if is_bucket or found == path or not found else found

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
-_MANIFEST_BYTES = 1 << 20  # bytes of a manifest that are asked for at once
+_MANIFEST_BYTES = 1 << 20  # bytes of a manifest that the first request reads
 
 
 @at_the_caller
 def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, format: str | None = None) -> Checkpoint:
-    """Opens a checkpoint, or a run's latest good step (or the given one), without reading arrays.
+    """Opens a checkpoint, or a run's latest valid step (or the given one), without reading arrays.
 
     >>> ckpt = tr.open("runs/gpt", step=1000)
 
-    format: the name of the format to read it in, whatever it is recognized as; of a run, only steps of this format
-        count. By default it is recognized by its files.
+    format: the name of the format to read it in, instead of detecting the format from the files. In a run, steps of
+        other formats are ignored.
 
-    Good means here that the manifest is undamaged and the array files are there in their full size. Raises
-    `NotFoundError` when there is none, `CorruptError` when it is damaged (of a run without `step`: when all steps
-    are), `UnsupportedError` when a later release wrote it.
+    A step is valid if its manifest is undamaged and its array files exist in full size. Raises `NotFoundError` if
+    there is none, `CorruptError` if it is damaged (for a run without `step`: if all steps are), and
+    `UnsupportedError` if a later release wrote it.
     """
     return open_prefixed(path, None, step=step, format=format)
 
@@ -46,11 +46,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, fo
 def open_prefixed(
     path: str | os.PathLike[str], prefix: str | None, *, step: int | None, format: str | None = None
 ) -> Checkpoint:
-    """Opens as `open_checkpoint` does; with a prefix, a step of a run whose names begin with that."""
+    """Opens a checkpoint as `open_checkpoint` does. With a prefix, opens a step of a run whose names begin with it."""
     place = stores.absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
-        if step is None and ckpt.path != place:  # one that is asked for by name may lack leaves
+        if step is None and ckpt.path != place:  # A named checkpoint may lack leaves.
             check_whole(ckpt._source.entries.values())
         return ckpt
 
@@ -95,38 +95,39 @@ def restore(
     read: Literal["each", "once"] | None = None,
     max_expansion: float = expansion.MOST,
 ) -> Any:
-    """Restores a checkpoint, or a run's latest good step: a damaged one is logged, and the one before it taken.
+    """Restores a checkpoint, or a run's latest valid step. A damaged step is logged, and the step before it taken.
 
-    In a job of several processes that do not read together it is the latest step, good or not: a `Checkpointer` and
-    `read="once"` agree on another.
+    In a job of several processes, each process takes the latest step, valid or not, because it cannot agree with its
+    peers on another one. A `Checkpointer` and `read="once"` can.
 
     >>> state = tr.restore("runs/gpt", like=state)
 
-    like: the template. What its leaves are decides what comes back: a `jax.Array` or `ShapeDtypeStruct` becomes a
+    like: the template. Its leaves decide the types of the result: a `jax.Array` or `ShapeDtypeStruct` becomes a
         `jax.Array`, a NumPy array a writable NumPy array, a Python scalar that type, a typed key a typed key; ``...``
-        skips everything below. Without a template: nested dicts, lists and tuples of NumPy arrays.
-    step: of a run; the latest good one by default.
-    format: the name of the format to read it in, whatever it is recognized as; of a run, only steps of this format
-        count. By default it is recognized by its files.
-    at: only what lies below this path is restored (and read), and `like` is the template of that.
+        skips everything below. Without a template the result is nested dicts, lists and tuples of NumPy arrays.
+    step: the step of a run; the latest valid one by default.
+    format: the name of the format to read it in, instead of detecting the format from the files. In a run, steps of
+        other formats are ignored.
+    at: restores (and reads) only the leaves below this path; `like` is their template.
     rules: changes of names, shapes and values, see `treering.rules`; their paths are relative to `at`.
-    missing: what to do about leaves of the template that the checkpoint lacks: "error", "template" (take its value),
-        or globs of the paths for which to take it.
-    extra: what to do about the opposite: "error", "ignore", or globs of what may be left out.
+    missing: for leaves of the template that the checkpoint lacks: "error", "template" (take its value), or globs of
+        the paths whose values to take from the template.
+    extra: for leaves of the checkpoint that the template lacks: "error", "ignore", or globs of paths to leave out.
     dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it.
-    sharding: goes before the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a function of
+    sharding: replaces the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a function of
         (path, shape, dtype), or a pytree of those that is a prefix of the template. NumPy leaves that it places become
         JAX arrays. "saved" places JAX arrays as they were: on the mesh that is set, else on one like that of the save,
-        or on the same device, in the same memory. NumPy arrays stay NumPy arrays then.
-    verify: checks the checksum of every byte that is used before anything is returned.
-    mmap: adopt mapped files instead of copying; by default where the file system is known to be safe for it.
-    memory_limit: bytes of host memory in use at a time where arrays must pass through it; 256 MiB by default.
+        or on the same device, in the same memory. NumPy arrays then stay NumPy arrays.
+    verify: checks the checksum of every byte that is used, before anything is returned.
+    mmap: adopts mapped files instead of copying; by default on file systems that are known to be safe for it.
+    memory_limit: bytes of host memory in use at a time for arrays that must pass through it; 256 MiB by default.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
-    read: with several processes, "once" has each of them read a share of what more than one needs and send it to the
-        others, from device to device; all must make the call. "each" has every process read what it needs. By default
-        processes do not wait for one another here; a `Checkpointer` reads once unless the run is on a local disk.
-    max_expansion: bytes of arrays, for each byte that is stored, beyond which nothing is read (from 64 MiB on);
-        `math.inf` for a checkpoint that you trust and that compresses better, such as one of zeros.
+    read: with several processes, "once" has each process read a share of the bytes that several need, and send it to
+        its peers from device to device; all must make the call. "each" has every process read all that it needs. By
+        default processes do not wait for one another here. A `Checkpointer` reads once unless the run is on a local
+        disk.
+    max_expansion: raises an error, before reading, if a stored byte stands for more bytes of arrays than this (from
+        64 MiB on). Use `math.inf` for a checkpoint that you trust and that compresses better, such as one of zeros.
 
     Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
@@ -153,7 +154,7 @@ def restore(
         return ckpt._restore(like, None, **options)
 
     if step is None and format is None and (ckpt := _opened_at_once(place)):
-        with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
+        with contextlib.suppress(ReplacedError):  # It was replaced meanwhile: open it again below.
             return use(ckpt)
     # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.several()
@@ -161,12 +162,13 @@ def restore(
 
 
 def _opened_at_once(place: str) -> Checkpoint | None:
-    """The checkpoint of ours in a bucket, without the list that looking for anything else begins with.
+    """Opens a native checkpoint in a bucket without listing first, which saves a request. None if there is none.
 
-    Restoring it shows whether its files are there.
+    The restore itself finds out if files are missing.
     """
     store = stores.of(place)
-    if store.object_bytes is None or posixpath.splitext(place)[1]:  # a file of another library, or it takes longer
+    # A path with a suffix is usually another library's file: trying it first would only take time.
+    if store.object_bytes is None or posixpath.splitext(place)[1]:
         return None
     from ..formats.treering.read import Reader
 
@@ -176,7 +178,7 @@ def _opened_at_once(place: str) -> Checkpoint | None:
 
 
 def _restore_together(place: str, step: int | None, format: str | None, like: Any, options: "RestoreOptions") -> Any:
-    """Restores what process 0 finds in all processes of the job."""
+    """Restores, in all processes of the job, the step that process 0 finds."""
     from .._processes import consistency
 
     store, only = stores.of(place), None if format is None else formats.get(format)
@@ -211,7 +213,7 @@ def _use(
     fallback: bool,
     prefix: str | None = None,
 ) -> T:
-    """The result of `use` for a checkpoint, or for a run's step."""
+    """Returns the result of `use` for a checkpoint, or for a step of a run."""
     store, only = stores.of(place), None if format is None else formats.get(format)
 
     def attempt() -> T:
@@ -219,7 +221,7 @@ def _use(
         with reading(place), store.glance(place):
             steps = places_of(store, place, step, only, prefix)
             if not isinstance(steps, list):
-                with contextlib.suppress(ReplacedError):  # meanwhile: it is looked at anew
+                with contextlib.suppress(ReplacedError):  # It was replaced meanwhile: `use_current` opens it again.
                     ckpt = open_one(store, place, steps.name)
         if isinstance(steps, list):
             return latest_good(place, steps, use, fallback=fallback)[1]

@@ -1,4 +1,4 @@
-"""The step that a run goes on from: the latest good one, or the one asked for; the same in all processes."""
+"""Resumes a run: all processes restore the same step, the latest valid one or the requested one."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ _log = logging.getLogger("treering")
 
 
 def has_begun(directory: Directory | TwoPlaces) -> bool:
-    """Whether there is a step.
+    """Returns True if the run has a step.
 
-    Raises `MismatchError` when the directory is one checkpoint, and so no run, and `UnsupportedError` when directories
-    of steps cannot be read.
+    Raises `MismatchError` if the directory is a checkpoint and therefore not a run, and `UnsupportedError` if
+    directories of steps cannot be read.
     """
     if directory.all_steps():
         return True
@@ -34,7 +34,7 @@ def has_begun(directory: Directory | TwoPlaces) -> bool:
 
 
 def has_begun_for_all(collective: Collective, directory: Directory | TwoPlaces) -> bool:
-    """Returns the same in all processes, when every save is over."""
+    """Returns the same as `has_begun` in all processes, once every save is over."""
     wait_for_all_in(directory.steps.root)
     with collective.call("restore_or_init()") as call:
         collective.settle(call)
@@ -44,25 +44,25 @@ def has_begun_for_all(collective: Collective, directory: Directory | TwoPlaces) 
 
 
 def begin(root: str, init: Callable[[], Any], sharding: Any, options: Mapping[str, Any]) -> Any:
-    """Returns what `init` makes for a run without steps. See `Checkpointer.restore_or_init`."""
+    """Returns the state that `init` makes for a run without steps. See `Checkpointer.restore_or_init`."""
     from .._restore import initial
 
     _log.info("%s: there is no step, so the run begins with init()", root)
-    _check(options)  # in the first job, not only when there is something to restore
-    if isinstance(sharding, str) and sharding == "saved":  # nothing is saved yet
+    _check(options)  # Also in the first job, so that a wrong option does not fail only the second.
+    if isinstance(sharding, str) and sharding == "saved":  # Nothing is saved yet.
         sharding = None
     return initial.first(init, sharding)
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raises `MismatchError` for options of `treering.restore` that a restore would refuse, whatever it finds."""
+    """Raises `MismatchError` for options of `treering.restore` that every restore would refuse."""
     allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
     Policy(**allowed)
     expansion.check_bound(options.get("max_expansion", expansion.MOST))
 
 
 def open_step(directory: Directory | TwoPlaces, step: int | None) -> Checkpoint:
-    """Opens a step, by default the latest good one. See `Checkpointer.open`."""
+    """Opens a step, by default the latest valid one. See `Checkpointer.open`."""
     wait_for_all_in(directory.steps.root)
 
     def attempt() -> Checkpoint:
@@ -80,7 +80,7 @@ def restore(
     fallback: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    """Restores a step when every save is over, and notes it in the directory. `what` names the call.
+    """Waits for every save, restores a step, and notes it in the directory. `what` names the call.
 
     Returns the tree. See `Checkpointer.restore`.
     """
@@ -111,6 +111,7 @@ def _restore(
 
     def attempt() -> tuple[int, tuple[str, Any]]:
         places = [directory.place(*one) for one in call.broadcast(choose)]
+        # A network file system may show another host's new step late: refresh its cache.
         if places and call.index and summary.look(places[0].store, places[0].path) is None:
             look_anew(places[0].store, places[0].path)
         return latest_good(
@@ -127,7 +128,7 @@ def _restore(
 
 
 def rewind(what: str, collective: Collective, directory: Directory | TwoPlaces, step: int | None) -> None:
-    """Goes back to a step, or to before the first, when every save is over. See `Checkpointer.rewind`."""
+    """Waits for every save, then archives the steps after a step, or all. See `Checkpointer.rewind`."""
     number = BEFORE_ALL if step is None else step
     collective.check_open()
     collective.once_settled(what, lambda: directory.rewind(number))

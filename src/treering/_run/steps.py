@@ -1,4 +1,4 @@
-"""The knowledge of a run's steps: which are there, which are good, and what their manifests say."""
+"""The steps of a run: finds which are committed and which are valid, and caches what their manifests say."""
 
 import dataclasses
 import logging
@@ -20,26 +20,25 @@ from . import latest_good, run
 from . import tensorboard as _tensorboard
 
 _log = logging.getLogger("treering")
-_SETTLED = 2.0  # seconds after which another change of a directory shows in its time
+_SETTLED = 2.0  # A later change of a directory surely shows in its time after these seconds.
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedStep(Saved):
-    """The same with the names of the metrics that came after the save."""
+    """A saved step, with the names of the metrics that came after the save."""
 
     late: frozenset[str] = frozenset()
 
 
-_Signature = tuple[
-    Hashable, float
-]  # version and time of a step's directory: it changes when a file is replaced or added
+# The version and time of a step's directory. It changes when a file is replaced or added.
+_Signature = tuple[Hashable, float]
 Verdict = SavedStep | Literal["damaged", "unsupported", "gone", "closed"]
 
 
 class Steps:
-    """The steps of one run, asked by the caller and by the thread that saves. Each manifest is read once.
+    """Caches the verdicts on one run's steps, for the caller and the thread that saves. Reads each manifest once.
 
-    Metrics that a step was not given are looked up in event files, if there is a directory of them.
+    Metrics that were not given with a step are looked up in event files, if there is a directory of them.
     """
 
     def __init__(self, store: Store, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
@@ -47,31 +46,31 @@ class Steps:
         self._partial = False
         self._lock = threading.RLock()
         self._known: dict[int, tuple[_Signature, Verdict]] = {}
-        self._damaged: dict[int, _Signature | None] = {}  # steps whose manifest has this signature
-        self._others: dict[str, SavedStep | None] = {}  # steps of other libraries, by path
+        self._damaged: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
+        self._others: dict[str, SavedStep | None] = {}  # steps of other libraries, by path; None if unreadable
         self._events = None if tensorboard is None else _tensorboard.Events(tensorboard)
 
     def hold_parts(self) -> None:
-        """Says that the files of a step may be missing here, for they lie on the disks of other hosts."""
+        """Allows files of a step to be missing here, because the disks of other hosts have them."""
         with self._lock:
             self._partial = True
             self._known.clear()
             self._damaged.clear()
 
     def committed(self) -> dict[int, str]:
-        """The committed steps, ascending, and their directories."""
+        """Returns the committed steps, ascending, and their directories."""
         names = run.committed(self.store, self.root, self.prefix)
         return {step: posixpath.join(self.root, name) for step, name in names.items()}
 
     def good(self, *, foreign: bool = False) -> list[SavedStep]:
-        """The undamaged steps, ascending; with `foreign` also those that another library has left in the directory."""
+        """Returns the valid steps, ascending; with `foreign` also those of other libraries in the directory."""
         with self.store.glance(self.root):
             return self._good(foreign)
 
     def _good(self, foreign: bool) -> list[SavedStep]:
         own = self.committed()
         with self._lock:
-            for step in self._known.keys() - own.keys():  # a run of many steps keeps few
+            for step in self._known.keys() - own.keys():  # Forget deleted steps: a long run deletes most of them.
                 del self._known[step]
         verdicts = [self.look(step, path) for step, path in own.items()]
         good = [verdict for verdict in verdicts if isinstance(verdict, SavedStep)]
@@ -91,7 +90,7 @@ class Steps:
         return found
 
     def is_damaged(self, step: int, path: str) -> bool:
-        """Whether a committed step is known or found to be damaged."""
+        """Returns True if a committed step is damaged."""
         return self.look(step, path) == "damaged"
 
     def mark_damaged(self, step: int, path: str) -> None:
@@ -102,7 +101,7 @@ class Steps:
                 self._damaged[step] = self._signature_of_manifest(path)
 
     def mark_unsupported(self, step: int, path: str, error: UnsupportedError) -> None:
-        """Remembers that a step, looked at closely, is of a later release, until something in its directory changes."""
+        """Remembers that a step is of a later release, until something in its directory changes."""
         _log_unsupported(step, error)
         if signature := self._signature(path):
             with self._lock:
@@ -112,16 +111,16 @@ class Steps:
         if path not in self._others:
             try:
                 self._others[path] = SavedStep(step, latest_good.open_one(self.store, path, format).metrics)
-            except ReplacedError:  # at this moment
+            except ReplacedError:  # It was deleted or replaced just now, so nothing is remembered.
                 return None
             except TreeringError as error:
                 raise_if_momentary(error)
-                _log.warning("step %d does not count: %s", step, error)
+                _log.warning("step %d is ignored: %s", step, error)
                 self._others[path] = None
         return self._others[path]
 
     def look(self, step: int, path: str) -> "Verdict":
-        """What is known of a committed step: its summary, or why it does not count."""
+        """Returns the verdict on a committed step: its summary, or why it is not valid."""
         signature = self._signature(path)
         if signature is None:
             return "gone"
@@ -130,14 +129,14 @@ class Steps:
             if known and known[0] == signature:
                 return known[1]
             if step in self._damaged and self._damaged[step] == self._signature_of_manifest(path):
-                return "damaged"  # whatever was put beside it since
-        read = self._signature_of_manifest(path)  # asked before: it may be replaced while it is read
+                return "damaged"  # New files next to the manifest do not mend it.
+        read = self._signature_of_manifest(path)  # Before the read: the manifest may be replaced meanwhile.
         verdict = self._read(step, path)
         if verdict == "damaged":
             with self._lock:
                 self._known[step] = signature, verdict
                 self._damaged[step] = read
-        elif verdict != "closed" and time.time() - signature[1] > _SETTLED:  # or it is looked at again
+        elif verdict != "closed" and time.time() - signature[1] > _SETTLED:  # Otherwise it is read again.
             with self._lock:
                 self._known[step] = signature, verdict
         return verdict
@@ -146,14 +145,14 @@ class Steps:
         try:
             return SavedStep(step, *summary.read(self.store, path, partial=self._partial))
         except CorruptError as error:
-            _log.warning("step %d is damaged and does not count: %s", step, error)
+            _log.warning("step %d is damaged and is ignored: %s", step, error)
             return "damaged"
         except UnsupportedError as error:
             _log_unsupported(step, error)
             return "unsupported"
         except FileNotFoundError:
             return "gone"  # deleted by another process since it was listed
-        except PermissionError as error:  # and is asked again: its permissions may change
+        except PermissionError as error:  # Not remembered: its permissions may change.
             warn_of_closed(path, error.strerror)
             return "closed"
 

@@ -13,14 +13,14 @@ from ..errors import CorruptError, UnsupportedError
 class Events:
     """The scalars in a directory of event files, named ``{run}/{tag}``: the directory below it, and the tag.
 
-    TensorBoard's own accumulators would also keep what is no scalar, and read no file on once there is a newer one.
+    TensorBoard's own accumulators also keep other data than scalars, and stop reading a file once there is a newer one.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = absolute(directory)
         self._lock = threading.Lock()
         self._files: dict[str, Any] = {}
-        self._found: dict[int, dict[str, float]] = {}  # of all steps: which will be saved is not known when they come
+        self._found: dict[int, dict[str, float]] = {}  # of all steps: a step may be saved after its events came
         try:
             from tensorboard.backend.event_processing import event_file_loader
         except ImportError:
@@ -30,20 +30,20 @@ class Events:
         self._module = event_file_loader
 
     def read(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
-        """The scalars of some steps, with what was written since the last call; of several with one tag the last.
+        """Returns the scalars of some steps, after reading new events. Of several with one tag, takes the last.
 
         Raises `CorruptError` for a file that cannot be read: missing metrics must not decide which steps are deleted.
         """
         with self._lock:
             for directory, _, names in os.walk(self._root):
                 run = os.path.relpath(directory, self._root)
-                for name in sorted(names):  # which begin with the time
+                for name in sorted(names):  # Names begin with the time of the file.
                     if "tfevents" in name:
                         path = posixpath.join(directory, name)
                         try:
                             self._read(path, "" if run == "." else f"{run}/")
-                        except Exception as error:  # of TensorBoard, of protobuf or of the system
-                            if os.path.exists(path):  # or it was removed meanwhile
+                        except Exception as error:  # The libraries document no error classes.
+                            if os.path.exists(path):  # Otherwise it was removed meanwhile.
                                 raise CorruptError(f"{path}: expected TensorBoard's events: {error}") from error
             return {step: dict(self._found[step]) for step in steps if step in self._found}
 

@@ -89,7 +89,7 @@ class Together:
             self._copy("what was restored")
 
     def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
-        """Returns the step to restore if only the local disks have it. Acquires the leases, if no other job has them."""
+        """Returns the step to restore if only local disks have it. Acquires the leases, if no other job has them."""
         places = self._places
         far = {one.step for one in places.far.good()}
         good = {one.step for one in places.near.good()}

@@ -274,11 +274,7 @@ class TwoPlaces(NearAndFar):
         parts = [f"{self.root}: not all steps are there, because uploading them failed"]
         parts += ["another job, or another Checkpointer of this process, has acquired the run"] if self.lost else []
         parts += [str(error)] if error else []
-        parts += (
-            [f"steps {there} are in {self.near.root}; the next job with this local= uploads them"]
-            if there
-            else []
-        )
+        parts += [f"steps {there} are in {self.near.root}; the next job with this local= uploads them"] if there else []
         parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.near.root}, or deleted"] if gone else []
         problem = SaveError("; ".join(parts))
         problem.__cause__ = error
