@@ -1,11 +1,11 @@
-"""Jobs whose hosts have disks of their own: a host is a process, or two, with a `local=` of its own."""
+"""Jobs whose hosts have separate local disks. A host is one or two processes with their own `local=`."""
 
 import pathlib
 from typing import Any
 
 from jobs import Result, run_job
 
-ANY = dict.fromkeys(range(4))  # ends: JAX ends a process when it misses another
+ANY = dict.fromkeys(range(4))  # any exit code: JAX ends a process when a peer is missing
 SIZE = 96
 
 STATE = """
@@ -16,7 +16,7 @@ class Lines(logging.Handler):
 logging.getLogger("treering").addHandler(Lines())
 logging.getLogger("treering").setLevel(logging.INFO)
 HOST = HOSTS[INDEX]
-near, far = tmp / HOST, FAR or tmp / "far"
+local, remote = tmp / HOST, FAR or tmp / "remote"
 template = {"w": put(np.zeros(SIZE, np.float32), P("x")), "b": put(np.zeros(300_000, np.float32)), "n": 0}
 def state(step):
     w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
@@ -25,7 +25,7 @@ def is_state(tree, step):
     w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
     return tree["n"] == step and same(tree["w"], w) and same(tree["b"], b)
 def run(**options):
-    return tr.Checkpointer(far, local=near, **{"timeout": 15, **options})
+    return tr.Checkpointer(remote, local=local, **{"timeout": 15, **options})
 def save(ckpts, *steps, **options):
     for step in steps:
         ckpts.save(step, state(step), **options)
@@ -38,6 +38,7 @@ def until(check):
 """
 
 
-def job(tmp: pathlib.Path, body: str, hosts: str = "aabb", far: str = "", **options: Any) -> list[Result]:
-    names = [f"near-{host}" for host in hosts]
-    return run_job(tmp, STATE + body, processes=len(hosts), devices=1, HOSTS=names, SIZE=SIZE, FAR=far, **options)
+def job(tmp: pathlib.Path, body: str, hosts: str = "aabb", remote: str = "", **options: Any) -> list[Result]:
+    """Runs a body in a job with one process for each letter of `hosts`, which names the process's host."""
+    names = [f"local-{host}" for host in hosts]
+    return run_job(tmp, STATE + body, processes=len(hosts), devices=1, HOSTS=names, SIZE=SIZE, FAR=remote, **options)

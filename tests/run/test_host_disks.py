@@ -1,6 +1,6 @@
-"""Runs that are saved on a local disk of each host, and copied together from there to where they stay.
+"""Runs whose local tier is a separate disk on each host: all hosts upload to one remote tier.
 
-A host is a process, or two, with a `local=` of its own: what others have there it never looks at.
+A host is one or two processes with their own `local=`. They never look at the `local=` of another host.
 """
 
 import os
@@ -21,15 +21,15 @@ def _arrays(path: pathlib.Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("arrays-*"))
 
 
-def _check(far: pathlib.Path | str, step: int) -> None:
-    tree = tr.restore(far, step=step)
+def _check(remote: pathlib.Path | str, step: int) -> None:
+    tree = tr.restore(remote, step=step)
     assert tree["n"] == step and (tree["b"] == step).all()
     assert np.array_equal(tree["w"], np.arange(SIZE, dtype=np.float32) + step)
 
 
 @pytest.mark.long
 def test_each_host_saves_on_its_own_disk(tmp_path: pathlib.Path, bucket: str) -> None:
-    """Its arrays lie there alone, all meet in the bucket, and what restores takes what is near."""
+    """A host's arrays are only on its disk, the bucket gets all of them, and a restore reads the local files."""
     body = """
 from treering._run import host_disks
 opened = []
@@ -49,16 +49,16 @@ with ckpts:
     steps = ckpts.steps
 report([ckpts.restored_step, begun is None or is_state(begun, ckpts.restored_step), read, ckpts.steps, Lines.text])
 """
-    hosts = {name: tmp_path / f"near-{name}" for name in "ab"}
+    hosts = {name: tmp_path / f"local-{name}" for name in "ab"}
     for again in (False, True):
         last = 6 if again else 3
-        results = job(tmp_path, body, far=bucket, AGAIN=again)
+        results = job(tmp_path, body, remote=bucket, AGAIN=again)
         for n, result in enumerate(results):
             restored, good, read, steps, lines = result.report
             assert (
                 restored == (3 if again else None) and good and set(steps) == {*([3] if again else []), last - 1, last}
             )
-            # Of what it needs alone nothing comes from elsewhere, and of no other host's disk it knows.
+            # A process reads arrays that only it needs from its own disk, and never from another host's disk.
             assert all(path.startswith(str(hosts["aabb"[n]])) for path in read) and bool(read) == again
             assert n or any("the hosts have disks of their own, 2 in all" in line for line in lines)
         assert tr.verify(bucket).ok
@@ -77,7 +77,7 @@ with run() as ckpts:
     save(ckpts, 1)
 ckpts = run(upload_limit=1)
 save(ckpts, 2, 3)
-assert tr.steps(far) == [1]
+assert tr.steps(remote) == [1]
 sync("saved")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -87,41 +87,41 @@ ckpts = run()
 tree, step = ckpts.restore_or_init(lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0},
                                    sharding={"w": template["w"].sharding, "b": template["b"].sharding, "n": None})
 good = step and is_state(tree, step)
-after = tr.steps(far)
+after = tr.steps(remote)
 save(ckpts, step + 1)
 ckpts.close()
-report([step, good, after, tr.steps(far), Lines.text])
+report([step, good, after, tr.steps(remote), Lines.text])
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["bbaa", "abab"])
 def test_what_a_killed_job_did_not_copy_the_next_one_copies_and_restores(tmp_path: pathlib.Path, hosts: str) -> None:
-    """Whichever of its processes run on which host."""
+    """The next job, on any order of hosts, uploads and restores the steps that a killed job did not upload."""
     job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
     for result in job(tmp_path, GOES_ON, hosts=hosts):
         step, good, after, last, _ = result.report
         assert step == 3 and good and 3 in after and last == [1, 2, 3, 4]
-    assert tr.verify(tmp_path / "far").ok
+    assert tr.verify(tmp_path / "remote").ok
     for step in (1, 2, 3, 4):
-        _check(tmp_path / "far", step)
+        _check(tmp_path / "remote", step)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_a_host_is_lost_with_its_disk(tmp_path: pathlib.Path, lost: str) -> None:
-    """What was copied is taken, what was not is set aside on the other disk, and the log says so."""
+    """The next job restores an uploaded step, archives the incomplete steps on the remaining disk, and logs them."""
     job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
-    shutil.rmtree(tmp_path / f"near-{lost}")
+    shutil.rmtree(tmp_path / f"local-{lost}")
     results = job(tmp_path, GOES_ON)
     for result in results:
         step, good, after, last, _ = result.report
         assert step == 1 and good and after == [1] and last == [1, 2]
-    if lost == "b":  # process 0 has the manifests
+    if lost == "b":  # Process 0's disk has the manifests.
         assert any("steps 2, 3 are ignored; parts of them" in line for line in results[0].report[-1])
-        assert len(list(tmp_path.glob("near-a/rewound-1/step-*/treering.json"))) == 2
-    _check(tmp_path / "far", 2)
-    assert tr.verify(tmp_path / "far").ok
+        assert len(list(tmp_path.glob("local-a/rewound-1/step-*/treering.json"))) == 2
+    _check(tmp_path / "remote", 2)
+    assert tr.verify(tmp_path / "remote").ok
 
 
 BREAKS_OFF = """
@@ -142,19 +142,20 @@ ckpts.close()
     ("victim", "at", "hosts"),
     some(
         [
-            (1, ("sync", "near-b/step-00000003"), "ba"),
-            (0, ("link", "near-a/step-00000003/treering.json"), "ab"),
-            (1, ("write", "far/step-00000002"), "ba"),
-            (0, ("link", "far/step-00000003/treering.json"), "ba"),
-            (0, ("rename", "near-a/copied-to.json"), "ba"),
-            (1, ("unlink", "near-b/step-00000002"), "ba"),
+            (1, ("sync", "local-b/step-00000003"), "ba"),
+            (0, ("link", "local-a/step-00000003/treering.json"), "ab"),
+            (1, ("write", "remote/step-00000002"), "ba"),
+            (0, ("link", "remote/step-00000003/treering.json"), "ba"),
+            (0, ("rename", "local-a/copied-to.json"), "ba"),
+            (1, ("unlink", "local-b/step-00000002"), "ba"),
         ]
     ),
 )
 def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:
-    """What was committed for anybody is restored, and all that is far is whole.
+    """A step that any process saw committed is restored, and all remote steps are complete.
 
-    By SIGKILL, where the run stays on a disk; all other moments are in `buckets.scenarios_hosts`, with a double.
+    The process is killed by SIGKILL, and the remote tier is a disk. `buckets.scenarios_hosts` tries all other moments
+    with a double of a bucket.
     """
     results = job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
     assert results[victim].code == -signal.SIGKILL, results[victim].output
@@ -163,11 +164,11 @@ def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: t
     for result in results:
         step, good, after, last, _ = result.report
         assert good and step >= max(committed, default=1) and after[-1] == step and last[-1] == step + 1
-    assert tr.verify(tmp_path / "far").ok
-    for step in tr.steps(tmp_path / "far"):
-        _check(tmp_path / "far", step)
-    # Nothing is left of what was killed.
-    assert {os.path.dirname(file) for name in "ab" for file in _arrays(tmp_path / f"near-{name}")} <= {
+    assert tr.verify(tmp_path / "remote").ok
+    for step in tr.steps(tmp_path / "remote"):
+        _check(tmp_path / "remote", step)
+    # Nothing is left of the killed save.
+    assert {os.path.dirname(file) for name in "ab" for file in _arrays(tmp_path / f"local-{name}")} <= {
         f"step-{step:08}" for step in (results[0].report[0], results[0].report[0] + 1)
     }
 
@@ -198,14 +199,14 @@ report([undeletable, deleted, exists, good, ckpts.steps])
 
 @pytest.mark.long
 def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
-    """Deleted steps go on all disks, and what is set aside is set aside on all."""
+    """Every disk deletes the deleted steps, and archives the archived ones."""
     for result in job(tmp_path, MANAGED, hosts="ab"):
         undeletable, deleted, exists, good, steps = result.report
         assert undeletable[0] == "MismatchError" and deleted == [1, 3] and exists[0] == "ExistsError"
         assert good and steps == [1, 3, 4, 6, 8]
-    far = tmp_path / "far"
-    assert tr.verify(far).ok and tr.steps(far) == [1, 3, 4, 6, 8] and (far / "finished").exists()
-    parts = [_arrays(tmp_path / f"near-{name}") for name in "ab"]
+    remote = tmp_path / "remote"
+    assert tr.verify(remote).ok and tr.steps(remote) == [1, 3, 4, 6, 8] and (remote / "finished").exists()
+    parts = [_arrays(tmp_path / f"local-{name}") for name in "ab"]
     folders = [sorted({os.path.dirname(file) for file in part}) for part in parts]
     assert folders[0] == folders[1]
     assert folders[0] == [
@@ -218,14 +219,14 @@ def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
-    """Of a step that was copied the copy is taken; one that was not is not copied, and an earlier one is taken."""
+    """A damaged step is not uploaded. Its remote copy is restored, or an earlier step if it has none."""
     job(tmp_path, KILLED_EARLY, hosts="ab", expect={0: None, 1: None}, recoverable=True)
-    _flip(next(tmp_path.glob("near-b/step-00000003/arrays-*")))
+    _flip(next(tmp_path.glob("local-b/step-00000003/arrays-*")))
     for result in job(tmp_path, GOES_ON, hosts="ab"):
         step, good, after, last, _ = result.report
         assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
     body = "ckpts = run()\nreport([is_state(ckpts.restore(template), 3), Lines.text])\nckpts.close()"
-    _flip(next(tmp_path.glob("near-b/step-00000003/arrays-*")))
+    _flip(next(tmp_path.glob("local-b/step-00000003/arrays-*")))
     results = job(tmp_path, body, hosts="ab")
     assert all(result.report[0] for result in results)
     assert any("taking the copy of step 3 at" in line for result in results for line in result.report[1])
@@ -233,13 +234,14 @@ def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_part_that_is_gone_where_the_run_stays_is_copied_anew(tmp_path: pathlib.Path) -> None:
+    """A step whose remote files are missing is uploaded again."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
-    for file in tmp_path.glob("far/step-00000002/arrays-*-00000-*"):
+    for file in tmp_path.glob("remote/step-00000002/arrays-*-00000-*"):
         file.unlink()
     for result in job(tmp_path, GOES_ON, hosts="ab"):
         step, good, after, last, _ = result.report
         assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
-    assert tr.verify(tmp_path / "far").ok
+    assert tr.verify(tmp_path / "remote").ok
 
 
 def _flip(file: pathlib.Path) -> None:
@@ -251,6 +253,7 @@ def _flip(file: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_change_does_not_wait_for_a_slow_copy_and_mistakes_are_named(tmp_path: pathlib.Path) -> None:
+    """`delete` does not wait for a slow upload. Wrong uses of a local tier raise errors that name the mistake."""
     body = """
 ckpts = run(upload_limit=1)
 save(ckpts, 1, 2)
@@ -263,8 +266,8 @@ across = caught(ckpts.save, 3, tree, rules=[tr.rules.transpose("w", (1, 0))])
 again = caught(ckpts.wait)
 save(ckpts, 4)
 ckpts.close()
-other = caught(tr.Checkpointer(tmp / "another", local=near, timeout=15).save, 1, state(1))
-report([took, across, again, other, tr.steps(far)])
+other = caught(tr.Checkpointer(tmp / "another", local=local, timeout=15).save, 1, state(1))
+report([took, across, again, other, tr.steps(remote)])
 """
     for result in job(tmp_path, body, hosts="ab"):
         took, across, again, other, steps = result.report
@@ -284,21 +287,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["ba", "cab"])
 def test_the_first_job_of_all_is_killed(tmp_path: pathlib.Path, hosts: str) -> None:
-    """Before anything was copied; process 0 of the next one is on another host, or on one that is new."""
+    """The job is killed before any upload. Process 0 of the next job is on another host, or on a new one."""
     job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
     for result in job(tmp_path, GOES_ON, hosts=hosts):
         step, good, after, last, _ = result.report
         assert step == 2 and good and 2 in after and last == [1, 2, 3]
-    assert tr.verify(tmp_path / "far").ok
+    assert tr.verify(tmp_path / "remote").ok
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["cb", "bc", "ca", "b"])
 def test_nothing_was_copied_and_a_host_is_gone(tmp_path: pathlib.Path, hosts: str) -> None:
-    """No run starts over for it, and the parts that are left stay until the host is back."""
+    """The run does not start over, and the remaining parts stay until the missing host is back."""
     job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
     body = """
-if COUNT == 1:  # to whom the place is like any other
+if COUNT == 1:  # A single process treats the directory as its complete local tier.
     save(run(), 7)
     os._exit(0)
 error = caught(run().restore_or_init, lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0})
@@ -307,16 +310,16 @@ report([error, Lines.text])
     results = job(tmp_path, body, hosts=hosts)
     if hosts != "b":
         assert all(result.report[0][0] == "CorruptError" for result in results), results[0].report
-        assert all("bring those hosts back" in result.report[0][1] for result in results)
+        assert all("restart with the missing hosts" in result.report[0][1] for result in results)
         assert any("steps 1, 2 are ignored; parts of them" in line for line in results[0].report[1])
         for result in job(tmp_path, GOES_ON, hosts="ab"):
             assert result.report[:2] == [2, True]
-    assert list(tmp_path.glob("near-b/**/step-00000002/arrays-*"))
+    assert list(tmp_path.glob("local-b/**/step-00000002/arrays-*"))
 
 
 @pytest.mark.long
 def test_a_disk_of_an_earlier_branch(tmp_path: pathlib.Path) -> None:
-    """A host that was away while others went on brings back nothing that they have left behind."""
+    """A host that was away while other hosts continued brings back no step of the abandoned branch."""
     body = """
 with run() as ckpts:
     save(ckpts, *STEPS)
@@ -334,39 +337,40 @@ report(0)
     for result in results:
         step, good, after, last, _ = result.report
         assert step == 4 and good and after == [1, 2, 3, 4] and last == [1, 2, 3, 4, 5]
-    assert list(tmp_path.glob("near-a/rewound-1/step-00000006/arrays-*"))
-    assert list(tmp_path.glob("near-b/rewound-1/step-00000006/arrays-*"))
-    assert tr.verify(tmp_path / "far").ok
+    assert list(tmp_path.glob("local-a/rewound-1/step-00000006/arrays-*"))
+    assert list(tmp_path.glob("local-b/rewound-1/step-00000006/arrays-*"))
+    assert tr.verify(tmp_path / "remote").ok
 
 
 @pytest.mark.long
 def test_what_is_not_wanted_far_is_restored_by_its_number(tmp_path: pathlib.Path) -> None:
+    """A local step that the remote policy does not keep is uploaded and restored if `step=` names it."""
     body = """
 with run(keep=tr.keep.last(1), keep_local=None, upload_limit=1) as ckpts:
     save(ckpts, 1, 2)
     ckpts.restore(template)
     save(ckpts, 3)
-    told = [ckpts.steps, ckpts.latest_step, ckpts.uncopied]
+    found = [ckpts.steps, ckpts.latest_step, ckpts.uncopied]
     opened = ckpts.open(2)["n"]
     older = ckpts.restore(template, step=1)
     good = is_state(older, 1)
     newest = is_state(ckpts.restore(template), 3)
-report([told, opened, good, newest, Lines.text])
+report([found, opened, good, newest, Lines.text])
 """
     for result in job(tmp_path, body, hosts="ab"):
-        told, opened, good, newest, lines = result.report
-        assert told == [[1, 2, 3], 3, [1, 3]] and opened == 2 and good and newest
+        found, opened, good, newest, lines = result.report
+        assert found == [[1, 2, 3], 3, [1, 3]] and opened == 2 and good and newest
         assert not any("damaged" in line for line in lines)
 
 
 @pytest.mark.long
 def test_what_cannot_be_copied_is_not_passed_over(tmp_path: pathlib.Path) -> None:
-    """When a restore needs it, its failure is raised in all processes, and no older step taken."""
+    """If the step that a restore needs cannot be uploaded, all processes raise the error. No older step is taken."""
     job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
     body = """
 class Full(stores.posix.Disk):
     def write(self, fd, data, offset):
-        if "/far/" in os.readlink(f"/proc/self/fd/{fd}"):
+        if "/remote/" in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(28, "No space left on device")
         super().write(fd, data, offset)
 if INDEX == 1:
@@ -384,7 +388,7 @@ report([error, good])
 
 @pytest.mark.long
 def test_other_jobs_come_between(tmp_path: pathlib.Path) -> None:
-    """On some of the hosts, in any order: neither deleted nor replaced steps nor an old branch come back."""
+    """Jobs on some of the hosts, in any order: deleted and replaced steps and abandoned branches do not come back."""
     small = """
 template = {"w": put(np.zeros(8, np.float32)), "n": 0}
 def state(step): return {"w": put(np.full(8, step, np.float32)), "n": step}
@@ -407,6 +411,7 @@ def state(step): return {"w": put(np.full(8, step, np.float32)), "n": step}
 @pytest.mark.long
 @pytest.mark.parametrize("between", ["a", "b"])
 def test_a_job_of_one_host_comes_between(tmp_path: pathlib.Path, between: str) -> None:
+    """A job on one of the hosts replaces a step. The next job on both hosts restores that one."""
     job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
     body = """
 ckpts = run()
@@ -416,8 +421,8 @@ ckpts.close()
 report(Lines.text)
 """
     job(tmp_path, body, hosts=between)
-    for step in (2, 3):  # aside or where it was, but not gone
-        assert list(tmp_path.glob(f"near-{between}/**/step-{step:08}/arrays-*"))
+    for step in (2, 3):  # archived or in its place, but not deleted
+        assert list(tmp_path.glob(f"local-{between}/**/step-{step:08}/arrays-*"))
     body = "with run() as ckpts:\n  report([ckpts.restore(template)['n'], ckpts.steps])"
     assert [result.report for result in job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
 
@@ -428,13 +433,13 @@ def test_trees_without_arrays_and_slow_hosts(tmp_path: pathlib.Path) -> None:
     body = """
 class Slow(stores.posix.Disk):
     def unlink(self, path):
-        if "near-b/step-00000001/arrays" in path: time.sleep(6)
+        if "local-b/step-00000001/arrays" in path: time.sleep(6)
         super().unlink(path)
 stores.register(stores.Filesystem(Slow()))
 with run(timeout=4, keep=tr.keep.last(2)) as ckpts:
     save(ckpts, 1, 2, 3, 4)
     ckpts.save(5, {"n": 5}).result()
-report([tr.steps(far), tr.restore(far), [line for line in Lines.text if "failed" in line]])
+report([tr.steps(remote), tr.restore(remote), [line for line in Lines.text if "failed" in line]])
 """
     for result in job(tmp_path, body, hosts="ab"):
         assert result.report == [[4, 5], {"n": 5}, []]
@@ -443,13 +448,13 @@ report([tr.steps(far), tr.restore(far), [line for line in Lines.text if "failed"
 @pytest.mark.long
 @pytest.mark.parametrize("unpinned", [False, True])
 def test_what_was_added_to_a_step_goes_where_its_manifest_goes(tmp_path: pathlib.Path, unpinned: bool) -> None:
-    """A pin and metrics of steps that were not copied, when another disk is that of process 0; and back again."""
+    """The pin and metrics of a step that is not uploaded follow its manifest to another disk of process 0, and back."""
     body = """
 ckpts = run(upload_limit=1)
 save(ckpts, 1, 2, 3)
 ckpts.pin(1)
 if INDEX == 0:
-    tr.record(near, 3, {"loss": 0.5})
+    tr.record(local, 3, {"loss": 0.5})
 sync("saved")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -460,7 +465,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     body = """
 with run(keep=tr.keep.last(1)) as ckpts:
     back = ckpts.restore(template)
-report([ckpts.restored_step, is_state(back, 3), tr.steps(far), tr.open(far, step=3).metrics])
+report([ckpts.restored_step, is_state(back, 3), tr.steps(remote), tr.open(remote, step=3).metrics])
 """
     for result in job(tmp_path, body, hosts="ab" if unpinned else "ba"):
         assert result.report == [3, True, [3] if unpinned else [1, 3], {"loss": 0.5}]
@@ -468,21 +473,21 @@ report([ckpts.restored_step, is_state(back, 3), tr.steps(far), tr.open(far, step
 
 @pytest.mark.long
 def test_nothing_is_left_on_a_disk_that_was_of_process_0(tmp_path: pathlib.Path) -> None:
-    """Not the temporary manifest of a save that was killed, nor what lies beside manifests of deleted steps."""
+    """Process 0 leaves a disk: no temporary manifest of a killed save stays there, nor files of deleted steps."""
     body = """
 ckpts = run()
 save(ckpts, 1)
 ckpts.pin(1)
 if INDEX == 0:
-    tr.record(near, 1, {"loss": 0.5})
+    tr.record(local, 1, {"loss": 0.5})
 save(ckpts, 2)
 if INDEX == 0:
-    die_at("sync", "near-a/step-00000003")
+    die_at("sync", "local-a/step-00000003")
 ckpts.save(3, state(3))
 ckpts.wait()
 """
     job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True)
-    assert list(tmp_path.glob("near-a/step-00000003/*.tmp"))
+    assert list(tmp_path.glob("local-a/step-00000003/*.tmp"))
     body = """
 with run() as ckpts:
     ckpts.restore(template)
@@ -494,8 +499,8 @@ report(ckpts.steps)
 """
     for result in job(tmp_path, body, hosts="ba"):
         assert result.report == [2, 4, 5]
-    assert {file.name for name in "ab" for file in tmp_path.glob(f"near-{name}/step-*")} == {
-        "step-00000002",  # which was restored
+    assert {file.name for name in "ab" for file in tmp_path.glob(f"local-{name}/step-*")} == {
+        "step-00000002",  # the restored step
         "step-00000005",
     }
 
@@ -511,38 +516,40 @@ def _broken_off(tmp: pathlib.Path, body: str, hosts: str) -> None:
 
 @pytest.mark.rare
 @pytest.mark.long
-@pytest.mark.parametrize("at", [("unlink", "near-a/step-00000002/treering.json"), ("rename", "near-a/copied-to.json")])
+@pytest.mark.parametrize(
+    "at", [("unlink", "local-a/step-00000002/treering.json"), ("rename", "local-a/copied-to.json")]
+)
 def test_a_disk_that_has_not_given_up_all_manifests_loses_none(tmp_path: pathlib.Path, at: tuple[str, str]) -> None:
-    """Process 0 is on another host, and both are killed while the disk of process 0 before gives them up."""
+    """Process 0 is on another host. Both are killed while the disk of the previous process 0 demotes its manifests."""
     _broken_off(tmp_path, UNCOPIED, "ab")
     body = f"if INDEX: die_at(*{at})\nelse: __import__('threading').Timer(5, os.kill, (os.getpid(), 9)).start()\n"
     _broken_off(tmp_path, body + "run().unpin(1)", "ba")
-    for result in job(tmp_path, SAVES_ON + "report(tr.steps(far))", hosts="ab"):
+    for result in job(tmp_path, SAVES_ON + "report(tr.steps(remote))", hosts="ab"):
         assert result.report == [1, 2, 3, 13]
 
 
 @pytest.mark.rare
 @pytest.mark.long
 def test_of_two_disks_that_think_they_are_that_of_process_0_one_decides(tmp_path: pathlib.Path) -> None:
+    """If two disks have the mark of process 0's disk, one of them is authoritative."""
     _broken_off(tmp_path, UNCOPIED, "ab")
-    body = "if INDEX: die_at('rename', 'near-a/copied-to.json')\n"
+    body = "if INDEX: die_at('rename', 'local-a/copied-to.json')\n"
     _broken_off(tmp_path, body + "run(timeout=4).unpin(1)", "ba")
     _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.pin(1)\nckpts.delete(2)" + KILL, "ab")
-    body = (
-        "with run(keep=tr.keep.last(1)) as ckpts: ckpts.restore(template)\nreport([ckpts.restored_step, tr.steps(far)])"
-    )
+    body = "with run(keep=tr.keep.last(1)) as ckpts: ckpts.restore(template)\n"
+    body += "report([ckpts.restored_step, tr.steps(remote)])"
     for result in job(tmp_path, body, hosts="ba"):
         assert result.report == [3, [1, 3]]
 
 
 @pytest.mark.long
 def test_the_disk_is_lost_to_which_a_pin_went(tmp_path: pathlib.Path) -> None:
-    """Of those that have the manifests as well, one was pinned when the others had them no more."""
+    """The authoritative disk is lost. The pin is found on the disk that last had the manifests before it."""
     _broken_off(tmp_path, UNCOPIED, "ac")
     _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.pin(1)" + KILL, "ca")
     _broken_off(tmp_path, "ckpts = run(upload_limit=1)\nckpts.unpin(2)" + KILL, "bca")
-    shutil.rmtree(tmp_path / "near-b")
-    body = "with run(keep=tr.keep.last(1)) as ckpts:\n  ckpts.restore(template)\nreport(tr.steps(far))"
+    shutil.rmtree(tmp_path / "local-b")
+    body = "with run(keep=tr.keep.last(1)) as ckpts:\n  ckpts.restore(template)\nreport(tr.steps(remote))"
     for result in job(tmp_path, body, hosts="ca"):
         assert result.report == [1, 3]
 
@@ -550,26 +557,28 @@ def test_the_disk_is_lost_to_which_a_pin_went(tmp_path: pathlib.Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["b", "bc"])
 def test_a_part_of_what_overwrites_a_copied_step_is_set_aside(tmp_path: pathlib.Path, hosts: str) -> None:
-    """Where the other host is gone with its part."""
+    """A step is overwritten, and the host with the other part is lost: the remaining part is archived."""
     body = "with run() as ckpts: save(ckpts, 1, 2)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, on_exists='overwrite')"
     _broken_off(tmp_path, body + KILL, "ab")
     results = job(tmp_path, SAVES_ON + "report(Lines.text)", hosts=hosts)
     assert any("archived in" in line for line in results[0].report)
-    assert len(list(tmp_path.glob("near-b/rewound-1/step-00000002/arrays-*"))) == 2
+    assert len(list(tmp_path.glob("local-b/rewound-1/step-00000002/arrays-*"))) == 2
 
 
 @pytest.mark.long
 def test_a_part_stays_while_the_copy_is_damaged(tmp_path: pathlib.Path) -> None:
+    """A part of an uploaded step is not deleted while the remote step is damaged."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
-    file = next(tmp_path.glob("far/step-00000002/arrays-*-00001-*"))
+    file = next(tmp_path.glob("remote/step-00000002/arrays-*-00001-*"))
     file.chmod(0o600)
     file.write_bytes(b"cut short")
     job(tmp_path, SAVES_ON, hosts="b")
-    assert list(tmp_path.glob("near-b/step-00000002/arrays-*"))
+    assert list(tmp_path.glob("local-b/step-00000002/arrays-*"))
 
 
 @pytest.mark.long
 def test_a_pin_without_its_step_is_in_nobodys_way(tmp_path: pathlib.Path) -> None:
+    """The pin that a disk still has of a deleted step does not apply to a new step of the same number."""
     job(tmp_path, "with run() as ckpts:\n  save(ckpts, 1, 2)\n  ckpts.pin(2)", hosts="ab")
     body = "with run() as ckpts:\n  ckpts.restore(template)\n  ckpts.unpin(2)\n  ckpts.delete(2)"
     job(tmp_path, body, hosts="ba")
@@ -584,16 +593,16 @@ def test_a_pin_without_its_step_is_in_nobodys_way(tmp_path: pathlib.Path) -> Non
 def test_what_was_set_aside_on_one_disk_alone_is_kept_on_all(
     tmp_path: pathlib.Path, hosts: str, restores: bool
 ) -> None:
-    """The job is killed between the disks; the next one does not take the parts for those of deleted steps."""
+    """A job is killed while some disks have archived steps. The next job archives them on all disks, deletes none."""
     body = """
 if INDEX == 0:
-    die_at("sync_dir", "near-a/rewound-1")
+    die_at("sync_dir", "local-a/rewound-1")
 ckpts = run(upload_limit=1)
 save(ckpts, 1, 2, 3, 4, 5)
 ckpts.rewind(3)
 """
     _broken_off(tmp_path, body, "ab")
-    saved = {name: [file for file in _arrays(tmp_path / f"near-{name}") if file[-3:] != "tmp"] for name in "ab"}
+    saved = {name: [file for file in _arrays(tmp_path / f"local-{name}") if file[-3:] != "tmp"] for name in "ab"}
     gone_back = {
         name: {one.removeprefix("rewound-1/") for one in own if re.search("0[45]/", one)} for name, own in saved.items()
     }
@@ -607,23 +616,23 @@ with run() as ckpts:
 """
     job(tmp_path, body, hosts=hosts, RESTORES=restores)
     for name in "ab":
-        assert not list(tmp_path.glob(f"near-{name}/step-0000000[45]"))
-        assert set(_arrays(tmp_path / f"near-{name}/rewound-1")) == gone_back[name]
+        assert not list(tmp_path.glob(f"local-{name}/step-0000000[45]"))
+        assert set(_arrays(tmp_path / f"local-{name}/rewound-1")) == gone_back[name]
 
 
 @pytest.mark.long
 def test_a_rewind_that_fails_between_the_disks_deletes_nothing(tmp_path: pathlib.Path) -> None:
-    """The rounds of copies that follow do not take what other hosts are still to set aside for what was deleted."""
+    """Later uploads do not delete the parts that other hosts still have to archive."""
     body = """
 class Refusing(stores.posix.Disk):
     def create(self, path):
-        if "far/step-00000004" in path or "far/step-00000005" in path:
+        if "remote/step-00000004" in path or "remote/step-00000005" in path:
             raise OSError(28, "no room")
         return super().create(path)
 stores.register(stores.Filesystem(Refusing()))
 ckpts = run(on_error="log")
 save(ckpts, 1, 2, 3, 4, 5)
-until(lambda: not ckpts._directory.busy)  # rounds have seen what is there
+until(lambda: not ckpts._directory.busy)  # rounds have seen the files
 if INDEX == 0:
     def refuse(step): raise OSError(5, "no answer")
     ckpts._directory.far.set_aside_after = refuse
@@ -636,24 +645,24 @@ report([failed, closed])
 """
     for result in job(tmp_path, body, hosts="ab", expect=ANY, recoverable=True):
         assert result.report and result.report[0], result.output
-    parts = {name: _arrays(tmp_path / f"near-{name}") for name in "ab"}
+    parts = {name: _arrays(tmp_path / f"local-{name}") for name in "ab"}
     gone_back = {
         name: {os.path.basename(one) for one in own if re.search("0[45]/", one)} for name, own in parts.items()
     }
     assert [len(own) for own in gone_back.values()] == [2, 2], parts
     job(tmp_path, "with run() as ckpts:\n  save(ckpts, 10, 11, 12)", hosts="ab")
     for name, own in gone_back.items():
-        assert {os.path.basename(one) for one in _arrays(tmp_path / f"near-{name}/rewound-1")} == own
+        assert {os.path.basename(one) for one in _arrays(tmp_path / f"local-{name}/rewound-1")} == own
 
 
 @pytest.mark.long
 def test_the_run_is_locked_while_the_job_begins_and_free_when_it_saves(tmp_path: pathlib.Path) -> None:
-    """What it could not take over is set aside whole, on all disks."""
+    """The steps whose manifests the job could not adopt are archived completely, on all disks."""
     body = "with run() as ckpts: save(ckpts, 1)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, 3)"
     _broken_off(tmp_path, body + KILL, "ab")
     body = """
 import subprocess
-hold = f"from treering import stores; import sys; lock = stores.of({str(far)!r}).lease({str(far)!r}, lambda: True);"
+hold = f"from treering import stores; import sys; at = {str(remote)!r}; lock = stores.of(at).lease(at, lambda: True);"
 hold += "lock.acquire(); print('held', flush=True); sys.stdin.readline()"
 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 if INDEX == 0:
@@ -667,23 +676,23 @@ if INDEX == 0:
 sync("free")
 save(ckpts, 11, 12)
 ckpts.close()
-report([ckpts.restored_step, tr.steps(far)])
+report([ckpts.restored_step, tr.steps(remote)])
 """
     for result in job(tmp_path, body, hosts="ba"):
         assert result.report == [1, [1, 11, 12]]
     for name in "ab":
-        assert len(list(tmp_path.glob(f"near-{name}/rewound-1/step-*/arrays-*"))) == 2
+        assert len(list(tmp_path.glob(f"local-{name}/rewound-1/step-*/arrays-*"))) == 2
 
 
 @pytest.mark.long
 def test_what_is_not_known_to_be_copied_is_not_copied_onto_itself(tmp_path: pathlib.Path, bucket: str) -> None:
-    """A look at the copy failed for a moment; the files of a second one would have the names of the first."""
-    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", far=bucket)
+    """A request about the remote copy fails once. Another upload would delete its files, which have the same names."""
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", remote=bucket)
     body = """
 from treering._run import near_and_far
 looks, identity = [], near_and_far.summary.identity
 def flaky(store, path):
-    if str(far) in path and not looks:
+    if str(remote) in path and not looks:
         looks.append(path)
         raise TimeoutError(110, "no answer", path)
     return identity(store, path)
@@ -692,7 +701,7 @@ with run() as ckpts:
     back = ckpts.restore(template)
 report([ckpts.restored_step, is_state(back, 2), bool(looks)])
 """
-    results = job(tmp_path, body, hosts="ba", far=bucket)
+    results = job(tmp_path, body, hosts="ba", remote=bucket)
     assert [result.report[:2] for result in results] == [[2, True]] * 2 and results[0].report[2]
     assert tr.verify(bucket).ok
     _check(bucket, 2)

@@ -1,6 +1,6 @@
-"""Disks of hosts that have what process 0 does not know, or no longer: it is kept, set aside, or said to be missing.
+"""Host disks with steps that process 0 does not know (any more): they are kept, archived, or named as missing.
 
-A step that is not on the disk of process 0 may have been deleted, or be one of a job that went on without that disk.
+A step that is missing on process 0's disk may have been deleted, or a job that continued without that disk saved it.
 """
 
 import pathlib
@@ -24,32 +24,32 @@ def _killed(tmp: pathlib.Path, body: str, hosts: str) -> None:
 
 
 def _report(tmp: pathlib.Path, body: str, hosts: str) -> Any:
-    """What process 0 of a job reports, which ends as it likes."""
+    """Returns the report of process 0 of a job, whatever its exit codes."""
     first, *_ = job(tmp, body, hosts, expect=ANY, recoverable=True)
     assert first.report is not None, first.output
     return first.report
 
 
 def _two_uncopied(tmp: pathlib.Path) -> None:
-    """Steps 1 and 2 are on the disks alone, 3 is copied."""
+    """Makes a run with steps 1 and 2 only on the host disks, and step 3 uploaded."""
     _killed(tmp, "ckpts = run(upload_limit=1)\nsave(ckpts, 1, 2, 3)", "ab")
     _killed(tmp, "ckpts = run(upload_limit=1)\nckpts.restore(template)", "ab")
-    assert tr.steps(tmp / "far") == [3]
+    assert tr.steps(tmp / "remote") == [3]
 
 
 def _files(tmp: pathlib.Path, host: str, *steps: int) -> list[str]:
-    """The array files of steps on a disk, wherever they are there."""
+    """Returns the array files of steps on a disk, in any folder."""
     folders = [f"step-{step:08}" for step in steps]
-    return sorted(file.name for file in (tmp / f"near-{host}").rglob("arrays-*") if file.parent.name in folders)
+    return sorted(file.name for file in (tmp / f"local-{host}").rglob("arrays-*") if file.parent.name in folders)
 
 
 def test_a_job_that_only_restores_and_fails_to_copy(tmp_path: pathlib.Path) -> None:
-    """Process 0 has claimed the run, and the others have not heard of it when the job ends."""
+    """The job ends after process 0 has acquired the run, and before its peers know of it."""
     _two_uncopied(tmp_path)
     body = """
 class Full(stores.posix.Disk):
     def write(self, fd, data, offset):
-        if "/far/" in os.readlink(f"/proc/self/fd/{fd}"): raise OSError(28, "No space left on device")
+        if "/remote/" in os.readlink(f"/proc/self/fd/{fd}"): raise OSError(28, "No space left on device")
         super().write(fd, data, offset)
 if INDEX == 1: stores.register(stores.Filesystem(Full()))
 report(caught(ckpts.close))
@@ -57,8 +57,8 @@ report(caught(ckpts.close))
     assert "steps 1, 2 are in" in _report(tmp_path, RESTORE + body, "ab")[1]
     body = "save(ckpts, 4)\nreport([caught(ckpts.close)])"
     assert _report(tmp_path, RESTORE + body, "ab") == [None]
-    assert tr.steps(tmp_path / "far") == [1, 2, 3, 4] and tr.verify(tmp_path / "far").ok
-    assert not list(tmp_path.glob("near-*/rewound-*"))
+    assert tr.steps(tmp_path / "remote") == [1, 2, 3, 4] and tr.verify(tmp_path / "remote").ok
+    assert not list(tmp_path.glob("local-*/rewound-*"))
 
 
 def test_a_job_that_only_goes_back(tmp_path: pathlib.Path) -> None:
@@ -66,11 +66,11 @@ def test_a_job_that_only_goes_back(tmp_path: pathlib.Path) -> None:
     _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.rewind(2)", "ab")
     body = "report([ckpts.restored_step, caught(ckpts.close)])"
     assert _report(tmp_path, RESTORE + body, "ab") == [2, None]
-    assert tr.steps(tmp_path / "far") == [1, 2] and tr.verify(tmp_path / "far").ok
+    assert tr.steps(tmp_path / "remote") == [1, 2] and tr.verify(tmp_path / "remote").ok
 
 
 def test_a_step_that_was_overwritten_by_one_whose_manifest_is_away(tmp_path: pathlib.Path) -> None:
-    """The copy of the old one is taken with a word about it, and no part of the new one is deleted."""
+    """The disk with the new manifest is missing: the old remote step is restored and logged, and no part deleted."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", "cb")
     body = "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2, on_exists='overwrite')"
     _killed(tmp_path, body, "acb")
@@ -83,6 +83,7 @@ def test_a_step_that_was_overwritten_by_one_whose_manifest_is_away(tmp_path: pat
 
 @pytest.mark.rare
 def test_a_job_that_goes_on_elsewhere_does_not_know_of_what_was_not_copied(tmp_path: pathlib.Path) -> None:
+    """A job on other hosts continues without the steps that were not uploaded. They are archived, not deleted."""
     _two_uncopied(tmp_path)
     before = {host: _files(tmp_path, host, 1, 2) for host in "ab"}
     unreachable = """
@@ -96,14 +97,14 @@ save(ckpts, 4)
     restored, error, lines = _report(tmp_path, RESTORE + body, "cdab")
     assert restored == 4 and error is None and "steps 1, 2 are ignored" in lines[0]
     assert {host: _files(tmp_path, host, 1, 2) for host in "ab"} == before
-    assert len(list(tmp_path.glob("near-[ab]/rewound-1/*"))) == 4
+    assert len(list(tmp_path.glob("local-[ab]/rewound-1/*"))) == 4
 
 
 def test_what_appears_on_a_disk_while_a_job_runs(tmp_path: pathlib.Path) -> None:
-    """Of a job that has run beside it: that of the disk was going on, and ended, while this one began."""
+    """A step of another job, which was still running when this one began, is archived and logged."""
     (tmp_path / "other").mkdir()
     _killed(tmp_path / "other", "save(run(upload_limit=1), 9)", "ab")
-    step = "near-b/step-00000009"
+    step = "local-b/step-00000009"
     shutil.copytree(tmp_path / "other" / step, tmp_path / "strange")
     body = f"""
 ckpts = run()
@@ -119,11 +120,12 @@ report([caught(ckpts.close), {LINES}])
 """
     error, lines = _report(tmp_path, body, "ab")
     assert error is None and "parts of step-00000009" in lines[0]
-    assert len(_files(tmp_path, "b", 9)) == 1 and (tmp_path / "near-b/rewound-1/step-00000009").is_dir()
+    assert len(_files(tmp_path, "b", 9)) == 1 and (tmp_path / "local-b/rewound-1/step-00000009").is_dir()
 
 
 @pytest.mark.parametrize("hosts", ["xab", "abx"])
 def test_a_job_without_the_disk_that_decides_changes_nothing_by_restoring(tmp_path: pathlib.Path, hosts: str) -> None:
+    """A job without the authoritative disk restores and changes nothing: the full job then restores the newest step."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ba")
     _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2)", "xab")
     body = f"report([ckpts.restored_step, caught(ckpts.close), {LINES}])"
@@ -133,6 +135,7 @@ def test_a_job_without_the_disk_that_decides_changes_nothing_by_restoring(tmp_pa
 
 
 def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_one_that_was_deleted(tmp_path: pathlib.Path) -> None:
+    """A manifest that cannot be read once is not considered deleted: the parts of its step stay."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ba")
     _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2)", "ba")
     before = {host: _files(tmp_path, host, 2) for host in "ab"}
@@ -140,7 +143,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_one_that_was_deleted
 once = []
 class Bad(stores.posix.Disk):
     def open(self, path, *args, **options):
-        if "near-b/step-00000002/treering.json" in str(path) and not once:
+        if "local-b/step-00000002/treering.json" in str(path) and not once:
             once.append(path)
             raise OSError(5, "Input/output error", path)
         return super().open(path, *args, **options)
@@ -160,7 +163,7 @@ def test_what_the_policy_does_not_want_stays_while_it_is_read(tmp_path: pathlib.
     body = f"""
 class Slow(stores.posix.Disk):
     def open(self, path, *args, **options):
-        if "far/step-00000001/arrays" in str(path): time.sleep(2)
+        if "remote/step-00000001/arrays" in str(path): time.sleep(2)
         return super().open(path, *args, **options)
 if INDEX == 1: stores.register(stores.Filesystem(Slow()))
 ckpts = run({options})
@@ -171,44 +174,45 @@ report([caught(ckpts.restore, template, step=1), ckpts.restored_step])
 
 @pytest.mark.rare
 def test_what_is_left_of_a_manifest_that_was_about_to_be_given_up(tmp_path: pathlib.Path) -> None:
+    """Temporary files of an interrupted demotion of a manifest are removed later."""
     job(tmp_path, "with run(keep_local=None) as ckpts: save(ckpts, 1, 2)", "ab")
     body = """
-if INDEX: die_at('rename', 'near-a/step-00000002/')
+if INDEX: die_at('rename', 'local-a/step-00000002/')
 else: __import__('threading').Timer(6, os.kill, (os.getpid(), 9)).start()
 run(timeout=4).restore(template)
 """
     job(tmp_path, body, "ba", expect=ANY, recoverable=True)
-    assert list(tmp_path.glob("near-a/step-00000002/.part-of-*"))
+    assert list(tmp_path.glob("local-a/step-00000002/.part-of-*"))
     job(tmp_path, "with run() as ckpts:\n  ckpts.restore(template)\n  save(ckpts, 3, 4)", "ab")
-    assert not list(tmp_path.glob("near-*/step-*/.*"))
+    assert not list(tmp_path.glob("local-*/step-*/.*"))
 
 
 def test_marks_of_what_was_deleted_go_with_it(tmp_path: pathlib.Path) -> None:
-    """They stay while another disk has a part of it, also one that has taken the place of the first."""
+    """Marks of a deleted step stay while another disk has a part of it, also after process 0 has changed its disk."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2, 3)", "ab")
-    first = {file.name for file in tmp_path.glob("near-a/deleted-*")}
+    first = {file.name for file in tmp_path.glob("local-a/deleted-*")}
     assert first
     job(tmp_path, RESTORE + "save(ckpts, 4)\nckpts.close()", "ba")
-    assert not list(tmp_path.glob("near-a/deleted-*"))
+    assert not list(tmp_path.glob("local-a/deleted-*"))
     job(tmp_path, RESTORE + "save(ckpts, 5, 6)\nckpts.close()", "ba")
     for host in "ab":
-        assert {file.parent.name for file in (tmp_path / f"near-{host}").glob("step-*/*")} <= {
+        assert {file.parent.name for file in (tmp_path / f"local-{host}").glob("step-*/*")} <= {
             "step-00000004",
             "step-00000006",
         }
-    assert not {file.name for file in tmp_path.glob("near-*/deleted-*")} & first
-    assert not list(tmp_path.glob("near-*/rewound-*"))
+    assert not {file.name for file in tmp_path.glob("local-*/deleted-*")} & first
+    assert not list(tmp_path.glob("local-*/rewound-*"))
 
 
 def test_the_run_is_locked_until_all_disks_have_been_told_who_decides(tmp_path: pathlib.Path) -> None:
-    """Another job that saved meanwhile would have its manifests taken away."""
+    """Otherwise the manifests of another job that saves meanwhile would be demoted."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ab")
     body = """
 from treering._run.host_disks import HostDisks
 take_part, seen = HostDisks.take_part, []
 def slow(self, *args):
     if INDEX == 1 and not seen:
-        seen.append(caught(stores.of(str(far)).lease(str(far), lambda: True).acquire))
+        seen.append(caught(stores.of(str(remote)).lease(str(remote), lambda: True).acquire))
     take_part(self, *args)
 HostDisks.take_part = slow
 ckpts = run()
@@ -220,18 +224,18 @@ report([ckpts.restored_step, seen])
 
 
 def test_a_deleted_step_goes_with_the_mark_of_a_part(tmp_path: pathlib.Path) -> None:
-    """A process of another job, which had the run before, has put it there when the manifest had come."""
+    """A process of an earlier job has marked a part after the manifest came. Deleting the step deletes the mark."""
     body = """
 from treering.formats.treering import host_parts
 ckpts = run()
 save(ckpts, 1, 2)
 if INDEX == 0:
-    path = f"{near}/step-00000001"
+    path = f"{local}/step-00000001"
     for identity in host_parts.identities(stores.of(path), path): open(f"{path}/part-of-{identity}", "x").close()
 sync("marked")
 ckpts.delete(1)
 ckpts.close()
 """
     job(tmp_path, body, "ab")
-    assert not (tmp_path / "near-a" / "step-00000001").exists()
-    assert tr.steps(tmp_path / "far") == [2]
+    assert not (tmp_path / "local-a" / "step-00000001").exists()
+    assert tr.steps(tmp_path / "remote") == [2]

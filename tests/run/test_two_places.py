@@ -1,4 +1,4 @@
-"""Runs that are saved on a local disk and copied from there to where they stay."""
+"""Runs in two tiers: saved to a local disk, and uploaded from there to the remote tier."""
 
 import errno
 import logging
@@ -32,21 +32,24 @@ from treering.stores.posix import Disk
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
-def far(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
-    """Where a run stays."""
+def remote(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
+    """The remote tier of a run."""
     if request.param == "disk":
-        yield str(tmp_path / "far" / "run")
+        yield str(tmp_path / "remote" / "run")
         return
     buckets = ObjectStore()
     memory = request.param == "memory"
-    buckets.add("far://b", obstore.store.MemoryStore() if memory else s3.client(request.getfixturevalue("s3_server")))
-    with stores.using(buckets, "far"):
-        yield f"far://b/{secrets.token_hex(4)}"
+    buckets.add(
+        "remote://b", obstore.store.MemoryStore() if memory else s3.client(request.getfixturevalue("s3_server"))
+    )
+    with stores.using(buckets, "remote"):
+        yield f"remote://b/{secrets.token_hex(4)}"
 
 
 @pytest.fixture
-def near(tmp_path: pathlib.Path) -> str:
-    return str(tmp_path / "near")
+def local(tmp_path: pathlib.Path) -> str:
+    """The local tier of a run."""
+    return str(tmp_path / "local")
 
 
 def _state(step: int, size: int = 1000) -> dict[str, Any]:
@@ -76,132 +79,132 @@ def _until(check: Callable[[], Any], seconds: float = 20) -> None:
 
 
 @pytest.mark.long
-def test_steps_are_saved_near_and_stay_far(near: str, far: str) -> None:
-    with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
+def test_steps_are_saved_near_and_stay_far(local: str, remote: str) -> None:
+    with tr.Checkpointer(remote, local=local, keep=tr.keep.last(3)) as ckpts:
         assert ckpts.restore_or_init(lambda: _state(0))[1] == 0
         for step in range(1, 6):
             pending = ckpts.save(step, _state(step), metrics={"loss": 1 / step})
-            assert pending and pending.result().path == f"{near}/step-{step:08}"
+            assert pending and pending.result().path == f"{local}/step-{step:08}"
         _check(ckpts.restore(), 5)
-    assert tr.steps(near) == [5] and tr.steps(far) == [3, 4, 5]
-    assert _manifest(f"{near}/step-00000005") == _manifest(f"{far}/step-00000005")
+    assert tr.steps(local) == [5] and tr.steps(remote) == [3, 4, 5]
+    assert _manifest(f"{local}/step-00000005") == _manifest(f"{remote}/step-00000005")
     for step in (3, 4, 5):
-        _check(tr.restore(far, step=step), step)
-    assert tr.verify(far) and tr.open(far).metrics == {"loss": 0.2} and tr.open(far).step == 5
-    after = tr.Checkpointer(far, local=near)
+        _check(tr.restore(remote, step=step), step)
+    assert tr.verify(remote) and tr.open(remote).metrics == {"loss": 0.2} and tr.open(remote).step == 5
+    after = tr.Checkpointer(remote, local=local)
     assert after.steps == [3, 4, 5] and after.latest_step == 5 and after.best_step("loss", "min") == 5
-    assert after.copies(5) == [f"{near}/step-00000005", f"{far}/step-00000005"]
-    assert after.copies(4) == [f"{far}/step-00000004"] and after.path(6) == f"{near}/step-00000006"
+    assert after.copies(5) == [f"{local}/step-00000005", f"{remote}/step-00000005"]
+    assert after.copies(4) == [f"{remote}/step-00000004"] and after.path(6) == f"{local}/step-00000006"
     assert list(after.disk_usage) == [3, 4, 5]
     with pytest.raises(NotFoundError, match="expected step 1, found 3, 4, 5"):
         after.copies(1)
 
 
 @pytest.mark.long
-def test_the_nearest_good_copy_is_taken(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_the_nearest_good_copy_is_taken(local: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1, 2)
-    file = next(pathlib.Path(near, "step-00000002").glob("arrays-*"))
+    file = next(pathlib.Path(local, "step-00000002").glob("arrays-*"))
     file.chmod(0o600)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     for step in (None, 2):
         caplog.clear()
-        ckpts = tr.Checkpointer(far, local=near)
+        ckpts = tr.Checkpointer(remote, local=local)
         _check(ckpts.restore(step=step), 2)
         assert ckpts.restored_step == 2
-        assert f"taking the copy of step 2 at {far}/step-00000002" in caplog.text
+        assert f"taking the copy of step 2 at {remote}/step-00000002" in caplog.text
     file.unlink()
-    assert tr.Checkpointer(far, local=near).open(2).path == f"{far}/step-00000002"
-    with tr.Checkpointer(far, local=near + "-of-another-host") as ckpts:
+    assert tr.Checkpointer(remote, local=local).open(2).path == f"{remote}/step-00000002"
+    with tr.Checkpointer(remote, local=local + "-of-another-host") as ckpts:
         state, step = ckpts.restore_or_init(lambda: _state(0))
         _check(state, 2)
         assert step == 2
         _save(ckpts, 3)
-    assert tr.steps(far) == [1, 2, 3]
+    assert tr.steps(remote) == [1, 2, 3]
 
 
 @pytest.mark.long
-def test_what_is_not_copied_is_never_deleted(near: str, tmp_path: pathlib.Path, s3_server: str) -> None:
-    """The network goes away: saving goes on near, all that `keep` wants stays there, and the next job copies it."""
+def test_what_is_not_copied_is_never_deleted(local: str, tmp_path: pathlib.Path, s3_server: str) -> None:
+    """Without a network, saving continues locally, the steps that `keep` keeps stay, and the next job uploads them."""
     with proxy(s3_server) as between:
         buckets = ObjectStore()
         buckets.add("flaky://b", s3.client(between.url, retry_config={"max_retries": 0}))
         with stores.using(buckets, "flaky"):
-            _go_on_without(between, near, f"flaky://b/{secrets.token_hex(4)}")
+            _save_without_network(between, local, f"flaky://b/{secrets.token_hex(4)}")
 
 
-def _go_on_without(between: Proxy, near: str, far: str) -> None:
-    told: list[tuple[BaseException, bool]] = []
+def _save_without_network(between: Proxy, local: str, remote: str) -> None:
+    notified: list[tuple[BaseException, bool]] = []
 
-    def tell(error: BaseException) -> None:
-        told.append((error, threading.current_thread() is threading.main_thread()))
+    def notify(error: BaseException) -> None:
+        notified.append((error, threading.current_thread() is threading.main_thread()))
 
-    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(3), on_error=tell)
+    ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(3), on_error=notify)
     _save(ckpts, 1)
-    _until(lambda: tr.steps(far) == [1])
+    _until(lambda: tr.steps(remote) == [1])
     between.fault = lambda request: "503 SlowDown"
     _save(ckpts, 2, 3, 4)
     _until(lambda: not ckpts._directory.busy)
     _save(ckpts, 5)
-    assert told and all("503" in str(error) and in_main for error, in_main in told)
+    assert notified and all("503" in str(error) and in_main for error, in_main in notified)
     with pytest.raises(
-        SaveError, match=rf"{far}: not all steps are there.*503.*steps 3, 4, 5 are in {near}; the next job"
+        SaveError, match=rf"{remote}: not all steps are there.*503.*steps 3, 4, 5 are in {local}; the next job"
     ):
         ckpts.close()
-    assert {3, 4, 5} <= set(tr.steps(near))
+    assert {3, 4, 5} <= set(tr.steps(local))
     between.fault = lambda request: None
-    with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep=tr.keep.last(3)) as ckpts:
         assert ckpts.latest_step == 5
         _save(ckpts, 6)
-    assert tr.steps(far) == [4, 5, 6] and tr.steps(near) == [6]
+    assert tr.steps(remote) == [4, 5, 6] and tr.steps(local) == [6]
 
 
-def test_a_step_that_is_not_copied_and_not_wanted_any_more_goes(near: str, tmp_path: pathlib.Path) -> None:
-    """Where the newer steps are far, and near no longer, the policy is asked about all of them together."""
-    far = tmp_path / "far"
-    (far / "step-00000002").mkdir(parents=True)
-    (far / "step-00000002" / "treering.json").mkdir()  # no step can be there
-    with tr.Checkpointer(far, local=near, keep=tr.keep.last(3)) as ckpts:
+def test_a_step_that_is_not_copied_and_not_wanted_any_more_goes(local: str, tmp_path: pathlib.Path) -> None:
+    """The policy sees the steps of both tiers together, also newer ones that are only remote."""
+    remote = tmp_path / "remote"
+    (remote / "step-00000002").mkdir(parents=True)
+    (remote / "step-00000002" / "treering.json").mkdir()  # no step can be there
+    with tr.Checkpointer(remote, local=local, keep=tr.keep.last(3)) as ckpts:
         _save(ckpts, 1, 2)
         for step in (3, 4, 5):
             _save(ckpts, step)
-            _until(lambda step=step: step in tr.steps(far))
-            assert 2 in tr.steps(near)
-    assert tr.steps(near) == [5] and tr.steps(far) == [3, 4, 5]
+            _until(lambda step=step: step in tr.steps(remote))
+            assert 2 in tr.steps(local)
+    assert tr.steps(local) == [5] and tr.steps(remote) == [3, 4, 5]
 
 
-def test_a_step_becomes_the_best_before_it_is_copied(near: str, tmp_path: pathlib.Path) -> None:
-    """An evaluator gives it its metric while a newer one takes long to be copied."""
-    far = tmp_path / "far"
-    (far / "step-00000002" / "treering.json").mkdir(parents=True)  # no step can be there
+def test_a_step_becomes_the_best_before_it_is_copied(local: str, tmp_path: pathlib.Path) -> None:
+    """An evaluator records the metric of a step while the upload of a newer one takes long."""
+    remote = tmp_path / "remote"
+    (remote / "step-00000002" / "treering.json").mkdir(parents=True)  # no step can be there
     keep = tr.keep.best(1, "loss", "min", unscored="drop")
-    ckpts = tr.Checkpointer(far, local=near, keep=keep)
+    ckpts = tr.Checkpointer(remote, local=local, keep=keep)
     places: Any = ckpts._directory
     ckpts.save(1, _state(1), metrics={"loss": 0.5})
     _save(ckpts, 2, 3)
-    _until(lambda: tr.steps(far) == [1, 3] and not places.busy)
+    _until(lambda: tr.steps(remote) == [1, 3] and not places.busy)
     places._copies._copy_all = lambda: None
-    tr.record(near, 2, {"loss": 0.1})
+    tr.record(local, 2, {"loss": 0.1})
     _save(ckpts, 4, 5)
     ckpts.close()
-    assert 2 in tr.steps(near)
+    assert 2 in tr.steps(local)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("change", ["rewind", "delete"])
-def test_a_step_is_wanted_again_when_newer_ones_are_gone(near: str, tmp_path: pathlib.Path, change: str) -> None:
-    """What was decided about it counts no more, even if copying does not come to decide anew before the next save."""
-    far = tmp_path / "far"
-    (far / "step-00000002" / "treering.json").mkdir(parents=True)  # no step can be there
-    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(3))
+def test_a_step_is_wanted_again_when_newer_ones_are_gone(local: str, tmp_path: pathlib.Path, change: str) -> None:
+    """An earlier decision not to upload it is dropped, even if no upload decides again before the next save."""
+    remote = tmp_path / "remote"
+    (remote / "step-00000002" / "treering.json").mkdir(parents=True)  # no step can be there
+    ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(3))
     places: Any = ckpts._directory
     for step in (2, 3, 4, 5):
         _save(ckpts, step)
-        _until(lambda step=step: step == 2 or step in tr.steps(far))
+        _until(lambda step=step: step == 2 or step in tr.steps(remote))
     _until(lambda: not places.busy)
-    assert [one.step for one in places._seen_far] == [3, 4, 5] and 2 in tr.steps(near)
+    assert [one.step for one in places._seen_far] == [3, 4, 5] and 2 in tr.steps(local)
     places._copies._copy_all = lambda: None
     if change == "rewind":
         ckpts.rewind(2)
@@ -210,29 +213,29 @@ def test_a_step_is_wanted_again_when_newer_ones_are_gone(near: str, tmp_path: pa
         ckpts.delete(4)
     _save(ckpts, 6)
     ckpts.close()
-    assert tr.steps(near)[0] == 2
+    assert tr.steps(local)[0] == 2
 
 
 @pytest.mark.long
 def test_copying_is_tried_again_without_another_save(
-    near: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
+    local: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network is away for a moment after the only save in a long while."""
+    """The network fails for a moment after the only save in a long time."""
     monkeypatch.setattr(copies, "_AGAIN_SECONDS", 0.05)
     with proxy(s3_server) as between:
         buckets = ObjectStore()
         buckets.add("away://b", s3.client(between.url, retry_config={"max_retries": 0}))
-        far = f"away://b/{secrets.token_hex(4)}"
-        with stores.using(buckets, "away"), tr.Checkpointer(far, local=near) as ckpts:
+        remote = f"away://b/{secrets.token_hex(4)}"
+        with stores.using(buckets, "away"), tr.Checkpointer(remote, local=local) as ckpts:
             _save(ckpts, 1)
-            _until(lambda: tr.steps(far) == [1])
+            _until(lambda: tr.steps(remote) == [1])
             between.fault = lambda request: "503 SlowDown"
             _save(ckpts, 2)
             places: Any = ckpts._directory
-            _until(lambda: places._copies._wait > 0.15)  # it has failed more than once
+            _until(lambda: places._copies._wait > 0.15)  # The upload has failed more than once.
             between.fault = lambda request: None
             _until(lambda: ckpts.uncopied == [])
-            assert tr.steps(far) == [1, 2]
+            assert tr.steps(remote) == [1, 2]
 
 
 _SLOWLY = """
@@ -251,80 +254,80 @@ sys.stdin.read()
 
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_job_is_finished_by_the_next(near: str, tmp_path: pathlib.Path, stop: signal.Signals) -> None:
-    far = str(tmp_path / "far")
+def test_a_killed_job_is_finished_by_the_next(local: str, tmp_path: pathlib.Path, stop: signal.Signals) -> None:
+    remote = str(tmp_path / "remote")
     with subprocess.Popen(
-        [sys.executable, "-c", _SLOWLY, far, near], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SLOWLY, remote, local], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as job:
         assert job.stdout and [job.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
-        _until(lambda: list(pathlib.Path(far).glob("step-*/arrays-*")))
+        _until(lambda: list(pathlib.Path(remote).glob("step-*/arrays-*")))
         job.send_signal(stop)
-    assert tr.steps(far) == [] and tr.steps(near) == [1, 2, 3]
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    assert tr.steps(remote) == [] and tr.steps(local) == [1, 2, 3]
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         assert ckpts.steps == [1, 2, 3]
         assert ckpts.restore()["n"] == 3
         _save(ckpts, 4)
-    assert tr.steps(far) == [1, 2, 3, 4]
+    assert tr.steps(remote) == [1, 2, 3, 4]
     for step in (1, 2, 3):
-        assert np.all(tr.restore(far, step=step)["w"] == step)
-        assert len(os.listdir(f"{far}/step-{step:08}")) == 2
+        assert np.all(tr.restore(remote, step=step)["w"] == step)
+        assert len(os.listdir(f"{remote}/step-{step:08}")) == 2
 
 
 @pytest.mark.long
-def test_steps_of_a_job_that_was_overtaken(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Another host has gone on: what the first one has near and far has not is an old branch, and never comes back."""
-    other = near + "-of-another-host"
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+def test_steps_of_a_job_that_was_overtaken(local: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Another host has continued the run. Steps only in the first host's local tier are an abandoned branch."""
+    other = local + "-of-another-host"
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
-    store = stores.of(far)
-    with tr.Checkpointer(far, local=other) as ckpts:
+    store = stores.of(remote)
+    with tr.Checkpointer(remote, local=other) as ckpts:
         ckpts.restore(step=1)
         ckpts.save(2, _state(20))
         ckpts.save(3, _state(30))
-    assert store.list(far).count("rewound-1") == 1
-    back = tr.Checkpointer(far, local=near, keep_local=None)
-    assert back.steps == [1, 2, 3] and back.copies(2) == [f"{far}/step-00000002"]  # not the one near
-    assert back.copies(1) == [f"{near}/step-00000001", f"{far}/step-00000001"]
+    assert store.list(remote).count("rewound-1") == 1
+    back = tr.Checkpointer(remote, local=local, keep_local=None)
+    assert back.steps == [1, 2, 3] and back.copies(2) == [f"{remote}/step-00000002"]  # not the local one
+    assert back.copies(1) == [f"{local}/step-00000001", f"{remote}/step-00000001"]
     _check(back.restore(step=2), 20)
     _check(back.restore(), 30)
     with back:
         _save(back, 4)
     assert "since steps 2 were saved here; they are ignored" in caplog.text
     assert "steps that do not belong to the run were archived in" in caplog.text
-    _check(tr.restore(f"{near}/rewound-1/step-00000002"), 2)
-    assert tr.steps(far) == [1, 2, 3, 4] and tr.steps(near) == [1, 4]
+    _check(tr.restore(f"{local}/rewound-1/step-00000002"), 2)
+    assert tr.steps(remote) == [1, 2, 3, 4] and tr.steps(local) == [1, 4]
 
 
 @pytest.mark.long
-def test_a_job_without_a_local_place_comes_between(near: str, far: str) -> None:
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_a_job_without_a_local_place_comes_between(local: str, remote: str) -> None:
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
-    with tr.Checkpointer(far) as ckpts:
+    with tr.Checkpointer(remote) as ckpts:
         ckpts.save(1, _state(10), on_exists="overwrite")
-    back = tr.Checkpointer(far, local=near)
+    back = tr.Checkpointer(remote, local=local)
     _check(back.restore(), 10)
     with back:
         _save(back, 2)
-    assert tr.steps(far) == [1, 2] and tr.steps(near) == [2]
-    _check(tr.restore(far, step=1), 10)
+    assert tr.steps(remote) == [1, 2] and tr.steps(local) == [2]
+    _check(tr.restore(remote, step=1), 10)
 
 
 @pytest.mark.long
-def test_a_local_run_moves_to_another_place(near: str, far: str) -> None:
-    with tr.Checkpointer(near) as ckpts:
+def test_a_local_run_moves_to_another_place(local: str, remote: str) -> None:
+    with tr.Checkpointer(local) as ckpts:
         _save(ckpts, 1, 2)
         ckpts.pin(1)
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _check(ckpts.restore(), 2)
         _save(ckpts, 3)
-    assert tr.steps(far) == [1, 2, 3] and tr.Checkpointer(far).pinned == [1]
+    assert tr.steps(remote) == [1, 2, 3] and tr.Checkpointer(remote).pinned == [1]
 
 
 @pytest.mark.long
-def test_overwriting_and_skipping(near: str, far: str) -> None:
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_overwriting_and_skipping(local: str, remote: str) -> None:
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1, 2)
-        _until(lambda: tr.steps(far) == [1, 2])
+        _until(lambda: tr.steps(remote) == [1, 2])
         for step in (1, 2):
             with pytest.raises(ExistsError, match=f"step {step} is saved already"):
                 ckpts.save(step, _state(7))
@@ -332,27 +335,27 @@ def test_overwriting_and_skipping(near: str, far: str) -> None:
         ckpts.save(1, _state(10), on_exists="overwrite")
         ckpts.save(2, _state(20), on_exists="overwrite")
     for step in (1, 2):
-        _check(tr.restore(far, step=step), 10 * step)
-        _check(tr.Checkpointer(far, local=near).restore(step=step), 10 * step)
+        _check(tr.restore(remote, step=step), 10 * step)
+        _check(tr.Checkpointer(remote, local=local).restore(step=step), 10 * step)
 
 
 @pytest.mark.long
-def test_managing_both(near: str, far: str) -> None:
+def test_managing_both(local: str, remote: str) -> None:
     with tr.Checkpointer(
-        far, local=near, keep=tr.keep.last(2) | tr.keep.best(1, "loss", "min", unscored="drop"), keep_local=None
+        remote, local=local, keep=tr.keep.last(2) | tr.keep.best(1, "loss", "min", unscored="drop"), keep_local=None
     ) as ckpts:
         ckpts.save(1, _state(1), metrics={"loss": 5})
         ckpts.save(2, _state(2), metrics={"loss": 3})
         ckpts.wait()
         ckpts.pin(2)
-        tr.record(near, 1, {"loss": 1})  # after it was copied, or before
+        tr.record(local, 1, {"loss": 1})  # before or after its upload
         _save(ckpts, 3, 4, 5)
-        _until(lambda: tr.steps(far) == [1, 2, 4, 5])
-        _until(lambda: tr.Checkpointer(far).pinned == [2] and tr.open(far, step=1).metrics == {"loss": 1})
+        _until(lambda: tr.steps(remote) == [1, 2, 4, 5])
+        _until(lambda: tr.Checkpointer(remote).pinned == [2] and tr.open(remote, step=1).metrics == {"loss": 1})
         with pytest.raises(MismatchError, match="pinned"):
             ckpts.delete(2)
         ckpts.delete(4)
-        assert ckpts.pinned == [2] and 4 not in tr.steps(far) and tr.steps(near) == [1, 2, 3, 5]
+        assert ckpts.pinned == [2] and 4 not in tr.steps(remote) and tr.steps(local) == [1, 2, 3, 5]
         ckpts.unpin(2)
         assert ckpts.pinned == []
         _save(ckpts, 6)
@@ -360,27 +363,27 @@ def test_managing_both(near: str, far: str) -> None:
         assert ckpts.latest_step == 5
         ckpts.save(6, _state(60))
         ckpts.finish()
-    for place in (near, far):
+    for place in (local, remote):
         assert tr.steps(place)[-2:] == [5, 6] and "finished" in stores.of(place).list(place)
         _check(tr.restore(place), 60)
-    assert 1 in (ckpt.step for ckpt in tr.follow(far))  # the best one
+    assert 1 in (ckpt.step for ckpt in tr.follow(remote))  # the best one
 
 
 @pytest.mark.long
-def test_a_step_is_gone_back_from(near: str, far: str) -> None:
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+def test_a_step_is_gone_back_from(local: str, remote: str) -> None:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2, 3)
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         ckpts.restore(step=1)
         ckpts.save(2, _state(20))
-    for place in (near, far):
+    for place in (local, remote):
         assert tr.steps(place) == [1, 2]
         _check(tr.restore(place), 20)
 
 
 @pytest.mark.long
-def test_a_change_does_not_wait_for_a_slow_copy(near: str, far: str) -> None:
-    ckpts = tr.Checkpointer(far, local=near, upload_limit=10)
+def test_a_change_does_not_wait_for_a_slow_copy(local: str, remote: str) -> None:
+    ckpts = tr.Checkpointer(remote, local=local, upload_limit=10)
     ckpts.save(1, _state(1))
     ckpts.wait()
     _until(lambda: "uploading step 1" in repr(ckpts))
@@ -391,48 +394,48 @@ def test_a_change_does_not_wait_for_a_slow_copy(near: str, far: str) -> None:
     assert time.monotonic() - begun < 10 and ckpts.steps == [2]
     ckpts._directory._copies._pace._rate = None  # type: ignore[attr-defined]
     ckpts.close()
-    assert tr.steps(far) == [2]
+    assert tr.steps(remote) == [2]
 
 
 @pytest.mark.long
-def test_the_limit_is_kept(near: str, tmp_path: pathlib.Path) -> None:
+def test_the_limit_is_kept(local: str, tmp_path: pathlib.Path) -> None:
     begun = time.monotonic()
-    with tr.Checkpointer(tmp_path / "far", local=near, upload_limit=10_000_000) as ckpts:
+    with tr.Checkpointer(tmp_path / "remote", local=local, upload_limit=10_000_000) as ckpts:
         ckpts.save(1, {"w": np.zeros(5_000_000, np.float32)})
-        _until(lambda: ckpts.uncopied == [] and tr.steps(tmp_path / "far") == [1])
+        _until(lambda: ckpts.uncopied == [] and tr.steps(tmp_path / "remote") == [1])
         assert time.monotonic() - begun > 1.9  # 20 MB
         ckpts.save(2, {"w": np.zeros(50_000_000, np.float32)})
         ckpts.wait()
         begun = time.monotonic()
-    assert time.monotonic() - begun < 15  # the loop is over: nothing is held back any more
+    assert time.monotonic() - begun < 15  # `close` lifts the limit.
 
 
 @pytest.mark.long
-def test_a_damaged_step_is_not_copied(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
-    with tr.Checkpointer(near) as ckpts:
+def test_a_damaged_step_is_not_copied(local: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
+    with tr.Checkpointer(local) as ckpts:
         _save(ckpts, 1, 2, 3)
-    file = next(pathlib.Path(near, "step-00000002").glob("arrays-*"))
+    file = next(pathlib.Path(local, "step-00000002").glob("arrays-*"))
     file.chmod(0o600)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(SaveError, match="damaged leaves: w"), tr.Checkpointer(far, local=near) as ckpts:
+    with pytest.raises(SaveError, match="damaged leaves: w"), tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 4)
-    assert tr.steps(far) == [1, 3, 4] and "damaged leaves: w" in caplog.text
+    assert tr.steps(remote) == [1, 3, 4] and "damaged leaves: w" in caplog.text
 
 
 @pytest.mark.long
-def test_what_is_wrong_is_named(near: str, far: str) -> None:
+def test_what_is_wrong_is_named(local: str, remote: str) -> None:
     for options, about in {
-        "local": ({"local": far}, "expected another directory, found that of the run"),
-        "keep_local": ({"local": near, "keep_local": 3}, "keep_local=3: expected a policy"),
-        "upload_limit": ({"local": near, "upload_limit": 0}, "upload_limit=0: expected a number of bytes a second"),
+        "local": ({"local": remote}, "expected another directory, found that of the run"),
+        "keep_local": ({"local": local, "keep_local": 3}, "keep_local=3: expected a policy"),
+        "upload_limit": ({"local": local, "upload_limit": 0}, "upload_limit=0: expected a number of bytes a second"),
         "keep alone": ({"keep_local": None}, "keep_local=None: expected local="),
         "limit alone": ({"upload_limit": 5}, "upload_limit=5: expected local="),
     }.values():
         with pytest.raises(MismatchError, match=about):
-            tr.Checkpointer(far, **options)  # type: ignore[arg-type]
-    with tr.Checkpointer(far) as other:
+            tr.Checkpointer(remote, **options)  # type: ignore[arg-type]
+    with tr.Checkpointer(remote) as other:
         other.save(1, _state(1))
         other.wait()
         code = textwrap.dedent("""
@@ -443,22 +446,22 @@ def test_what_is_wrong_is_named(near: str, far: str) -> None:
             except ExistsError as error:
                 sys.exit("writes this run" not in str(error))
         """)
-        if "://" not in far:
-            assert subprocess.run([sys.executable, "-c", code, far, near], check=False).returncode == 0
-    assert not os.path.exists(f"{near}/step-00000002")
+        if "://" not in remote:
+            assert subprocess.run([sys.executable, "-c", code, remote, local], check=False).returncode == 0
+    assert not os.path.exists(f"{local}/step-00000002")
 
 
-def test_logs_say_what_is_where(near: str, far: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), tr.Checkpointer(far, local=near) as ckpts:
+def test_logs_say_what_is_where(local: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
-    assert f"saved {near}/step-00000001" in caplog.text and f"{far}: step 1 uploaded in" in caplog.text
+    assert f"saved {local}/step-00000001" in caplog.text and f"{remote}: step 1 uploaded in" in caplog.text
 
 
 @pytest.mark.slow
 def test_several_processes(tmp_path: pathlib.Path) -> None:
-    """One copies for all, and all take the other copy of a step that is damaged near."""
+    """One process uploads for all. All processes take the remote copy of a step that is damaged locally."""
     body = """
-ckpts = tr.Checkpointer(tmp / "far", local=tmp / "near", keep=tr.keep.last(2), timeout=20)
+ckpts = tr.Checkpointer(tmp / "remote", local=tmp / "local", keep=tr.keep.last(2), timeout=20)
 like = {"w": put(np.zeros(60, np.float32), P("x")), "n": 0}
 begun = ckpts.restore(like) if AGAIN else None
 first = (ckpts.restored_step or 0) + 1
@@ -469,35 +472,35 @@ report([begun and begun["n"], begun and same(begun["w"], np.arange(60, dtype=np.
 """
     for result in run_job(tmp_path, body, processes=3, AGAIN=False):
         assert result.report == [None, None, [2, 3]]
-    assert tr.steps(tmp_path / "near") == [3] and tr.steps(tmp_path / "far") == [2, 3]
-    for file in (tmp_path / "near" / "step-00000003").glob("arrays-*"):
+    assert tr.steps(tmp_path / "local") == [3] and tr.steps(tmp_path / "remote") == [2, 3]
+    for file in (tmp_path / "local" / "step-00000003").glob("arrays-*"):
         file.unlink()
     for result in run_job(tmp_path, body, processes=2, AGAIN=True):
         assert result.report == [3, True, [3, 5, 6]]
-    assert tr.verify(tmp_path / "far").ok and tr.steps(tmp_path / "near") == [3, 6]  # damaged, and restored
+    assert tr.verify(tmp_path / "remote").ok and tr.steps(tmp_path / "local") == [3, 6]  # damaged, and restored
 
 
 def test_places_within_each_other(tmp_path: pathlib.Path) -> None:
     run = str(tmp_path / "run")
-    for far, near in ((run, f"{run}/local"), (f"{run}2/far", f"{run}2")):
-        with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    for remote, local in ((run, f"{run}/local"), (f"{run}2/remote", f"{run}2")):
+        with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
             _save(ckpts, 1, 2)
             ckpts.rewind(1)
             _save(ckpts, 2)
             ckpts.delete(1)
-        assert tr.steps(far) == tr.steps(near) == [2]
+        assert tr.steps(remote) == tr.steps(local) == [2]
     os.symlink(run, tmp_path / "link")
     with pytest.raises(MismatchError, match="expected another directory, found that of the run"):
         tr.Checkpointer(run, local=tmp_path / "link")
 
 
 @pytest.mark.long
-def test_an_interrupt_while_a_change_waits_for_a_copy(near: str, tmp_path: pathlib.Path) -> None:
-    """Copying goes on, and `close` does not say that all is there before it is."""
-    ckpts = tr.Checkpointer(tmp_path / "far", local=near)
+def test_an_interrupt_while_a_change_waits_for_a_copy(local: str, tmp_path: pathlib.Path) -> None:
+    """The upload continues after the interrupt, and `close` returns only once all steps are uploaded."""
+    ckpts = tr.Checkpointer(tmp_path / "remote", local=local)
     ckpts.save(1, _state(1))
     ckpts.wait()
-    _until(lambda: tr.steps(tmp_path / "far") == [1])
+    _until(lambda: tr.steps(tmp_path / "remote") == [1])
     with ckpts._directory._copies._one:  # type: ignore[attr-defined] # a copy that takes long
         thread = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         thread.start()
@@ -506,88 +509,88 @@ def test_an_interrupt_while_a_change_waits_for_a_copy(near: str, tmp_path: pathl
         thread.join()
     ckpts.save(2, _state(2))
     ckpts.close()
-    assert tr.steps(tmp_path / "far") == [1, 2]
+    assert tr.steps(tmp_path / "remote") == [1, 2]
 
 
-def test_only_a_writer_copies(near: str, tmp_path: pathlib.Path) -> None:
-    """What only deletes, or looks, has no lock."""
-    with tr.Checkpointer(near) as ckpts:
+def test_only_a_writer_copies(local: str, tmp_path: pathlib.Path) -> None:
+    """A Checkpointer that only deletes or reads does not keep the lease, and uploads nothing."""
+    with tr.Checkpointer(local) as ckpts:
         _save(ckpts, 1, 2)
-    with tr.Checkpointer(tmp_path / "far", local=near) as ckpts:
+    with tr.Checkpointer(tmp_path / "remote", local=local) as ckpts:
         ckpts.delete(1)
         assert ckpts.steps == [2]
-    assert not (tmp_path / "far").exists()
+    assert not (tmp_path / "remote").exists()
 
 
 @pytest.mark.long
-def test_one_that_was_taken_over_copies_nothing(near: str, far: str) -> None:
-    """A Checkpointer whose run another one of this process has taken over says what is not copied, and leaves it."""
-    old = tr.Checkpointer(far, local=near, upload_limit=1, keep=tr.keep.last(1))
+def test_one_that_was_taken_over_copies_nothing(local: str, remote: str) -> None:
+    """A Checkpointer that lost its run to another one of this process names the steps that are not uploaded."""
+    old = tr.Checkpointer(remote, local=local, upload_limit=1, keep=tr.keep.last(1))
     _save(old, 1)
-    old._directory._copies._stopped = True  # type: ignore[attr-defined] # nothing is copied by it
+    old._directory._copies._stopped = True  # type: ignore[attr-defined] # It uploads nothing.
     _until(lambda: not old._directory.busy)
-    with tr.Checkpointer(far, local=near + "-of-another", keep_local=None) as new:
+    with tr.Checkpointer(remote, local=local + "-of-another", keep_local=None) as new:
         new.save(1, _state(10))
         new.save(2, _state(20))
-    with pytest.raises(SaveError, match="another Checkpointer of this process; steps 1 are in"):
+    with pytest.raises(SaveError, match="of this process, has acquired the run; steps 1 are in"):
         old.close()
-    assert tr.steps(far) == [1, 2]
-    _check(tr.restore(far, step=1), 10)
+    assert tr.steps(remote) == [1, 2]
+    _check(tr.restore(remote, step=1), 10)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("change", ["rewind", "overwrite"])
-def test_a_job_that_goes_back_far_is_not_undone(near: str, far: str, change: str) -> None:
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+def test_a_job_that_goes_back_far_is_not_undone(local: str, remote: str, change: str) -> None:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2, 3)
-    with tr.Checkpointer(far) as ckpts:
+    with tr.Checkpointer(remote) as ckpts:
         if change == "rewind":
             ckpts.rewind(1)
         else:
             ckpts.save(3, _state(30), on_exists="overwrite")
-    ckpts = tr.Checkpointer(far, local=near)
+    ckpts = tr.Checkpointer(remote, local=local)
     _check(ckpts.restore(), 1 if change == "rewind" else 30)
     assert ckpts.steps == ([1] if change == "rewind" else [1, 2, 3])
 
 
 @pytest.mark.long
-def test_a_local_place_of_another_run(near: str, far: str) -> None:
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_a_local_place_of_another_run(local: str, remote: str) -> None:
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1, 2)
     for call in (lambda ckpts: ckpts.restore_or_init(lambda: _state(0)), lambda ckpts: ckpts.save(1, _state(1))):
         with (
-            pytest.raises(MismatchError, match=f"expected a directory for {far}-2, found that of {far}"),
-            tr.Checkpointer(f"{far}-2", local=near) as ckpts,
+            pytest.raises(MismatchError, match=f"expected a directory for {remote}-2, found that of {remote}"),
+            tr.Checkpointer(f"{remote}-2", local=local) as ckpts,
         ):
             call(ckpts)
-    with tr.Checkpointer(far, local=near) as ckpts:
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _check(ckpts.restore(), 2)
 
 
 @pytest.mark.long
-def test_an_attempt_elsewhere_ends_no_branch(near: str, tmp_path: pathlib.Path) -> None:
-    """Another host begins, and copies nothing: what the first one has not copied counts when it is back."""
-    far = str(tmp_path / "far")
+def test_an_attempt_elsewhere_ends_no_branch(local: str, tmp_path: pathlib.Path) -> None:
+    """Another host begins and uploads nothing. When the first host is back, its local steps still belong to the run."""
+    remote = str(tmp_path / "remote")
     with subprocess.Popen(
-        [sys.executable, "-c", _SLOWLY, far, near], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SLOWLY, remote, local], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as job:
         assert job.stdout and [job.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
         job.kill()
-    other = tr.Checkpointer(far, local=near + "-of-another")
+    other = tr.Checkpointer(remote, local=local + "-of-another")
     with pytest.raises(TreeringError), other:
         other.save(1, {"what": object()})
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         assert ckpts.restore()["n"] == 3
-    assert tr.steps(far) == [1, 2, 3]  # though it has saved nothing
+    assert tr.steps(remote) == [1, 2, 3]  # This job uploaded them though it saved nothing.
 
 
 @pytest.mark.parametrize("more", [False, True])
-def test_what_vanishes_before_it_is_copied_is_named(near: str, tmp_path: pathlib.Path, more: bool) -> None:
-    ckpts = tr.Checkpointer(tmp_path / "far", local=near, upload_limit=1)
+def test_what_vanishes_before_it_is_copied_is_named(local: str, tmp_path: pathlib.Path, more: bool) -> None:
+    ckpts = tr.Checkpointer(tmp_path / "remote", local=local, upload_limit=1)
     _save(ckpts, 1)
     assert ckpts.uncopied == [1]
     with ckpts._directory._copies.paused():  # type: ignore[attr-defined]
-        shutil.rmtree(f"{near}/step-00000001")
+        shutil.rmtree(f"{local}/step-00000001")
         if more:
             _save(ckpts, 2)
     with pytest.raises(SaveError, match=r"steps 1 are damaged in .*, or deleted"):
@@ -595,111 +598,111 @@ def test_what_vanishes_before_it_is_copied_is_named(near: str, tmp_path: pathlib
 
 
 @pytest.mark.long
-def test_an_overwritten_step_is_judged_by_its_own_metrics(near: str, far: str) -> None:
+def test_an_overwritten_step_is_judged_by_its_own_metrics(local: str, remote: str) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "loss", "min")
-    with tr.Checkpointer(far, local=near, keep=keep) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep=keep) as ckpts:
         ckpts.save(1, _state(1), metrics={"loss": 4})
         ckpts.save(2, _state(2), metrics={"loss": 5})
-        _until(lambda: 2 in tr.steps(far))
+        _until(lambda: 2 in tr.steps(remote))
         with ckpts._directory._copies._one:  # type: ignore[attr-defined] # a copy that takes long
             ckpts.save(2, _state(20), metrics={"loss": 0.1}, on_exists="overwrite")
             ckpts.save(3, _state(3), metrics={"loss": 3})
             ckpts.wait()
             assert ckpts.best_step("loss", "min") == 2
-    assert tr.steps(far) == [2, 3]
-    _check(tr.restore(far, step=2), 20)
+    assert tr.steps(remote) == [2, 3]
+    _check(tr.restore(remote, step=2), 20)
 
 
 @pytest.mark.long
-def test_a_local_run_that_was_written_alone_meanwhile_goes_on(near: str, far: str) -> None:
-    """As when the store is down, or when the directory was cleared while a job ran."""
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_a_local_run_that_was_written_alone_meanwhile_goes_on(local: str, remote: str) -> None:
+    """The run continues if the store was down, or if the local directory was cleared while a job ran."""
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
-    with tr.Checkpointer(near) as ckpts:
+    with tr.Checkpointer(local) as ckpts:
         _save(ckpts, 2)
-    with tr.Checkpointer(far, local=near) as ckpts:
+    with tr.Checkpointer(remote, local=local) as ckpts:
         assert ckpts.latest_step == 2
         _save(ckpts, 3)
-        _until(lambda: ckpts.uncopied == [] and tr.steps(far) == [1, 2, 3])
-        shutil.rmtree(near)
+        _until(lambda: ckpts.uncopied == [] and tr.steps(remote) == [1, 2, 3])
+        shutil.rmtree(local)
         _save(ckpts, 4)
-        assert "copied-to.json" in os.listdir(near)
-    assert tr.steps(far) == [1, 2, 3, 4]
+        assert "copied-to.json" in os.listdir(local)
+    assert tr.steps(remote) == [1, 2, 3, 4]
 
 
-def test_steps_of_others_far_are_not_gone_back_from(near: str, tmp_path: pathlib.Path) -> None:
-    far = str(tmp_path / "far")
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+def test_steps_of_others_far_are_not_gone_back_from(local: str, tmp_path: pathlib.Path) -> None:
+    remote = str(tmp_path / "remote")
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
-    tr.save(f"{far}/checkpoint_5", _state(5), format="flax")
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    tr.save(f"{remote}/checkpoint_5", _state(5), format="flax")
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         for change in (lambda: ckpts.rewind(1), lambda: ckpts.save(3, _state(3))):
             ckpts.restore(step=1)
             with pytest.raises(UnsupportedError, match="written by another library"):
                 change()
-    assert tr.steps(near) == [1, 2] and tr.steps(far) == [1, 2, 5]
+    assert tr.steps(local) == [1, 2] and tr.steps(remote) == [1, 2, 5]
 
 
 @pytest.mark.long
-def test_a_pin_that_was_removed_stays_so(near: str, far: str) -> None:
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+def test_a_pin_that_was_removed_stays_so(local: str, remote: str) -> None:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
         ckpts.pin(1)
         _until(lambda: ckpts.uncopied == [])
-    with tr.Checkpointer(far) as ckpts:
+    with tr.Checkpointer(remote) as ckpts:
         assert ckpts.pinned == [1]
         ckpts.unpin(1)
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 3)
-    assert tr.Checkpointer(far).pinned == []
+    assert tr.Checkpointer(remote).pinned == []
 
 
-def test_a_damaged_step_far_is_replaced_by_the_good_one_near(near: str, tmp_path: pathlib.Path) -> None:
-    far = tmp_path / "far"
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_a_damaged_step_far_is_replaced_by_the_good_one_near(local: str, tmp_path: pathlib.Path) -> None:
+    remote = tmp_path / "remote"
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
-    next((far / "step-00000001").glob("arrays-*")).unlink()
-    with tr.Checkpointer(far, local=near) as ckpts:
+    next((remote / "step-00000001").glob("arrays-*")).unlink()
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 2)
-    _check(tr.restore(far, step=1), 1)
+    _check(tr.restore(remote, step=1), 1)
 
 
 @pytest.mark.long
-def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(near: str, tmp_path: pathlib.Path) -> None:
-    """The damaged copy is gone before the new one is whole: until then the one near is the only one."""
-    far = tmp_path / "far"
-    ckpts = tr.Checkpointer(far, local=near, keep=None)
+def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(local: str, tmp_path: pathlib.Path) -> None:
+    """The damaged remote copy is deleted before the new one is complete. Until then the local step is the only copy."""
+    remote = tmp_path / "remote"
+    ckpts = tr.Checkpointer(remote, local=local, keep=None)
     ckpts.save(1, _state(1, 100_000))
     ckpts.wait()
     _until(lambda: ckpts.uncopied == [] and not ckpts._directory.busy)
-    next((far / "step-00000001").glob("arrays-*")).unlink()
+    next((remote / "step-00000001").glob("arrays-*")).unlink()
     pace = ckpts._directory._copies._pace  # type: ignore[attr-defined]
     pace._rate = 100_000  # bytes a second: the first step takes four
     try:
         _save(ckpts, 2)
         _until(lambda: "uploading step 1" in repr(ckpts))
-        _until(lambda: 1 not in tr.steps(far))
+        _until(lambda: 1 not in tr.steps(remote))
         uncopied = ckpts.uncopied
         _save(ckpts, 3, 4)
-        time.sleep(0.5)  # in which retention deletes what it may
-        assert 1 in tr.steps(near) and 1 in uncopied
+        time.sleep(0.5)  # time for retention to delete steps
+        assert 1 in tr.steps(local) and 1 in uncopied
     finally:
         pace.lift()
     ckpts.close()
-    assert tr.steps(far) == [1, 2, 3, 4] and tr.verify(far).ok
+    assert tr.steps(remote) == [1, 2, 3, 4] and tr.verify(remote).ok
 
 
 @pytest.mark.long
-def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
-    """The disk is a double that has room for three steps, and removes slowly."""
-    far = tmp_path / "far"
+def test_a_full_disk_recovers_when_steps_are_copied(local: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The disk is a double with room for three steps that deletes slowly."""
+    remote = tmp_path / "remote"
 
     class Small(Disk):
         def create(self, path: str) -> int:
             if (
-                path.startswith(near)
+                path.startswith(local)
                 and "arrays-" in path
-                and len(list(pathlib.Path(near).glob("step-*/arrays-*"))) > 2
+                and len(list(pathlib.Path(local).glob("step-*/arrays-*"))) > 2
             ):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             return super().create(path)
@@ -710,7 +713,7 @@ def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib
             super().unlink(path)
 
     use_disk(Small())
-    with tr.Checkpointer(far, local=near, on_error="log") as ckpts:
+    with tr.Checkpointer(remote, local=local, on_error="log") as ckpts:
         with ckpts._directory._copies._one:  # type: ignore[attr-defined] # the network is slow
             for step in (1, 2, 3, 4, 4):
                 ckpts.save(step, _state(step))
@@ -720,139 +723,143 @@ def test_a_full_disk_recovers_when_steps_are_copied(near: str, tmp_path: pathlib
         _until(lambda: ckpts.uncopied == [])
         ckpts.save(5, _state(5))
         ckpts.wait()
-    assert tr.steps(far) == [1, 2, 3, 5]
+    assert tr.steps(remote) == [1, 2, 3, 5]
 
 
 @pytest.mark.long
-def test_what_keep_has_dropped_far_is_not_copied_again(near: str, far: str) -> None:
-    """What was recorded there made it drop it, and what is near does not have that."""
-    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3))
+def test_what_keep_has_dropped_far_is_not_copied_again(local: str, remote: str) -> None:
+    """Retention deleted the remote step because of a metric that only the remote step has."""
+    ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3))
     places: Any = ckpts._directory
     for step, loss in ((5, 1.0), (6, 2.0)):
         ckpts.save(step, _state(step), metrics={"loss": loss})
         ckpts.wait()
         _until(lambda: not places.busy)
-    tr.record(far, 5, {"loss": 3.0})
+    tr.record(remote, 5, {"loss": 3.0})
     ckpts.save(7, _state(7), metrics={"loss": 4.0})
     ckpts.close()
-    assert tr.steps(far) == [6, 7] and tr.steps(near) == [5, 6, 7] and tr.open(near, step=5).metrics == {"loss": 3.0}
-    with tr.Checkpointer(far, local=near, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3)) as ckpts:
-        ckpts.restore()  # from 7, which stays
+    assert (
+        tr.steps(remote) == [6, 7] and tr.steps(local) == [5, 6, 7] and tr.open(local, step=5).metrics == {"loss": 3.0}
+    )
+    with tr.Checkpointer(remote, local=local, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3)) as ckpts:
+        ckpts.restore()  # restores step 7, which therefore stays
         ckpts.save(8, _state(8), metrics={"loss": 5.0})
-    assert tr.steps(far) == [6, 7, 8]
+    assert tr.steps(remote) == [6, 7, 8]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("local", [True, False], ids=["local", "alone"])
-def test_metrics_after_the_end_prune_where_the_run_stays(near: str, far: str, local: bool) -> None:
+@pytest.mark.parametrize("tiered", [True, False], ids=["local", "alone"])
+def test_metrics_after_the_end_prune_where_the_run_stays(local: str, remote: str, tiered: bool) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
-    options: dict[str, Any] = {"local": near, "keep_local": None} if local else {}
-    with tr.Checkpointer(far, keep=keep, **options) as ckpts:
+    options: dict[str, Any] = {"local": local, "keep_local": None} if tiered else {}
+    with tr.Checkpointer(remote, keep=keep, **options) as ckpts:
         _save(ckpts, *range(1, 5))
         ckpts.finish()
-    assert tr.steps(far) == [1, 2, 3, 4]
+    assert tr.steps(remote) == [1, 2, 3, 4]
     for step in (1, 2, 3):
-        tr.record(far, step, {"val": abs(step - 2.0)})
-    assert tr.steps(far) == [2, 4] and not [path for path in stores.of(far).list(far) if path == "step-00000001"]
-    with tr.Checkpointer(far, keep=keep, **options) as ckpts:
+        tr.record(remote, step, {"val": abs(step - 2.0)})
+    assert tr.steps(remote) == [2, 4] and not [
+        path for path in stores.of(remote).list(remote) if path == "step-00000001"
+    ]
+    with tr.Checkpointer(remote, keep=keep, **options) as ckpts:
         ckpts.restore()
         _save(ckpts, 5)
-    assert tr.steps(far) == [2, 4, 5], "step 4 was restored"
+    assert tr.steps(remote) == [2, 4, 5], "step 4 was restored"
 
 
 @pytest.mark.long
-def test_metrics_while_steps_are_copied_prune_before_the_next_save(near: str, far: str) -> None:
-    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(1) | tr.keep.best(1, "val", "min"))
+def test_metrics_while_steps_are_copied_prune_before_the_next_save(local: str, remote: str) -> None:
+    ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(1) | tr.keep.best(1, "val", "min"))
     _save(ckpts, *range(1, 5))
     _until(lambda: ckpts.uncopied == [])
     for step in (1, 2, 3):
-        tr.record(far, step, {"val": abs(step - 2.0)})
-    _until(lambda: tr.steps(far) == [2, 4])
+        tr.record(remote, step, {"val": abs(step - 2.0)})
+    _until(lambda: tr.steps(remote) == [2, 4])
     ckpts.close()
 
 
-def test_nothing_goes_far_before_a_step_is_known_to_be_good(near: str, tmp_path: pathlib.Path) -> None:
-    far = tmp_path / "far"
-    with tr.Checkpointer(far) as ckpts:
+def test_nothing_goes_far_before_a_step_is_known_to_be_good(local: str, tmp_path: pathlib.Path) -> None:
+    remote = tmp_path / "remote"
+    with tr.Checkpointer(remote) as ckpts:
         _save(ckpts, 1, 2)
-    file = next((far / "step-00000002").glob("arrays-*"))
+    file = next((remote / "step-00000002").glob("arrays-*"))
     file.chmod(0o644)
     file.write_bytes(bytes(file.stat().st_size))
-    with tr.Checkpointer(far, local=near, keep=tr.keep.last(1)) as ckpts:
+    with tr.Checkpointer(remote, local=local, keep=tr.keep.last(1)) as ckpts:
         places: Any = ckpts._directory
         places.claim()
         _until(lambda: not places.busy)
-        assert tr.steps(far) == [1, 2], "nobody has read step 2"
+        assert tr.steps(remote) == [1, 2], "no process has read step 2"
         _save(ckpts, 3)
-    assert tr.steps(far) == [3]
+    assert tr.steps(remote) == [3]
 
 
-def test_a_step_that_a_link_leads_to_is_deleted_nowhere(near: str, tmp_path: pathlib.Path) -> None:
-    far = tmp_path / "far"
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+def test_a_step_that_a_link_leads_to_is_deleted_nowhere(local: str, tmp_path: pathlib.Path) -> None:
+    remote = tmp_path / "remote"
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
         _until(lambda: ckpts.uncopied == [])
-        os.symlink("step-00000001", far / "best")
+        os.symlink("step-00000001", remote / "best")
         with pytest.raises(MismatchError, match="the link best leads to this step"):
             ckpts.delete(1)
-    assert tr.steps(near) == tr.steps(far) == [1, 2]
+    assert tr.steps(local) == tr.steps(remote) == [1, 2]
 
 
 @pytest.mark.long
-def test_steps_without_metrics_are_not_copied_again_and_again(near: str, far: str) -> None:
+def test_steps_without_metrics_are_not_copied_again_and_again(local: str, remote: str) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
-    ckpts = tr.Checkpointer(far, local=near, keep=keep)
+    ckpts = tr.Checkpointer(remote, local=local, keep=keep)
     places: Any = ckpts._directory
     for step in range(1, 7):
         _save(ckpts, step)
         _until(lambda: not places.busy)
-        tr.record(far, step, {"val": abs(step - 2.0)})
+        tr.record(remote, step, {"val": abs(step - 2.0)})
     ckpts.close()
-    assert tr.steps(far) == [2, 6]
+    assert tr.steps(remote) == [2, 6]
 
 
 @pytest.mark.long
-def test_a_deletion_far_takes_nothing_of_a_new_copy(near: str, far: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of both have the same names."""
-    with tr.Checkpointer(far, local=near) as ckpts:
+def test_a_deletion_far_takes_nothing_of_a_new_copy(local: str, remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deleted step and its new upload have files of the same names."""
+    with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
-    remove = removal.unpublish(stores.of(far), f"{far}/step-00000001")
-    with tr.Checkpointer(far, local=near) as ckpts:
+    remove = removal.unpublish(stores.of(remote), f"{remote}/step-00000001")
+    with tr.Checkpointer(remote, local=local) as ckpts:
         ckpts.restore()
-    assert tr.steps(far) == [1]
+    assert tr.steps(remote) == [1]
     remove()
-    assert tr.verify(far).ok
+    assert tr.verify(remote).ok
 
 
-def test_a_step_that_is_pinned_while_it_is_about_to_go_stays(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tr.Checkpointer(near, keep=tr.keep.last(1)) as ckpts:
+def test_a_step_that_is_pinned_while_it_is_about_to_go_stays(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tr.Checkpointer(local, keep=tr.keep.last(1)) as ckpts:
         _save(ckpts, 1)
         check = removal.check_removable
 
         def pin(store: Any, path: str) -> None:
             check(store, path)
             if path.endswith("1"):
-                tr.Checkpointer(near).pin(1)
+                tr.Checkpointer(local).pin(1)
 
         monkeypatch.setattr(removal, "check_removable", pin)
         _save(ckpts, 2, 3)
         assert ckpts.pinned == [1]
-    assert tr.steps(near) == [1, 3]
+    assert tr.steps(local) == [1, 3]
 
 
 @pytest.mark.long
-def test_a_pinned_step_and_one_that_was_lost_far_are_copied_again(near: str, tmp_path: pathlib.Path) -> None:
-    """Only what the policy has dropped there stays away."""
-    far = tmp_path / "far"
-    ckpts = tr.Checkpointer(far, local=near, keep=tr.keep.last(2), keep_local=None)
+def test_a_pinned_step_and_one_that_was_lost_far_are_copied_again(local: str, tmp_path: pathlib.Path) -> None:
+    """Only the steps that the policy has deleted remotely are not uploaded again."""
+    remote = tmp_path / "remote"
+    ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(2), keep_local=None)
     places: Any = ckpts._directory
     _save(ckpts, 1, 2, 3, 4)
-    _until(lambda: not places.busy and tr.steps(far) == [3, 4])
+    _until(lambda: not places.busy and tr.steps(remote) == [3, 4])
     ckpts.pin(1)
-    shutil.rmtree(far / "step-00000003")
+    shutil.rmtree(remote / "step-00000003")
     _save(ckpts, 5)
     _until(lambda: not places.busy)
-    assert tr.steps(far) == [1, 4, 5]
-    shutil.rmtree(far / "step-00000004")
+    assert tr.steps(remote) == [1, 4, 5]
+    shutil.rmtree(remote / "step-00000004")
     ckpts.close()
-    assert tr.steps(far) == [1, 4, 5]
+    assert tr.steps(remote) == [1, 4, 5]
