@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import zygote
 
-# What each process begins with. The body of a job uses these names.
+# The code that each process runs first. The body of a job uses these names.
 PRELUDE = """
 import faulthandler, json, os, pathlib, signal, sys, time
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
@@ -38,13 +38,13 @@ def put(value, spec=P(), mesh=Mesh(devices, ("x",))):
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
 
 def same(array, value):
-    '''Whether every shard of an array that lies here holds its part of a value.'''
+    '''Returns True if every shard of an array that this process has holds its part of a value.'''
     value = np.asarray(value)
     shards = ((np.asarray(s.data), value[s.index]) for s in array.addressable_shards)
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in shards)
 
 def caught(call, *args, **options):
-    '''The error that a call raises, as [class, text].'''
+    '''Returns the error that a call raises, as [class, text]; None if it raises none.'''
     try:
         call(*args, **options)
     except Exception as error:
@@ -52,7 +52,7 @@ def caught(call, *args, **options):
     return None
 
 def die_at(operation, name=""):
-    '''Kills this process by SIGKILL in the place of an operation of the disk on a file with this in its name.'''
+    '''Kills this process by SIGKILL instead of a disk operation on a file with this text in its name.'''
     def dead(self, *args):
         paths = [os.readlink(f"/proc/self/fd/{a}") if isinstance(a, int) else str(a) for a in args[:2] if a is not None]
         if any(name in path for path in paths):
@@ -70,7 +70,7 @@ def report(value):
     (tmp / f"report-{INDEX}.json").write_text(json.dumps(value))
 """
 
-# JAX kills what is left of a job when process 0 is gone. A process that waits for a word of process 0 gets none.
+# JAX kills the rest of a job when process 0 ends. A process that waits for a message of process 0 gets none.
 END_OF_RECOVERABLE = """
 sys.stdout.flush()
 end = time.monotonic() + 30
@@ -81,7 +81,7 @@ os._exit(0)
 
 
 class Result(NamedTuple):
-    """How a process ended: its exit code, what it reported (None: nothing), and what it printed."""
+    """The result of a process: its exit code, its report (None if it made none), and its output."""
 
     code: int
     report: Any
@@ -100,11 +100,11 @@ def run_job(
     before: str = "",
     **names: Any,
 ) -> list[Result]:
-    """Runs a body in every process of a new job; `names` are further names that it may use,
-    and `before` is what runs before the job comes together.
+    """Runs a body in every process of a new job, and returns their results.
 
-    Fails unless every process ends with code 0, or with what `expect` says of it (None: anything). Processes of a
-    recoverable job end without waiting for one another, but for process 0, which is the last.
+    `names` are more names that the body may use. The code `before` runs before the processes connect. Fails unless
+    every process ends with code 0, or with the code that `expect` has for it (None: any code). Processes of a
+    recoverable job end without waiting for one another, except process 0, which ends last.
     """
     others_ended = tmp / "others-ended"
     with socket.socket() as free:
@@ -126,7 +126,7 @@ def run_job(
     ended = [process.communicate(timeout=timeout + 30) for process in running[1:]]
     others_ended.touch()
     ended.insert(0, running[0].communicate(timeout=timeout + 30))
-    others_ended.unlink()  # tests look at what is in the folder
+    others_ended.unlink()  # Tests list the folder.
     results: list[Result] = []
     for index, (code, output) in enumerate(ended):
         file = tmp / f"report-{index}.json"

@@ -36,7 +36,7 @@ from treering.stores.posix import Disk
 SAVED_STEP, LAST_STEP = 3, 8
 TIMEOUT_SECONDS = 240
 
-# Compiling takes most of the time. Without these optimizations, which both processes lack, it takes a third of it.
+# Compiling takes most of the time. Without these optimizations, in both processes, it takes a third of that time.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
@@ -102,11 +102,11 @@ class SetUp(NamedTuple):
 
 
 class NotAvailableError(Exception):
-    """Says that the installed libraries lack what a set-up needs."""
+    """The installed libraries lack a feature that a set-up needs."""
 
 
 class Record(NamedTuple):
-    """Holds what one process found out about one set-up, as far as it came.
+    """The findings of one process about one set-up, as far as it came.
 
     state: the description of the saved or the restored state; see `describe`.
     later: the contents of the five states after it; see `contents`.
@@ -261,7 +261,7 @@ def _counts(set_up: SetUp) -> dict[str, int]:
 
 
 def differences(first: Record, second: Record) -> list[str]:
-    """Returns a line for everything in which a resumed job is not the interrupted one, at most one for each leaf."""
+    """Returns a line for every difference between a resumed job and the interrupted one, at most one for each leaf."""
     if first.lacking or first.error:
         return [f"process 1: {first.error}"] if first.error else []
     lines = [f"process 2, after {len(second.later)} steps: {second.error}"] if second.error else []
@@ -287,7 +287,7 @@ def differences(first: Record, second: Record) -> list[str]:
     if not second.error and len(first.later) != len(second.later):
         lines.append(f"{len(first.later)} steps after the saved one, then {len(second.later)}")
     if first.counts != second.counts and not second.error:
-        lines.append(f"a job that goes on has {first.counts}, the resumed job {second.counts}")
+        lines.append(f"a job that continues has {first.counts}, the resumed job {second.counts}")
     return lines
 
 
@@ -304,7 +304,7 @@ def _leaf_differences(ours: dict[str, Any] | None, theirs: dict[str, Any] | None
 
 
 def describe(state: Any) -> dict[str, Any]:
-    """Returns everything in which a restored state must not differ from the saved one."""
+    """Returns all properties in which a restored state must equal the saved one."""
     paths: dict[int, str] = {}
     leaves: dict[str, dict[str, Any]] = {}
     for path, leaf in _leaves(state):
@@ -325,7 +325,7 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
     leaves: dict[str, Any] = {}
     for keys, leaf in with_paths:
         path = jax.tree_util.keystr(keys)
-        while path in leaves:  # nodes without keys can give two leaves the same path
+        while path in leaves:  # Nodes without keys can give two leaves the same path.
             path += "'"
         leaves[path] = leaf
     return [*leaves.items()]
@@ -371,7 +371,7 @@ def _place(sharding: Any) -> dict[str, Any]:
 
 def _bits(array: np.ndarray | np.generic) -> bytes:
     if array.dtype.name in ("int2", "int4", "uint2", "uint4"):
-        array = array.astype(np.int8)  # the upper bits of these belong to no value
+        array = array.astype(np.int8)  # The upper bits of these dtypes have no meaning.
     return array.tobytes()
 
 
@@ -683,7 +683,7 @@ def closure_around_an_array_of_init_with_sharding() -> SetUp:
 
 
 class Rows:
-    """Reads endless rows of numbers; a data iterator as the library takes them."""
+    """A data iterator with endless rows of numbers, of a kind that the library saves."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -730,7 +730,7 @@ def init_that_cannot_be_traced() -> SetUp:
     return SetUp(init, Jitted(body))
 
 
-# Set-ups of places: every way in which init decides where an array lies
+# Set-ups of placements: every way in which init decides the placement of an array
 
 _ROWS = P("a")
 
@@ -779,7 +779,7 @@ def device_put_to_device_3() -> SetUp:
 
 @in_group("placement")
 def device_put_to_device_0() -> SetUp:
-    """Commits what would lie on device 0 in any case."""
+    """Commits leaves to device 0, where they would be anyway."""
     return SetUp(lambda: jax.device_put(_start(), jax.devices()[0]), Jitted(_change))
 
 

@@ -1,4 +1,4 @@
-"""The examples run and show what they promise."""
+"""Runs the examples. Each must print the lines that it promises."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of saving, many times; the run goes on and ends as if nothing had happened."""
+"""Kills a job with `kill -9` in the middle of saves, many times. The run ends as if it had not been interrupted."""
 
 import pathlib
 import random
@@ -45,10 +45,10 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path: pathl
         assert all(tr.verify(tmp_path / "killed" / f"step-{step:08}").ok for step in good)
         if process.returncode == 0:
             break
-        longest *= 1 if good else 1.5  # a machine that is busy takes longer to come to the first save
-        assert not good or good[-1] >= begun[-1]  # nothing that was committed is ever lost
+        longest *= 1 if good else 1.5  # A busy machine takes longer to reach the first save.
+        assert not good or good[-1] >= begun[-1]  # No committed step is ever lost.
     assert begun[-1] > 0, "it was never killed after a save"
-    last += 1  # what was left is removed by a job that saves, and the last one may have had nothing to save
+    last += 1  # A job that saves removes leftovers, and the last one may have saved nothing.
     start(tmp_path / "killed", last).communicate()
     assert start(tmp_path / "whole", last).communicate() and tr.steps(tmp_path / "whole")[-1] == last
     assert not tr.diff(tmp_path / "killed", tmp_path / "whole")

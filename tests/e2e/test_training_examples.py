@@ -1,4 +1,4 @@
-"""The training loops among the examples: killed and told to stop, they end with the bits of a run left in peace."""
+"""Kills and stops the training loops of the examples: they end with the same bits as an uninterrupted run."""
 
 import os
 import pathlib
@@ -17,11 +17,11 @@ TRAINING = ["equinox_optax.py", "flax_nnx.py", "flax_linen.py", "lora.py"]
 
 
 class Job:
-    """An example under way. It cannot print more than a few lines before somebody reads them, so it never gets far."""
+    """A running example. Its output buffer has few lines, so it waits for the test to read them."""
 
     def __init__(self, name: str, run: pathlib.Path, *options: object, devices: int = 1):
         ours, theirs = socket.socketpair()
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is, some lines
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the smallest buffer, some lines
         self._lines = ours.makefile()
         self._process = subprocess.Popen(
             [sys.executable, str(EXAMPLES / name), str(run), *map(str, options)],
@@ -32,7 +32,7 @@ class Job:
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-                # What is compiled once is not compiled again after each kill, which would take most of the time.
+                # A compilation cache: compiling again after each kill would take most of the time.
                 "JAX_COMPILATION_CACHE_DIR": str(run.parent / "compiled"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             },
@@ -41,7 +41,7 @@ class Job:
         theirs.close()
 
     def until(self, beginning: str) -> list[str]:
-        """The lines up to one that begins so."""
+        """Returns the lines up to the first that begins with a text."""
         lines: list[str] = []
         for line in self._lines:
             lines.append(line.strip())
@@ -50,7 +50,7 @@ class Job:
         raise AssertionError(f"expected {beginning!r}, found {lines[-3:]} and {self.end()}")
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, str, list[str]]:
-        """Sends a signal, if any, and waits: the return code, what it complained of, and the lines not yet read."""
+        """Sends a signal, if any, and waits. Returns the exit code, the errors printed, and the lines not yet read."""
         if number:
             self._process.send_signal(number)
         lines = [line.strip() for line in self._lines]
@@ -93,9 +93,9 @@ def test_a_run_that_is_killed_and_told_to_stop_ends_with_the_same_bits(name: str
             assert code == 1 and "told to stop" in complaints
     assert begun[:2] == [0, 0] and begun[2] >= 20 and begun[2] % 20 == 0
     stopped = tr.steps(run)[-1]
-    assert lines[-1].startswith(f"step {stopped} ") and tr.verify(run).ok, "the last step that it made is saved"
+    assert lines[-1].startswith(f"step {stopped} ") and tr.verify(run).ok, "the last completed step is saved"
     begin, *rest = finish(name, run, "--steps", 120)
-    assert begin == f"begins after step {stopped}", "nothing is done twice"
+    assert begin == f"begins after step {stopped}", "no step is repeated"
     losses |= {line.split()[1]: line for line in rest}
     assert list(losses.values()) == peaceful[1:] and peaceful[-1].startswith("digest ")
     assert not tr.diff(tmp_path / "peaceful", run)
@@ -125,13 +125,13 @@ def test_the_best_step_by_an_evaluator_that_is_killed_is_kept(tmp_path: pathlib.
             assert training.end()[0] == 0
             code, complaints, lines = second.end()
     assert code == 0, complaints
-    assert "step 20" not in " ".join(lines), "what has its score is not scored again"
+    assert "step 20" not in " ".join(lines), "a step with a score is not scored again"
     scores = {int(line.split()[1]): float(line.split()[-1]) for line in scored + lines[:-1]}
     best = int(lines[-1].removeprefix("best "))
     metrics = tr.open(run, step=best).metrics
     assert round(metrics["val/loss"], 4) <= min(scores.values()) and "loss" in metrics
     assert 20 < best < 100, "the net overfits"
-    finish("flax_linen.py", run, "--steps", 140)  # now that all the others have their scores
+    finish("flax_linen.py", run, "--steps", 140)  # now that all other steps have their scores
     assert tr.steps(run) == [best, 120, 140]
 
 

@@ -1,4 +1,4 @@
-"""The run in a training loop."""
+"""Tests of the Checkpointer in a training loop: what it keeps, when it saves, failures, and resuming."""
 
 import argparse
 import collections
@@ -48,7 +48,7 @@ def loop(run: pathlib.Path, steps: Any, keep: Any = None, metrics: Any = None, *
         return ckpts.steps
 
 
-# What is kept: the sequences that users of other libraries rely on
+# Kept steps: the sequences that users of other libraries rely on
 
 
 def test_last_two_of_five(tmp_path: pathlib.Path) -> None:
@@ -116,7 +116,7 @@ def test_a_metric_that_no_step_has_is_named_once(tmp_path: pathlib.Path, caplog:
     loop(tmp_path / "b", range(5), keep, lambda step: {"val_loss": 1.0, "acc": 0.5} if step == 1 else {})
     loop(tmp_path / "b", [5], keep)
     loop(tmp_path / "c", [1], keep)
-    assert not caplog.records, "one step has it, or there is one step"
+    assert not caplog.records, "a step has the metric, or there is only one step"
     loop(tmp_path / "d", range(3), tr.keep.best(5, "acc", "max", unscored="drop"))
     assert len(caplog.records) == 1 and "no metrics" in caplog.records[0].message
 
@@ -182,7 +182,7 @@ def test_foreign_files_and_other_prefixes_are_left_alone(tmp_path: pathlib.Path)
         loop(tmp_path, [1])
 
 
-# When it is saved
+# Times of saves
 
 
 def test_save_every_may_be_a_function_or_a_time(tmp_path: pathlib.Path) -> None:
@@ -203,7 +203,7 @@ def test_save_every_may_be_steps_or_a_time_whichever_comes_first(tmp_path: pathl
 def test_a_step_that_exists_is_an_error_or_skipped_or_replaced(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"x": 1})
-        for _ in range(2):  # while it is under way, and when it is committed
+        for _ in range(2):  # while it is being saved, and when it is committed
             with pytest.raises(ExistsError, match="step 1 is saved already"):
                 ckpts.save(1, {"x": 2})
             assert ckpts.save(1, {"x": 2}, on_exists="skip") is None
@@ -300,7 +300,7 @@ def test_when_a_checkpoint_was_committed(tmp_path: pathlib.Path) -> None:
     ckpt = ckpts.open()
     assert ckpt.at("x").created == ckpt.apply([tr.rules.cast("x", "float32")]).created == created
     tr.save(tmp_path / "a.safetensors", ckpt)
-    assert tr.open(tmp_path / "a.safetensors").created is None, "the file has no word about it"
+    assert tr.open(tmp_path / "a.safetensors").created is None, "the file does not record it"
     file = tmp_path / "step-00000001" / "treering.json"
     for text, found in [(b"1999-12-31T23:00:00-02:00", datetime.datetime(2000, 1, 1, 1)), (b"yesterday", None)]:
         file.chmod(0o644)
@@ -435,7 +435,7 @@ def test_one_step_that_cannot_be_deleted_stops_no_other(
             ckpts.save(step, {"x": np.full(3, step)})
     assert ckpts.steps == [2, 7, 8]
     assert caplog.text.count("deleting step 2 failed; it is tried again") == 5
-    assert len(list(tmp_path.iterdir())) == 3, "and nothing of the others is left"
+    assert len(list(tmp_path.iterdir())) == 3, "and no file of the other steps is left"
 
 
 def test_a_slow_hook_holds_up_no_deletion(tmp_path: pathlib.Path) -> None:
@@ -457,10 +457,10 @@ def test_a_slow_hook_holds_up_no_deletion(tmp_path: pathlib.Path) -> None:
             time.sleep(0.01)
         assert on_disk() == ["step-00000010"] and heard == []
         go_on.set()
-    assert heard == list(range(1, 11)), "and all are told before it is closed"
+    assert heard == list(range(1, 11)), "the hook is called for all before it is closed"
 
 
-# Going on
+# Resuming
 
 
 def init() -> Any:
@@ -584,7 +584,7 @@ def test_restore_or_init_puts_arrays_where_they_belong(tmp_path: pathlib.Path) -
 
     where = {"w": spread, "n": None, "key": None}
     with tr.Checkpointer(tmp_path) as ckpts:
-        for _ in range(2):  # made, then restored
+        for _ in range(2):  # initialized, then restored
             state, step = ckpts.restore_or_init(wide, sharding=where)
             assert state["w"].sharding == spread and state["n"] == 3
             assert state["w"].tolist() == list(range(16))
@@ -692,7 +692,7 @@ def test_what_is_a_step_and_what_is_not(tmp_path: pathlib.Path) -> None:
         shutil.copytree(tmp_path / "step-00000003", tmp_path / name)
     (tmp_path / "step-00000010" / "treering.json").mkdir(parents=True)
     (tmp_path / "step-00000011").mkdir()
-    (tmp_path / "step-00000011" / "treering.json").touch()  # a save never leaves that: it is damage
+    (tmp_path / "step-00000011" / "treering.json").touch()  # A save never leaves an empty manifest: it is damage.
     assert tr.steps(tmp_path) == tr.Checkpointer(tmp_path).steps == [3, 5, 11]
     assert tr.Checkpointer(tmp_path, prefix="ema-").steps == [4]
     with pytest.raises(CorruptError):
@@ -722,7 +722,7 @@ def test_a_copied_step_counts_as_what_its_name_says(tmp_path: pathlib.Path, capl
         ckpts.restore()
         assert ckpts.restored_step == ckpts.open().step == ckpts.open(2).step == 2
     assert tr.open(tmp_path).step == tr.open(tmp_path, step=2).step == 2 and tr.open(tmp_path, step=1).step == 1
-    assert tr.open(tmp_path / "step-00000002").step == 1  # by its own path it is no step of a run
+    assert tr.open(tmp_path / "step-00000002").step == 1  # by its own path it is not a step of a run
     for ckpt in tr.follow(tmp_path, timeout=0):  # the loop of an evaluator
         tr.record(tmp_path, ckpt.step, {"loss": float(os.path.basename(ckpt.path)[-1])})
     assert [tr.open(tmp_path, step=step).metrics["loss"] for step in (1, 2)] == [1, 2]
@@ -862,10 +862,10 @@ def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pat
 def test_nothing_of_a_damaged_step_is_in_memory_while_the_one_before_is_restored(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a model that fills the devices could not be restored."""
+    """Frees the damaged step first. Otherwise a model that fills the devices could not be restored."""
     for step in (1, 2):
         tr.save(tmp_path / f"step-0000000{step}", {"w": np.full(2 << 20, step, np.float32), "x": np.ones(9)}, step=step)
-    damage(tmp_path, 2, "bytes")  # those of `x`, when `w` is in JAX
+    damage(tmp_path, 2, "bytes")  # the bytes of `x`, which is read when `w` is already in JAX
     like = {"w": jax.ShapeDtypeStruct((2 << 20,), np.float32), "x": np.zeros(9)}
     gc.collect()  # of tests before this one
     opened, before, left = latest_good.open_one, sum(one.nbytes for one in jax.live_arrays()), []
@@ -914,7 +914,7 @@ def test_a_thousand_steps_are_listed_once_per_operation(tmp_path: pathlib.Path, 
 
 
 def seal(file: pathlib.Path, old: bytes, new: bytes) -> None:
-    """Changes a manifest and gives it a checksum that fits."""
+    """Changes a manifest, and gives it a matching checksum."""
     body = file.read_bytes()[:-28].replace(old, new)
     file.chmod(0o644)
     file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')

@@ -1,4 +1,4 @@
-"""`save_every="auto"`: the interval that loses least time, by a simulated job and by a real one."""
+"""Tests of `save_every="auto"`: a simulated job and a real one lose the least time with the chosen interval."""
 
 import datetime
 import logging
@@ -23,7 +23,7 @@ RESTART = 60.0
 
 
 class Job:
-    """A job in simulated time: steps, saves that stall it and slow it down, failures, and work that is done again."""
+    """A job in simulated time: steps, saves that stall it and slow it down, failures, and repeated work."""
 
     def __init__(self, seed: int, mtbf: float, stall: float, write: float, slower: float):
         self.now = 0.0
@@ -31,12 +31,12 @@ class Job:
         self._mtbf, self._stall, self._write, self._slower = mtbf, stall, write, slower
 
     def run(self, make: Any) -> float:
-        """The seconds that all the work takes; `make` gives each attempt its schedule, and says whether a save runs."""
+        """Returns the seconds that all work takes. `make(busy)` returns the schedule of an attempt between failures."""
         saved = done = 0.0
         while done < WORK:
             done = saved
             failure = self.now + self._random.exponential(self._mtbf)
-            pending: list[tuple[float, float]] = []  # a save: when it is over, and of what
+            pending: list[tuple[float, float]] = []  # of each save: the time it ends, and the saved work
             chosen = make(lambda pending=pending: bool(pending))
             while done < WORK and self.now < failure:
                 self.now += STEP * (1 + self._slower) if pending else STEP
@@ -106,14 +106,14 @@ def test_it_loses_no_more_than_five_per_cent_beside_the_best_interval(
         for factor in np.geomspace(0.4, 2.5, 9)
     )
     assert WORK + lost <= 1.05 * (WORK + best), (lost, best)
-    assert lost <= 1.3 * best, (lost, best)  # of the loss alone, of few failures
+    assert lost <= 1.3 * best, (lost, best)  # compares only the loss, which varies because failures are few
 
 
 def test_the_estimate_is_that_of_daly() -> None:
     for mtbf in (3_600, 86_400):
         for cost in (0.1, 1, 60):
             work = np.geomspace(cost / 10, mtbf, 20_000)
-            # Expected seconds for each second of work, of failures in Poisson's manner (Daly, equation 20, no restart).
+            # Expected seconds for each second of work if failures are a Poisson process (Daly, equation 20).
             expected = mtbf * (np.exp((work + cost) / mtbf) - 1) / work
             chosen = optimum(cost, mtbf)
             own = mtbf * (np.exp((chosen + cost) / mtbf) - 1) / chosen

@@ -1,4 +1,4 @@
-"""A run that begins: anew in a used folder, and beside steps that may have been meant instead."""
+"""Tests of a run that begins: again in a used folder, and next to other steps that the user may mean instead."""
 
 import logging
 import pathlib
@@ -34,7 +34,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return found
 
 
-# Beginning anew in a folder that has been used
+# Starting over in a used folder
 
 
 @pytest.mark.long
@@ -52,7 +52,7 @@ def test_a_new_start_sets_all_steps_aside(
         (text,) = {text.partition(";")[0] for text in warnings()}
         assert text == "the run starts over" and ckpts.steps == []
         assert ckpts.restore_or_init(init)[1] == 0
-        assert not warnings(), "the program knows of the steps that it has just set aside"
+        assert not warnings(), "the program knows of the steps that it has just archived"
         for step in (1, 2, 3):
             ckpts.save(step, {"x": np.full(3, 2.0)})
         ckpts.rewind(2)
@@ -61,7 +61,7 @@ def test_a_new_start_sets_all_steps_aside(
         state, step = ckpts.restore_or_init(init)
     assert step == 3 and state["x"][0] == 2 and tr.steps(run) == [2, 3]
     assert tr.steps(run / "rewound-1") == [20, 30]
-    with tr.Checkpointer(run) as ckpts:  # the way back
+    with tr.Checkpointer(run) as ckpts:  # restores from the archived run
         ckpts.rewind(None)
     assert main(["cp", str(run / "rewound-1"), str(run)]) == 0
     with tr.Checkpointer(run) as ckpts:
@@ -77,7 +77,7 @@ def test_step_0_is_a_step_to_go_back_to_where_it_is_saved(tmp_path: pathlib.Path
         ckpts.rewind(None)
         assert ckpts.steps == [] and tr.steps(tmp_path / "rewound-2") == [0]
     with tr.Checkpointer(tmp_path / "new") as ckpts:
-        ckpts.rewind(None)  # so that a first job need not look
+        ckpts.rewind(None)  # works in an empty run too: the first job need not check
         assert ckpts.restore_or_init(init)[1] == 0
 
 
@@ -101,7 +101,7 @@ def test_the_shell_begins_anew(tmp_path: pathlib.Path) -> None:
     assert tr.steps(tmp_path) == [] and tr.steps(tmp_path / "rewound-1") == [1, 2]
 
 
-# Beside other steps
+# Next to other steps
 
 
 def _another_prefix(run: pathlib.Path) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def test_a_run_whose_steps_are_on_another_local_disk(tmp_path: pathlib.Path, war
     run = tmp_path / "run"
     with tr.Checkpointer(run, local=tmp_path / "a") as ckpts:
         ckpts.save(1, init())
-    shutil.rmtree(run / "step-00000001")  # as if the job had been killed before it copied its step
+    shutil.rmtree(run / "step-00000001")  # as if the job had been killed before it uploaded its step
     with tr.Checkpointer(run, local=tmp_path / "a") as ckpts:
         assert ckpts.restore_or_init(init)[1] == 1 and not warnings()
     shutil.rmtree(run / "step-00000001")
@@ -192,7 +192,7 @@ def test_a_run_whose_steps_are_on_another_local_disk(tmp_path: pathlib.Path, war
         )
 
 
-# Another directory than that of the run
+# A directory that is not the run
 
 
 @pytest.mark.parametrize("library", ["treering", "orbax"])
@@ -218,7 +218,7 @@ def test_the_directory_of_a_step_is_answered_with_its_run(tmp_path: pathlib.Path
             call()
         assert f"step 3 of the run {run}; pass the run" in str(caught.value).splitlines()[0]
         assert "begin in another" not in str(caught.value)
-    assert not list(path.glob("step-*")), "nothing was saved there"
+    assert not list(path.glob("step-*")), "no step was saved in it"
 
 
 def test_a_directory_of_runs_is_answered_with_the_runs(

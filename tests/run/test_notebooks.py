@@ -1,4 +1,4 @@
-"""Notebooks: cells that fail, are interrupted and run again in one process; what a cell shows of an object."""
+"""Tests of notebooks: cells that fail, are interrupted or run again in one process, and what cells display."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ from treering.stores.posix import Disk
 
 
 class Notebook:
-    """Cells that are run one after the other; as in a kernel, the last traceback and its frames are kept."""
+    """Runs cells one after the other. As in a kernel, the last traceback and its frames stay alive."""
 
     def __init__(self, **names: Any):
         self.names, self.errors = names, list[BaseException]()
@@ -35,7 +35,7 @@ class Notebook:
 
 
 class Slow(Disk):
-    """Waits before the files of one save are written until it may go on."""
+    """A disk that waits before it writes the files of one save, until the test lets it continue."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -70,7 +70,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
     for use in (failed.finish, lambda: failed.rewind(4)):
         with pytest.raises(MismatchError, match="writes this run by now"):
             use()
-    assert failed.steps == [2, 3, 4, 5] and failed.restore()["n"] == 15, "reading goes on working"
+    assert failed.steps == [2, 3, 4, 5] and failed.restore()["n"] == 15, "reading still works"
     assert repr(failed) == f"<Checkpointer {tmp_path}/run: restored step 5, lost to another Checkpointer>"
     failed.close()
     assert notebook.run("last = 6") is None and notebook.run(TRAIN) is None
@@ -87,7 +87,7 @@ def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: path
         assert isinstance(notebook.run(TRAIN), RuntimeError)
         assert tr.steps(tmp_path / "run") == [] and not disk.gate.is_set()
         notebook.names["broken"] = None
-        assert notebook.run(TRAIN) is None, notebook.errors[-1:]  # step 1, which was being saved, was waited for
+        assert notebook.run(TRAIN) is None, notebook.errors[-1:]  # The cell has waited for the save of step 1.
         assert tr.restore(tmp_path / "run")["n"] == 10
     finally:
         stores.register(stores.Filesystem(Disk()))
@@ -136,7 +136,7 @@ def test_a_run_that_another_path_leads_to_is_the_same(tmp_path: pathlib.Path) ->
     second.close()
     with pytest.raises(MismatchError, match="writes this run by now"):
         first.save(3, {"x": 3})
-    with tr.Checkpointer(tmp_path / "other") as other:  # and another run is another
+    with tr.Checkpointer(tmp_path / "other") as other:  # Another run has another lease.
         other.save(1, {"x": 1})
         with tr.Checkpointer(tmp_path / "run") as again:
             again.save(3, {"x": 3})
@@ -146,7 +146,7 @@ def test_a_run_that_another_path_leads_to_is_the_same(tmp_path: pathlib.Path) ->
 
 @pytest.fixture
 def many_switches() -> Iterator[None]:
-    """Threads take turns at almost every step of the interpreter."""
+    """Makes threads take turns at almost every step of the interpreter."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -155,7 +155,7 @@ def many_switches() -> Iterator[None]:
 
 @pytest.mark.long
 def test_a_run_that_is_being_left_can_be_claimed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's claim waits in the middle of it: the file is still locked, but by nobody that it could name."""
+    """Another thread acquires the run during the release: the file is still locked, but names no owner."""
     leaving, usual = threading.Event(), Disk.unlink
 
     def slow(disk: Disk, path: str) -> None:
@@ -205,10 +205,10 @@ def test_threads_that_claim_one_run_never_write_it_together(tmp_path: pathlib.Pa
 
 @pytest.mark.slow
 def test_a_loop_that_was_run_again_hears_of_preemption(tmp_path: pathlib.Path) -> None:
-    """The first one's handler, which the second calls, must not end the process."""
+    """The second Checkpointer calls the handler of the first one, which must not end the process."""
     code = f"""
 import gc, os, signal, treering as tr
-gc.disable()  # or it would depend on when that runs
+gc.disable()  # Otherwise the result depends on the time of a collection.
 run = {str(tmp_path)!r}
 ckpts = tr.Checkpointer(run, save_every=100, save_on_preemption=True)
 ckpts = tr.Checkpointer(run, save_every=100, save_on_preemption=True)
@@ -225,7 +225,7 @@ print("still here")
     assert tr.steps(tmp_path) == [1]
 
 
-# What a cell shows
+# Output of cells
 
 
 def test_reprs_are_short_and_read_nothing(tmp_path: pathlib.Path) -> None:
@@ -233,7 +233,7 @@ def test_reprs_are_short_and_read_nothing(tmp_path: pathlib.Path) -> None:
     report = tr.save(tmp_path / "c", tree, step=7)
     assert repr(report).startswith(f"<SaveReport {tmp_path}/c: 0.") and len(repr(report)) < 200 + len(str(tmp_path))
     ckpt = tr.open(tmp_path / "c")
-    (tmp_path / "c").rename(tmp_path / "gone")  # whatever reads now fails
+    (tmp_path / "c").rename(tmp_path / "gone")  # Any read fails now.
     lines = repr(ckpt).splitlines()
     assert lines[0] == f"Checkpoint {tmp_path}/c (treering, step 7, 501 leaves)" and len(lines) == 42
     assert lines[1].split() == ["params/0", "float32[2,3]"] and lines[-1] == "  and 461 more; print() shows all"
@@ -264,7 +264,7 @@ def test_a_bar_in_a_notebook_is_shown_where_it_can_be(
 ) -> None:
     import rich.console
 
-    class ZMQInteractiveShell:  # a double of a kernel's shell, by whose name rich knows a notebook
+    class ZMQInteractiveShell:  # A double of a kernel's shell: rich detects notebooks by this name.
         pass
 
     monkeypatch.setattr(rich.console, "get_ipython", ZMQInteractiveShell, raising=False)

@@ -1,4 +1,4 @@
-"""Saves that fail while a loop goes on."""
+"""Tests of `on_error`: saves fail while a loop continues."""
 
 import logging
 import secrets
@@ -17,7 +17,7 @@ from treering.stores.objects.store import ObjectStore
 
 @pytest.fixture
 def between(s3_server: str) -> Iterator[Proxy]:
-    """A proxy before a bucket whose network can be taken away, for one cannot take away a disk."""
+    """A proxy in front of a bucket, because a test can cut a network but cannot remove a disk."""
     with proxy(s3_server) as one:
         buckets = ObjectStore()
         buckets.add("flaky://tests", s3.client(one.url, retry_config={"max_retries": 0}))
@@ -98,7 +98,7 @@ def test_a_wrong_call_is_raised_in_any_case(between: Proxy) -> None:
 
 @pytest.mark.long
 def test_a_failure_that_a_later_call_has_reported_is_raised_at_the_end(between: Proxy) -> None:
-    """Steps between that are not due settle the save that failed; no good one comes after it."""
+    """Calls for steps that are not due report the failed save. No successful save follows."""
     told: list[BaseException] = []
     ckpts = tr.Checkpointer(f"flaky://tests/{secrets.token_hex(4)}", save_every=10, on_error=told.append)
     ckpts.save(10, {"w": np.zeros(4)})
@@ -113,4 +113,4 @@ def test_a_failure_that_a_later_call_has_reported_is_raised_at_the_end(between: 
     assert told and ckpts.last_error is told[-1]
     with pytest.raises(SaveError, match="step-00000020"):
         ckpts.close()
-    ckpts.close()  # once
+    ckpts.close()  # The error is raised only once.

@@ -1,4 +1,4 @@
-"""What a resumed job says and does where it cannot be the interrupted job; see `test_resumed_job` for where it can."""
+"""Tests of resumed jobs that differ from the interrupted one, such as by `init`. `test_resumed_job` has equal ones."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def test_static_values_that_differ_are_named(tmp_path: pathlib.Path, caplog: pyt
         "registered/0/sizes (saved [1, 3], now [1, 2])",
     ):
         assert text in line
-    assert state["meta"].epoch == 0 and state["net"].epoch == 0  # the program's are kept
+    assert state["meta"].epoch == 0 and state["net"].epoch == 0  # The values of the program stay.
     caplog.clear()
     resumed(tmp_path / "same", init)
     assert "static" not in caplog.text
@@ -111,7 +111,7 @@ def test_other_dtypes_than_those_of_init_are_named(tmp_path: pathlib.Path, caplo
         assert state["w"].dtype == "float32" and state["n"].dtype == "int32"
         state, _ = ckpts.restore_or_init(init, dtype="float16")
         assert state["w"].dtype == "float16" and state["same"].dtype == "float16"
-        assert ckpts.restore(init())["w"].dtype == "float32"  # a template decides
+        assert ckpts.restore(init())["w"].dtype == "float32"  # A template decides the dtype.
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_one_array_in_two_leaves_is_read_once_and_stays_one(tmp_path: pathlib.Pa
     _, state = resumed(tmp_path / "run", lambda: dict(saved, head=jnp.zeros((8, 4))), saved)
     assert state["embed"] is state["head"] and state["keys"][0] is state["keys"][1]
     assert state["other"] is not state["embed"] and (np.asarray(state["head"]) == 1).all()
-    restored = tr.restore(tmp_path / "run", like=saved)  # a template may be donated: its leaves share nothing
+    restored = tr.restore(tmp_path / "run", like=saved)  # A template may be donated, so its leaves share no memory.
     assert restored["embed"] is not restored["head"]
 
 
@@ -205,7 +205,7 @@ def test_no_array_of_an_init_that_is_called_is_alive_while_its_step_is_restored(
         net = Net()
         if not isinstance(net.w.get_value(), jax.core.Tracer):
             made.append(weakref.ref(net.w.get_value()))
-        return {"net": net, "n": float(jnp.ones(3).sum())}  # which cannot be traced
+        return {"net": net, "n": float(jnp.ones(3).sum())}  # `float` cannot be traced.
 
     saved = init()
     made.clear()
@@ -251,7 +251,7 @@ def test_a_cache_holds_no_tracers(tmp_path: pathlib.Path) -> None:
         return {"w": cached_table(4) * cached_scale()}
 
     for n in range(2):
-        cached_table.cache_clear()  # as a new process has it
+        cached_table.cache_clear()  # A new process has an empty cache.
         cached_scale.cache_clear()
         with tr.Checkpointer(tmp_path / "run") as ckpts:
             state, step = ckpts.restore_or_init(init)
@@ -310,7 +310,7 @@ def test_a_function_that_holds_an_array_of_init_works(
     for state in (first, second):
         assert state["f"](jax.device_get(state["w"])).tolist() == [0, 1, 2, 3]
         assert state["w"].committed is sharded
-    assert caplog.text.count("init cannot be traced, so it is called") == 1  # of the second job
+    assert caplog.text.count("init cannot be traced, so it is called") == 1  # by the second job
 
 
 def test_an_object_on_which_init_leaves_an_array_has_that_array(tmp_path: pathlib.Path) -> None:

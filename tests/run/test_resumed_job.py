@@ -52,7 +52,7 @@ def nan(bits: int) -> jax.Array:
     return jnp.asarray(np.array([bits], np.uint32).view(np.float32))
 
 
-# Each case names the difference, and makes two trees that differ in nothing else.
+# Each case names a difference, and makes two trees that differ only in that.
 PAIRS: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
     "weak type": ("weak type: ", lambda: jnp.float32(1), lambda: jnp.asarray(1.0)),
     "dtype": ("dtype: ", lambda: jnp.zeros(2, jnp.float16), lambda: jnp.zeros(2, jnp.bfloat16)),

@@ -1,4 +1,4 @@
-"""A run over its life: going back, the lock, metrics that come later, evaluators, background work."""
+"""Tests of a run over its life: rewinds, its one writer, late metrics, evaluators, background work."""
 
 import contextlib
 import errno
@@ -36,11 +36,11 @@ def save_steps(run: pathlib.Path, steps: Any, keep: Any = None, **options: Any) 
 
 
 def branch(run: pathlib.Path, step: int) -> float:
-    """What was saved for a step."""
+    """Returns the value that was saved for a step, which identifies its branch."""
     return float(tr.restore(run, step=step)["x"][0])
 
 
-# Going back
+# Rewinding
 
 
 def test_rewinding_sets_later_steps_aside(tmp_path: pathlib.Path) -> None:
@@ -58,7 +58,7 @@ def test_rewinding_sets_later_steps_aside(tmp_path: pathlib.Path) -> None:
         ckpts.rewind(1)
         ckpts.rewind(1)
     assert tr.steps(tmp_path) == [1] and tr.steps(tmp_path / "rewound-2") == [2, 3, 5]
-    assert not (tmp_path / "rewound-3").exists(), "there was nothing to set aside"
+    assert not (tmp_path / "rewound-3").exists(), "there was no step to archive"
 
 
 def test_wrong_rewinds(tmp_path: pathlib.Path) -> None:
@@ -141,7 +141,7 @@ def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
         ckpts.wait()
         assert ckpts.steps == [20, 21, 30], "what was restored stays"
     assert branch(tmp_path, 30) == 300 and branch(tmp_path / "rewound-1", 30) == 30
-    with tr.Checkpointer(tmp_path) as ckpts:  # the job is killed and begins again: on the new branch
+    with tr.Checkpointer(tmp_path) as ckpts:  # The job is killed, and begins again on the new branch.
         assert ckpts.restore()["x"][0] == 300
 
 
@@ -178,7 +178,7 @@ def test_a_save_that_is_refused_sets_nothing_aside(tmp_path: pathlib.Path) -> No
         ckpts.restore()
         ckpts.save(4, {"x": np.full(3, 4)})
         ckpts.wait()
-        assert ckpts.steps == [1, 2, 3, 4], "by then nobody goes back any more"
+        assert ckpts.steps == [1, 2, 3, 4], "the later restore has cancelled the rewind"
         ckpts.restore(step=1)
         ckpts.save(2, {"x": np.full(3, 22)})
     assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3, 4] and branch(tmp_path, 2) == 22
@@ -220,7 +220,12 @@ print("ready", flush=True); sys.stdin.read(1)
         assert first.stdout and first.stdout.readline() == "ready\n"
         ckpts = tr.Checkpointer(tmp_path)
         assert ckpts.steps == [1] and ckpts.restore()["x"] == 1, "readers need no lock"
-        for step, on_exists in [(2, "error"), (1, "error"), (1, "skip"), (1, "overwrite")]:  # 1 is the other job's
+        for step, on_exists in [
+            (2, "error"),
+            (1, "error"),
+            (1, "skip"),
+            (1, "overwrite"),
+        ]:  # the other job saved step 1
             with pytest.raises(
                 ExistsError, match=rf"process {first.pid} on \S+, since 20\d\d-\S+, writes this run; wait"
             ):
@@ -238,7 +243,7 @@ print("ready", flush=True); sys.stdin.read(1)
 def test_a_step_behind_the_latest_is_logged(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
-    """A job that did not restore: `keep` counts from steps that it does not know of."""
+    """A job did not restore, so `keep` also counts later steps that the job does not know."""
     run = tmp_path / "run"
     save_steps(run, (10, 20), keep=tr.keep.last(2))
     options: Any = {"keep": tr.keep.last(2), "local": tmp_path / "local" if local else None}
@@ -252,7 +257,7 @@ def test_a_step_behind_the_latest_is_logged(
     with tr.Checkpointer(run, **{**options, "keep": None}) as ckpts:
         first = ckpts.steps[0]
         ckpts.restore(step=first)
-        ckpts.save(first + 1, {"x": np.zeros(3)})  # the later ones are set aside
+        ckpts.save(first + 1, {"x": np.zeros(3)})  # archives the later steps
         ckpts.save(first + 2, {"x": np.zeros(3)})
         ckpts.rewind(first + 1)
         ckpts.save(first + 2, {"x": np.zeros(3)})
@@ -275,21 +280,21 @@ def test_a_save_that_is_skipped_or_refused_takes_no_run(tmp_path: pathlib.Path) 
     assert new.save(1, {"x": 1}, on_exists="skip") is None
     with pytest.raises(ExistsError, match="step 1 is saved already"):
         new.save(1, {"x": 1})
-    old.save(2, {"x": 2})  # it still has the run
+    old.save(2, {"x": 2})  # It still has the lease.
     old.close()
     assert new.save(2, {"x": 2}, on_exists="skip") is None
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.getuid() != 0, reason="expected root, who can become somebody who may not write")
+@pytest.mark.skipif(os.getuid() != 0, reason="expected root, to become a user who may not write")
 def test_a_run_that_may_only_be_read_is_skipped_as_well() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # those of pytest are its user's alone
+    with tempfile.TemporaryDirectory() as folder:  # Other users cannot enter pytest's folders.
         save_steps(pathlib.Path(folder, "run"), [1])
         os.chmod(folder, 0o755)
         code = f"""
 import os, treering as tr
-with tr.Checkpointer({folder + "/other"!r}) as ckpts:  # which imports everything, from where others may not read
+with tr.Checkpointer({folder + "/other"!r}) as ckpts:  # imports all modules, from folders that other users cannot read
     ckpts.save(1, {{"x": 1}})
     ckpts.wait()
     ckpts.save(1, {{"x": 1}}, on_exists="skip")
@@ -459,11 +464,11 @@ def test_two_writers_that_begin_at_the_same_time_are_one(tmp_path: pathlib.Path)
         won[0].close()
 
 
-# Saves that meet
+# Concurrent saves
 
 
 class Slow(Disk):
-    """Waits before each file is written until it may go on."""
+    """A disk that waits before it writes each file, until the test lets it continue."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -525,7 +530,7 @@ def test_slow_deletions_hold_no_save_up(tmp_path: pathlib.Path, use_disk: Any) -
 def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
-    """The disk is a double with room for two steps, and removes slowly."""
+    """The disk is a double with room for two steps that deletes slowly."""
 
     class Small(Disk):
         def create(self, path: str) -> int:
@@ -677,7 +682,7 @@ def test_wrong_options(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
         tr.Checkpointer(tmp_path, **options)
 
 
-# Metrics that come later
+# Late metrics
 
 
 def test_recorded_metrics_decide_what_is_kept_and_what_is_best(tmp_path: pathlib.Path) -> None:
@@ -748,7 +753,7 @@ def test_a_step_that_is_deleted_before_it_is_marked_or_recorded_is_not_found(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
     class Deleting(Disk):
-        looks = 0  # at the manifest, until it is deleted
+        looks = 0  # at the manifest, before it is deleted
 
         def stat(self, path: str) -> os.stat_result | None:
             if path.endswith("treering.json"):
@@ -830,13 +835,13 @@ def until(condition: Any) -> None:
 @pytest.mark.slow
 def test_an_evaluator_sees_each_step_once_in_order_until_the_run_is_finished(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
-    seen, thread = follow_in_background(run)  # before there is a run
+    seen, thread = follow_in_background(run)  # before the run exists
     with tr.Checkpointer(run) as ckpts:
         for step in (0, 10):
             ckpts.save(step, {"x": step})
         until(lambda: seen == [0, 10])
     time.sleep(0.7)
-    assert thread.is_alive(), "leaving the block ends nothing"
+    assert thread.is_alive(), "leaving the block does not end it"
     with tr.Checkpointer(run) as ckpts:
         ckpts.save(20, {"x": 20})
         until(lambda: seen == [0, 10, 20])
@@ -913,13 +918,13 @@ def test_wrong_arguments_of_follow_are_told_at_the_call(tmp_path: pathlib.Path, 
         tr.follow(tmp_path, **options)
 
 
-# What late metrics rule out
+# Steps that late metrics rule out
 
 KEEP = tr.keep.best(1, "val", "min") | tr.keep.last(1)
 
 
 def evaluate(run: pathlib.Path, *steps: int) -> None:
-    """Gives the steps of a run their metric in another process, which knows no policy; step 2 is the best."""
+    """Records a metric for the steps of a run, in another process without a policy. Step 2 is the best."""
     code = (
         "import sys, treering as tr\nfor n in map(int, sys.argv[2:]): tr.record(sys.argv[1], n, {'val': abs(n - 2.0)})"
     )
@@ -944,7 +949,7 @@ def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib
     assert tr.steps(tmp_path) == [1, 2, 3, 4, 5], "the others may be better"
     for step in (1, 2, 4):
         tr.record(tmp_path, step, {"val": abs(step - 2.0)})
-    assert tr.steps(tmp_path) == [1, 2, 4, 5], "1 was restored, 4 is pinned, 5 the last"
+    assert tr.steps(tmp_path) == [1, 2, 4, 5], "1 was restored, 4 is pinned, 5 is the last"
     assert (tmp_path / "finished").exists() == finish and not list(tmp_path.glob("*.lock"))
     assert not (tmp_path / "step-00000003").exists()
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
@@ -956,7 +961,7 @@ def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
         ckpts.restore_or_init(lambda: {"x": 0})
         assert ckpts.steps == [2, 4, 5], (
-            "this job goes on, and the first one's step counts no longer, though it is alive"
+            "this job continues, and the first one no longer protects its step, though it is alive"
         )
     assert first.restored_step == 1
 
@@ -973,7 +978,7 @@ def test_metrics_while_the_run_is_written_prune_at_once(tmp_path: pathlib.Path) 
         assert ckpts.steps == [2, 4, 5]
         evaluate(tmp_path, 4)
         assert ckpts.steps == [2, 4, 5], "the other process has no policy"
-    assert tr.steps(tmp_path) == [2, 5], "close() looks once more"
+    assert tr.steps(tmp_path) == [2, 5], "close() applies the policy once more"
 
 
 def test_metrics_that_a_hook_records_prune_at_the_end(tmp_path: pathlib.Path) -> None:
@@ -1003,7 +1008,7 @@ def test_metrics_from_another_process_prune_when_the_run_is_opened_next(tmp_path
     reader = tr.Checkpointer(tmp_path, keep=tr.keep.last(2))
     reader.restore()
     reader.close()
-    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5], "no metric matters to this policy, which its next save applies"
+    assert tr.steps(tmp_path) == [1, 2, 3, 4, 5], "this policy uses no metric; its next save applies it"
     OPENING[how](ckpts := tr.Checkpointer(tmp_path, keep=KEEP))
     assert tr.steps(tmp_path) == [2, 6 if how == "save" else 5]
     ckpts.close()
@@ -1011,7 +1016,7 @@ def test_metrics_from_another_process_prune_when_the_run_is_opened_next(tmp_path
 
 
 def test_reading_deletes_nothing(tmp_path: pathlib.Path) -> None:
-    """Another job may have restored a step that the policy does not want; it takes the lock with its next save."""
+    """Another job may have restored a step that the policy does not keep. It acquires the lease with its next save."""
     save_steps(tmp_path, range(1, 6), KEEP)
     for step in range(1, 6):
         summary.add_metrics(stores.of(str(tmp_path)), f"{tmp_path}/step-{step:08}", {"val": abs(step - 2.0)})
@@ -1101,7 +1106,7 @@ for ckpt in tr.follow({str(tmp_path)!r}, timeout=60):
 
 @pytest.fixture
 def events(tmp_path: pathlib.Path) -> Iterator[Any]:
-    """Writes scalars into an event file, as old and as new releases of TensorFlow do."""
+    """Writes scalars into an event file, in the old and in the new way of TensorFlow."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -1266,14 +1271,14 @@ report([reports, steps, rewound, branched, refused, finished, taken, busy.steps]
 
 
 def test_what_killed_saves_leave_beside_a_step_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
-    """What one process has to write of a tree of several is saved beside its place first."""
+    """One process's share of a tree of several processes is first saved under a temporary name. A kill leaves that."""
     names = [".step-00000005.0fe007.tmp", ".step-00000006.0fe008.tmp", ".other.0fe007.tmp", ".step-00000007.tmp"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(b"x")
     fd = os.open(tmp_path / names[1], os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # its writer lives
+        fcntl.flock(fd, fcntl.LOCK_EX)  # Its writer is alive.
         save_steps(tmp_path, [8])
         assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "step-00000008"])
     finally:

@@ -1,4 +1,4 @@
-"""Loops that raise or are interrupted: the state that they have shown last is saved, if it is still there."""
+"""Tests of `save_on_error`: a loop raises or is interrupted, and its newest state is saved if it still exists."""
 
 import gc
 import inspect
@@ -28,7 +28,7 @@ def advance(state: Any) -> Any:
 
 
 def stop_at(run: pathlib.Path, last: int, error: BaseException, state: Any = None, **options: Any) -> None:
-    """A loop that saves every 100 steps and raises in the step after `last`."""
+    """Runs a loop that saves every 100 steps and raises in the step after `last`."""
     with tr.Checkpointer(run, save_every=100, save_on_error=True, **options) as ckpts:
         state = {"w": jnp.zeros(3), "n": 0} if state is None else state
         for step in range(1, 1000):
@@ -82,7 +82,7 @@ def test_a_step_that_is_there_already_is_replaced_only_if_so_wished(
     }
     for on_exists in ("error", "skip", "overwrite"):
         with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
-            ckpts.save(2, state, on_exists=on_exists)  # another state, and not due
+            ckpts.save(2, state, on_exists=on_exists)  # another state, which is not due
             raise ZeroDivisionError
         (record,) = caplog.records
         assert said[on_exists] in record.message

@@ -1,4 +1,4 @@
-"""A run against a model of it: whatever is done to it in whatever order, its steps are those that the model has."""
+"""Compares a run with a model of it: after any operations in any order, both have the same steps."""
 
 import contextlib
 import dataclasses
@@ -46,11 +46,11 @@ class Run(RuleBasedStateMachine):
         if self.ckpts:
             with contextlib.suppress(tr.errors.SaveError):
                 self.ckpts.close()
-        self.gone_back = False  # to an earlier step, whose successors the next save sets aside
+        self.gone_back = False  # True after a restore of an earlier step: the next save archives the later steps
         self.ckpts = tr.Checkpointer(self.place / "run", keep=KEEP)
         self.restored: int | None = None
         self.aside: set[int] = set()
-        self.marked: set[int] = set()  # steps that reading has shown to be damaged, which takes until then
+        self.marked: set[int] = set()  # steps known to be damaged, because they were read
 
     @rule(ahead=st.integers(1, 3), loss=st.integers(0, 9), wait=st.booleans())
     def save(self, ahead: int, loss: int, wait: bool) -> None:
@@ -139,7 +139,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: not self.gone_back)
     @rule(at=st.integers(1, 60), ahead=st.integers(1, 3), loss=st.integers(0, 9))
     def crash(self, at: int, ahead: int, loss: int) -> None:
-        """From some operation on nothing reaches the disk any more, and another job goes on."""
+        """From some operation on, no write reaches the disk. Then another job continues the run."""
         self.ckpts.wait()
         step, tree = self._next(ahead, loss)
         before = dict(self.model)
@@ -155,7 +155,7 @@ class Run(RuleBasedStateMachine):
         found = tr.steps(self.place / "run")
         if step in found:
             self._saved(loss)
-        assert set(self.model) <= set(found) <= {*before, *self.model}  # some may not be deleted yet
+        assert set(self.model) <= set(found) <= {*before, *self.model}  # some steps may not be deleted yet
         self.model = {n: self.model.get(n) or before[n] for n in found}
         self.restart()
 
@@ -184,7 +184,7 @@ class Run(RuleBasedStateMachine):
         return {step for n, step in enumerate(steps) if not n or step // 5 > steps[n - 1] // 5}
 
     def _saved(self, loss: float) -> None:
-        """What the run has after a save: the step, and of the others those that are wanted, or are not counted."""
+        """Updates the model after a save: keeps the new step, other wanted steps, and steps that retention ignores."""
         if self.gone_back:
             self.model = {n: one for n, one in self.model.items() if n <= self.restored}
             self.gone_back = False
