@@ -16,7 +16,7 @@ class Lines(logging.Handler):
 logging.getLogger("treering").addHandler(Lines())
 logging.getLogger("treering").setLevel(logging.INFO)
 HOST = HOSTS[INDEX]
-local, remote = tmp / HOST, FAR or tmp / "remote"
+local, remote = tmp / HOST, REMOTE or tmp / "remote"
 template = {"w": put(np.zeros(SIZE, np.float32), P("x")), "b": put(np.zeros(300_000, np.float32)), "n": 0}
 def state(step):
     w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
@@ -41,4 +41,4 @@ def until(check):
 def job(tmp: pathlib.Path, body: str, hosts: str = "aabb", remote: str = "", **options: Any) -> list[Result]:
     """Runs a body in a job with one process for each letter of `hosts`, which names the process's host."""
     names = [f"local-{host}" for host in hosts]
-    return run_job(tmp, STATE + body, processes=len(hosts), devices=1, HOSTS=names, SIZE=SIZE, FAR=remote, **options)
+    return run_job(tmp, STATE + body, processes=len(hosts), devices=1, HOSTS=names, SIZE=SIZE, REMOTE=remote, **options)

@@ -103,6 +103,7 @@ def test_a_nan_is_never_best(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_was_just_saved_is_kept_even_when_it_is_an_old_step(tmp_path: pathlib.Path) -> None:
+    """Retention keeps the step that was just saved, even if later steps exist."""
     loop(tmp_path, [5, 6])
     assert loop(tmp_path, [2], tr.keep.last(1)) == [2, 6]
 
@@ -313,6 +314,8 @@ def test_when_a_checkpoint_was_committed(tmp_path: pathlib.Path) -> None:
 
 
 def test_whether_a_save_is_under_way_and_where(tmp_path: pathlib.Path, use_disk: Any, monkeypatch: Any) -> None:
+    """`is_saving` is True while a save runs; `directory` stays absolute after a change of the working directory."""
+
     class Held(Disk):
         gate = threading.Event()
 
@@ -374,6 +377,7 @@ def test_a_failed_save_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk:
 def test_who_was_told_by_the_result_is_not_told_again_and_what_comes_next_is_done(
     tmp_path: pathlib.Path, use_disk: Any, call: str
 ) -> None:
+    """If the result of a save has raised its error, the next call does not raise it again, and does its work."""
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
             ckpts.save(step, {"n": step})
@@ -514,6 +518,8 @@ def test_an_init_that_cannot_be_traced_is_called(
 
 
 def test_an_init_of_which_a_trace_shows_something_else_is_refused_on_the_first_day(tmp_path: pathlib.Path) -> None:
+    """The first job already refuses an `init` whose trace gives another tree than its call."""
+
     def init() -> Any:
         w = jnp.ones(3)
         return {"w": w, "n": 1} if isinstance(w, jax.core.Tracer) else {"w": jnp.ones((3, 2)), "n": 1.5, "more": w}
@@ -631,6 +637,7 @@ def test_a_wrong_template_is_no_reason_to_fall_back(tmp_path: pathlib.Path) -> N
 
 
 def test_a_run_without_a_good_step_is_not_begun_anew(tmp_path: pathlib.Path) -> None:
+    """A run with only damaged steps raises an error instead of starting over."""
     loop(tmp_path, [1, 2])
     for step in (1, 2):
         damage(tmp_path, step, "bytes")
@@ -642,6 +649,7 @@ def test_a_run_without_a_good_step_is_not_begun_anew(tmp_path: pathlib.Path) -> 
 
 
 def test_a_killed_writers_leftovers_go_and_confuse_nobody(tmp_path: pathlib.Path) -> None:
+    """The next job removes the leftovers of a killed writer. Readers ignore them."""
     loop(tmp_path, [1])
     new, old = tmp_path / "step-00000002", tmp_path / "step-00000001"
     new.mkdir()
@@ -701,6 +709,7 @@ def test_what_is_a_step_and_what_is_not(tmp_path: pathlib.Path) -> None:
 
 
 def test_without_a_prefix_the_only_one_there_counts(tmp_path: pathlib.Path) -> None:
+    """Without `prefix=`, the only prefix in the folder is used; several prefixes are an error."""
     loop(tmp_path, [1, 2], prefix="ema-")
     shutil.copytree(tmp_path / "ema-00000001", tmp_path / "foo7")
     assert tr.steps(tmp_path) == [1, 2] and tr.open(tmp_path).path.endswith("ema-00000002")
@@ -713,6 +722,7 @@ def test_without_a_prefix_the_only_one_there_counts(tmp_path: pathlib.Path) -> N
 
 
 def test_a_copied_step_counts_as_what_its_name_says(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A copied step has the number in its new name, not the number that it was saved with."""
     loop(tmp_path, [1])
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
     assert tr.steps(tmp_path) == [1, 2] and caplog.text == ""
@@ -762,6 +772,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: pathlib.Path) -> None:
 
 
 def test_damage_next_door_does_not_fail_a_save(tmp_path: pathlib.Path) -> None:
+    """A damaged step does not fail the save of another step."""
     loop(tmp_path, [1])
     file = tmp_path / "step-00000001" / "treering.json"
     for old, new in [(b'"created":"2', b'"created":"x'), (b'"version":1', b'"version":7')]:
@@ -785,6 +796,8 @@ def test_a_step_that_another_job_repaired_is_good_again(tmp_path: pathlib.Path) 
 def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
+    """A step that is replaced between two reads is read again, and not considered damaged."""
+
     class Replaced(Disk):
         again = True
 
@@ -804,6 +817,7 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
 
 
 def test_nothing_is_remembered_of_deleted_steps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of verdicts forgets deleted steps."""
     monkeypatch.setattr(_steps, "_SETTLED", 0.0)
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
         for step in range(5):
@@ -821,6 +835,7 @@ def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_step_that_is_deleted_while_it_is_restored_is_passed_over(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """If a step is deleted during a restore, the restore takes an earlier step."""
     loop(tmp_path, [1, 2])
 
     class Pruned(Disk):
@@ -849,6 +864,7 @@ def test_two_kinds_of_steps_in_one_directory(tmp_path: pathlib.Path) -> None:
 
 
 def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pathlib.Path, caplog: Any) -> None:
+    """`tr.restore` of a run also skips damaged steps."""
     loop(tmp_path, [1, 2])
     damage(tmp_path, 2, "bytes")
     assert tr.restore(tmp_path)["x"][0] == 1 and "step 2 is damaged" in caplog.text
@@ -883,6 +899,7 @@ def test_nothing_of_a_damaged_step_is_in_memory_while_the_one_before_is_restored
 def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
+    """Only the Checkpointer of a failed save raises its error; other calls on the run do not."""
     use_disk(Full())
     ckpts = tr.Checkpointer(tmp_path / "run")
     pending = ckpts.save(1, {"x": np.ones(3)})
@@ -960,6 +977,7 @@ def test_two_jobs_may_delete_the_same_step(tmp_path: pathlib.Path, use_disk: Any
 def test_a_newest_step_that_is_overwritten_all_the_time_is_still_the_one_restored(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
+    """A restore takes the newest step even if another job overwrites it repeatedly."""
     loop(tmp_path, [1, 2])
 
     class Busy(Disk):
@@ -999,6 +1017,7 @@ def test_a_step_that_is_deleted_between_listing_and_opening(tmp_path: pathlib.Pa
 
 
 def test_an_init_that_itself_restores_something_is_traced_when_the_run_goes_on(tmp_path: pathlib.Path) -> None:
+    """A resumed job can trace an `init` that itself restores a checkpoint."""
     tr.save(tmp_path / "base", {"w": np.ones(2, np.float32)})
     like = {"w": jax.ShapeDtypeStruct((2,), np.float32)}
     for job in range(2):

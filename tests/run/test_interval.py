@@ -87,6 +87,7 @@ class Fixed:
 def test_it_loses_no_more_than_five_per_cent_beside_the_best_interval(
     monkeypatch: pytest.MonkeyPatch, mtbf: float, stall: float, write: float, slower: float
 ) -> None:
+    """The chosen interval takes at most 5 % more time than the best fixed interval."""
     seeds = range(6)
 
     def average(run: Any) -> float:
@@ -139,6 +140,7 @@ def test_without_a_mean_time_it_is_that_of_many_jobs(caplog: pytest.LogCaptureFi
 def test_a_real_loop_saves_at_once_and_then_as_often_as_it_should(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A real loop saves at its first step, and then at the chosen interval."""
     state = {"w": np.zeros(1 << 16, np.float32)}
     hour = datetime.timedelta(hours=1)
     with (
@@ -182,5 +184,6 @@ def test_a_save_that_fails_does_not_end_it(tmp_path: pathlib.Path) -> None:
     [{"save_every": "often"}, {"mtbf": datetime.timedelta(1)}, {"save_every": "auto", "mtbf": datetime.timedelta(0)}],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path, options: Any) -> None:
+    """Wrong values of `save_every` and `mtbf` raise errors."""
     with pytest.raises(MismatchError):
         tr.Checkpointer(tmp_path / "run", **options)

@@ -95,6 +95,7 @@ def test_a_new_start_beside_another_library_is_refused(tmp_path: pathlib.Path) -
 
 
 def test_the_shell_begins_anew(tmp_path: pathlib.Path) -> None:
+    """`treering rewind --all` archives all steps."""
     _save(tmp_path, 1, 2)
     assert main(["rewind", str(tmp_path)]) == 2 == main(["rewind", str(tmp_path), "1", "--all"])
     assert main(["rewind", str(tmp_path), "--all"]) == 0
@@ -178,6 +179,7 @@ def test_where_no_step_is_found_the_error_names_those_near_by(tmp_path: pathlib.
 
 
 def test_a_run_whose_steps_are_on_another_local_disk(tmp_path: pathlib.Path, warnings: Callable[[], list[str]]) -> None:
+    """A warning says that steps may be in another `local=` directory."""
     run = tmp_path / "run"
     with tr.Checkpointer(run, local=tmp_path / "a") as ckpts:
         ckpts.save(1, init())

@@ -79,6 +79,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
 
 @pytest.mark.long
 def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: pathlib.Path) -> None:
+    """A cell fails during a save. The repeated cell waits for that save, and continues from its step."""
     disk = Slow()
     stores.register(stores.Filesystem(disk))
     try:
@@ -110,6 +111,7 @@ def test_a_cell_that_was_interrupted_in_a_save_is_run_again(tmp_path: pathlib.Pa
 
 
 def test_one_that_is_saving_is_not_taken_over(tmp_path: pathlib.Path) -> None:
+    """A Checkpointer that is saving does not lose its run to a newer one."""
     disk = Slow()
     stores.register(stores.Filesystem(disk))
     try:
@@ -128,6 +130,7 @@ def test_one_that_is_saving_is_not_taken_over(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_run_that_another_path_leads_to_is_the_same(tmp_path: pathlib.Path) -> None:
+    """Two paths of one run share one lease."""
     (tmp_path / "link").symlink_to(tmp_path / "run")
     first, second = tr.Checkpointer(tmp_path / "run"), tr.Checkpointer(tmp_path / "link")
     first.save(1, {"x": 1})

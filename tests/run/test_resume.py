@@ -148,6 +148,7 @@ def test_one_array_in_two_leaves_is_read_once_and_stays_one(tmp_path: pathlib.Pa
 
 
 def test_leaves_of_one_array_go_to_two_places_if_sharding_says_so(tmp_path: pathlib.Path) -> None:
+    """`sharding=` may place two leaves of one shared array differently."""
     one = jnp.arange(8.0)
     places = {"a": SingleDeviceSharding(jax.devices()[1]), "b": SingleDeviceSharding(jax.devices()[2]), "c": None}
     with tr.Checkpointer(tmp_path / "run") as ckpts:
@@ -160,6 +161,7 @@ def test_leaves_of_one_array_go_to_two_places_if_sharding_says_so(tmp_path: path
 
 @pytest.mark.long
 def test_a_mesh_beside_the_one_that_is_set_is_kept(tmp_path: pathlib.Path) -> None:
+    """Arrays on another mesh than the one that is set keep their mesh."""
     ambient, few = auto_mesh(), jax.sharding.Mesh(np.array(jax.devices()[6:]), ("x",))
     backwards = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("x",))
     meshes = {"set": ambient, "few": few, "backwards": backwards}
@@ -199,6 +201,7 @@ def test_a_field_that_is_a_leaf_is_no_static_value(tmp_path: pathlib.Path, caplo
 def test_no_array_of_an_init_that_is_called_is_alive_while_its_step_is_restored(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The arrays of a called `init` are freed before the step is restored."""
     made: list[weakref.ref[Any]] = []
 
     def init() -> Any:

@@ -78,6 +78,8 @@ def test_wrong_rewinds(tmp_path: pathlib.Path) -> None:
 def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(
     tmp_path: pathlib.Path, use_disk: Any, back: int | None
 ) -> None:
+    """An interrupted rewind leaves steps that the run had at an earlier time."""
+
     class Sticky(Disk):
         moves = 0
 
@@ -98,6 +100,7 @@ def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(
 def test_what_has_the_name_of_steps_set_aside_and_is_no_directory_of_ours_is_left_alone(
     tmp_path: pathlib.Path, kind: str
 ) -> None:
+    """A file or link named like an archived run stays untouched."""
     save_steps(tmp_path / "run", [1, 2, 3, 4])
     place = tmp_path / "run" / "rewound-1"
     (tmp_path / "elsewhere").mkdir()
@@ -113,6 +116,8 @@ def test_what_has_the_name_of_steps_set_aside_and_is_no_directory_of_ours_is_lef
 
 @pytest.mark.parametrize("call", ["rewind", "delete", "pin", "finish"])
 def test_what_the_disk_refuses_is_told_as_a_save_is(tmp_path: pathlib.Path, use_disk: Any, call: str) -> None:
+    """A disk error of any writing call is raised as `SaveError`."""
+
     class Refusing(Disk):
         def refuse(self, *args: Any) -> Any:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -131,6 +136,7 @@ def test_what_the_disk_refuses_is_told_as_a_save_is(tmp_path: pathlib.Path, use_
 def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """After a restore of an earlier step, the next save archives the later steps."""
     save_steps(tmp_path, [10, 20, 30])
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
         ckpts.restore(step=20)
@@ -311,6 +317,7 @@ ckpts.close()
 
 
 def test_in_one_process_the_lock_is_given_back_by_close_and_by_the_collector(tmp_path: pathlib.Path) -> None:
+    """`close` releases the lease, and so does the garbage collector."""
     first, second = tr.Checkpointer(tmp_path), tr.Checkpointer(tmp_path)
     first.save(1, {"x": 1})
     first.wait()
@@ -384,6 +391,8 @@ print("ready", flush=True); sys.stdin.read(1)
 def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, closed_again: bool
 ) -> None:
+    """An interrupt of a wait loses no save, and the lease is held until that save is over."""
+
     def interrupt(pending: PendingSave) -> None:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
@@ -414,6 +423,7 @@ def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
 def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`close` releases the lease even if an interrupt ends its wait for a hook."""
     inside, go = threading.Event(), threading.Event()
     ckpts = tr.Checkpointer(tmp_path, on_save=lambda report: (inside.set(), go.wait(30)))
     ckpts.save(1, {"x": 1})
@@ -438,6 +448,7 @@ def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
 
 
 def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:
+    """An unsupported tree raises an error before the run's directory or lease exists."""
     ckpts = tr.Checkpointer(tmp_path / "run")
     with pytest.raises(UnsupportedError):
         ckpts.save(1, {"x": object()})
@@ -552,6 +563,7 @@ def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
 
 @pytest.mark.long
 def test_what_is_left_of_deletions_that_a_kill_interrupted_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
+    """The next job completes the deletions that a kill interrupted."""
     code = f"""
 import os, numpy as np, treering as tr
 from treering import stores
@@ -593,6 +605,7 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
 def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save_before(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A report has the seconds of the stall, and those of it spent on the previous save."""
     disk = use_disk(Slow())
     ckpts = tr.Checkpointer(tmp_path)
     first = ckpts.save(1, {"x": np.ones(1000)})
@@ -614,6 +627,7 @@ def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save
 
 @pytest.mark.long
 def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The stall of `tr.save`, which returns after the commit, is its complete duration."""
     disk = use_disk(Slow())
     first = tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
     threading.Timer(0.5, disk.gate.set).start()
@@ -624,6 +638,7 @@ def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pa
 
 @pytest.mark.long
 def test_waiting_for_room_behind_another_save_is_waiting_for_that_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """Waiting for memory that another save holds is reported as `wait_seconds`."""
     disk = use_disk(Slow())
     tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
     threading.Timer(0.5, disk.gate.set).start()
@@ -635,6 +650,8 @@ def test_waiting_for_room_behind_another_save_is_waiting_for_that_save(tmp_path:
 def test_a_hook_that_fails_harms_nobody(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
+    """An error in `on_save` is logged, and affects no save."""
+
     def hook(report: tr.SaveReport) -> None:
         raise error
 
@@ -700,6 +717,7 @@ def test_recorded_metrics_decide_what_is_kept_and_what_is_best(tmp_path: pathlib
 
 
 def test_the_last_of_several_records_counts_and_none_outlives_its_checkpoint(tmp_path: pathlib.Path) -> None:
+    """The last recorded value is used. A new checkpoint of the step has no recorded metrics."""
     save_steps(tmp_path, [1, 2], metrics={"a": 0})
     tr.record(tmp_path, 1, {"a": 1, "b": float("nan")})
     tr.record(tmp_path, 1, {"a": np.float32(2)})
@@ -738,6 +756,8 @@ def test_wrong_records(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_is_told_as_a_save_is(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """`record` raises `SaveError` for a disk error."""
+
     class Full(Disk):
         def write(self, fd: int, data: memoryview, offset: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -752,6 +772,8 @@ def test_a_record_that_cannot_be_written_is_told_as_a_save_is(tmp_path: pathlib.
 def test_a_step_that_is_deleted_before_it_is_marked_or_recorded_is_not_found(
     tmp_path: pathlib.Path, use_disk: Any
 ) -> None:
+    """Pinning or recording a step that was deleted meanwhile raises `NotFoundError`."""
+
     class Deleting(Disk):
         looks = 0  # at the manifest, before it is deleted
 
@@ -834,6 +856,7 @@ def until(condition: Any) -> None:
 
 @pytest.mark.slow
 def test_an_evaluator_sees_each_step_once_in_order_until_the_run_is_finished(tmp_path: pathlib.Path) -> None:
+    """`follow` yields each step once, ascending, and ends when the run is finished."""
     run = tmp_path / "run"
     seen, thread = follow_in_background(run)  # before the run exists
     with tr.Checkpointer(run) as ckpts:
@@ -867,6 +890,7 @@ def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: pathlib.Path) -> 
 
 
 def test_what_is_deleted_is_left_out_and_what_was_yielded_can_still_be_read(tmp_path: pathlib.Path) -> None:
+    """`follow` leaves out deleted steps. A yielded step can be read after its deletion."""
     save_steps(tmp_path, range(1, 6))
     steps = tr.follow(tmp_path, timeout=0)
     first = next(steps)
@@ -933,6 +957,7 @@ def evaluate(run: pathlib.Path, *steps: int) -> None:
 
 @pytest.mark.parametrize("finish", [True, False], ids=["finish", "close"])
 def test_metrics_after_the_last_save_prune_where_the_policy_is(tmp_path: pathlib.Path, finish: bool) -> None:
+    """Metrics that are recorded after the last save delete steps only in a process with the policy."""
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
         ckpts.save(1, {"x": 1}, force=True)
         ckpts.restore()
@@ -1002,6 +1027,7 @@ OPENING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", OPENING)
 def test_metrics_from_another_process_prune_when_the_run_is_opened_next(tmp_path: pathlib.Path, how: str) -> None:
+    """Metrics from another process delete steps when the next job applies its policy."""
     save_steps(tmp_path, range(1, 6), KEEP)
     evaluate(tmp_path, 1, 2, 3, 4, 5)
     assert tr.steps(tmp_path) == [1, 2, 3, 4, 5]
@@ -1029,6 +1055,7 @@ def test_reading_deletes_nothing(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_going_back_to_a_step_that_late_metrics_rule_out(tmp_path: pathlib.Path) -> None:
+    """A restored step stays, even if late metrics rule it out."""
     save_steps(tmp_path, range(1, 6), KEEP)
     evaluate(tmp_path, 1, 2, 3, 4, 5)
     with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
@@ -1042,6 +1069,7 @@ def test_going_back_to_a_step_that_late_metrics_rule_out(tmp_path: pathlib.Path)
 
 @pytest.mark.slow
 def test_opening_deletes_nothing_in_a_run_that_another_job_writes(tmp_path: pathlib.Path) -> None:
+    """`restore_or_init` with late metrics deletes no step while another job writes the run."""
     code = f"""
 import sys, treering as tr
 ckpts = tr.Checkpointer({str(tmp_path)!r})
@@ -1083,6 +1111,7 @@ def test_a_reader_takes_the_lock_from_no_other_checkpointer(tmp_path: pathlib.Pa
 
 @pytest.mark.slow
 def test_an_evaluator_in_another_process_feeds_the_choice_of_the_training_one(tmp_path: pathlib.Path) -> None:
+    """Metrics that an evaluator records in another process decide which steps the training job keeps."""
     code = f"""
 import treering as tr
 for ckpt in tr.follow({str(tmp_path)!r}, timeout=60):

@@ -42,6 +42,7 @@ def stop_at(run: pathlib.Path, last: int, error: BaseException, state: Any = Non
 def test_the_state_before_an_error_is_saved_and_the_error_goes_on(
     tmp_path: pathlib.Path, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The state before an error is saved, and the error is still raised."""
     with pytest.raises(type(error)) as raised:
         stop_at(tmp_path, 7, error, metadata={"lr": 0.1})
     assert raised.value is error and raised.value.__context__ is None
@@ -68,6 +69,7 @@ def test_a_loop_that_ends_well_saves_no_more_than_it_is_told_to(tmp_path: pathli
 def test_a_step_that_is_there_already_is_replaced_only_if_so_wished(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The last save replaces an existing step only with `on_exists="overwrite"`."""
     donating = jax.jit(lambda x: x + 1, donate_argnums=0)
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=2, save_on_error=True) as ckpts:
         state = jnp.zeros(3)
@@ -141,6 +143,7 @@ def test_donated_arrays_are_not_saved_and_the_log_says_so(
 
 @pytest.mark.long
 def test_no_array_lives_longer_for_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`save_on_error` keeps no JAX array alive."""
     import weakref
 
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=100, save_on_error=True) as ckpts:
@@ -155,6 +158,7 @@ def test_no_array_lives_longer_for_it(tmp_path: pathlib.Path, caplog: pytest.Log
 
 
 def test_the_newest_state_counts_and_each_call_replaces_the_one_before(tmp_path: pathlib.Path) -> None:
+    """The state of the newest call is saved; each call replaces the noted one."""
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=10, save_on_error=True) as ckpts:
         states = {step: {"n": jnp.full(2, step)} for step in (10, 11, 12)}
         for step, state in states.items():
@@ -202,6 +206,7 @@ def test_what_changes_in_place_is_saved_as_it_was_at_the_call(tmp_path: pathlib.
 def test_metadata_is_kept_as_a_save_would_take_it_or_left_out_for_the_state(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The last save has the metadata of the call. Metadata that cannot be saved is left out and logged."""
     frozen = types.MappingProxyType({"path": tmp_path})
     for run, metadata, found in (("a", frozen, {"path": str(tmp_path)}), ("b", {1}, None)):
         options: Any = {"save_every": 9, "save_on_error": True}
@@ -215,6 +220,7 @@ def test_metadata_is_kept_as_a_save_would_take_it_or_left_out_for_the_state(
 def test_a_module_that_is_updated_in_place_is_never_taken_for_an_earlier_step(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A module that the loop has updated in place is not saved under the step of an earlier call."""
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path / "a", save_every=9, save_on_error=True) as ckpts:
@@ -262,6 +268,7 @@ def test_on_a_new_branch_the_old_one_is_set_aside_as_by_any_save(tmp_path: pathl
 def test_a_save_that_fails_is_tried_once_more_with_what_is_newest(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """After a failed save, an error of the loop saves the newest state once more."""
     use_disk(Full())
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_on_error=True) as ckpts:
         state = {"n": jnp.ones(2)}
@@ -303,6 +310,8 @@ def test_a_closed_run_is_not_written(tmp_path: pathlib.Path, caplog: pytest.LogC
 
 
 def test_a_second_interrupt_ends_the_last_save_and_gives_the_run_back(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """A second interrupt cancels the last save and releases the lease."""
+
     class Interrupting(Disk):
         def preallocate(self, fd: int, size: int) -> None:
             signal.pthread_kill(main, signal.SIGINT)
@@ -325,6 +334,8 @@ def test_a_second_interrupt_ends_the_last_save_and_gives_the_run_back(tmp_path: 
 def test_an_interrupt_while_a_state_is_noted_leaves_the_one_before(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If an interrupt comes while a state is noted, the state of the previous call is saved."""
+
     def interrupt(leaf: Any) -> None:
         raise KeyboardInterrupt
 

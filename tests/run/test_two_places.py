@@ -541,6 +541,7 @@ def test_one_that_was_taken_over_copies_nothing(local: str, remote: str) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("change", ["rewind", "overwrite"])
 def test_a_job_that_goes_back_far_is_not_undone(local: str, remote: str, change: str) -> None:
+    """Steps that another job archived or replaced in the remote tier do not come back from the local tier."""
     with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2, 3)
     with tr.Checkpointer(remote) as ckpts:
@@ -631,6 +632,7 @@ def test_a_local_run_that_was_written_alone_meanwhile_goes_on(local: str, remote
 
 
 def test_steps_of_others_far_are_not_gone_back_from(local: str, tmp_path: pathlib.Path) -> None:
+    """A rewind is refused if the remote tier has later steps of another library."""
     remote = str(tmp_path / "remote")
     with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
@@ -769,6 +771,7 @@ def test_metrics_after_the_end_prune_where_the_run_stays(local: str, remote: str
 
 @pytest.mark.long
 def test_metrics_while_steps_are_copied_prune_before_the_next_save(local: str, remote: str) -> None:
+    """Late metrics that arrive during an upload delete remote steps before the next save."""
     ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(1) | tr.keep.best(1, "val", "min"))
     _save(ckpts, *range(1, 5))
     _until(lambda: ckpts.uncopied == [])
@@ -779,6 +782,7 @@ def test_metrics_while_steps_are_copied_prune_before_the_next_save(local: str, r
 
 
 def test_nothing_goes_far_before_a_step_is_known_to_be_good(local: str, tmp_path: pathlib.Path) -> None:
+    """Retention deletes no remote step until this job has saved, uploaded or restored a step."""
     remote = tmp_path / "remote"
     with tr.Checkpointer(remote) as ckpts:
         _save(ckpts, 1, 2)
@@ -807,6 +811,7 @@ def test_a_step_that_a_link_leads_to_is_deleted_nowhere(local: str, tmp_path: pa
 
 @pytest.mark.long
 def test_steps_without_metrics_are_not_copied_again_and_again(local: str, remote: str) -> None:
+    """A step without the policy's metric is not uploaded again after its remote deletion."""
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
     ckpts = tr.Checkpointer(remote, local=local, keep=keep)
     places: Any = ckpts._directory
