@@ -195,7 +195,7 @@ report([errors, sorted(os.listdir(tmp))])
         assert "b: process 0 has nothing, process 1 int 2" in found["leaf"]
         assert "a: process 0 has float 1.0, process 1 numpy-scalar float32[]" in found["kind"]
         assert "containers" in found["container"] and "other values" in found["local"]
-        assert "spread over processes otherwise" in found["spread"] and "a:" in found["here"]
+        assert "spread over processes in another way" in found["spread"] and "a:" in found["here"]
         assert index == 0 or text.startswith("process") or "process 1" in text or "a: " in text
 
 

@@ -620,7 +620,7 @@ def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save
     assert held_up.stall_seconds <= held_up.seconds
     assert held_up.gb_per_second == pytest.approx(held_up.nbytes / 1e9 / (held_up.seconds - held_up.wait_seconds))
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "step 2: the loop stood still for 1." in warning and "for the save before" in warning
+    assert "step 2: the loop stood still for 1." in warning and "for the previous save" in warning
     assert "save_every" in warning and 'when_busy="skip"' in warning and "1." in str(held_up)
     ckpts.close()
 

@@ -1,1 +1,1 @@
-"""The processes of a job."""
+"""Coordinates the processes of a job."""

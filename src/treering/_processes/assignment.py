@@ -1,7 +1,7 @@
-"""Assigns each piece to the process that writes it: pure functions that give the same answer in every process.
+"""Assigns each piece to the process that writes it. All functions are pure: every process computes the same answer.
 
-A piece is a rectangular part of a global array. It is held by one process or, where it is replicated, by
-several; exactly one of them writes it, chosen so that all write about the same number of bytes.
+A piece is a rectangular part of a global array. One process holds it, or several if it is replicated. Exactly one of
+the holders writes it, chosen so that all processes write about the same number of bytes.
 """
 
 import functools
@@ -21,12 +21,12 @@ from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from .layouts import Layout, held_by, layout_of, owner
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
-_FEW_PIECES = 16  # of an array, up to which they are gone through one by one
-_FINER_CELLS = 8  # cells for each part; so many keep what a process writes within an eighth of its fair share
+_FEW_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
+_FINER_CELLS = 8  # cells per part; with eight, a process writes at most an eighth more than its fair share
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A piece of a leaf that this process writes, or a run of one: `nbytes` bytes of `shard`, from `begin`."""
+    """A piece of a leaf that this process writes, or a run of it: `nbytes` bytes of `shard`, from byte `begin`."""
 
     leaf: int
     box: Box
@@ -38,7 +38,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Share(NamedTuple):
     """The writers of an array: process `writers[i]` writes the piece `boxes[i]`.
 
-    With a `layout`, the boxes are those of the layout, written by the holders in row `turn` of `holders.turns`.
+    With a `layout`, the boxes are the boxes of the layout, and the writers are row `turn` of its `holders.turns`.
     """
 
     boxes: Sequence[Box]
@@ -48,10 +48,11 @@ class Share(NamedTuple):
 
 
 def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
-    """The shares of all arrays of a tree that every process of a job has, by leaf.
+    """Returns the shares of all arrays of a tree, by leaf, for a job of `count` processes.
 
-    An array that each process has for itself counts as held by all of them, except for the leaves in `single`, which
-    exist in the given process alone. The global arrays are shared out first: their writers do not depend on `single`.
+    An array that each process has its own copy of is treated as held by all processes. `single` maps leaves that exist
+    in one process alone to that process. The global arrays are assigned first, so that their writers do not depend on
+    `single`: the processes learn it only after they have staged their global arrays.
     """
     arrays = (n for n, entry in enumerate(catalogue.entries) if isinstance(entry, ArrayEntry))
     leaves = [n for n in arrays if n not in catalogue.tied]
@@ -77,13 +78,13 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
 
 
 def of_states(entries: Sequence[Any], count: int) -> dict[int, Share]:
-    """Returns the shares of the states of iterators that lie in array files: each process writes its own."""
+    """Returns the shares of the iterator states that are stored in array files: each process writes its own state."""
     stored = {n: one for n, one in enumerate(entries) if isinstance(one, StatesEntry) and len(one.value) == count}
     return {n: Share([one.box(process) for process in range(count)], range(count)) for n, one in stored.items()}
 
 
 def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """The pieces of a process that writes alone, cut up where they have more than `most` bytes."""
+    """Returns the pieces of a process that writes alone; pieces of more than `most` bytes are cut up."""
     steps = _steps(entries, ((piece.leaf, piece.box) for piece in pieces), most)
     found: list[Piece] = []
     for piece in pieces:
@@ -100,7 +101,7 @@ def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piec
 
 
 def cut_shares(entries: Sequence[Any], shares: Mapping[int, Share], most: int) -> dict[int, Share]:
-    """The shares, with the boxes cut up that have more than `most` bytes; their writers write all parts of them."""
+    """Returns the shares with boxes of more than `most` bytes cut up. The writer of a box writes all of its parts."""
     steps = _steps(entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), most)
     found = dict(shares)
     for leaf, step in steps.items():
@@ -110,13 +111,13 @@ def cut_shares(entries: Sequence[Any], shares: Mapping[int, Share], most: int) -
 
 
 def cells_of(boxes: Sequence[Box], itemsize: int, most: int) -> list[Box]:
-    """The boxes of an array, cut up where the largest has more than `most` bytes."""
+    """Returns the boxes of an array, all cut up if the largest has more than `most` bytes."""
     step = _step(boxes, itemsize, most)
     return [cell for box in boxes for cell in _cells(box, step)] if step else list(boxes)
 
 
 def _steps(entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], most: int) -> dict[int, tuple[int, ...]]:
-    """For the leaves with boxes of more than `most` bytes, the elements along each axis of the parts."""
+    """Returns the shape of the parts, in elements, for each leaf that has a box of more than `most` bytes."""
     by_leaf: dict[int, list[Box]] = {}
     for leaf, box in boxes:
         by_leaf.setdefault(leaf, []).append(box)
@@ -125,7 +126,11 @@ def _steps(entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], most: int) 
 
 
 def _step(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | None:
-    """Parts of this shape are one run of bytes each; it is the same for every box, so that a grid stays a grid."""
+    """Returns the shape of the parts of an array's boxes; None if no box has more than `most` bytes.
+
+    A part of this shape is one run of bytes of its box. The shape is the same for every box, so that a grid of boxes
+    stays a grid.
+    """
     shape = [max(stop - start for start, stop in axis) for axis in zip(*boxes, strict=True)]
     if itemsize * math.prod(shape) <= most:
         return None
@@ -133,7 +138,7 @@ def _step(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | N
 
 
 def _cells(box: Box, step: Sequence[int]) -> Iterator[Box]:
-    """The parts of a box, one after the other."""
+    """Yields the parts of a box, in C order."""
     axes = zip(box, step, strict=True)
     return itertools.product(
         *([(n, min(n + size, stop)) for n in range(start, stop, size)] for (start, stop), size in axes)
@@ -141,11 +146,11 @@ def _cells(box: Box, step: Sequence[int]) -> Iterator[Box]:
 
 
 def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]:
-    """The shares of the leaves that are spread over the devices of a process that writes alone."""
+    """Returns the shares of the leaves that are spread over the devices of a process that writes alone."""
     boxes: dict[int, list[Box]] = {leaf: [] for leaf in spread}
     for piece in pieces:
         own = boxes.get(piece.leaf)
-        if own is not None and (not own or own[-1] != piece.box):  # or it is one more run of the same
+        if own is not None and (not own or own[-1] != piece.box):  # A repeated box is another run of the same piece.
             own.append(piece.box)
     return {leaf: Share(own, [0] * len(own)) for leaf, own in boxes.items()}
 
@@ -153,10 +158,10 @@ def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]
 def to_stage(
     described: Described, shares: Mapping[int, Share] | None, index: int
 ) -> tuple[Sequence[LocalShard], list[Any]]:
-    """The shards that process `index` stages, in the order in which it writes them, and the arrays that hold them.
+    """Returns the shards that process `index` stages, in the order in which it writes them, and their arrays.
 
-    Without `shares`, all of them. Of global arrays it stages what it writes; of arrays that each process has for itself
-    everything, to be compared with those of the other processes.
+    If `shares` is None, it stages all shards. Otherwise it stages the parts of global arrays that it writes, and all of
+    the arrays that each process has its own copy of, because `check_consistent` compares these copies.
     """
     catalogue, shards, data = described
     if shares is None:
@@ -164,7 +169,7 @@ def to_stage(
     own = _by_leaf(shards)
     chosen: dict[int, tuple[LocalShard, Any]] = {}
     for leaf, box, _ in written(catalogue.entries, shares, index):
-        if leaf in own:  # or it exists in another process only, which `check_consistent` will find
+        if leaf in own:  # A leaf may exist only in another process; `check_consistent` finds that later.
             n, shard = _containing(own[leaf], box)
             if leaf in catalogue.global_leaves and shard.box != box:
                 chosen[len(shards) + len(chosen)] = _part(shard, data[n], box)
@@ -178,16 +183,17 @@ def to_stage(
 def pieces(
     entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
 ) -> list[Piece]:
-    """The pieces that process `index` writes, in order; without `shares`, the shards as they are.
+    """Returns the pieces that process `index` writes, in order; if `shares` is None, one for each shard.
 
-    Those with the same leaf and box are one piece, in several runs.
+    Entries with the same leaf and box are runs of one piece.
     """
     if shares is None:
         return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(shards)]
     own = _by_leaf(shards)
     found: list[Piece] = []
     for leaf, box, nbytes in written(entries, shares, index):
-        if isinstance(entries[leaf], StatesEntry):  # this process has its own state alone, and counts from its begin
+        if isinstance(entries[leaf], StatesEntry):
+            # This process holds only its own state, so `begin` is relative to the begin of that state.
             ((n, _),), begin = own[leaf], box[0][0] - entries[leaf].box(index)[0][0]
             found.append(Piece(leaf, box, n, begin, nbytes))
             continue
@@ -198,7 +204,7 @@ def pieces(
 
 
 def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> list[tuple[int, Box, int]]:
-    """Leaf, box and size in bytes of each piece that process `index` writes, in the order of `alignment`."""
+    """Returns leaf, box and size in bytes of each piece that process `index` writes, in the order of `alignment`."""
     found: list[tuple[int, Box, int]] = []
     for leaf in sorted(shares):
         share, itemsize = shares[leaf], dtypes.itemsize(entries[leaf].dtype)
@@ -216,20 +222,20 @@ def _by_leaf(shards: Sequence[LocalShard]) -> dict[int, list[tuple[int, LocalSha
 
 
 def _containing(shards: Sequence[tuple[int, LocalShard]], box: Box) -> tuple[int, LocalShard]:
-    """The number of the shard that contains a box, and the shard."""
+    """Returns the number of the shard that contains a box, and the shard."""
     return next(one for one in shards if one[1].box == box or intersect(one[1].box, box) == box)
 
 
 def _part(shard: LocalShard, data: Any, box: Box) -> tuple[LocalShard, Any]:
-    """A part of a shard as a shard: of an array on an accelerator no more than that is copied."""
-    if data is not None:  # or it is read on demand
+    """Returns a part of a shard as a shard. From an accelerator, only that part is copied."""
+    if data is not None:  # None stands for data that is read on demand.
         data = (data if shard.copies else np.asarray(data))[slices(box, shard.box)]
     nbytes = math.prod(box_shape(box)) * shard.dtype.itemsize
     return LocalShard(shard.leaf, box, shard.dtype, nbytes, shard.copies), data
 
 
 def _offset(box: Box, origin: Box) -> int:
-    """The number of elements of `origin`, in C order, before the first of `box`."""
+    """Returns the number of elements of the box `origin`, in C order, before the first element of `box`."""
     found = 0
     for (start, _), (first, last) in zip(box, origin, strict=True):
         found = found * (last - first) + start - first
@@ -239,11 +245,11 @@ def _offset(box: Box, origin: Box) -> int:
 def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) -> list[Share]:
     """Chooses the writers of arrays, given as layouts and bytes per element.
 
-    `loads` are the bytes that each process writes already; the bytes given to it here are added. `fair` are the bytes
-    that each should write. The arrays with the largest pieces come first, each given to the holders with the least to
-    do; pieces larger than a quarter of a fair share are cut up among their holders. So no process has more than about a
-    quarter above its fair share. What is small goes where that, or a megabyte, is almost reached: few processes write
-    it.
+    `loads` are the bytes that each process writes already; this function adds the bytes that it assigns. `fair` is the
+    number of bytes that each process should write. The arrays with the largest pieces come first. Each goes to the
+    holders that have the least to write. Pieces larger than a quarter of a fair share are cut up among their holders,
+    so no process gets more than about a quarter above its fair share. Small arrays go to the processes that are closest
+    to their fair share, or to a megabyte if that is more, so that few processes write them.
     """
     least, enough = max(fair // 8, _MIN_CUT_BYTES), max(fair, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)
@@ -255,7 +261,7 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
         if parts > 1:
             shares[n] = _cut_up(layout, itemsize, parts, loads)
             continue
-        if len(turns) == 1:  # counted once for all arrays that are split alike, perhaps over 100,000 processes
+        if len(turns) == 1:  # A layout may have 100,000 processes, so its loads are computed once for all its arrays.
             if layout not in held:
                 held[layout] = np.bincount(turns[0], layout.elements, len(loads)).astype(np.int64)
             loads += held[layout] * itemsize
@@ -265,11 +271,11 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
         after = loads.take(turns)
         if not layout.is_regular:
             after += sizes
-        # Of few pieces with many holders each, NumPy would reduce the short axis, row by row.
+        # With few pieces and many holders, NumPy's `max` would reduce the short axis row by row, which is slow.
         most = after.max(axis=1) if len(sizes) > _FEW_PIECES else functools.reduce(np.maximum, after.T)
         most_before = enough - largest if layout.is_regular else enough
         turn = int(most.argmin())
-        if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # or each process would write a file
+        if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # Otherwise each process would write a small file.
             turn = int(np.where(most <= most_before, most, -1).argmax())
         np.add.at(loads, turns[turn], sizes)
         shares[n] = Share(layout.boxes, turns[turn], layout, turn)
@@ -290,17 +296,17 @@ def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Sha
 
 
 class Cut(NamedTuple):
-    """The number of parts that an axis is cut into; they begin at multiples of `rows` rows."""
+    """The number of parts that an axis is cut into. The parts begin at multiples of `rows` rows."""
 
     parts: int
     rows: int
 
 
 def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
-    """Cuts along the leading axes, so that each cell is one run of bytes of its box.
+    """Returns the cuts of each axis. They are along the leading axes, so that each cell is one run of bytes of its box.
 
-    They are the same for every box, so that the cells of a grid stay the cells of a grid. Where the rows do not divide
-    evenly into so many parts, there are about eight times as many cells.
+    The cuts are the same for every box, so that the cells of a grid form a grid again. If the rows do not divide evenly
+    into `parts` parts, there are about eight times as many cells, which can be assigned more evenly.
     """
     shape = tuple(max(map(operator.sub, axis[1:], axis)) for axis in layout.boxes.cuts)
     cuts: list[Cut] = []
@@ -311,7 +317,7 @@ def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
             parts *= finer
         if size % parts == 0 or size >= parts * _FINER_CELLS // finer:
             row = itemsize * math.prod(shape[axis + 1 :])
-            even = 64 // math.gcd(row, 64)  # rows that are a multiple of 64 bytes, and begin where they can be adopted
+            even = 64 // math.gcd(row, 64)  # JAX can adopt memory without a copy only at multiples of 64 bytes.
             cuts.append(Cut(parts, even if size >= _FINER_CELLS * parts * even else 1))
             parts = 1
         else:
@@ -321,7 +327,7 @@ def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
 
 
 def cells(box: Box, cuts: Sequence[Cut]) -> Iterator[Box]:
-    """The parts of a box."""
+    """Yields the parts of a box, in C order."""
     axes = [_ranges(start, stop, cut) for (start, stop), cut in zip(box, cuts, strict=True)]
     return itertools.product(*axes)
 

@@ -1,4 +1,4 @@
-"""Which processes to name in the error of a process whose wait timed out, and what to say about them."""
+"""Chooses the processes that the error of a timed-out wait names, and the words about them."""
 
 import dataclasses
 from collections.abc import Collection
@@ -10,12 +10,12 @@ _USUAL_MISTAKE = (
 )
 EVERYONE = f"; every process must make this call: {_USUAL_MISTAKE}"
 _NOT_COMMITTED = "nothing was committed"
-_NOT_KNOWN = "whether the checkpoint was committed is not known here"
+_NOT_KNOWN = "this process does not know whether the checkpoint was committed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
-    """The processes to name, for how many seconds nothing was heard from the first one, and how the error ends."""
+    """The processes to name, the seconds of silence of the first one, and the end of the error message."""
 
     processes: list[int]
     seconds: float
@@ -25,15 +25,19 @@ class Blame:
 def find(
     roll: Roll, awaited: list[int], *, seen: Collection[int], here: int, seconds: float, known: bool, undecided: bool
 ) -> Blame:
-    """Blames the dead first, then those that ended, and those that are alive only where the roll has none of these.
+    """Blames dead processes first, then processes that ended, and live ones only if the roll has none of these.
 
-    Process `here` has heard nothing from `awaited` for so many seconds; `seen` are those of them that were in the call.
-    `known`: the roll has every process that was dead when this one began to wait. A process that gave up because of
-    another is never the cause if there is a better one.
+    here: the index of this process.
+    awaited: the processes from which this one has heard nothing for `seconds` seconds.
+    seen: those of `awaited` that were in this call before.
+    known: True if the roll lists every process that was dead when this one began to wait.
+    undecided: True if the commit is in doubt for this process.
+
+    A process that cancelled its call because of a peer is blamed only if no other process can be.
     """
     outcome = _NOT_KNOWN if undecided else _NOT_COMMITTED
     dead = {**roll.silent, **dict.fromkeys(seen, seconds)}
-    dead.pop(here, None)  # this process stood still itself
+    dead.pop(here, None)  # The roll lists this process as silent if it was suspended itself.
     if dead:
         return Blame(list(dead), next(iter(dead.values())), f"; dead, stopped or cut off, and {outcome}")
     if roll.ended:
@@ -45,4 +49,4 @@ def find(
         return Blame(both, seconds, f"; dead, or alive without making this call: {_USUAL_MISTAKE}")
     if suspects:
         return Blame(suspects, seconds, f"; alive{EVERYONE}")
-    return Blame(awaited, seconds, f"; gave up waiting for another process and ended, and {outcome}")
+    return Blame(awaited, seconds, f"; stopped waiting for another process and ended, and {outcome}")

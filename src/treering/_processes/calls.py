@@ -1,20 +1,22 @@
-"""A call that all processes of a job make together, as each of them sees it."""
+"""Defines the calls that all processes of a job make together, as one process sees them."""
 
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-_ERROR_POLLS = 50  # looks for the error of process 0, a tenth of a second apart
-_LOOK_SECONDS = 1.0  # seconds between looks for failures of other processes, while this one has something to do
-_alone = itertools.count()  # calls of this process alone
+_ERROR_POLLS = 50  # number of polls for the error of process 0, a tenth of a second apart
+_LOOK_SECONDS = 1.0  # seconds between polls for failures of peers, while this process works
+_alone = itertools.count()  # numbers of the calls that only this process makes
 
 
 class Call(Protocol):
-    """One collective call, seen from one process; `name` is the same in all processes.
+    """One collective call, as one process sees it.
 
-    After `timeout` seconds without a sign of life another process is taken for dead. `undecided`: this process has sent
-    its value to process 0 and does not know the decision.
+    index, count: the index of this process and the number of processes.
+    timeout: seconds without a sign of life after which another process is considered dead.
+    undecided: True if this process has sent its value to process 0 and does not know the decision yet.
+    name: the name of the call, the same in all processes.
     """
 
     index: int
@@ -26,36 +28,42 @@ class Call(Protocol):
     def name(self) -> str: ...
 
     def doing(self, what: str) -> None:
-        """Says what this process does now, for the error messages of the others; begins the heartbeat."""
+        """Sets the activity of this process, for the errors of its peers. The first use begins the heartbeat."""
         ...
 
     def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """Sends `mine` (JSON) to process 0, which decides; every process returns its decision or raises its error."""
+        """Sends `mine` (JSON) to process 0, which calls `decide` with the values of all processes, by index.
+
+        Every process returns the decision, or raises the error of `decide`.
+        """
         ...
 
     def broadcast(self, decide: Callable[[], Any]) -> Any:
-        """Process 0 decides without values of the others; every process returns its decision or raises its error."""
+        """Calls `decide` in process 0. Every process returns the decision, or raises the error of `decide`."""
         ...
 
     def check(self) -> None:
-        """Raises what process 0 failed with, if it has failed."""
+        """Raises the error of process 0 if it has failed."""
         ...
 
     def check_all(self) -> None:
-        """The same; in process 0, what any process failed with, or `PeerError` for one that has died."""
+        """Raises the error of process 0, and the errors of the processes that this one hears (see `tree`).
+
+        Raises `PeerError` if one of these has died.
+        """
         ...
 
     def cancel(self, reason: BaseException) -> None:
-        """Ends the waiting of the thread that is in this call, which raises `reason`."""
+        """Ends the wait of the thread that is in this call. That thread raises `reason`."""
         ...
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the call for this process; with an error, for the other processes as well."""
+        """Ends the call for this process. With an error, also for its peers, which raise that error."""
         ...
 
 
 class SingleProcess:
-    """A call in a job of one process, or one that concerns this process alone."""
+    """A call in a job of one process, or a call that concerns only this process."""
 
     index, count, timeout, undecided = 0, 1, 0.0, False
 
@@ -79,11 +87,14 @@ class SingleProcess:
     def close(self, error: BaseException | None = None) -> None: ...
 
 
-ALONE = SingleProcess()  # for what is no call of its own
+ALONE = SingleProcess()  # passed by code that needs a `Call` and makes none
 
 
 def raise_cause(call: Call) -> None:
-    """Raises what process 0 is about to say, which has removed what this process was writing; returns if it doesn't."""
+    """Raises the error that process 0 is about to send; returns if none comes within five seconds.
+
+    Used when the files that this process writes are gone: process 0 removes them when it fails, and its error says why.
+    """
     if call.index:
         for _ in range(_ERROR_POLLS):
             call.check()
@@ -91,7 +102,7 @@ def raise_cause(call: Call) -> None:
 
 
 def watching(call: Call) -> Callable[[], None]:
-    """A function to call again and again while this process works: now and then it raises what another failed with."""
+    """Returns a function to call often while this process works. About once a second it raises errors of peers."""
     looked = time.monotonic()
 
     def look() -> None:

@@ -1,7 +1,7 @@
 """Checks that all processes of a job save the same tree, before anything is written, and restore the same checkpoint.
 
-Each process has its part of the global arrays. Everything else (NumPy arrays, scalars, JAX arrays on a process's own
-devices) is in every process, and one of them writes it for all: it must be equal in all.
+Each process has its part of the global arrays. Every process has a copy of everything else: NumPy arrays, scalars, JAX
+arrays on a process's own devices. One process writes that for all, so the copies must be equal.
 """
 
 import functools
@@ -24,15 +24,15 @@ from .assignment import Layout, layout_of, owner
 from .calls import Call
 
 T = TypeVar("T")
-_MAX_DIFFERENCES = 20  # differences
-_RESTORE_ATTEMPTS = 5  # at restoring the same checkpoint in all processes, while another job replaces it
+_MAX_DIFFERENCES = 20  # differences that an error lists
+_RESTORE_ATTEMPTS = 5  # attempts to restore the same checkpoint in all processes, while another job replaces it
 
 
 def gather_alike(call: Call, requested: str, mine: Sequence[Any], decide: Callable[[Sequence[Any]], Any]) -> Any:
-    """Sends a message to process 0, which decides, if all processes were called alike; see `Call.gather_and_decide`.
+    """Sends `mine` to process 0 and returns its decision, as `Call.gather_and_decide` does.
 
-    The first exchange of any way to save is of this form, for processes that were called otherwise go another way.
-    Raises `MismatchError` for those.
+    Raises `MismatchError` if the processes differ in `requested`. Each way to save must begin with this exchange:
+    processes with other arguments may take another way, whose messages these processes would not understand.
     """
 
     def chosen(messages: Sequence[Any]) -> Any:
@@ -50,14 +50,14 @@ def gather_alike(call: Call, requested: str, mine: Sequence[Any], decide: Callab
 def check_consistent(
     call: Call, tree: Skeleton, catalogue: Catalogue, staging: Supply, requested: str
 ) -> tuple[Catalogue, dict[int, int]]:
-    """Compares what was `requested`, and the trees, of all processes.
+    """Compares the arguments (`requested`) and the trees of all processes.
 
-    Returns the catalogue, and the leaves of single processes with the process.
+    Returns the catalogue, and the leaves that only one process holds, with that process.
 
-    In process 0, which writes them, the returned catalogue has the states of the iterators of all processes. Where a
-    state is large, each process writes its own, and the catalogue of all has the sizes.
+    In process 0, the returned catalogue has the iterator states of all processes, because process 0 writes them. If a
+    state is large, each process writes its own, and the catalogue of every process has the sizes instead.
 
-    Raises a `MismatchError` that names the paths which differ, in every process.
+    Raises, in every process, a `MismatchError` that names the paths that differ.
     """
     if call.count == 1:
         return catalogue, {}
@@ -68,7 +68,7 @@ def check_consistent(
     message = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
     differing, found = gather_alike(call, requested, message, lambda messages: _compare(catalogue, messages))
     single: dict[int, int] = dict(found)
-    if single and differing is None:  # now it is known which leaves are not to be compared
+    if single and differing is None:  # The first checksum covered these leaves too; now all know to leave them out.
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
         differing = call.gather_and_decide(contents, _first_differing)
     if differing is None:
@@ -83,12 +83,12 @@ def check_consistent(
 
 
 def _first_differing(messages: Sequence[Any]) -> int | None:
-    """The first process whose value is not that of process 0; None when all are equal."""
+    """Returns the first process whose value differs from that of process 0; None if all are equal."""
     return next((n for n, message in enumerate(messages) if message != messages[0]), None)
 
 
 def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
-    """Returns the catalogue with the states of the iterators of all processes, or their sizes where one is large."""
+    """Returns the catalogue with the iterator states of all processes, or with their sizes if one is large."""
     own = {n: entry for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
     if not own:
         return catalogue
@@ -104,7 +104,7 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
         return large
 
     def told(entry: StatesEntry) -> list[Any]:
-        """The size of a state, and the state if it is to go into the manifest."""
+        """Returns the size of a state in bytes, and the state if it is small enough for the manifest, else None."""
         return [entry.nbytes, iterators.as_json(entry.state(0)) if entry.nbytes <= MAX_STATE_BYTES else None]
 
     large = call.gather_and_decide([told(entry) for entry in own.values()], join)
@@ -115,7 +115,7 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
 
 
 def _remote(catalogue: Catalogue) -> dict[int, int]:
-    """The leaves that another process has for itself, and that process."""
+    """Returns the leaves that only one other process holds, with that process."""
     layouts = {n: layout_of(catalogue.shardings[n], _shape(catalogue, n)) for n in catalogue.global_leaves}
     return {n: process for n, layout in layouts.items() if (process := owner(layout)) is not None}
 
@@ -127,7 +127,7 @@ def _shape(catalogue: Catalogue, leaf: int) -> tuple[int, ...]:
 
 
 def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
-    """The checksum of the bytes of each leaf that this process has for itself."""
+    """Returns the checksum of the bytes of each leaf that every process has its own copy of."""
     apart = {n for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
     apart.update(catalogue.global_leaves)
     own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in apart]
@@ -138,9 +138,9 @@ def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
 
 
 def _row(catalogue: Catalogue, leaf: int) -> list[str]:
-    """The properties of a leaf that must be equal in every process, but for its bytes: path, kind, value, placement."""
+    """Returns path, kind, value and placement of a leaf: all that must be equal in every process, except its bytes."""
     entry = catalogue.entries[leaf]
-    if entry.type == "iterator":  # each process has its own state
+    if entry.type == "iterator":  # Each process has its own state.
         return [entry.path, "iterator", ""]
     if not isinstance(entry, ArrayEntry):
         return [entry.path, f"{entry.type} {shorten(entry.decode())}", _hash(entry.value)]
@@ -148,7 +148,8 @@ def _row(catalogue: Catalogue, leaf: int) -> list[str]:
     if leaf in catalogue.shardings:
         layout = layout_of(catalogue.shardings[leaf], entry.shape)
         split = leaf in catalogue.global_leaves and owner(layout) is None
-        if split or len(layout.boxes) > 1:  # or it is whole, and another process may have it on one device
+        # An array in one piece may be on another number of devices in another process, which does not matter.
+        if split or len(layout.boxes) > 1:
             placement = _placement(layout, split)
     return [entry.path, f"{entry.type} {describe(entry)} {entry.impl}".rstrip(), str(placement)]
 
@@ -163,7 +164,10 @@ def _hash(value: Any) -> str:
 
 
 def _compare(catalogue: Catalogue, messages: Sequence[Any]) -> tuple[int | None, list[tuple[int, int]]]:
-    """The first process whose tree differs from that of process 0, and the leaves of single processes."""
+    """Returns the first process whose tree differs from that of process 0, and the leaves that only one process holds.
+
+    Raises `MismatchError` if the processes disagree about which process holds such a leaf.
+    """
     trees, contents, remotes = zip(*messages, strict=True)
     single = dict(pair for remote in remotes for pair in remote)
     for process, remote in enumerate(remotes):
@@ -171,8 +175,8 @@ def _compare(catalogue: Catalogue, messages: Sequence[Any]) -> tuple[int | None,
         if dict(remote) != expected:
             leaf = next(leaf for leaf in single if dict(remote).get(leaf) != expected.get(leaf))
             raise MismatchError(
-                f"{catalogue.entries[leaf].path}: it lies on the devices of process {single[leaf]} alone, according to "
-                f"some processes, but not to process {process}; expected the same array in all"
+                f"{catalogue.entries[leaf].path}: expected the same array in every process; some processes have it on "
+                f"the devices of process {single[leaf]} alone, process {process} does not"
             )
     differing = (n for n in range(len(messages)) if trees[n] != trees[0] or (not single and contents[n] != contents[0]))
     return next(differing, None), list(single.items())
@@ -185,18 +189,15 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
         a, b = known.get(path), other.get(path)
         if a != b:
             shown = [row[1] if row else "nothing" for row in (a, b)]
-            how = "other values" if a and b and a[3] != b[3] else "spread over processes otherwise"
+            how = "other values" if a and b and a[3] != b[3] else "spread over processes in another way"
             found = f"{shown[1]}{f' ({how})' if shown[0] == shown[1] else ''}"
             lines.append(f"  {path or '(root)'}: process 0 has {shown[0]}, process {process} {found}")
     more = [f"  and {len(lines) - _MAX_DIFFERENCES} more"] if len(lines) > _MAX_DIFFERENCES else []
     raise MismatchError(
         "\n".join(
             [
-                "expected the same tree in every process, for only one writes what all have; nothing was written:",
-                *(
-                    lines[:_MAX_DIFFERENCES]
-                    or [f"  the containers of process {process} are others than those of process 0"]
-                ),
+                "expected the same tree in every process, as one process writes what all have; nothing was written:",
+                *(lines[:_MAX_DIFFERENCES] or [f"  the containers of process {process} are not those of process 0"]),
                 *more,
             ]
         )
@@ -204,9 +205,12 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
 
 
 class TogetherError(TreeringError):
-    """Carries a problem out of an attempt that all processes make together, past whoever would try again alone.
+    """Carries a problem out of an attempt that all processes make together.
 
-    `decided`: whether the other processes know of it already. Without a problem all are to try again.
+    It has its own class so that code which retries alone on a `CorruptError` does not catch it.
+
+    problem: the error of the attempt; None if all processes should try again.
+    decided: True if the peers know of the problem already.
     """
 
     def __init__(self, problem: CorruptError | ReplacedError | None, *, decided: bool):
@@ -215,10 +219,10 @@ class TogetherError(TreeringError):
 
 
 def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
-    """The result of an attempt that succeeded in every process, on the same checkpoint.
+    """Repeats `attempt` until it succeeds in every process on the same checkpoint, and returns its result.
 
-    An attempt returns the identity of the checkpoint, and its result. Raises, in every process, the damage that any of
-    them found.
+    An attempt returns the identity of the checkpoint and a result. If any process finds damage, every process raises
+    that error. Raises `ReplacedError` after five attempts on different checkpoints.
     """
     for _ in range(_RESTORE_ATTEMPTS):
         result: Any = None
@@ -241,9 +245,10 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
 def decide(
     call: Call, identity: str, state: dict[str, Any], choose: Callable[[Sequence[Any]], dict[str, Any] | None]
 ) -> Any:
-    """What process 0 chooses, of the states of all, for the attempt that they make on the checkpoint of an identity.
+    """Returns what `choose` returns in process 0 for the states of all processes, during an attempt of all.
 
-    Raises `TogetherError` when the attempt has failed in one of them, or they make it on different checkpoints.
+    `identity` is that of the checkpoint that this process reads. Raises `TogetherError` if the attempt has failed in
+    one of the processes, or if they read different checkpoints.
     """
 
     def chosen(messages: Sequence[Any]) -> Any:
@@ -260,12 +265,12 @@ def decide(
 
 
 def check_all_well(call: Call) -> None:
-    """Raises `TogetherError` when the attempt has failed in another process, which need not be waited for then."""
+    """Raises `TogetherError` if the attempt has failed in another process, so that no process waits for it."""
     decide(call, "", {}, lambda states: None)
 
 
 def _agree(call: Call, problem: CorruptError | ReplacedError | None, identity: str) -> bool:
-    """Whether all processes have read the same checkpoint. Raises, in all of them, the problem that one of them has."""
+    """Returns True if all processes have read the same checkpoint. If one has a problem, all raise it."""
     message = [isinstance(problem, CorruptError), str(problem)] if problem else identity
     found = call.gather_and_decide(
         message, lambda messages: _first_problem(messages) or (None if len(set(messages)) == 1 else [])
@@ -277,7 +282,7 @@ def _agree(call: Call, problem: CorruptError | ReplacedError | None, identity: s
 
 
 def _first_problem(messages: Sequence[Any]) -> list[Any] | None:
-    """The first process with a problem, which its message is when it is a list, and the problem."""
+    """Returns the first process with a problem, followed by the problem. A message that is a list is a problem."""
     return next(([n, *message] for n, message in enumerate(messages) if isinstance(message, list)), None)
 
 

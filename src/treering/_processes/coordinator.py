@@ -1,4 +1,4 @@
-"""The processes of a job, and the calls that they make together."""
+"""Begins the calls that the processes of a job make together, and tells this process its position in the job."""
 
 import contextlib
 import multiprocessing
@@ -11,7 +11,7 @@ from . import roll
 from .calls import Call, SingleProcess
 from .multi_process import MultiProcess
 
-_inherited: Any = None  # the store of the parent's job, in a forked child
+_inherited: Any = None  # in a forked child, the client of the store of the parent's job
 
 
 def check_timeout(timeout: Any) -> None:
@@ -21,7 +21,11 @@ def check_timeout(timeout: Any) -> None:
 
 
 def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
-    """Begins a collective call of the processes of this job; `what` describes it and is the same in all of them."""
+    """Begins a collective call of the processes of this job. `what` describes it and is the same in all of them.
+
+    Raises `MismatchError` for bad arguments, and `UnsupportedError` if the store of the job cannot be reached or if
+    this process is a forked child.
+    """
     if processes not in ("all", "this"):
         raise MismatchError(f"processes={processes!r}: expected 'all' or 'this'")
     check_timeout(timeout)
@@ -30,8 +34,8 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
         import jax
 
         raise UnsupportedError(
-            f"{what}: expected the key-value store of the job, which JAX has no public way to, found none where JAX "
-            f"{jax.__version__} should have it; use a treering for this JAX, or processes='this'"
+            f"{what}: expected the key-value store of the job in the private module where JAX keeps it, found none in "
+            f"JAX {jax.__version__}; use a Treering for this JAX, or processes='this'"
         )
     if job and job[0] is _inherited:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
@@ -43,7 +47,7 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
 
 @contextlib.contextmanager
 def ending(call: Call) -> Iterator[None]:
-    """Ends the call in every process when the block raises."""
+    """Ends the call in every process if the block raises."""
     try:
         yield
     except BaseException as error:
@@ -53,7 +57,10 @@ def ending(call: Call) -> Iterator[None]:
 
 @contextlib.contextmanager
 def begun(what: str, doing: str) -> Iterator[Call]:
-    """A call of all processes within a block, which ends it; `doing` is what the others are told of this one."""
+    """Makes a call of all processes for a block, and ends it after the block.
+
+    `doing` is the activity of this process that the errors of its peers name.
+    """
     call = begin(what)
     with ending(call):
         call.doing(doing)
@@ -62,42 +69,43 @@ def begun(what: str, doing: str) -> Iterator[Call]:
 
 
 def join() -> None:
-    """Tells the peers, before the first call of this process, that it is alive; returns if it has none.
+    """Begins the signs of life of this process before its first call. Does nothing in a job of one process.
 
-    A child of `multiprocessing` may have inherited the job of its parent, in which it has no part.
+    A child of `multiprocessing` may have inherited the job of its parent, but is not part of it.
     """
     if multiprocessing.parent_process() is None and (job := _job()):
         roll.join(*job)
 
 
 def several() -> bool:
-    """Whether this job has more than one process."""
+    """Returns True if this job has more than one process."""
     return _job() is not None
 
 
 def position() -> tuple[int, int]:
-    """The index of this process in its job, and the number of processes."""
+    """Returns the index of this process in its job, and the number of processes."""
     job = _job()
     return job[1:] if job else (0, 1)
 
 
 def forget_after_fork() -> None:
-    """Notes that a forked child is no process of its parent's job; it may join a job that is formed later."""
+    """Notes that a forked child is not a process of its parent's job. It may join a job that is formed later."""
     global _inherited
     if job := imported_job_state():
         _inherited = job.client
 
 
 def _job() -> tuple[Any, int, int] | None:
-    """The store, the index of this process and the number of processes; None when there is only one.
+    """Returns the client of the store, the index of this process and the number of processes; None for one process.
 
-    The store itself is None where this JAX keeps it in another place.
+    The client is None if this release of JAX does not keep it where Treering looks.
     """
     if job := job_state():
         several = job.client is not None and (job.num_processes or 1) > 1
         return (job.client, job.process_id, job.num_processes) if several else None
     import jax
 
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # the second choice:
-        return None  # `process_count` starts the backends
+    # This is the second choice, because `process_count` starts JAX's backends.
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return None
     return None, jax.process_index(), jax.process_count()

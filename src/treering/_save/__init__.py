@@ -1,1 +1,1 @@
-"""From a pytree to a checkpoint."""
+"""Saves a pytree as a checkpoint."""

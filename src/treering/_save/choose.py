@@ -1,4 +1,4 @@
-"""The choice among the ways to save: one function decides, from what is saved, where to, and by how many processes.
+"""Chooses the way to save, by the tree, the format and the number of processes.
 
 | tree | processes | format | way |
 | --- | --- | --- | --- |
@@ -8,7 +8,7 @@
 | any other | any number | native | `READ_WHILE_WRITTEN` |
 | any other | any number | foreign | `FOREIGN` |
 
-The memory limit does not choose a way: within one it decides if the caller waits.
+The memory limit does not choose the way. Within a way it decides whether the caller waits.
 """
 
 import enum
@@ -37,10 +37,10 @@ class Way(enum.Enum):
 
 
 def choose(target: Target, contents: Contents) -> Way:
-    """Chooses the way to save; all processes of a call choose the same.
+    """Chooses the way to save. All processes of a call choose the same way.
 
-    Raises `MismatchError` if rules make a leaf of another one in another process, and `UnsupportedError` if each
-    process has its own disk and none can write its part.
+    Raises `MismatchError` if the rules of two processes make a leaf from different leaves. Raises `UnsupportedError` if
+    each host has its own disk and the processes cannot write their parts separately.
     """
     if isinstance(contents, Unchanged):
         return Way.STAGED
@@ -50,9 +50,9 @@ def choose(target: Target, contents: Contents) -> Way:
         if not _can_write_in_parts(target, contents.view, contents.live):
             if target.options.own_disks:
                 raise UnsupportedError(
-                    f"{target.path}: expected a save of which each process writes its own part, for the hosts' disks "
-                    "are not shared; found rules for which one process needs what others have: make those arrays in "
-                    "the program"
+                    f"{target.path}: expected a save in which each process writes its own part, because the hosts' "
+                    "disks are not shared; found rules for which one process needs arrays of its peers: make those "
+                    "arrays in the program"
                 )
             return Way.VIA_NATIVE
     return Way.READ_WHILE_WRITTEN if target.format.name == "treering" else Way.FOREIGN
@@ -61,12 +61,13 @@ def choose(target: Target, contents: Contents) -> Way:
 def _can_write_in_parts(target: Target, view: View, live: LiveTree) -> bool:
     """Returns True if each process can write its part of a view of a live tree.
 
-    The processes agree on it: an array that lies in one process alone looks to that process like any of its own.
-    Raises `MismatchError` if rules make a leaf of another one in another process.
+    Raises `MismatchError` if the rules of two processes make a leaf from different leaves.
     """
     can = target.format.name == "treering"
     if isinstance(target.format, JointFormat) and target.store.has_folders:
         can = joint.can_write(target.format, inputs.described(view, live, None).catalogue)
     can = can and not inputs.spread_over_processes(view, live)
+    # Every process must return the same answer, so they exchange theirs. They can differ: an array that only one
+    # process holds looks to that process like a local array, and to its peers like a global one.
     sources = xxhash.xxh3_128_hexdigest(msgspec.json.encode([[path, view.source(path)] for path in view.leaves]))
     return gather_alike(target.call, requested(target), [can, sources], inputs.all_can)

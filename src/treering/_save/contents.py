@@ -1,4 +1,4 @@
-"""The tree of a save, described: its leaves, and the parts of its arrays that this process has."""
+"""Describes the tree of a save: its leaves, and the parts of its arrays that this process holds."""
 
 import functools
 import math
@@ -21,18 +21,18 @@ from .target import Target
 
 
 class Unchanged(NamedTuple):
-    """A tree of this program whose arrays are saved in the native format as they are."""
+    """A live tree whose arrays are saved unchanged in the native format."""
 
     skeleton: Skeleton
     described: Described
 
 
 class Changed(NamedTuple):
-    """A checkpoint, or a tree of this program that rules or the format change.
+    """A checkpoint, or a live tree that the rules or the format change.
 
-    view: the leaves as they are to be written.
-    live: the tree of this program; None for a checkpoint.
-    change: makes the view of any source that has the same leaves as the tree of this program.
+    view: the leaves as Treering will write them.
+    live: the live tree; None for a checkpoint.
+    change: makes the same view of any source that has the same leaves as the live tree.
     """
 
     view: View
@@ -41,7 +41,7 @@ class Changed(NamedTuple):
 
     @property
     def described(self) -> Described | None:
-        """The tree of this program, before it is changed."""
+        """The live tree before the change; None for a checkpoint."""
         return self.live.described if self.live else None
 
 
@@ -61,7 +61,7 @@ def describe(target: Target, tree: Any) -> Contents:
         described = structures.described(
             walked.paths,
             walked.leaves,
-            dtype=None if options.rules else options.dtype,
+            dtype=None if options.rules else options.dtype,  # with rules, `view_of` casts what they make
             detach=options.background,
             alone=not coordinator.several(),
             together=call.count > 1,
@@ -82,7 +82,7 @@ def _walk(tree: Any, format: Format) -> walk.Walk:
 
 
 def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
-    """Returns the view to write of a live tree, or of the checkpoint that it was saved as."""
+    """Returns the view to write, of a live tree or of the temporary checkpoint that it was saved as."""
     view = inputs.view_of(ckpt, target.options.rules, target.options.dtype, target.info)
     view = inputs.with_boxes(view, boxes, target.format.boxes)
     view.guessed += guessed
@@ -90,7 +90,7 @@ def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], 
 
 
 def _check_whole(described: Described) -> None:
-    """Raises `UnsupportedError` for arrays that this process, which saves alone, has only in part."""
+    """Raises `UnsupportedError` if this process saves alone and holds only a part of some array."""
     catalogue, shards, _ = described
     missing: list[str] = []
     for leaf in sorted(catalogue.global_leaves):
@@ -99,4 +99,4 @@ def _check_whole(described: Described) -> None:
         if here < math.prod(entry.shape):
             missing.append(f"  {entry.path or '(root)'}: this process has {here} of {math.prod(entry.shape)} elements")
     if missing:
-        raise UnsupportedError("\n".join(["processes='this' saves whole arrays; nothing was written:", *missing]))
+        raise UnsupportedError("\n".join(["processes='this' saves complete arrays; nothing was written:", *missing]))

@@ -1,4 +1,4 @@
-"""The way to save in the format of another library, by one process or by several together."""
+"""Saves in the format of another library, by one process or by several together."""
 
 import functools
 import os
@@ -27,7 +27,8 @@ from .target import Target, check_no_iterators, check_replaceable, requested
 def foreign(target: Target, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
     """Plans the save of a view, which the format's writer reads box by box.
 
-    A live tree is staged first, unless its copies take too much memory. `check` raises when nothing more is to be read.
+    A live tree is staged first, unless its copies take too much memory. The reader calls `check` before it reads more;
+    `check` raises if the save has failed elsewhere.
     """
     view, live, _ = contents
     staging = staged_if_it_fits(target, live) if live else None
@@ -39,7 +40,7 @@ def foreign(target: Target, contents: Changed, check: Callable[[], None] = lambd
     return Prepared(supply, releasing(reading, write))
 
 
-@alone  # a function of a rule that saved in the middle of it would wait for this save
+@alone  # A rule's function runs in here. A save that it began would wait for this one without end.
 def _write(
     target: Target,
     view: View,

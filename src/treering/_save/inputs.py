@@ -1,4 +1,7 @@
-"""The one source of a save: checkpoints in a tree, rules, casts, boxes; and the shards that the writers take of it."""
+"""Builds the one source of a save, and describes the shards that the writers read of it.
+
+The source combines the checkpoints in a tree, the rules, the casts and the levels for boxes.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
-    """Replaces the checkpoints in a flattened tree by the trees that they hold; their arrays are not read.
+    """Replaces the checkpoints in a flattened tree by the trees that they hold, without reading their arrays.
 
-    Also returns the containers whose order is only inferred. Raises `UnsupportedError` for states of data iterators,
-    which have a meaning only at their own place in a checkpoint.
+    Also returns the paths of the containers whose order is only inferred. Raises `UnsupportedError` for states of data
+    iterators, which have a meaning only at their own path in a checkpoint.
     """
     paths: list[str] = []
     leaves: list[Any] = []
@@ -63,7 +66,10 @@ def grafted(walked: walk.Walk) -> tuple[walk.Walk, tuple[str, ...]]:
 
 
 def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> views.View:
-    """A checkpoint, or a part of one, as it is to be saved: changed by rules, floats cast, with a skeleton."""
+    """Returns the view that a save of a checkpoint, or of a part of one, writes.
+
+    The rules are applied, the floats are cast to `dtype` if it is given, and the view has a skeleton.
+    """
     changed = ckpt.apply(rules)
     leaves, skeleton, guessed = _arranged(changed)
     if dtype is not None:
@@ -84,7 +90,7 @@ def view_of(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -
 
 
 def _arranged(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, tuple[str, ...]]:
-    """The leaves of a checkpoint in the order of its tree, its skeleton, and the containers whose order is inferred.
+    """Returns the leaves of a checkpoint in the order of its tree, its skeleton, and the containers of inferred order.
 
     Raises `CorruptError` for leaves that are lost.
     """
@@ -96,13 +102,17 @@ def _arranged(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, tuple[
     reader = whole_of(source)
     plain = views.View(reader, leaves)
     sources = {path: plain.source(path) for path in leaves}
-    all_of_it = isinstance(reader, views.View) and len(leaves) == len(reader.leaves)  # and no selection
+    # A selection of leaves may leave a container without children. That container is then left out.
+    all_of_it = isinstance(reader, views.View) and len(leaves) == len(reader.leaves)
     order, skeleton, guessed = rebuilt(sources, _own_skeleton(reader), keep_empty=all_of_it)
     return {path: leaves[path] for path in order}, skeleton, guessed
 
 
 def with_boxes(view: views.View, boxes: box_levels.Boxes, kinds: Sequence[str]) -> views.View:
-    """A live tree with levels for its boxes of some kinds, at the paths to which rules have moved their contents."""
+    """Adds levels to the paths of a live tree for its boxes of some kinds.
+
+    The levels follow the contents of a box to the paths to which rules have moved them.
+    """
     if not any(kind in kinds for levels in boxes.values() for kind, _ in levels):
         return view
     assert view.skeleton is not None
@@ -113,7 +123,7 @@ def with_boxes(view: views.View, boxes: box_levels.Boxes, kinds: Sequence[str]) 
 
 
 def _own_skeleton(reader: Source) -> Skeleton | None:
-    """The skeleton that a checkpoint records, below all views of it."""
+    """Returns the skeleton that a checkpoint records, below all views of it; None if it records none."""
     while isinstance(reader, views.View):
         reader = reader._reader
     return reader.skeleton
@@ -124,9 +134,9 @@ def described(
 ) -> Described:
     """Describes a save of all leaves of a view, whose shards are read on demand.
 
-    Of a live tree, arrays that are spread over devices keep their shards, where each element of the view's is made of
-    the one in the same place. Arrays are cut into pieces of at most `piece_bytes`, and these are read in slices of at
-    most `slice_bytes`, if given.
+    An array of a live tree that is spread over devices keeps its shards if the view changes it elementwise, because
+    each element is then made from the element in the same position. Arrays are cut into pieces of at most `piece_bytes`
+    bytes, and pieces are read in slices of at most `slice_bytes` bytes, if these are given.
     """
     entries = list(view.entries.values())
     shardings: dict[int, Any] = {}
@@ -159,7 +169,7 @@ def described(
 
 
 def _place(view: views.View, live: LiveTree | None, entry: ArrayEntry) -> Mapping[str, Any] | None:
-    """Returns the place of an array, which says if the save casts it."""
+    """Returns the recorded placement of an array, with `cast` set if the save changes its dtype."""
     place = view.sharding(entry)
     origin = live.entries.get(view.source(entry.path)) if live else None
     if not isinstance(origin, ArrayEntry) or origin.dtype == entry.dtype or not view.is_elementwise(entry.path):
@@ -168,24 +178,24 @@ def _place(view: views.View, live: LiveTree | None, entry: ArrayEntry) -> Mappin
 
 
 def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
-    """The slices of a box, one after the other."""
+    """Yields the slices of a box, each of about `nbytes` bytes at most, in order."""
     for part in in_slices(box_shape(box), itemsize, nbytes):
         yield tuple((first + start, first + stop) for (first, _), (start, stop) in zip(box, part, strict=True))
 
 
 def spread_over_processes(view: views.View, live: LiveTree) -> tuple[str, ...]:
-    """The arrays of a view that no process can make of its own part of a live tree."""
+    """Returns the arrays of a view that no process can make from its own part of a live tree."""
     arrays = (path for path, leaf in view.leaves.items() if isinstance(leaf.entry, ArrayEntry))
     made = (path for path in arrays if not view.is_elementwise(path))
     return tuple(path for path in made if any(live.is_global(entry.path) for entry, _ in view.origins(path)))
 
 
 def all_can(messages: Sequence[Any]) -> bool:
-    """Whether all processes can write their parts. Raises `MismatchError` where their rules differ."""
+    """Returns True if all processes can write their parts. Raises `MismatchError` if their rules differ."""
     for process, (_, sources) in enumerate(messages):
         if sources != messages[0][1]:
             raise MismatchError(
-                f"expected the same rules in every process: those of process {process} make some leaf of another one "
-                "than those of process 0; nothing was written"
+                f"expected the same rules in every process: the rules of process {process} make some leaf from a "
+                "different leaf than the rules of process 0; nothing was written"
             )
     return all(can for can, _ in messages)

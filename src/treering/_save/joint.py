@@ -1,4 +1,4 @@
-"""A checkpoint of another library that several processes write: which they can, and what lies where."""
+"""Prepares a checkpoint in another library's format that several processes write in parallel."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ..formats import JointFormat
 
 
 def can_write(format: JointFormat, catalogue: Catalogue) -> bool:
-    """Whether each process can write its part of the arrays that lie in several."""
+    """Returns True if each process can write its part of the arrays that are spread over several processes."""
     for leaf in catalogue.global_leaves:
         entry = _array(catalogue, leaf)
         layout = layout_of(catalogue.shardings[leaf], entry.shape)
@@ -21,16 +21,16 @@ def can_write(format: JointFormat, catalogue: Catalogue) -> bool:
 
 
 def compared(described: Described) -> Described:
-    """Describes the arrays that each process has for itself, which must be equal in all."""
+    """Describes the arrays that every process has a copy of, which must be equal in all processes."""
     catalogue, shards, _ = described
     chosen = tuple(shard for shard in shards if shard.leaf not in catalogue.global_leaves)
     return Described(catalogue, chosen, [None] * len(chosen))
 
 
 def layouts(catalogue: Catalogue, single: Mapping[int, int]) -> dict[str, Layout]:
-    """The processes that have the parts of each array that not every one has whole, by path.
+    """Returns, by path, the layout of each array of which some process lacks a part.
 
-    `single`: the leaves that exist in one process alone, and that process.
+    `single` maps each leaf that only one process holds to that process.
     """
     found: dict[str, Layout] = {}
     for leaf in catalogue.global_leaves - single.keys():

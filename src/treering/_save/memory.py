@@ -1,4 +1,4 @@
-"""The host's memory that the copies of a save may take."""
+"""Limits the host memory that the copies of a save may take."""
 
 import logging
 
@@ -10,14 +10,14 @@ from .._pytree.live_tree import LiveTree
 from .._pytree.staging import Staging
 from .target import Target
 
-_MAX_PROCESSES_ON_A_HOST = 8  # each of them asks if there is room before any has taken it
+_MAX_PROCESSES_ON_A_HOST = 8  # all may ask for room at the same moment, before any of them has taken it
 _log = logging.getLogger("treering")
 
 
 def limited(target: Target, described: Described | None) -> Target:
-    """Adds a memory limit where the caller has set none and the copies would take too much of the host's memory.
+    """Adds a memory limit if the caller has set none and the copies would take too much of the host's memory.
 
-    Without `described` a checkpoint is saved, which is read box by box.
+    `described` is None for a checkpoint. Treering reads a checkpoint box by box and needs no limit for it.
     """
     if described is None or target.options.memory_limit is not None:
         return target
@@ -28,8 +28,8 @@ def limited(target: Target, described: Described | None) -> Target:
     if limit is None:
         return target
     _log.info(
-        "%s: the call waits until all but %s of its %s of copies are written: that is a quarter of the memory that is "
-        "available; memory_limit= sets another limit",
+        "%s: the call waits until all but %s of its %s of copies are written: that is a quarter of the available "
+        "memory; memory_limit= sets another limit",
         target.path,
         readable.nbytes(limit),
         readable.nbytes(copies),
@@ -38,15 +38,18 @@ def limited(target: Target, described: Described | None) -> Target:
 
 
 def staged_if_it_fits(target: Target, live: LiveTree) -> Staging | None:
-    """Returns the staging of a live tree; None if its copies take too much memory.
+    """Returns the staging of a live tree, or None if its copies take too much memory.
 
-    The caller then waits until the tree is read.
+    With None the caller waits until the writers have read the tree.
     """
     limit = target.options.memory_limit
     copies = sum(shard.nbytes for shard in live.shards if shard.copies)
     if limit is not None and copies > limit:
         return None
     if target.has_room and not target.has_room(copies * min(target.call.count, _MAX_PROCESSES_ON_A_HOST)):
-        _log.warning("%s: the call waits until the tree is read, for its copies leave the host too little", target.path)
+        _log.warning(
+            "%s: the call waits until the tree is read, because its copies would leave the host too little memory",
+            target.path,
+        )
         return None
     return live.stage()

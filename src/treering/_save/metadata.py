@@ -1,4 +1,4 @@
-"""The user's metadata as JSON: the parts of configurations become dicts, lists, text, numbers, bools and None."""
+"""Converts the user's metadata to JSON values: dicts, lists, text, numbers, bools and None."""
 
 import dataclasses
 import os
@@ -17,10 +17,11 @@ _DEEPEST = 100
 
 
 def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
-    """A value as it comes back from a format's JSON. Raises an `UnsupportedError` that names a part that would not.
+    """Returns a value as a restore will return it, made of JSON values only.
 
-    Formats keep NaN and infinities. Mappings, `ConfigDict`s, dataclasses and named tuples become dicts; other tuples
-    and mutable sequences become lists, paths text, and scalars of NumPy and JAX numbers.
+    Mappings, `ConfigDict`s, dataclasses and named tuples become dicts. Other tuples and mutable sequences become lists,
+    paths become text, and scalars of NumPy and JAX become Python numbers. NaN and infinities stay, because the formats
+    keep them. Raises an `UnsupportedError` that names the first part that JSON cannot hold.
     """
     kind = type(value)
     if value is None or kind in (bool, str, float):
@@ -43,18 +44,19 @@ def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
 
 
 def _items(value: Any, where: str) -> Iterable[tuple[str, Any]] | None:
-    """The names and values of what becomes a dict; None for anything else."""
+    """Returns the names and values of a value that becomes a dict, and None for any other value."""
     if dataclasses.is_dataclass(type(value)):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(type(value))]
     if isinstance(value, tuple):
         names = getattr(value, "_fields", None)
         return None if names is None else zip(names, value, strict=True)
-    configs: Any = getattr(sys.modules.get("ml_collections"), "ConfigDict", Mapping)  # it is no Mapping
+    # A `ConfigDict` is not a `Mapping`. A program that holds one has imported ml_collections already.
+    configs: Any = getattr(sys.modules.get("ml_collections"), "ConfigDict", Mapping)
     if not isinstance(value, Mapping | configs):
         return None
     try:
         items = list(value.items())
-    except Exception as error:  # of a ConfigDict with a placeholder that must be given
+    except Exception as error:  # A `ConfigDict` raises for a required placeholder that has no value.
         raise UnsupportedError(f"{where}: {error}") from error
     for name, _ in items:
         if type(name) is not str:
@@ -63,7 +65,7 @@ def _items(value: Any, where: str) -> Iterable[tuple[str, Any]] | None:
 
 
 def _scalar(array: Any, where: str) -> Any:
-    """A number, bool or text of Python from an array without axes."""
+    """Returns the Python number, bool or text of an array without axes. Raises `UnsupportedError` for other arrays."""
     if array.shape == () and not isinstance(array, core.Tracer):
         is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
         item = None if is_key else np.asarray(array).item()
@@ -75,6 +77,6 @@ def _scalar(array: Any, where: str) -> Any:
 def _refusal(value: Any, where: str) -> UnsupportedError:
     what = f"an array of shape {list(value.shape)}" if getattr(value, "shape", ()) else f"a {type(value).__qualname__}"
     return UnsupportedError(
-        f"{where}: {what} is not JSON; pass dicts, lists, text, numbers, bools and None, or what holds these: "
-        "ConfigDicts, dataclasses, paths, scalars (and vars(…) of a Namespace); arrays belong into the tree"
+        f"{where}: {what} is not JSON; pass dicts, lists, text, numbers, bools and None, or objects made of these: "
+        "ConfigDicts, dataclasses, paths, scalars (and vars(…) of a Namespace); arrays belong in the tree"
     )

@@ -1,4 +1,4 @@
-"""Metrics as they are written."""
+"""Encodes metrics for the manifest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,17 @@ from ..errors import MismatchError
 
 @devices.explicit()
 def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
-    """Encodes metrics as they are written. Raises `MismatchError` for anything but a name and a real scalar."""
+    """Encodes metrics as the manifest records them.
+
+    Raises `MismatchError` unless each name is text and each value is a real scalar.
+    """
     if not isinstance(found, Mapping | None):
         raise MismatchError(f"metrics={found!r:.60}: expected a dict of names and real scalars")
     numbers: dict[str, float | str] = {}
     for name, value in (found or {}).items():
         try:
             array = np.asarray(value)
-        except (TypeError, ValueError):  # a tracer, or lists of several lengths
+        except (TypeError, ValueError):  # NumPy raises for a tracer, and for lists of several lengths.
             array = None
         if not isinstance(name, str) or array is None or array.shape != () or array.dtype.kind not in "biufV":
             raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")

@@ -1,4 +1,4 @@
-"""The ways in which every process writes its part in the native format: staged, or read while it is written."""
+"""Saves in the native format, each process its own part: the tree is staged, or read while it is written."""
 
 import functools
 import os
@@ -21,16 +21,16 @@ from .memory import staged_if_it_fits
 from .prepared import Prepared, releasing
 from .target import Target, requested
 
-_AHEAD = 2  # slices, beside those that writers hold: four in all, which are what the limit allows
-_PARALLEL_BYTES = 256 << 20  # bytes that must be allowed for several threads to read a source at a time
+_AHEAD = 2  # slices read ahead; with those that the writers hold they are four, which the memory limit allows for
+_PARALLEL_BYTES = 256 << 20  # bytes; with a lower memory limit only one thread at a time reads the source
 _OF_ONE_PROCESS = {"unrecorded": "the devices of one process of several"}
-_MIN_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, however little memory is allowed
+_MIN_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, even if the memory limit is lower
 
 
 class Parts(NamedTuple):
-    """The leaves of a save, the process that writes each part of them, and the supply of the parts of this process.
+    """The leaves of a save, the processes that write their parts, and the supply of this process's parts.
 
-    Without `shares` this process writes all of them.
+    If `shares` is None, this process writes all leaves.
     """
 
     skeleton: Skeleton
@@ -40,13 +40,13 @@ class Parts(NamedTuple):
 
 
 def staged(target: Target, contents: Unchanged) -> Prepared:
-    """Plans the save of a tree whose arrays are staged as they are."""
+    """Plans the save of a tree whose arrays are staged unchanged."""
     parts = stage_parts(target, *contents)
     return Prepared(parts.supply, functools.partial(write, target, parts))
 
 
 def stage_parts(target: Target, skeleton: Skeleton, described: Described) -> Parts:
-    """Assigns the arrays of a live tree to the processes, and returns the staging of this process as the supply."""
+    """Assigns the arrays of a live tree to the processes. The supply that it returns stages this process's parts."""
     call, catalogue = target.call, described.catalogue
     with gc_paused():
         shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
@@ -58,13 +58,15 @@ def stage_parts(target: Target, skeleton: Skeleton, described: Described) -> Par
 def read_while_written(target: Target, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
     """Plans the save of a view, which the writers read box by box.
 
-    A live tree is staged first, unless its copies take too much memory. `check` raises when nothing more is to be read.
+    A live tree is staged first, unless its copies take too much memory. The reader calls `check` before it reads more;
+    `check` raises if the save has failed elsewhere.
     """
     call, limit, (view, live, _) = target.call, target.options.memory_limit, contents
     staging = staged_if_it_fits(target, live) if live else None
     assert view.skeleton is not None
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _MIN_SLICE_BYTES), SLICE_BYTES)
-    as_it_lies = bool(view.identity) and all(leaf.plain for leaf in view.leaves.values())  # reading takes no more
+    # Reading unchanged leaves takes no memory beyond the slice itself, so parallel reads stay within the limit.
+    as_it_lies = bool(view.identity) and all(leaf.plain for leaf in view.leaves.values())
     parallel = limit is None or limit >= _PARALLEL_BYTES or as_it_lies
     alone = call.count == 1
     described = inputs.described(
@@ -72,7 +74,7 @@ def read_while_written(target: Target, contents: Changed, check: Callable[[], No
     )
     shares = None if alone else assignment.plan(described.catalogue, call.count)
     shards, _ = assignment.to_stage(described, shares, call.index)
-    ahead = _AHEAD if as_it_lies and not view.can_mmap(None) else 0  # what can be mapped is on a local disk
+    ahead = _AHEAD if as_it_lies and not view.can_mmap(None) else 0  # A local disk, which can be mapped, needs none.
     hold = live is not None and staging is None
     reading = OnDemand(view, shards, slice_bytes, parallel=parallel, ahead=ahead, hold=hold, check=check)
     parts = Parts(view.skeleton, described.catalogue, shares, reading)
@@ -88,7 +90,8 @@ def write(target: Target, parts: Parts, pool: ThreadPool) -> Written:
     if shares is not None:
         shares = {**shares, **assignment.of_states(catalogue.entries, call.count)}
     if single:
-        # To process 0, which writes the record, its own part of them looks like an array of every process.
+        # Process 0 writes the manifest. To it, its own part of these leaves looks like an array of every process, so
+        # the devices that it knows would be recorded wrongly.
         places = [_OF_ONE_PROCESS if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)
     job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.own_disks)

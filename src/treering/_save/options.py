@@ -7,7 +7,10 @@ from ..rules import Rule
 
 
 class FormatOptions(TypedDict, total=False):
-    """The keyword arguments that only some formats have: safetensors the first two, Orbax the last."""
+    """The keyword arguments that only some formats have.
+
+    safetensors has `max_shard_size` and `filename_pattern`; Orbax has `composite`.
+    """
 
     max_shard_size: int | str
     filename_pattern: str
@@ -15,10 +18,11 @@ class FormatOptions(TypedDict, total=False):
 
 
 class SaveOptions(NamedTuple):
-    """The arguments of `treering.save`, which describes them.
+    """The arguments of `treering.save`, which documents them.
 
-    `given` says which of step, metrics and metadata are the caller's, and not a copied checkpoint's. With `own_disks`
-    the path is on a disk of each host, where process 0 writes the manifest and everyone its own arrays.
+    `given` names those of step, metrics and metadata that the caller passed; the rest come from a copied checkpoint.
+    With `own_disks` each host has its own disk at the path: process 0 writes the manifest, and each process writes its
+    own arrays on the disk of its host.
     """
 
     format: str | None

@@ -1,4 +1,4 @@
-"""A save under way, and its outcome: a failure is raised to a caller, or printed when the interpreter ends."""
+"""Holds a save in progress and its outcome: a caller gets its error, or else Treering prints it at exit."""
 
 import atexit
 import contextlib
@@ -26,8 +26,8 @@ from ..errors import RequestError, SaveError, TreeringError
 _log = logging.getLogger("treering")
 _LONG_STALL = 1.0  # seconds
 
-last: Latch | None = None  # the end of the last save: saves are written in the order of the calls
-unseen: "list[PendingSave]" = []  # failed saves whose error no caller has been given
+last: Latch | None = None  # set when the latest save is over: saves are written in the order of the calls
+unseen: "list[PendingSave]" = []  # failed saves whose error no caller has got yet
 _alive: "Alive[PendingSave]" = Alive()
 
 
@@ -35,11 +35,17 @@ _alive: "Alive[PendingSave]" = Alive()
 class SaveReport:
     """The size and the times of a save.
 
-    `nbytes` is the size on disk; `stall_seconds` is how long the call held up its caller, `wait_seconds` the part
-    of that for which it waited until the save before was over, and `seconds` the time from the call to the commit.
-    Of these, this process was writing for `write_seconds`, was waiting for the disk to make its file durable for
-    `sync_seconds`, and for the commit, other processes included, for `commit_seconds`; formats other than the
-    native one count all of that as writing.
+    path: the absolute path of the checkpoint.
+    step: the step number, or None.
+    nbytes: the size on disk, in bytes.
+    stall_seconds: the time for which the call blocked its caller.
+    seconds: the time from the call to the commit.
+    write_seconds: the part of `seconds` in which this process wrote.
+    sync_seconds: the part of `seconds` in which this process waited until the disk had made its file durable.
+    commit_seconds: the part of `seconds` in which this process waited for the commit, peers included.
+    wait_seconds: the part of `stall_seconds` in which the call waited for the previous save.
+
+    Formats other than the native one count writing, sync and commit as writing.
     """
 
     path: str
@@ -54,7 +60,7 @@ class SaveReport:
 
     @property
     def gb_per_second(self) -> float:
-        """10^9 bytes a second, from the call to the commit, without `wait_seconds`."""
+        """The rate in 10^9 bytes per second, from the call to the commit, without `wait_seconds`."""
         own = self.seconds - self.wait_seconds
         return self.nbytes / 1e9 / own if own else 0.0
 
@@ -69,7 +75,7 @@ class SaveReport:
         return f"<SaveReport {self}>"
 
     def __str__(self) -> str:
-        before = f", {self.wait_seconds * 1e3:.1f} ms of it for the save before" if self.wait_seconds >= 1e-4 else ""
+        before = f", {self.wait_seconds * 1e3:.1f} ms of it for the previous save" if self.wait_seconds >= 1e-4 else ""
         return (
             f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s); the "
             f"caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
@@ -77,10 +83,12 @@ class SaveReport:
 
 
 class PendingSave:
-    """A save that goes on in the background. Made by `save_async`.
+    """A save that continues in the background. `save_async` returns one.
 
-    `managed`: a `Checkpointer` raises its failure. `blocking`: the caller waits until the save is over. The caller made
-    its call at `begun`, and has waited for the save before for `waited` seconds since.
+    managed: True if a `Checkpointer` raises the error of the save.
+    blocking: True if the caller waits until the save is over.
+    begun: the time of the call, by `time.perf_counter`.
+    waited: seconds for which the caller has waited for the previous save since then.
     """
 
     def __init__(
@@ -103,54 +111,58 @@ class PendingSave:
         self._blocking = blocking
         self._begun = time.perf_counter() if begun is None else begun
         self._stall, self._waited = 0.0, waited
-        self._returned = Latch()  # the caller has its thread back
+        self._returned = Latch()  # set when the caller's thread is free again
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = Latch()
-        self._reported = False  # a caller has been, or is being, given the failure
+        self._reported = False  # True if a caller has the error, or is about to get it
         _alive.add(self)
 
     @classmethod
     def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
-        """A save that failed in this process before it was under way; in other processes it may be under way."""
+        """Returns a save that failed in this process before it began. Its peers may have begun theirs."""
         pending = cls(path, step, Staging([], [], None), call, managed=True)
         pending._error = error
         pending._finished.set()
         return pending
 
     def done(self) -> bool:
-        """Whether the save is over, well or not."""
+        """Returns True if the save is over, successful or not."""
         return self._finished.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether the save is over and failed; `result` raises how."""
+        """True if the save is over and has failed. `result` then raises the error."""
         return self.done() and self._error is not None
 
     @property
     def reported(self) -> bool:
-        """Whether a caller has been given the failure, by `result` or by the call that made the save."""
+        """True if a caller has got the error, from `result` or from the call that began the save."""
         return self._reported
 
     def seen(self) -> BaseException:
-        """The failure of a save, which from now on counts as reported."""
+        """Returns the error of a failed save, and marks it as reported."""
         self._seen()
         assert self._error is not None
         return self._error
 
     def tell_log(self) -> None:
-        """Logs the failure, for process 0 raises none: its caller has been given one already, or it has not failed."""
+        """Logs the error of this process, and marks it as reported.
+
+        Used if process 0 raises no error, so that this process must not raise alone. Process 0 raises none if its save
+        succeeded, or if its caller has got the error already.
+        """
         self._seen()
         _log.error("%s: in this process the save failed: %s", self.path, self._error)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits for the commit, at most `timeout` seconds.
+        """Waits for the commit, at most `timeout` seconds, and returns the report.
 
-        Raises `SaveError` (or `ExistsError`) when the save failed, `TimeoutError` when it is not over yet;
-        it then goes on.
+        Raises `SaveError` (or `ExistsError`) if the save failed. Raises `TimeoutError` if the save is not over yet; it
+        then continues.
         """
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it goes on")
+            raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it continues")
         if self._error:
             self._seen()
             raise self._error
@@ -158,17 +170,17 @@ class PendingSave:
         return self._report
 
     def _wait(self) -> None:
-        """Returns when the save is over, well or not."""
+        """Waits until the save is over, successful or not."""
         self._finished.wait()
 
     def _fail(self, reason: BaseException) -> None:
-        """Aborts the save, unless it is over; the caller raises `reason` itself."""
+        """Aborts the save unless it is over. The caller raises `reason`."""
         self._reported = True
         self._returned.set()
         self._staging.fail(reason)
 
     def _cancel(self, reason: BaseException) -> None:
-        """Aborts the save, and returns when it is over and what was written is removed; the caller raises `reason`."""
+        """Aborts the save, and waits until it is over and its files are removed. The caller raises `reason`."""
         self._fail(reason)
         self._call.cancel(reason)
         self._finished.wait()
@@ -183,8 +195,10 @@ class PendingSave:
                 self._staging.check()
                 write(pool)
         except BaseException as error:
-            self._staging.fail(error)  # or the caller would wait for room that no writer makes
-            if self._reported:  # the caller raises this error, and its frames may be running in the caller's thread
+            self._staging.fail(error)  # Otherwise the caller would wait for room that no writer makes.
+            if self._reported:
+                # The caller raises this error. Its frames may still run in the caller's thread, so they stay as they
+                # are; `_as_save_error` would clear them.
                 self._error = error
             else:
                 self._error = _as_save_error(error, self.path)
@@ -195,26 +209,26 @@ class PendingSave:
             self._finished.set()
 
     def _await(self, previous: Latch | None) -> None:
-        """Returns when the save before is over, or this one has failed."""
+        """Waits until the previous save is over or this one has failed."""
         if previous is None or previous.is_set():
             return
         since = time.perf_counter()
         while not self._staging.failed and not previous.wait(0.1):
             pass
-        if self._blocking or not self._returned.is_set():  # the caller waits as well, at least for room
+        if self._blocking or not self._returned.is_set():  # The caller has waited too, at least for room.
             self._waited += time.perf_counter() - since
 
     def _returns(self) -> None:
-        """Notes that the caller goes on."""
+        """Notes that the caller continues."""
         self._stall = time.perf_counter() - self._begun
         self._returned.set()
 
     def _warn_of_stall(self) -> None:
-        """Logs that a loop was held up for long, and what helps."""
+        """Logs a warning if the call blocked the training loop for long. The warning says what helps."""
         if self._stall < _LONG_STALL:
             return
         if self._waited > self._stall / 2:
-            why, help = f", {self._waited:.1f} s of it for the save before", ', and so does when_busy="skip"'
+            why, help = f", {self._waited:.1f} s of it for the previous save", ', and so does when_busy="skip"'
         else:
             why, help = ", while the state was copied", ""
         stood = f"step {self.step}: the loop stood still for {self._stall:.1f} s"
@@ -222,7 +236,7 @@ class PendingSave:
 
     def _committed(self, written: Written) -> SaveReport:
         seconds = time.perf_counter() - self._begun
-        self._returned.wait()  # the caller has handed everything over, and is about to return
+        self._returned.wait()  # The caller has staged everything and is about to return, so `_stall` is known.
         nbytes, *parts = written
         stall = seconds if self._blocking else self._stall
         waited = min(self._waited, stall)
@@ -239,10 +253,13 @@ class PendingSave:
 
 
 def _as_save_error(error: BaseException, path: str) -> BaseException:
-    """The error as callers get it, without the arrays that its traceback would keep alive."""
+    """Returns the error as callers get it, without the arrays that its traceback would keep alive.
+
+    Errors of Treering stay what they are, except failed requests to a bucket. These and all others become `SaveError`.
+    """
     if not isinstance(error, TreeringError) or isinstance(error, RequestError):
         wrapped = SaveError(
-            f"{path}: saving failed: {str(error) or type(error).__name__}; what was there before is untouched"
+            f"{path}: saving failed: {str(error) or type(error).__name__}; an earlier checkpoint there is untouched"
         )
         wrapped.__cause__ = error
         error = wrapped
@@ -255,7 +272,7 @@ def _as_save_error(error: BaseException, path: str) -> BaseException:
 
 @contextlib.contextmanager
 def as_save_error(path: str) -> Iterator[None]:
-    """Raises any error of the block in the form that callers of a save get."""
+    """Raises an error of the block in the form in which callers of a save get it."""
     try:
         yield
     except Exception as error:
@@ -264,12 +281,12 @@ def as_save_error(path: str) -> Iterator[None]:
 
 
 def alive() -> "list[PendingSave]":
-    """The saves of this process that are still referenced."""
+    """Returns the saves of this process that are still referenced."""
     return _alive.all()
 
 
 def wait_for_all_in(directory: str) -> None:
-    """Returns when no save of this process into a directory is under way, whichever call made it."""
+    """Waits until no save of this process into a directory is in progress, whichever call began it."""
     for pending in alive():
         if os.path.dirname(pending.path) == directory:
             pending._wait()
@@ -283,7 +300,7 @@ def _report_unseen() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Ends the saves of the parent in a forked child, which has none of the threads that write them."""
+    """Ends the saves of the parent in a forked child, because the child has none of the threads that write them."""
     global last
     last = None
     coordinator.forget_after_fork()
@@ -291,7 +308,7 @@ def _forget_after_fork() -> None:
     for pending in _alive.all():
         if not pending.done():
             pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
-            pending._finished = Latch()  # the old one's lock may be held for ever
+            pending._finished = Latch()  # A thread of the parent may have held the old one's lock at the fork.
             pending._finished.set()
 
 

@@ -1,6 +1,6 @@
-"""The first half of a save, from top to bottom: describe the tree, choose a way to save it, and plan that.
+"""Prepares a save: describes the tree, chooses a way to save it, and plans that way.
 
-`save.start` then runs the plan: the caller's thread stages, and the thread that saves writes and commits.
+`save.start` then runs the plan: the caller's thread stages the arrays, and a background thread writes and commits.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,10 @@ _PLANS: dict[Way, Callable[[Target, Any], Prepared]] = {
 
 
 def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOptions, format: Format) -> Prepared:
-    """Describes the tree and plans what this process writes. Raises what `treering.save` raises before it begins."""
+    """Describes the tree and plans what this process writes.
+
+    Raises the errors that `treering.save` raises before it writes anything.
+    """
     check_list(options.rules)
     target = Target(call, stores.of(path), path, format, info, options)
     contents = describe(target, tree)

@@ -1,4 +1,4 @@
-"""A save that is planned and has not begun."""
+"""The plan of a save that has not begun."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,11 +16,11 @@ class Prepared(NamedTuple):
 
 
 def releasing(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callable[[ThreadPool], Written]:
-    """Wraps `write`, which is called once, so that the caller waits no longer than that.
+    """Wraps `write`, which is called once, so that `reading` is released when it ends, also by an error.
 
-    The returned function keeps no reference to what was read.
+    A caller that waits until the tree is read returns then.
     """
-    once = [write]
+    once = [write]  # A list, so that calling `write` drops the reference to it and to the arrays that it holds.
 
     def write_and_release(pool: ThreadPool) -> Written:
         try:

@@ -1,6 +1,7 @@
-"""The ways to save by several processes in which process 0 writes the checkpoint that was asked for.
+"""Saves by several processes where process 0 alone writes the requested checkpoint.
 
-Its source is a checkpoint that all processes have opened, or one in the native format that all save first.
+Process 0 reads it from a checkpoint that all processes have opened, or from a temporary one in the native format that
+all processes save first.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from .target import Target, check_free_for_all, check_no_iterators
 
 
 def copied_by_process_0(target: Target, contents: Changed) -> Prepared:
-    """Plans the save of a checkpoint that all processes have opened: process 0 copies it, and its peers wait."""
+    """Plans the save of a checkpoint that all processes have opened. Process 0 copies it while its peers wait."""
     call = target.call
     if call.index == 0:
         own = _copying(target, contents.view)
@@ -37,16 +38,16 @@ def copied_by_process_0(target: Target, contents: Changed) -> Prepared:
 
 
 def via_native(target: Target, contents: Changed) -> Prepared:
-    """Plans a save that one process has to write, of a tree that lies in several.
+    """Plans a save that one process must write, of a tree that is spread over several.
 
-    All processes save the tree next to the path, in the native format. Process 0 makes the requested checkpoint of
-    that, in bounded memory.
+    All processes save the tree next to the path, in the native format. Process 0 then makes the requested checkpoint
+    from that temporary one, in bounded memory.
     """
     assert contents.live and contents.change
     if target.format.name != "treering":
         check_no_iterators(target.path, contents.view)
     parts = native_ways.stage_parts(target, contents.live.skeleton, contents.live.described)
-    # The function refers to the change alone: the live tree and its arrays may go when they are staged.
+    # The function refers only to the change, so that the live tree and its arrays can be freed once they are staged.
     return Prepared(parts.supply, functools.partial(_write_via_native, target, parts, contents.change))
 
 
@@ -68,7 +69,7 @@ def _write_via_native(
         try:
             native_ways.write(target._replace(path=folder), parts, pool)
         except BaseException:
-            if call.index:  # its files may have been the last in it, after process 0 has removed its own
+            if call.index:  # Process 0 cannot remove the folder while files of this process are in it.
                 with contextlib.suppress(OSError):
                     target.store.remove_folder(folder)
             raise

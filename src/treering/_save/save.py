@@ -1,4 +1,4 @@
-"""Saving: snapshot, write, commit; in the background or not."""
+"""Saves a pytree: stages it, writes it and commits it, in the background or while the caller waits."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ from .pending import PendingSave, SaveReport
 from .target import Target, check_free_for_all, check_kept, check_no_iterators
 
 _log = logging.getLogger("treering")
-_WRITERS = 4  # threads of a save: while some wait for the disk, another copies and hashes
+_WRITERS = 4  # threads of a save; while some wait for the disk, another copies and hashes
 
 
 @at_the_caller
@@ -66,32 +66,33 @@ def save(
 
     >>> tr.save("checkpoints/a", {"params": params, "step": 7})
 
-    path: a new directory; parents are made. `overwrite` replaces a checkpoint that is there, in one step.
-    tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name alone); or a
-        `Checkpoint` of any format, which is copied in bounded memory. Checkpoints and their arrays (`LazyArray`) may
-        also be leaves: parts of several checkpoints become one tree.
-    format: "treering" and those that `treering.formats` has; by default what the path's suffix says (`.safetensors`,
-        `.msgpack`, `.eqx`), else "treering". `options` are those of the format: `max_shard_size` and
-        `filename_pattern` of safetensors; `composite=True` of Orbax, which makes an item of each key at the top.
-    step, metrics, metadata: kept beside the tree, as they are now; metrics are real scalars by name, metadata any JSON
-        value (also NaN and infinities), or a `ConfigDict`, dataclasses, paths and scalars, which become one. Those of a
-        `Checkpoint` are its own unless others are given. A format without a place for one that is given refuses it; one
-        that a `Checkpoint` has is then left out, which is logged.
+    path: a new directory. Treering makes missing parents. `overwrite` replaces an existing checkpoint in one step.
+    tree: any pytree of arrays, numbers, text, bytes, None, PRNG keys and functions (recorded by name only); or a
+        `Checkpoint` of any format, which Treering copies in bounded memory. Checkpoints and their arrays (`LazyArray`)
+        may also be leaves, so that parts of several checkpoints become one tree.
+    format: "treering" or a name from `treering.formats`. The default follows the path's suffix (`.safetensors`,
+        `.msgpack`, `.eqx`), else it is "treering". `options` are the format's own: `max_shard_size` and
+        `filename_pattern` of safetensors; `composite=True` of Orbax, which makes an item of each top-level key.
+    step, metrics, metadata: recorded with the tree, as they are at the call. Metrics are real scalars by name. Metadata
+        is any JSON value (also NaN and infinities), or a `ConfigDict`, dataclasses, paths and scalars, which become
+        one. A `Checkpoint` keeps its own unless you pass others. Passing one that the format cannot store is an error.
+        One that the `Checkpoint` has and the format cannot store is left out and logged.
     rules: changes of names, shapes and values, see `treering.rules`.
-    dtype: what floating-point arrays are cast to.
-    processes: with several processes (`jax.distributed`), every one makes the call and writes its part; "this"
-        saves what this process has, as if there were no others. For a save that only one process can write (formats of
-        one file, rules that need parts of several processes, other formats in a bucket) all save the tree beside `path`
-        first, in the native format, and process 0 makes the requested checkpoint of that.
-    timeout: seconds without a sign of life after which another process is taken for dead.
-    memory_limit: bytes of copies held at a time, where arrays must be copied (from a device, or because they
-        are not laid out in C order); one larger array passes alone. With rules and in other formats they are then read
-        while they are written, in parts of 16 MiB or what the format needs at a time.
-    progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
+    dtype: the dtype to which floating-point arrays are cast.
+    processes: with several processes (`jax.distributed`), every process makes the call and writes its part. "this"
+        saves what this process has, as if it had no peers. Some saves only one process can write: formats of one file,
+        rules that need parts of several processes, other formats in a bucket. All processes then save the tree next to
+        `path` in the native format first, and process 0 makes the requested checkpoint from that.
+    timeout: seconds without a sign of life after which Treering considers another process dead.
+    memory_limit: bytes of copies held at a time, if arrays must be copied (from a device, or because they are not in C
+        order). A single larger array passes alone. With rules and in other formats, arrays are then read while they
+        are written, in parts of 16 MiB or as much as the format needs at a time.
+    progress: shows a progress bar in a terminal or a notebook (a notebook needs `ipywidgets`).
 
-    Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError`
-    when processes do not have the same tree, before anything is written; `SaveError` when writing fails, after
-    everything that it wrote is removed; `PeerError` when another process is gone or does not make the call.
+    Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError` if
+    the processes do not have the same tree; nothing is written then. Raises `SaveError` if writing fails, after
+    Treering has removed everything that it wrote. Raises `PeerError` if another process is gone or does not make the
+    call.
     """
     what = _what(path, step)
     refuse_within(what)
@@ -104,7 +105,7 @@ def save(
     try:
         return pending.result()
     except BaseException as error:
-        pending._cancel(error)  # an interrupt: remove what is half written before going on
+        pending._cancel(error)  # After an interrupt too, the files of the unfinished save are removed first.
         raise
 
 
@@ -153,7 +154,7 @@ def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -
 
 
 def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """The information recorded beside the tree; of a checkpoint that is copied, its own unless others are given."""
+    """Returns the information to record with the tree. A copied checkpoint keeps what the caller does not give."""
     if isinstance(tree, Checkpoint):
         step = tree.step if step is None else step
         metrics = tree.metrics if metrics is None else metrics
@@ -166,7 +167,9 @@ def _what(path: str | os.PathLike[str], step: int | None) -> str:
 
 
 @devices.explicit()
-@alone  # the thread that writes waits until everything is handed over, and who saves next for that thread
+# A nested call would deadlock: the writing thread waits until this call has staged everything, and the nested save
+# would wait for the writing thread.
+@alone
 def start(
     call: Call,
     path: str | os.PathLike[str],
@@ -177,10 +180,10 @@ def start(
     begun: float | None = None,
     waited: float = 0.0,
 ) -> PendingSave:
-    """Begins a save: stages the tree in the caller's thread and starts the thread that saves, which calls `hooks`.
+    """Begins a save: stages the tree in the caller's thread, and starts the background thread that writes it.
 
-    The caller was called at `begun` (by default now), and has waited `waited` seconds since for the save before.
-    `call` ends with the save; when this function raises, its caller ends `call`.
+    `hooks` are called around the save. The user's call began at `begun` (by default now), and has waited `waited`
+    seconds since then for the previous save. `call` ends with the save; if this function raises, its caller ends it.
     """
     begun = time.perf_counter() if begun is None else begun
     call.doing("copying the state")
@@ -192,7 +195,8 @@ def start(
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
             hooks.enter()
-        # Or else it is checked in the background: by process 0 for all, and where a look takes longer than a stall may.
+        # In all other cases the background thread checks the path: process 0 checks it for all processes, and a request
+        # to a bucket would block the caller too long.
         if call.count == 1 and format.name == "treering" and stores.of(place).has_folders:
             check_free(stores.of(place), place, overwrite=options.overwrite)
     pending = PendingSave(
@@ -210,7 +214,7 @@ def start(
         if hooks and call.index == 0:
             hooks.before()
         report = pending._committed(prepared.write(pool))
-        with contextlib.suppress(Exception):  # the error of a log handler
+        with contextlib.suppress(Exception):  # A log handler may raise. The checkpoint is committed all the same.
             _log.info("saved %s", report)
         if hooks:
             call.doing("tidying up")
@@ -231,16 +235,16 @@ def start(
         pending._fail(error)
         if thread and thread.ident is not None:
             pending._cancel(error)
-        elif pool:  # or an interrupt came before the thread began; if it ever does, it finds the failure at once
+        elif pool:  # An interrupt came before the thread began. If it begins yet, it finds the failure at once.
             pool.close()
         raise
     return pending
 
 
 def _raise_failed(call: Call) -> None:
-    """Raises the failure of an earlier background save that no caller has been given.
+    """Raises the error of an earlier background save, if no caller has got it yet.
 
-    With several processes, process 0 chooses the save: another process may not know of the failure yet.
+    With several processes, process 0 chooses the save, because a peer may not know of the failure yet.
     """
     failed = [pending for pending in _pending.unseen if not pending._managed]
     if call.count == 1:
@@ -252,13 +256,14 @@ def _raise_failed(call: Call) -> None:
         for pending in _pending.alive():
             if pending._call.name == first[0]:
                 pending.result()
-        raise SaveError(first[1])  # this process holds no reference to the failed save
+        raise SaveError(first[1])  # This process no longer references the failed save, so it has only the text.
 
 
 def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[Target, View]:
-    """Returns where and as what a checkpoint would be saved, and the leaves. Raises what `save` raises before it reads.
+    """Returns the target of a save of a checkpoint, and the view of its leaves, without saving.
 
-    Whether the format can hold every leaf is only known when it is written.
+    Raises the errors that `save` raises before it reads arrays. Only the real save finds leaves that the format cannot
+    hold.
     """
     place, info = stores.absolute(path), _describe_with(ckpt, None, None, None)
     call = coordinator.begin(_what(path, None), processes="this")
@@ -279,27 +284,30 @@ def _format_for(place: str, options: SaveOptions) -> Format:
 
 
 class SaveHooks(Protocol):
-    """Functions that are called around a save; with several processes all but the last in process 0 alone."""
+    """Functions that Treering calls around a save. With several processes, only process 0 calls the first three."""
 
     def enter(self) -> None:
-        """Called in the caller's thread when the tree is known to be good; what it raises fails the call."""
+        """Runs in the caller's thread after the tree was checked. An error fails the call."""
         ...
 
     def before(self) -> None:
-        """Called by the thread that saves before anything is written; what it raises fails the save."""
+        """Runs in the background thread before anything is written. An error fails the save."""
         ...
 
     def after(self, report: SaveReport) -> None:
-        """Called by the thread that saves after the commit; must not raise."""
+        """Runs in the background thread after the commit. Must not raise."""
         ...
 
     def after_in_all(self, report: SaveReport) -> None:
-        """Called after that in all processes; must not raise."""
+        """Runs after `after`, in all processes. Must not raise."""
         ...
 
 
 def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """Encodes the information recorded beside the tree, as it is now. Raises `MismatchError` and `UnsupportedError`."""
+    """Encodes the information that is recorded with the tree, as it is now.
+
+    Raises `MismatchError` for a bad step or metric, and `UnsupportedError` for metadata that is not JSON.
+    """
     number = None if step is None else step_number(step)
     numbers = encoded(metrics)
     metadata_floats: list[str] = []

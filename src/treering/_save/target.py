@@ -1,4 +1,4 @@
-"""Where a save goes, and what is refused before anything is written there."""
+"""The place of a save, and the checks that a save makes before anything is written there."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _log = logging.getLogger("treering")
 class Target(NamedTuple):
     """The place, format and options of a save.
 
-    has_room: see `Staging`; None where no other process of the job can be short of memory by what this one takes.
+    has_room: see `Staging`. None if the copies of this process cannot make another process of the job short of memory.
     """
 
     call: Call
@@ -36,7 +36,7 @@ class Target(NamedTuple):
 
 
 def requested(target: Target) -> str:
-    """What must be the same in every process, as text."""
+    """Returns as text the options that must be the same in every process."""
     options = target.options
     dtype = "" if options.dtype is None else f", dtype={dtypes.to_text(dtypes.asked(options.dtype))}"
     of_format = "".join(f", {name}={value!r}" for name, value in sorted(options.of_format.items()))
@@ -44,26 +44,32 @@ def requested(target: Target) -> str:
 
 
 def check_kept(target: Target, view: View) -> None:
-    """Raises `UnsupportedError` for what was given and would be lost; logs what is left out of a copied checkpoint."""
+    """Checks whether the format can store the step, metrics and metadata.
+
+    Raises `UnsupportedError` if one that the caller gave would be lost. Logs one that a copied checkpoint loses.
+    """
     format, place = target.format, target.path
     there = [name for name in ABOUT if getattr(view, name) is not None and (name != "metrics" or view.metrics)]
     lost = [name for name in there if name not in format.keeps(place, view)]
     if given := [name for name in lost if name in target.options.given]:
         raise UnsupportedError(
-            f"{place}: expected nothing that the format {format.name!r} has no place for, found {' and '.join(given)}; "
-            "leave it out, put it into the tree, or save in the native format"
-            + (" (a step may be part of the name, as its library has it)" if "step" in given else "")
+            f"{place}: the format {format.name!r} cannot store {' and '.join(given)}; "
+            "remove it, put it into the tree, or save in the native format"
+            + (" (a step can be part of the name, as in the format's library)" if "step" in given else "")
         )
     if lost:
-        _log.warning("%s: %s left out: the format %r has no place for it", place, " and ".join(lost), format.name)
+        _log.warning("%s: %s left out: the format %r cannot store it", place, " and ".join(lost), format.name)
 
 
 def check_free_for_all(target: Target) -> None:
-    """Raises `ExistsError` for a path in use, before several processes write anything; later the format itself does."""
+    """Raises `ExistsError` for a path in use, before several processes write anything.
+
+    The format checks the path again when it writes. That would be late here, after all have saved a temporary tree.
+    """
     if target.format.name == "treering":
         check_free(target.store, target.path, overwrite=target.options.overwrite)
         return
-    joins = target.options.of_format.keys() - {"composite"}  # shards of safetensors may join others
+    joins = target.options.of_format.keys() - {"composite"}  # Shards of safetensors may be added to a used directory.
     if not (target.options.overwrite or joins) and target.store.stat(target.path) is not None:
         what = "directory" if is_folder(target.store, target.path, links=True) else "file"
         raise ExistsError(f"{target.path}: expected a free path, found a {what}; pass overwrite=True to replace it")
@@ -71,12 +77,12 @@ def check_free_for_all(target: Target) -> None:
 
 
 def check_replaceable(target: Target) -> None:
-    """Raises `ExistsError` when `overwrite` would replace a directory that is no checkpoint of the format."""
+    """Raises `ExistsError` if `overwrite` would replace a directory that is not a checkpoint of the format."""
     store, place = target.store, target.path
     if target.options.overwrite and is_folder(store, place, links=True):
         found = formats.detect(store, place).name if formats.is_known(store, place) else None
         if found != target.format.name:
-            what = "a directory that is no checkpoint" if found is None else f"one of the format {found!r}"
+            what = "a directory that is not a checkpoint" if found is None else f"one of the format {found!r}"
             raise ExistsError(
                 f"{place}: expected a checkpoint of the format {target.format.name!r} to replace, found {what}; choose "
                 "another path or remove it yourself"
