@@ -273,4 +273,4 @@ def test_a_bar_in_a_notebook_is_shown_where_it_can_be(
     monkeypatch.setattr(rich.console, "get_ipython", ZMQInteractiveShell, raising=False)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     tr.save(tmp_path / "c", {"x": np.ones(1000)}, progress=True)
-    assert "takes the package ipywidgets" in caplog.text and tr.verify(tmp_path / "c").ok
+    assert "needs the package ipywidgets" in caplog.text and tr.verify(tmp_path / "c").ok

@@ -21,7 +21,7 @@ from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from .layouts import Layout, held_by, layout_of, owner
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
-_FEW_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
+_MAX_LOOPED_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
 _FINER_CELLS = 8  # cells per part; with eight, a process writes at most an eighth more than its fair share
 
 
@@ -57,7 +57,7 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
     arrays = (n for n, entry in enumerate(catalogue.entries) if isinstance(entry, ArrayEntry))
     leaves = [n for n in arrays if n not in catalogue.tied]
     together: dict[int, tuple[Layout, int]] = {}
-    apart: dict[int, tuple[Layout, int]] = {}
+    copied: dict[int, tuple[Layout, int]] = {}
     everyone = tuple(range(count))
     for n in leaves:
         entry: Any = catalogue.entries[n]
@@ -68,11 +68,11 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
         else:
             boxes = layout.boxes if layout else Cells.of([whole(entry.shape)])[0]
             holders = (single[n],) if single and n in single else everyone
-            apart[n] = held_by(boxes, holders), itemsize
+            copied[n] = held_by(boxes, holders), itemsize
     loads = np.zeros(count, np.int64)
-    total = sum(layout.nbytes(itemsize) for layout, itemsize in (*together.values(), *apart.values()))
+    total = sum(layout.nbytes(itemsize) for layout, itemsize in (*together.values(), *copied.values()))
     shares: dict[int, Share] = {}
-    for group in (together, apart):
+    for group in (together, copied):
         shares.update(zip(group, share_out(list(group.values()), loads, total // count), strict=True))
     return shares
 
@@ -272,7 +272,7 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
         if not layout.is_regular:
             after += sizes
         # With few pieces and many holders, NumPy's `max` would reduce the short axis row by row, which is slow.
-        most = after.max(axis=1) if len(sizes) > _FEW_PIECES else functools.reduce(np.maximum, after.T)
+        most = after.max(axis=1) if len(sizes) > _MAX_LOOPED_PIECES else functools.reduce(np.maximum, after.T)
         most_before = enough - largest if layout.is_regular else enough
         turn = int(most.argmin())
         if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # Otherwise each process would write a small file.

@@ -103,11 +103,11 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
                 joined[n] = iterators.together(own[n].path, states)
         return large
 
-    def told(entry: StatesEntry) -> list[Any]:
+    def message(entry: StatesEntry) -> list[Any]:
         """Returns the size of a state in bytes, and the state if it is small enough for the manifest, else None."""
         return [entry.nbytes, iterators.as_json(entry.state(0)) if entry.nbytes <= MAX_STATE_BYTES else None]
 
-    large = call.gather_and_decide([told(entry) for entry in own.values()], join)
+    large = call.gather_and_decide([message(entry) for entry in own.values()], join)
     for (n, entry), sizes in zip(own.items(), large, strict=True):
         if sizes:
             joined[n] = StatesEntry(entry.path, entry.type, tuple(sizes), entry.read)
@@ -128,9 +128,9 @@ def _shape(catalogue: Catalogue, leaf: int) -> tuple[int, ...]:
 
 def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
     """Returns the checksum of the bytes of each leaf that every process has its own copy of."""
-    apart = {n for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
-    apart.update(catalogue.global_leaves)
-    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in apart]
+    excluded = {n for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
+    excluded.update(catalogue.global_leaves)
+    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in excluded]
     found: dict[int, xxhash.xxh3_64] = {}
     for n in sorted(own, key=lambda n: (staging.shards[n].leaf, staging.shards[n].box)):
         found.setdefault(staging.shards[n].leaf, xxhash.xxh3_64()).update(staging.peek(n).data)

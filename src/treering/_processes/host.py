@@ -1,9 +1,11 @@
-"""The processes of a job on one host, of which one gives the signs of life of all.
+"""Lets one process of a host pass on the signs of life of all processes on that host.
 
-For jobs so large that the store in process 0 cannot hear each of them often. The first process of a host that comes to
-a call listens at a socket; the others tell it again and again that they live, and are answered. Who gets no answer
-speaks for itself: the one that listened is dead, or has left the call. The sockets have names but no files, and end
-with their process. Linux alone has such; elsewhere, and in a container of its own, every process speaks for itself.
+A very large job needs this, because the store in process 0 cannot take a sign of each process often enough. The first
+process of a host that enters a call listens at a socket. Its peers on the host send it their signs, and it answers. A
+process that gets no answer puts its sign into the store itself: the listening process is dead or has left the call.
+
+The sockets are abstract: they have names but no files, and end with their process. Only Linux has them. On other
+systems, and in a container of its own, every process puts its signs into the store itself.
 """
 
 import contextlib
@@ -17,32 +19,36 @@ from typing import Protocol
 
 import msgspec
 
-FAILED = "failed "  # begins what a process has failed with, in the place of its sign
-_WAITING = 1024  # processes that may wait until they are let in
-_MOST_BYTES = 1 << 16  # of what one says
-_UNANSWERED_SECONDS = 3.0  # after which one speaks for itself
+FAILED = "failed "  # prefix of the error that a failed process puts where its sign of life was
+_WAITING = 1024  # connections that may wait to be accepted
+_MAX_MESSAGE_BYTES = 1 << 16  # bytes of a message
+_UNANSWERED_SECONDS = 3.0  # seconds without an answer, after which a process puts its signs into the store itself
 
 
 class Host(Protocol):
-    """This process among those of its host, in one call; for one thread."""
+    """The connection of this process to the processes of its host, in one call. Only one thread may use it."""
 
     def signs(self, index: int, text: str) -> dict[int, str]:
-        """The signs of life that this process is to pass on, by process, when its own is `text`."""
+        """Returns the signs of life that this process must put into the store, by process.
+
+        `index` and `text` are this process and its own sign.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class _Listening:
-    """The process that speaks for all."""
+    """The process that passes on the signs of all processes of its host."""
 
     def __init__(self, listening: socket.socket):
         self._listening = listening
         self._others: list[socket.socket] = []
-        self._signs: dict[int, str] = {}  # the last one of a process stays when that has ended, and is not renewed
+        # The last sign of each process. That of a dead process stays and is not renewed, so its peers notice.
+        self._signs: dict[int, str] = {}
 
     def signs(self, index: int, text: str) -> dict[int, str]:
-        with contextlib.suppress(OSError):  # nobody waits, or there are no more files for them
+        with contextlib.suppress(OSError):  # No connection waits, or this process has no more file descriptors.
             while True:
                 one, _ = self._listening.accept()
                 one.setblocking(False)
@@ -57,7 +63,7 @@ class _Listening:
         return {**self._signs, index: text}
 
     def _hear(self, one: socket.socket) -> bool:
-        """Whether the process at the other end lives."""
+        """Reads the messages of one process. Returns False if its connection is closed or invalid."""
         try:
             while message := _received(one):
                 index, text = msgspec.json.decode(message, type=tuple[int, str | None])
@@ -78,7 +84,7 @@ class _Listening:
 
 
 class _Telling:
-    """A process that another speaks for, as long as that answers."""
+    """A process whose signs another process passes on, as long as that one answers."""
 
     def __init__(self, speaker: socket.socket):
         self._speaker, self._answered, self._index = speaker, time.monotonic(), -1
@@ -87,7 +93,7 @@ class _Telling:
         self._index = index
         try:
             with contextlib.suppress(BlockingIOError):
-                while self._speaker.recv(_MOST_BYTES):
+                while self._speaker.recv(_MAX_MESSAGE_BYTES):
                     self._answered = time.monotonic()
             self._speaker.send(msgspec.json.encode((index, text)))
         except OSError:
@@ -95,31 +101,37 @@ class _Telling:
         return {} if time.monotonic() - self._answered < _UNANSWERED_SECONDS else {index: text}
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # one that leaves is not to be taken for dead
+        with contextlib.suppress(OSError):  # Without this message the peers would consider this process dead.
             self._speaker.send(msgspec.json.encode((self._index, None)))
         self._speaker.close()
 
 
 def _received(one: socket.socket) -> bytes:
     try:
-        return one.recv(_MOST_BYTES)
-    except ConnectionResetError:  # it has left answers unread; what it has said can be read all the same
-        return one.recv(_MOST_BYTES)
+        return one.recv(_MAX_MESSAGE_BYTES)
+    except ConnectionResetError:  # The peer left without reading its answers. Its own messages can still be read.
+        return one.recv(_MAX_MESSAGE_BYTES)
 
 
 def _is_ours(one: socket.socket) -> bool:
-    """Whether the process at the other end is of the same user: names of sockets are no secrets."""
+    """Returns True if the process at the other end has the same user. Any user of the host can see socket names."""
     _, user, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user == os.getuid()
 
 
 def as_text(every: float, signs: Mapping[int, str]) -> str:
-    """What the process that speaks puts into the store, at least every so many seconds."""
+    """Returns the text with the signs of a host that its listening process puts into the store.
+
+    `every` is the longest time in seconds until it puts the next one.
+    """
     return msgspec.json.encode((every, signs)).decode()
 
 
 def each(found: Mapping[int, str]) -> tuple[dict[int, str], dict[int, float]]:
-    """The sign of each process, by what was found in the store; and how often those come that do not come of itself."""
+    """Returns the sign of each process, and the seconds between signs of those whose signs another process passes on.
+
+    `found` has the texts in the store by process. A text that begins with `[` is one of `as_text`.
+    """
     signs = {index: text for index, text in found.items() if not text.startswith("[")}
     every: dict[int, float] = {}
     for text in found.values():
@@ -134,7 +146,10 @@ def each(found: Mapping[int, str]) -> tuple[dict[int, str], dict[int, float]]:
 
 
 def join(name: str) -> Host | None:
-    """This process among those of its host that say the same name; None where it can only speak for itself."""
+    """Connects this process to the processes of its host that use the same name.
+
+    Returns None if this process must put its signs into the store itself.
+    """
     if sys.platform != "linux":
         return None
     with contextlib.ExitStack() as made:
@@ -145,7 +160,7 @@ def join(name: str) -> Host | None:
                 one.bind(f"\0treering/{name}")
                 one.listen(_WAITING)
                 host: Host = _Listening(one)
-            except OSError:  # another one has come first
+            except OSError:  # Another process of the host listens already.
                 one.connect(f"\0treering/{name}")
                 if not _is_ours(one):
                     return None

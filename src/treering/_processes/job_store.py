@@ -1,4 +1,4 @@
-"""The key-value store that `jax.distributed` runs in process 0, as a process of the job reaches it."""
+"""Accesses the key-value store that `jax.distributed` runs in process 0 of a job."""
 
 import threading
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from ..errors import PeerError
 
 
 class JobStore:
-    """Asks the store on behalf of a call, `what`. All methods raise `PeerError` when it fails, or does not answer.
+    """Sends requests to the store for the call `what`. All methods raise `PeerError` if it fails or does not answer.
 
-    In process 0 the store is in the process itself. The client of another one would wait for ever for a process 0 that
-    stands still; here it is given up after `timeout` seconds.
+    In process 0 (`here`) the store is in the process itself. In other processes JAX's client would wait without limit
+    for a suspended process 0. Here each request ends after `timeout` seconds.
     """
 
     def __init__(self, client: Any, what: str, *, here: bool, timeout: float):
@@ -22,29 +22,29 @@ class JobStore:
         self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
 
     def put_new(self, key: str, text: str) -> None:
-        """Puts a value, unless there is one."""
+        """Puts a value unless the key has one."""
         self._reach(self._client.key_value_set, key, text, absent=("ALREADY_EXISTS", None))
 
     def get(self, key: str, default: Any) -> Any:
         return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
 
     def wait_for(self, key: str, seconds: float) -> str | None:
-        """The value of a key; None when there is none after so long."""
+        """Returns the value of a key, or None if it has none after `seconds` seconds."""
         get, milliseconds = self._client.blocking_key_value_get, int(seconds * 1000)
         return self._reach(get, key, milliseconds, absent=("DEADLINE_EXCEEDED", None))
 
     def listed(self, directory: str) -> dict[int, str]:
-        """The values below a key by process."""
+        """Returns the values below a key by process."""
         found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
         named = ((key.rpartition("/")[2], value) for key, value in found)
         return {int(name): value for name, value in named if name.isdigit()}
 
     def delete(self, key: str) -> None:
-        """Deletes a key or, if it ends in a slash, those below it."""
+        """Deletes a key, or the keys below it if it ends in a slash."""
         self._reach(self._client.key_value_delete, key)
 
     def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
-        """Asks the store. `absent`: a part of the error that says there is no such key, and what to return then."""
+        """Sends a request. `absent` is a part of the error that means "no such key", and the value to return then."""
         found: list[Any] = []
 
         def work() -> None:
@@ -56,6 +56,7 @@ class JobStore:
         if self._here:
             work()
         else:
+            # JAX's client has no timeout for most requests. A daemon thread can be left behind in one.
             thread = threading.Thread(target=work, name="jax-store", daemon=True)
             start(thread)
             thread.join(self._timeout)

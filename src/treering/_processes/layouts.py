@@ -1,4 +1,4 @@
-"""How an array is spread over the processes of a job: its pieces, and who holds each."""
+"""Describes how an array is spread over the processes of a job: its pieces, and the processes that hold each."""
 
 import functools
 import itertools
@@ -14,18 +14,21 @@ from .._core.boxes import Box, Cells, box_of
 
 
 class Holders(tuple[tuple[int, ...], ...]):
-    """The processes that hold each of the pieces of an array. Arrays of many shapes share one such object."""
+    """The processes that hold each piece of an array. Arrays of many shapes share one such object."""
 
     @functools.cached_property
     def _hash(self) -> int:
         return super().__hash__()
 
     def __hash__(self) -> int:
-        return self._hash  # computed once: there may be a hundred thousand pieces
+        return self._hash  # Computed once, because there may be a hundred thousand pieces.
 
     @functools.cached_property
     def turns(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """One column for each piece: its holders, repeated from the first where other pieces have more."""
+        """An array with one column per piece: its holders, repeated from the first if other pieces have more holders.
+
+        Each row therefore names one holder of every piece.
+        """
         most = max(map(len, self))
         if most == min(map(len, self)):
             return np.ascontiguousarray(np.array(self, np.int32).T)
@@ -50,7 +53,7 @@ class Layout:
         return self.boxes.sizes()
 
     def nbytes(self, itemsize: int) -> int:
-        """The size of the array, each piece counted once."""
+        """Returns the size of the array in bytes, each piece counted once."""
         return math.prod(self.boxes.shape) * itemsize
 
     @functools.cached_property
@@ -60,17 +63,17 @@ class Layout:
 
     @functools.cached_property
     def is_regular(self) -> bool:
-        """Whether all boxes have one shape, so that chunks of one shape can be parts of each."""
+        """True if all boxes have the same shape, so that each box can be divided into chunks of one shape."""
         return all(len(set(map(operator.sub, axis[1:], axis))) == 1 for axis in self.boxes.cuts)
 
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
-    """The layout of arrays of a shape and sharding."""
+    """Returns the layout of arrays of a shape and sharding."""
     if (known := _of_mesh(sharding, shape)) is not None:
         return known
     holders: dict[Box, set[int]] = {}
-    ranges: dict[Any, Any] = {}  # equal ones are one object: with thousands of boxes that saves most of the memory
+    ranges: dict[Any, Any] = {}  # Boxes share equal ranges: with thousands of boxes this saves most of the memory.
     for device, index in sharding.devices_indices_map(shape).items():
         box = tuple(ranges.setdefault(one, one) for one in box_of(index or (), shape))
         holders.setdefault(box, set()).add(device.process_index)
@@ -78,7 +81,10 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
 
 
 def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout | None:
-    """The layout as it follows from mesh and spec, without asking for thousands of boxes; None for other shardings."""
+    """Returns the layout of a sharding with a mesh, computed from mesh and spec; None for other shardings.
+
+    `devices_indices_map` would make a box for each of thousands of devices.
+    """
     if type(sharding) is not jax.NamedSharding or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return None
     mesh, spec = sharding.mesh, sharding.spec
@@ -95,13 +101,13 @@ def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout 
 
 @functools.lru_cache(maxsize=256)
 def _even_cuts(size: int, parts: int) -> tuple[int, ...]:
-    """Where an axis is cut; arrays of many shapes share one such object, which may have a hundred thousand numbers."""
+    """Returns the cuts of an axis. Cached, because arrays of many shapes share them and they may be 100,000 numbers."""
     return tuple(range(0, size + 1, size // parts))
 
 
 @functools.lru_cache(maxsize=256)
 def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Holders:
-    """For each place along some axes of a mesh, in C order, the processes that have devices there."""
+    """Returns, for each position along some axes of a mesh, in C order, the processes that have devices there."""
     first = [mesh.axis_names.index(name) for name in axes]
     order = [*first, *(n for n in range(mesh.devices.ndim) if n not in first)]
     numbers = np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
@@ -113,7 +119,7 @@ def _mesh_holders(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Holders:
 
 @functools.lru_cache(maxsize=4096)
 def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
-    """The layout of an array that each of the holders has whole."""
+    """Returns the layout of an array of which each holder has all boxes."""
     return Layout(boxes, _all_held_by(holders, len(boxes)))
 
 
@@ -124,6 +130,6 @@ def _all_held_by(holders: tuple[int, ...], pieces: int) -> Holders:
 
 @functools.lru_cache(maxsize=4096)
 def owner(layout: Layout) -> int | None:
-    """The one process that holds every box; None when there are several."""
+    """Returns the process that is the only holder of every box, or None if there is no such process."""
     first = layout.holders[0]
     return first[0] if len(first) == 1 and all(own == first for own in layout.holders) else None

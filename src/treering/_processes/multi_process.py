@@ -1,19 +1,22 @@
-"""A call of all processes of a job, as one of them makes it, through the key-value store of `jax.distributed`.
+"""Makes a call of all processes of a job, through the key-value store of `jax.distributed`.
 
-Never through device collectives, so that it may happen in a background thread, and never through the store's barriers:
-one that timed out stays broken. Each process hears those below it in a tree (see `tree`) and sends their values on with
-its own; process 0 publishes its decision, which all read. In a call, each process renews its heartbeat; one whose
-heartbeat stops for `timeout` seconds is taken for dead by the process that hears it, and that fails the call for all.
-A process that is not in the call has no heartbeat there: `roll` says whether it is alive, and `blame` whom to name.
+Rejected: device collectives, because calls also happen in background threads, and the store's barriers, because a
+barrier that timed out stays broken.
 
-A call is known by what it does and how many of that kind came before it, so that a call which one process leaves
-out disturbs no call of another kind. Its keys: ``heartbeat/0/3`` is what process 3, which process 0 hears, is doing, or
-what it failed with, or what the processes are doing that it speaks for (see `host`); ``0/0/3`` is its value in the
-first exchange, with those that it hears, and ``0/answer`` the decision of process 0.
+The processes form a tree (see `tree`). Each process collects the values of its children and sends them to its parent
+with its own. Process 0 publishes its decision, which all read. In a call, each process renews its heartbeat. If a
+heartbeat stops for `timeout` seconds, the parent considers that process dead and fails the call for all. A process that
+is not in the call has no heartbeat there. Then `roll` says whether it is alive, and `blame` chooses whom to name.
 
-A process that stood still for longer than the timeout (a debugger, a suspended machine) comes to calls which the others
-have given up. All make the calls of the main thread in one order, and ``treering/now/0/3`` is the latest that process 3
-has begun there: a process that waits for one that has gone on gives up early, and so catches up with the others.
+A call is identified by its description and by the number of earlier calls with that description. So a call that one
+process omits does not disturb calls of another kind. The keys of a call, here for process 3, a child of process 0:
+``heartbeat/0/3`` is its activity, or its error, or the signs of the processes of its host (see `host`). ``0/0/3`` has
+its value and those of its descendants in exchange 0. ``0/answer`` is the decision of process 0.
+
+A process that was suspended for longer than the timeout (a debugger, a sleeping machine) begins calls that its peers
+have cancelled. All processes make the calls of the main thread in the same order, and ``treering/now/0/3`` is the
+latest that process 3 has begun there. A process that waits for a peer which has begun a later call fails early, and so
+catches up.
 """
 
 import collections
@@ -37,23 +40,25 @@ from ..errors import PeerError, TreeringError
 from . import blame, host, roll, tree
 from .job_store import JobStore
 
-_LATER_CALL_SECONDS = 2.0  # seconds, at most, that another process is seen in a later call before that is believed
-_KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a call that is over are kept for processes that are behind
+_LATER_CALL_SECONDS = 2.0  # seconds, at most, for which a peer must be in a later call before this process fails
+_KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a finished call stay, for processes that are late
 _MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
 _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
-_TOKEN = "treering/token"  # by which the processes of a job find one another on a host, and not those of another job
-_ON_HOST_SECONDS = 2 * tree.HEARTBEAT_SECONDS  # that a sign takes, at most, to the process that passes it on
-_TOKEN_SECONDS = 5.0  # seconds for which one waits for process 0 to make it
-_ROLL_CERTAIN = 3.5  # intervals of the roll that one waits: it then knows of each process that was dead at their begin
-_ROLL_WAIT = 4.0  # intervals, at most, for which one waits beyond the time-out until the roll is settled
+_TOKEN = "treering/token"  # key of a random name, by which the processes of this job find one another on a host
+_ON_HOST_SECONDS = 2 * tree.HEARTBEAT_SECONDS  # seconds, at most, until a sign reaches the process that passes it on
+_TOKEN_SECONDS = 5.0  # seconds for which a process waits until process 0 has made the token
+_ROLL_CERTAIN = 3.5  # intervals after which the roll lists every process that was dead at their begin
+_ROLL_WAIT = 4.0  # intervals, at most, of waiting after the timeout until the roll is settled
 
 
 @dataclasses.dataclass
 class History:
     """The calls that a process has made.
 
-    `counts` has the number of the last one, by what it does; `over` those that are over, and since when; `ordinal` is
-    that of the latest which the main thread has begun. `token`: that of the job, if it was needed.
+    counts: the number of the latest call of each kind.
+    over: the finished calls whose keys still exist, each with the time when it finished.
+    ordinal: the number of calls that the main thread has begun.
+    token: the token of the job, once it was needed.
     """
 
     counts: collections.OrderedDict[str, int] = dataclasses.field(default_factory=collections.OrderedDict)
@@ -66,7 +71,7 @@ _history = History()
 
 
 def _heard(index: int) -> str:
-    """The place of a process among the keys of its kind: those that one process hears are listed at once."""
+    """Returns the last part of a key of a process. It begins with the parent, which lists its children at once."""
     return f"{tree.parent(index) if index else 'first'}/{index}"
 
 
@@ -81,7 +86,7 @@ def _encoded(error: BaseException) -> str:
 
 
 def _decoded(failure: str, index: int) -> TreeringError:
-    """The error that a process has failed with, as the others raise it."""
+    """Returns the error of a failed process, as its peers raise it."""
     kind, text = msgspec.json.decode(failure.removeprefix(host.FAILED))
     return getattr(errors, kind, PeerError)(text if text.startswith("process ") else f"process {index}: {text}")
 
@@ -98,35 +103,36 @@ class MultiProcess:
         self._heartbeat_seconds = min(tree.heartbeat_seconds(count), self.timeout / 4)
         self._poll_seconds = min(tree.poll_seconds(count, hears=bool(self._children)), self.timeout / 4)
         self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
-        self._exchanges = 0  # that have begun
-        self._answered = 0  # those, in process 0
+        self._exchanges = 0  # exchanges that have begun
+        self._answered = 0  # exchanges that process 0 has answered
         self._doing = "beginning"
         self._cancelled: BaseException | None = None
         self._heard_of_failure = False
-        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of a process, and its age in seconds
+        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of each process, and its age in seconds
         self._looked = time.monotonic()
         self._ended = False
-        self._given: set[str] = set()  # keys of signs of life
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
+        self._given: set[str] = set()  # the keys of the signs of life that this process has put
+        # `SimpleQueue` is written in C, so that an interrupt cannot leave a lock of it held.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._heartbeat: threading.Thread | None = None
         self._ordered = threading.current_thread() is threading.main_thread()
         self._ordinal = 0
-        self._met = False  # whether process 0 was seen in this call
-        self._ahead: dict[int, float] = {}  # since when a process is seen in a later call
-        if self._ordered:  # a call that fails below counts as well
+        self._met = False  # True once process 0 was seen in this call
+        self._ahead: dict[int, float] = {}  # the time at which each process was first seen in a later call
+        if self._ordered:  # Before the requests below: a call that fails there has an ordinal too.
             self._history.ordinal += 1
             self._ordinal = self._history.ordinal
         self._number = self._next()
         try:
             while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{host.FAILED}["PeerError"'):
-                self._number = self._next()  # process 0 has made that call without this process
+                self._number = self._next()  # Process 0 has made that call without this process, and it has failed.
         except PeerError:
             self._uncount()
             raise
 
     def doing(self, what: str) -> None:
         self._doing = what
-        if self.count <= tree.FAN_OUT:  # or all would say so at once
+        if self.count <= tree.FAN_OUT:  # In a large job the store would get the signs of all processes at once.
             self._wake.put(None)
         if self._heartbeat is None:
             self._heartbeat = threading.Thread(target=self._beat, name="treering-heartbeat", daemon=True)
@@ -137,7 +143,7 @@ class MultiProcess:
         values = self._gather(exchange, mine)
         if not self.index:
             return self._answer(exchange, decide([values[index] for index in range(self.count)]))
-        self.undecided = True  # before the value is sent: one whose sending failed may have arrived all the same
+        self.undecided = True  # Set before sending, because a value may arrive although its sending failed.
         self._set(f"{exchange}/{tree.parent(self.index)}/{self.index}", values)
         return self._received(exchange)
 
@@ -155,7 +161,7 @@ class MultiProcess:
 
     @property
     def _is_due(self) -> bool:
-        """Whether to look again: however often many processes are asked to, their store must bear it."""
+        """True if it is time to poll again. In a large job the store could not bear a request at every call."""
         return self.count <= tree.FAN_OUT or time.monotonic() - self._looked >= self._poll_seconds
 
     def cancel(self, reason: BaseException) -> None:
@@ -168,19 +174,19 @@ class MultiProcess:
         if isinstance(error, PeerError):
             roll.give_up()
         self._wake.put(None)
-        if self._heartbeat and self._heartbeat.is_alive():  # or an interrupt came first: the thread ends when it begins
-            self._heartbeat.join(self.timeout)  # so that no heartbeat overwrites the failure that is put there next
+        # An interrupt may have come before the thread began. It then ends at once when it begins.
+        if self._heartbeat and self._heartbeat.is_alive():
+            self._heartbeat.join(self.timeout)  # Otherwise a heartbeat could overwrite the error that is put next.
         if isinstance(error, PeerError) and self.index and not self._met:
             self._withdraw()
         elif error:
             try:
                 self._store.put(self._heartbeat_of(self.index), _encoded(error))
-                if (
-                    not self.index
-                ):  # in the place of the answer that the others wait for, or will: one that is there holds
+                if not self.index:
+                    # The peers wait for this answer, or will. An answer that was published before stays valid.
                     key = f"{self.name}/{max(self._exchanges - 1, self._answered)}/answer"
                     self._store.put_new(key, _encoded(error))
-            except PeerError:  # process 0 is gone, and the store with it
+            except PeerError:  # Process 0 is gone, and the store with it.
                 return
         if not self.index:
             self._history.over.append((time.monotonic(), self.name))
@@ -190,19 +196,19 @@ class MultiProcess:
         """Removes the traces of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
-            for key in list(self._given):  # an interrupt may have left the heartbeat at it
+            for key in list(self._given):  # A copy: after an interrupt the heartbeat thread may still change the set.
                 self._store.delete(key)
 
     def _uncount(self) -> None:
-        """Gives the number of this call to the next one of its kind, for process 0 has not used it yet."""
+        """Frees the number of this call for the next call of its kind, because process 0 has not used it yet."""
         counts = self._history.counts
         if counts.get(self._what) == self._number:
             counts[self._what] -= 1
 
-    # In processes that hear others
+    # In processes with children
 
     def _gather(self, exchange: int, mine: Any) -> dict[int, Any]:
-        """The values of this process and of all that it hears, and those of whom they hear."""
+        """Returns the values of this process and of all its descendants in the tree, by process."""
         values: dict[int, Any] = {self.index: mine}
         missing = list(self._children)
         while missing:
@@ -227,7 +233,7 @@ class MultiProcess:
         while over and time.monotonic() - over[0][0] > _KEEP_KEYS_SECONDS:
             self._store.delete(f"{over.popleft()[1]}/")
 
-    # In the other processes
+    # In all processes except process 0
 
     def _received(self, exchange: int) -> Any:
         while (text := self._await(f"{exchange}/answer")) is None:
@@ -236,7 +242,7 @@ class MultiProcess:
             except TreeringError:
                 if not self._heard_of_failure:
                     raise
-                # Process 0 may have failed after it had answered, and then its answer holds.
+                # Process 0 may have failed after it had answered. Then its answer is valid.
                 if (text := self._store.get(f"{self.name}/{exchange}/answer", None)) is None:
                     self.undecided = False
                     raise
@@ -249,7 +255,7 @@ class MultiProcess:
     # In all processes
 
     def _check(self, awaited: list[int]) -> None:
-        """Raises what an awaited process failed with, or `PeerError` when one has been silent for too long."""
+        """Raises the error of an awaited process that failed, or `PeerError` if one has been silent for too long."""
         if self._cancelled:
             raise self._cancelled
         found = self._store.listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
@@ -264,18 +270,19 @@ class MultiProcess:
                 self._heard_of_failure = True
                 raise _decoded(heartbeat, index)
             before, silence = self._silent.get(index, ("", 0.0))
-            silence += min(since, every.get(index, self._heartbeat_seconds))  # a job that stood still as a whole lives
+            # At most one interval is added, so that no process looks dead after all were suspended together.
+            silence += min(since, every.get(index, self._heartbeat_seconds))
             self._silent[index] = heartbeat, silence if heartbeat == before else 0.0
         self._met = self._met or bool(self._silent.get(0, ("",))[0])
         patience = {index: tree.patience(self._asked, seconds) for index, seconds in every.items()}
         silent = [index for index in awaited if self._silent[index][1] > patience.get(index, self.timeout)]
         if silent:
             self._raise_if_known(silent, patience.get(silent[0], self.timeout))
-        if self._ordered:  # a process that was seen in this call is in it, however slow
+        if self._ordered:  # A process that was seen in this call is still in it, however slow it is.
             self._check_gone([index for index in awaited if not self._silent[index][0]], now)
 
     def _check_gone(self, quiet: list[int], now: float) -> None:
-        """Raises `PeerError` when a process in `quiet` has gone on to a call that this process has not reached."""
+        """Raises `PeerError` if a process in `quiet` has begun a later call that this process has not reached."""
         if not quiet:
             return
         latest = self._store.listed(f"{_NOW}{self.index}/") if quiet != [0] else {}
@@ -287,19 +294,19 @@ class MultiProcess:
                 self._ahead.pop(index, None)
             elif now - self._ahead.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
                 found = roll.read(self._store, self.count)
-                if found.silent.keys() - {self.index}:  # The process that has gone on gave up for the same reason.
+                if found.silent.keys() - {self.index}:  # A dead process is the cause, also of the peer's later call.
                     self._raise_silent([], 0, found, known=True)
                 raise PeerError(
-                    f"{self._what}: process {index} (not in this call; its last is {what}) has gone on without it; if "
-                    f"one of the two stood still for long, they find together again at a later call{blame.EVERYONE}"
+                    f"{self._what}: process {index} (not in this call; its last is {what}) continued without it; if "
+                    f"one of the two stood still for long, they meet again at a later call{blame.EVERYONE}"
                 )
 
     def _raise_if_known(self, silent: list[int], seconds: float) -> None:
-        """Raises `PeerError`, unless the roll is about to tell which process the silent ones wait for."""
+        """Raises `PeerError`, unless the roll will soon say which process the silent ones wait for."""
         found, interval = roll.read(self._store, self.count), tree.roll_seconds(self.count)
         waited = max(self._silent[index][1] for index in silent)
         known = found.is_settled and waited >= _ROLL_CERTAIN * interval
-        is_seen = any(self._silent[index][0] for index in silent)  # in this call, in which it has fallen silent
+        is_seen = any(self._silent[index][0] for index in silent)  # It was in this call, so its silence is certain.
         if is_seen or known or 0 in found.unknown or waited > seconds + _ROLL_WAIT * interval:
             self._raise_silent(silent, seconds, found, known=known)
 
@@ -309,8 +316,8 @@ class MultiProcess:
         cause = blame.find(found, silent, seen=seen, here=here, seconds=seconds, known=known, undecided=undecided)
         shown = [f"process {index} ({self._doing_of(index, seen)})" for index in cause.processes[:5]]
         more = f" and {len(cause.processes) - 5} more" if len(cause.processes) > 5 else ""
-        heard = f"nothing heard for {cause.seconds:.3g} s from {', '.join(shown)}{more}"
-        raise PeerError(f"{self._what}: {heard}{cause.ending}")
+        silence = f"nothing heard for {cause.seconds:.3g} s from {', '.join(shown)}{more}"
+        raise PeerError(f"{self._what}: {silence}{cause.ending}")
 
     def _doing_of(self, index: int, seen: dict[int, str]) -> str:
         if index in seen:
@@ -320,12 +327,12 @@ class MultiProcess:
 
     def _beat(self) -> None:
         try:
-            if self._ordinal == self._history.ordinal:  # even if the call is over: the others look for this process
+            if self._ordinal == self._history.ordinal:  # Also if the call is over, because peers may look for it.
                 where = [self._what, self._number, self._ordinal]
                 self._store.put(_now_of(self.index), msgspec.json.encode(where).decode())
             together = self._on_host() if tree.is_large(self.count) and not self._ended else None
             with contextlib.closing(together) if together else contextlib.nullcontext():
-                given = -math.inf  # when this process has given a sign last
+                given = -math.inf  # the time of the last sign that this process has put
                 for beat in itertools.count():
                     if self._ended:
                         return
@@ -333,17 +340,17 @@ class MultiProcess:
                     if together:
                         signs = together.signs(self.index, sign)
                         if not self.index:
-                            signs[0] = sign  # which all look for
+                            signs[0] = sign  # All processes poll the sign of process 0, so no other may pass it on.
                         given = self._pass_on(signs, given)
                     else:
                         self._give(self._heartbeat_of(self.index), sign)
                     with contextlib.suppress(queue.Empty):
                         self._wake.get(timeout=tree.HEARTBEAT_SECONDS if together else self._heartbeat_seconds)
-        except PeerError:  # process 0 is gone, and the store with it; the thread that waits for it finds out
+        except PeerError:  # Process 0 is gone, and the store with it. The thread in the call raises this error itself.
             return
 
     def _on_host(self) -> host.Host | None:
-        """This process among those of its host; None where it can only speak for itself."""
+        """Connects this process to those of its host. Returns None if it must put its signs into the store itself."""
         history = self._history
         if not history.token and self.index:
             history.token = self._store.wait_for(_TOKEN, min(_TOKEN_SECONDS, self.timeout / 4)) or ""
@@ -353,23 +360,28 @@ class MultiProcess:
         return host.join(f"{history.token}/{self.name}") if history.token else None
 
     def _pass_on(self, signs: dict[int, str], given: float) -> float:
-        """Puts signs of life into the store, unless that was done lately; returns when it was."""
-        if not signs:  # another one passes them on, which is believed when this one says nothing of itself
+        """Puts signs of life into the store unless the last ones are recent. Returns the time of the last ones.
+
+        `given` is the time of the last ones before, by `time.monotonic`.
+        """
+        if not signs:  # Another process passes them on. Old signs of this one must go, because they would be believed.
             while self._given:
                 self._store.delete(self._given.pop())
             return -math.inf
-        heard_by: dict[int, dict[int, str]] = {}
+        by_parent: dict[int, dict[int, str]] = {}
         for index, sign in signs.items():
-            if index or not self.index:  # process 0 speaks for itself, to all
-                heard_by.setdefault(tree.parent(index), {})[index] = sign
-        now, every = time.monotonic(), tree.heartbeat_seconds(self.count * len(heard_by) / len(signs))
+            if index or not self.index:  # Only process 0 puts its own sign.
+                by_parent.setdefault(tree.parent(index), {})[index] = sign
+        now, every = time.monotonic(), tree.heartbeat_seconds(self.count * len(by_parent) / len(signs))
         if now - given < every:
             return given
-        for hears, heard in heard_by.items():
-            if heard.keys() == {self.index}:
-                self._give(self._heartbeat_of(self.index), heard[self.index])
+        for parent, group in by_parent.items():
+            if group.keys() == {self.index}:
+                self._give(self._heartbeat_of(self.index), group[self.index])
             else:
-                self._give(f"{self.name}/heartbeat/{hears}/{self.index}", host.as_text(every + _ON_HOST_SECONDS, heard))
+                self._give(
+                    f"{self.name}/heartbeat/{parent}/{self.index}", host.as_text(every + _ON_HOST_SECONDS, group)
+                )
         return now
 
     def _give(self, key: str, sign: str) -> None:
@@ -388,7 +400,7 @@ class MultiProcess:
         return f"{self.name}/heartbeat/{_heard(index)}"
 
     def _next(self) -> int:
-        """The number of the next call of this kind."""
+        """Returns the number of the next call of this kind."""
         counts = self._history.counts
         n = counts.pop(self._what, -1) + 1
         counts[self._what] = n
@@ -400,5 +412,5 @@ class MultiProcess:
         self._store.put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
 
     def _await(self, key: str) -> str | None:
-        """The value of a key; None when there is none after `_poll_seconds`."""
+        """Returns the value of a key, or None if it has none after `_poll_seconds`."""
         return self._store.wait_for(f"{self.name}/{key}", self._poll_seconds)

@@ -1,4 +1,4 @@
-"""Progress bars in terminals and notebooks."""
+"""Shows progress bars in terminals and notebooks."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ _log = logging.getLogger("treering")
 
 
 def _console() -> "Console | None":
-    """The console of a terminal or a notebook; None where stderr is neither."""
+    """Returns the console of a terminal or a notebook, or None if stderr is neither."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -29,15 +29,15 @@ def _console() -> "Console | None":
         return console if sys.stderr.isatty() else None
     if importlib.util.find_spec("ipywidgets"):
         return console
-    _log.warning("progress=True: no bar is shown, for in a notebook that takes the package ipywidgets")
+    _log.warning("progress=True: no bar is shown, because a notebook needs the package ipywidgets for it")
     return None
 
 
 @contextlib.contextmanager
 def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a bar; yields the function to call with the number of bytes that were moved, of `nbytes` in all.
+    """Shows a bar for `nbytes` bytes, and yields a function to call with each number of bytes that was moved.
 
-    Nothing is shown unless `wanted`, stderr is a terminal's or a notebook's, and this is process 0.
+    Shows nothing unless `wanted` is True, stderr is a terminal or a notebook, and this is process 0.
     """
     console = _console() if wanted and not coordinator.position()[0] else None
     if console is None:
@@ -58,7 +58,7 @@ def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]
 
 
 class Watched:
-    """A source that says how many bytes it has read, and raises what `check` does before it reads more."""
+    """A source that calls `moved` with the bytes of each read, and `check`, which may raise, before each read."""
 
     def __init__(self, source: "Source", moved: Callable[[int], None], check: Callable[[], None]):
         self._source, self._moved, self._check = source, moved, check

@@ -1,21 +1,22 @@
-"""Dealing out what several processes read for one another: pure functions, with the same result in every process."""
+"""Divides the bytes that several processes read for one another. Every process computes the same answer."""
 
 import bisect
 import itertools
 from collections.abc import Sequence
 
-Rounds = list[list[list[int]]]  # by round, then by process: the numbers of what it reads and sends
-_LEAST_BYTES = 1 << 20  # bytes that are worth reading; of less than that for each, only some of the processes read
+Rounds = list[list[list[int]]]  # by round, then by process: the numbers of the items that it reads and sends
+_MIN_READ_BYTES = 1 << 20  # bytes; with less than this for each process, only some of the processes read
 
 
 def deal(nbytes: Sequence[int], processes: int, most: int, first: int = 0) -> Rounds:
-    """Deals out items of so many bytes, in the order of the disk: each process reads one run of about equal size.
+    """Divides items, in the order of the disk, so that each process reads one run of about equal size.
 
-    A process sends at most `most` bytes a round, but for a single item that is larger. Where all have less than a
-    megabyte each, fewer of them read, from the number `first` on, so that they take turns from call to call.
+    `nbytes` are the sizes of the items. A process sends at most `most` bytes per round, except a single item that is
+    larger. If there is less than a megabyte for each process, fewer processes read. They begin with process `first`,
+    so that callers can rotate the readers from call to call.
     """
     *starts, total = itertools.accumulate(nbytes, initial=0)
-    readers = max(1, min(processes, total // _LEAST_BYTES))
+    readers = max(1, min(processes, total // _MIN_READ_BYTES))
     edges = [bisect.bisect_left(starts, total * n // readers) for n in range(readers)] + [len(nbytes)]
     rounds: Rounds = []
     for n, (begin, end) in enumerate(itertools.pairwise(edges)):

@@ -1,14 +1,14 @@
-"""The roll of a job: which of its processes are alive, also between their calls.
+"""Keeps the roll of a job: which of its processes are alive, also between their calls.
 
-Processes hear one another in calls alone (see `multi_process`). A process that waits in its training step for a dead
-one makes no call, and its peers would blame it. So each process renews one key of the job's store every two seconds
-(less often in a large job), from its first call, or from the import of Treering into a job that has formed, to its end.
-Process 0, which runs the store, keeps the roll: it reads these signs without a request, and publishes which processes
-are silent. A process whose wait timed out reads the roll.
+Processes see signs of life of one another only within calls (see `multi_process`). A process that waits in its training
+step for a dead one makes no call, and without the roll its peers would blame it. So each process renews one key of the
+job's store every two seconds (less often in a large job). It begins at its first call, or when Treering is imported
+into a job that has formed, and stops when the process ends. Process 0 runs the store and keeps the roll: it reads these
+signs without a request, and publishes which processes are silent. A process whose wait timed out reads the roll.
 
-To ask the peers only when one is missed would need a request in each process that waits in the store. JAX's client
-cannot cancel one, and a process whose interpreter ends meanwhile crashes. `get_live_nodes`, JAX's own knowledge, is a
-barrier of all that survive, and learns of a death after 100 s.
+Rejected: asking the peers only when one is missed. Each process would need a request that waits in the store. JAX's
+client cannot cancel such a request, and a process crashes if its interpreter ends meanwhile. Also rejected:
+`get_live_nodes`, JAX's own knowledge. It is a barrier of all survivors, and learns of a death only after 100 s.
 
 Its keys: ``treering/alive/3`` is the latest sign of process 3, or how it ended; ``treering/roll`` is the roll.
 """
@@ -32,26 +32,30 @@ from .job_store import JobStore
 
 _SIGNS, _ROLL = "treering/alive/", "treering/roll"
 _ENDED, _GAVE_UP = "ended", "gave up"  # the last sign of a process
-_DOUBTFUL, _SILENT = 1.5, 2.0  # intervals without a sign, after which a process may be dead, and is silent
-_MAX_NAMED = 1_000  # processes of a kind in the roll, which all may read at once
-_END_SECONDS = 2.0  # for which a process that ends waits until its peers are told
+_DOUBTFUL, _SILENT = 1.5, 2.0  # intervals without a sign, after which a process may be dead, or counts as silent
+_MAX_NAMED = 1_000  # processes of each kind in the roll; a limit, because all processes may read it at once
+_END_SECONDS = 2.0  # seconds that a process which ends waits for its last sign to be sent
 
 
 class Roll(msgspec.Struct, frozen=True):
-    """What process 0 knows of the processes of the job; those that it does not list gave a sign of life lately."""
+    """The processes of the job that process 0 misses. Every other process gave a sign of life lately."""
 
-    silent: dict[int, float] = {}  # those that gave signs and give none now, for how many seconds; the longest first
-    ended: list[int] = []  # those whose interpreter ended
-    gave_up: list[int] = []  # those of which it ended after `PeerError`, which others are the cause of
-    unknown: list[int] = []  # those that gave no sign so far
-    is_settled: bool = False  # no process is late with its sign but not yet silent
+    silent: dict[int, float] = {}  # seconds of silence of processes that gave signs before; the longest first
+    ended: list[int] = []  # processes whose interpreter ended
+    gave_up: list[int] = []  # processes that ended after a `PeerError`, so that another process is the cause
+    unknown: list[int] = []  # processes that never gave a sign
+    is_settled: bool = False  # True if no process is late with its sign and not yet silent
 
 
 learn(Roll)
 
 
 def read(store: JobStore, count: int) -> Roll:
-    """Returns the roll; while process 0 does not keep one, only which processes of a small job gave no sign so far."""
+    """Returns the roll.
+
+    If process 0 does not keep one yet, the roll has only `unknown`: the processes of a small job without a sign, or
+    process 0.
+    """
     if text := store.get(_ROLL, None):
         return msgspec.json.decode(text, type=Roll)
     signs = store.listed(_SIGNS) if count <= tree.FAN_OUT else {}
@@ -80,7 +84,8 @@ class _Member:
     def __init__(self, client: Any, index: int, count: int):
         self.client, self.process = client, os.getpid()
         self.thread = threading.Thread(target=self._give_signs, name="treering-alive", daemon=True)
-        self._store = JobStore(client, "sign of life", here=True, timeout=0)  # only this thread waits for the store
+        # `here` makes requests without a second thread and a timeout: this thread may wait for the store.
+        self._store = JobStore(client, "sign of life", here=True, timeout=0)
         self._index = index
         self._keeper = None if index else _Keeper(self._store, count)
         self._interval = tree.roll_seconds(count) / (2 if self._keeper else 1)
@@ -88,8 +93,8 @@ class _Member:
         self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def end(self) -> None:
-        """Tells the peers that this process ends. A thread inside JAX's client would crash the interpreter's end."""
-        if self.process == os.getpid() and self.thread.is_alive():  # a forked child has no such thread
+        """Sends the last sign and ends the thread. A thread inside JAX's client would crash the interpreter at exit."""
+        if self.process == os.getpid() and self.thread.is_alive():  # A forked child has no such thread.
             self._ends.put(None)
             self.thread.join(_END_SECONDS)
 
@@ -113,12 +118,12 @@ class _Member:
             self._store.put(f"{_SIGNS}{self._index}", sign)
             if self._keeper:
                 self._keeper.publish()
-        except PeerError:  # The next call says so. The store may answer again, after process 0 stood still.
+        except PeerError:  # The next call raises it. The store may answer again, if process 0 was only suspended.
             return
 
 
 class _Keeper:
-    """Process 0, which keeps the roll."""
+    """Keeps the roll, in process 0."""
 
     def __init__(self, store: JobStore, count: int):
         self._store, self._count, self._interval = store, count, tree.roll_seconds(count)
@@ -128,7 +133,8 @@ class _Keeper:
     def publish(self) -> None:
         signs = self._store.listed(_SIGNS)
         now = time.monotonic()
-        since, self._looked = min(now - self._looked, self._interval), now  # a job that stood still as a whole lives
+        # At most one interval is added, so that no process looks dead after all were suspended together.
+        since, self._looked = min(now - self._looked, self._interval), now
         for index, sign in signs.items():
             before, age = self._heard.get(index, ("", 0.0))
             self._heard[index] = sign, age + since if sign == before else 0.0

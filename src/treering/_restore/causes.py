@@ -23,7 +23,7 @@ from .own_parts import own
 from .policy import Policy
 from .suggestion import Cause
 
-_ENOUGH = 0.1  # of the differences may be left
+_MAX_LEFT_FRACTION = 0.1  # of the differences may be left
 
 Compare = Callable[[Walk, Mapping[str, Entry], Skeleton | None, Policy], tuple[Any, bool, Sequence[Difference]]]
 
@@ -98,7 +98,7 @@ def likely(
         for n, cause in enumerate(causes):
             kept, left = tried(cause, like)
             whole = not left or causes is levels  # what is told of a part must at least fix it
-            if left <= most * _ENOUGH:
+            if left <= most * _MAX_LEFT_FRACTION:
                 found[_Tried(-kept if whole else 0, kind, left, n)] = like, cause
     if not found:
         return ""

@@ -24,12 +24,12 @@ from ..safetensors.header import MAX_HEADER
 from .manifest_fields import ArrayRow, File, Layout, Manifest, Placement, Summary
 from .schema import MANIFEST
 
-_MOST_NAME = 255  # bytes of a file's name
+_MAX_NAME_BYTES = 255  # bytes of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_MOST_REPEATED = 500  # nodes of a part of the tree that is looked for behind itself
+_MAX_REPEATED_NODES = 500  # nodes of a part of the tree that is looked for behind itself
 _KIND, _WHERE = operator.attrgetter("type", "dtype", "shape", "impl"), operator.attrgetter("where")  # of array rows
-_MOST_DEEP = 200  # levels of objects and lists, where users may write anything
+_MAX_DEPTH = 200  # levels of objects and lists, where users may write anything
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
@@ -173,7 +173,7 @@ def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
 
 def _check_file(file: File) -> None:
     name = file.name
-    if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MOST_NAME:
+    if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"{file.name!r:.100} is not the name of a file beside the manifest")
     known = 8 <= file.header <= min(file.size, MAX_HEADER + 8) and _CHECKSUM.fullmatch(file.xxh3)
     if not file.requires and not known:
@@ -263,7 +263,7 @@ def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
 
 def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
     """How many times, up to `most`, the nodes [first, end) stand there again from `end` on, one after the other."""
-    if not most or end - first > _MOST_REPEATED or tree[end : end + 1] != tree[first : first + 1]:
+    if not most or end - first > _MAX_REPEATED_NODES or tree[end : end + 1] != tree[first : first + 1]:
         return 0
     block = tree[first:end]
     if tree[end : end + len(block)] != block:
@@ -310,7 +310,7 @@ def _checked_names(node: Node) -> list[str]:
 def _check_depth(name: str, value: Any, *, integers: bool) -> None:
     """Raises `ValueError` for JSON that is nested too deep, and for `integers` that do not fit into 64 bits."""
     level = [value]
-    for _ in range(_MOST_DEEP + 1):
+    for _ in range(_MAX_DEPTH + 1):
         deeper: list[Any] = []
         for part in level:
             if isinstance(part, dict | list):
@@ -319,4 +319,4 @@ def _check_depth(name: str, value: Any, *, integers: bool) -> None:
                 raise ValueError(f"{name} has an integer of {part.bit_length()} bits")
         level = deeper
     if level:
-        raise ValueError(f"{name} is nested more than {_MOST_DEEP} deep")
+        raise ValueError(f"{name} is nested more than {_MAX_DEPTH} deep")
