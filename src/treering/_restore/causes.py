@@ -1,7 +1,7 @@
-"""The likely cause of the differences between a checkpoint and a template, and the arguments that fix it.
+"""Finds the likely cause of the differences between a checkpoint and a template, and the arguments that fix it.
 
-A suggestion is tried before it is made: the rules are applied to the checkpoint's names and shapes, and the result is
-compared with the template again. Of those that fix the differences the one that restores most leaves is told.
+Each suggestion is tried first: its rules are applied to the checkpoint's names and shapes, and the result is compared
+with the template again. Of the suggestions that fix the differences, the error has the one that restores most leaves.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,20 +23,25 @@ from .own_parts import own
 from .policy import Policy
 from .suggestion import Cause
 
-_MAX_LEFT_FRACTION = 0.1  # of the differences may be left
+_MAX_LEFT_FRACTION = 0.1  # of the differences; a suggestion that leaves more is not made
 
 Compare = Callable[[Walk, Mapping[str, Entry], Skeleton | None, Policy], tuple[Any, bool, Sequence[Difference]]]
 
 
 class _Array(NamedTuple):
-    """Stands for an array of the template, where it has only a shape."""
+    """Represents an array of the template if the template has only its shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: Any
 
 
 class _Tried(NamedTuple):
-    """How many leaves a cause restores, and how many differences it leaves; the first is the best."""
+    """The rank of a cause: the smallest is the best.
+
+    unrestored: minus the number of leaves that the cause restores; 0 if the cause fixes only a part.
+    kind, number: the position of the cause among all that were tried.
+    left: the number of differences that the cause leaves.
+    """
 
     unrestored: int
     kind: int
@@ -52,10 +57,10 @@ def likely(
     differences: Sequence[Difference],
     compare: Compare,
 ) -> str:
-    """The cause that explains most, as a sentence with the arguments that fix it; empty when none does.
+    """Returns the cause that explains most, as a sentence with the arguments that fix it; an empty text if none does.
 
-    Without differences, everything was allowed and nothing was found. Arguments that would lose the position of a data
-    iterator are not proposed.
+    `differences` is empty if the caller allowed all differences and the checkpoint had none of the leaves. Arguments
+    that would lose the position of a data iterator are never suggested.
     """
     most = len(differences) or len(walked.paths)
     held = positions.in_entries(entries)
@@ -63,11 +68,11 @@ def likely(
     states = States(walked.paths, walked.skeleton, entries, skeleton)
 
     def tried(cause: Cause, like: Walk) -> tuple[int, int]:
-        """The leaves that are restored, and the differences that are left."""
+        """Returns the number of leaves that a cause restores, and the number of differences that it leaves."""
         try:
             leaves = cause.leaves(entries)
             sources = box_levels.named(like, {path: leaf.source for path, leaf in leaves.items()})
-            changed = (cause.rules or cause.at) and cause not in anew  # whose origins are alike already
+            changed = (cause.rules or cause.at) and cause not in renames  # `moved` chooses alike states itself.
             if changed and not all(states.may_become(there, path) for path, there in sources.items() if path in known):
                 return 0, most
             now = {path: leaf.entry for path, leaf in leaves.items()}
@@ -84,22 +89,23 @@ def likely(
     reordered = bool({one.path for one in differences}.difference(walked.paths, entries))
     levels = elsewhere(walked, entries, policy)
     alone = list(own(walked, entries, differences))
-    anew = list(moved(walked, entries, skeleton, policy, reordered=reordered))
+    renames = list(moved(walked, entries, skeleton, policy, reordered=reordered))
     kinds: list[tuple[Walk, Iterable[Cause]]] = [
         (walked, _wider(differences, policy)),
         (walked, levels),
         (walked, alone),
-        (walked, anew),
+        (walked, renames),
     ]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in walked.leaves):
-        kinds += [(_with_values(walked), alone), (_with_values(walked), anew)]
+        kinds += [(_with_values(walked), alone), (_with_values(walked), renames)]
     found: dict[_Tried, tuple[Walk, Cause]] = {}
     for kind, (like, causes) in enumerate(kinds):
         for n, cause in enumerate(causes):
             kept, left = tried(cause, like)
-            whole = not left or causes is levels  # what is told of a part must at least fix it
+            # A cause that leaves differences ranks behind those that fix all. Other levels (`at`) are exempt.
+            fixes_all = not left or causes is levels
             if left <= most * _MAX_LEFT_FRACTION:
-                found[_Tried(-kept if whole else 0, kind, left, n)] = like, cause
+                found[_Tried(-kept if fixes_all else 0, kind, left, n)] = like, cause
     if not found:
         return ""
     best = min(found)
@@ -107,7 +113,7 @@ def likely(
     rest = f", which leaves {best.left:,} of the {most:,}" if best.left else ""
     outside = tuple(repr(path) for path in held if cause.at and below(path, cause.at) is None)
     if outside:
-        rest += f"; the state of an iterator lies outside of that, at {few(outside)}: restore it, too"
+        rest += f"; the state of an iterator is outside of that, at {few(outside)}: restore it, too"
     arguments = cause.arguments(policy)
     alike = [one.at for tried, (_, one) in found.items() if one.at not in ("", cause.at) and tried[:3] == best[:3]]
     text = f"{cause.text} ({alike[0]!r} would fit as well)" if cause.at and alike else cause.text
@@ -115,7 +121,7 @@ def likely(
 
 
 def _with_values(walked: Walk) -> Walk:
-    """The template, with arrays where it has only shapes."""
+    """Returns the template with stand-ins for arrays instead of `jax.ShapeDtypeStruct`."""
     leaves = [_Array(one.shape, one.dtype) if isinstance(one, jax.ShapeDtypeStruct) else one for one in walked.leaves]
     return walked._replace(leaves=leaves)
 

@@ -1,4 +1,7 @@
-"""Matches a template against a checkpoint: pure, no I/O. Says for every leaf what to read and what to make of it."""
+"""Matches a template against a checkpoint, without I/O.
+
+The result says for every leaf of the template what to read and how to make the leaf from it.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,9 +37,14 @@ def match(
     numbers_are_arrays: bool,
     elsewhere: Callable[[], Elsewhere],
 ) -> list[Target]:
-    """One target per template leaf, in order; `numbers_are_arrays` is that of `treering.formats.Source`.
+    """Returns one target per template leaf, in order.
 
-    `as_written` are the entries under the names that rules see: with levels for boxes, where the format has some.
+    walked: the template.
+    entries, skeleton: the checkpoint.
+    name: the path of the checkpoint, for errors.
+    as_written: the entries under the names that rules see, with levels for boxes if the format has them.
+    numbers_are_arrays: see `treering.formats.Source`.
+    elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
@@ -55,12 +63,12 @@ def match(
     filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
     if differences or (filled and not found):
         differences = with_hints(differences, walked, entries, elsewhere())
-        from .causes import likely  # here, for only this error needs rules
+        from .causes import likely  # Imported here, because only this error needs the rules.
 
         try:
             cause = likely(walked, as_written, skeleton, policy, differences, compare)
-        except Exception:  # the differences are raised in any case
-            _log.debug("%s: the likely cause could not be told", name, exc_info=True)
+        except Exception:  # A defect in the suggestion must not hide the differences.
+            _log.debug("%s: the likely cause could not be found", name, exc_info=True)
             cause = ""
         if differences:
             raise mismatch(name, differences, walked.paths, entries, cause)
@@ -70,7 +78,7 @@ def match(
 
 
 class _Compared(NamedTuple):
-    """The targets of a template's leaves; whether any of them was found; the differences."""
+    """The targets of a template's leaves, and the differences. `found`: the checkpoint has at least one of the leaves."""
 
     targets: list[Target]
     found: bool
@@ -84,9 +92,9 @@ def _compare(
     differences: list[Difference] = []
     skipped: list[str] = []
     used: set[str] = set()
-    without: dict[str, str] = {}  # what the template has where the checkpoint has data
+    without: dict[str, str] = {}  # by path: the template has None or a function, and the checkpoint has data
     found = False
-    alike: dict[tuple[Any, ...], Target] = {}  # the target of one leaf of each kind, for the thousands like it
+    alike: dict[tuple[Any, ...], Target] = {}  # the target of one leaf of each kind, to reuse for thousands like it
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):
         entry = entries.get(path)
         kind: tuple[Any, ...] | None = None
@@ -129,7 +137,7 @@ def _compare(
             continue
         hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
         differences.append(Difference(path, without.get(path, NOTHING), describe(entry), hint))
-    # The class of a container in which nothing is restored does not matter.
+    # The class of a container matters only if the checkpoint has something to restore in it.
     classes = named_tuples.differences(walked.skeleton, skeleton or ())
     everywhere = bool(differences) or not found
     differences += [one for one in classes if everywhere or not _is_own(one.path, walked.paths, targets)]
@@ -137,13 +145,13 @@ def _compare(
 
 
 def _is_own(path: str, paths: Sequence[str], targets: Sequence[Target]) -> bool:
-    """Whether all leaves of a container are the template's own, because the checkpoint has none."""
+    """Returns True if all leaves of a container keep the template's values, because the checkpoint has none."""
     inside = [target.filled for at, target in zip(paths, targets, strict=True) if below(at, path) is not None]
     return bool(inside) and all(inside)
 
 
 def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
-    """Raises `MismatchError` for a glob in `missing` that fits no leaf: a misspelt one."""
+    """Raises `MismatchError` for a glob in `missing` that matches no leaf, because it is probably misspelt."""
     for glob in () if isinstance(policy.missing, str) else policy.missing:
         if not any(matches(path, glob) for path in paths):
             shown = few(tuple(paths))
@@ -151,12 +159,12 @@ def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
 
 
 def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry], cause: str) -> MismatchError:
-    """The error where all of the template's arrays would be its own.
+    """Returns the error for a template of which the checkpoint has no array.
 
-    Otherwise the user would find out only by the loss that nothing was restored.
+    Without this error, only the training loss would show that nothing was restored.
     """
-    near = closest(filled[0], [path for path, entry in entries.items() if not is_absent(entry)])
-    hint = f"; likely: {cause}" if cause else f"; closest: {near}" if near else ""
+    nearest = closest(filled[0], [path for path, entry in entries.items() if not is_absent(entry)])
+    hint = f"; likely: {cause}" if cause else f"; closest: {nearest}" if nearest else ""
     return MismatchError(
         f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "
         f"nothing would be restored; the checkpoint has {few(tuple(entries))}{hint}"
@@ -164,11 +172,15 @@ def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry
 
 
 def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str) -> list[Target]:
-    """Targets without a template: NumPy arrays, JAX ones of those of some types, typed keys, and values as they are."""
+    """Returns the targets of a restore without a template, in order.
+
+    Arrays of the types `to_jax` become JAX arrays, other arrays NumPy arrays, and keys typed PRNG keys. Other values
+    stay as they are. Raises `MismatchError` for arrays that cannot become JAX arrays.
+    """
     check_whole(entries)
     targets: list[Target] = []
     differences: list[Difference] = []
-    alike: dict[tuple[str, str], Target] = {}  # the target of one array of each kind, for the thousands like it
+    alike: dict[tuple[str, str], Target] = {}  # the target of one array of each kind, to reuse for thousands like it
     for entry in entries:
         if isinstance(entry, ValueEntry):
             targets.append(Target("value", value=entry.decode()))
@@ -186,7 +198,7 @@ def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str
 
 
 def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> Target:
-    """The target of an array without a template. Raises `Differs`."""
+    """Returns the target of an array without a template. Raises `Differs` if JAX cannot have the dtype."""
     dtype = dtypes.to_numpy(entry.dtype)
     if entry.type == "key":
         return Target("key", entry, dtype)
@@ -198,7 +210,7 @@ def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> Target:
 
 
 def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
-    """The unreadable entries that a template asks for or must not leave out."""
+    """Yields the unreadable entries that a template asks for or may not leave out."""
     skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
     asked, leaves = {""}, set[str]()
     for path, leaf in zip(walked.paths, walked.leaves, strict=True):

@@ -1,4 +1,4 @@
-"""The differences between a template and a checkpoint that a caller allows."""
+"""Holds the differences between a template and a checkpoint that the caller of a restore allows."""
 
 import dataclasses
 from collections.abc import Collection, Iterable
@@ -14,15 +14,15 @@ from ..errors import MismatchError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """The differences that are allowed; see `treering.restore`."""
+    """The differences that are allowed; see `treering.restore`. Raises `MismatchError` for bad arguments."""
 
     missing: str | Iterable[str] = "error"
     extra: str | Iterable[str] = "error"
     dtype: Any = None
-    at: str = ""  # what the caller gave, for the arguments that an error suggests
-    rules: bool = False  # whether the caller gave some
-    kinds: Literal["template", "saved"] = "template"  # what decides the type and dtype of a leaf
-    cast_leaves: frozenset[str] = frozenset()  # leaves of which the template decides them in any case
+    at: str = ""  # the caller's `at`, because an error that suggests arguments must include it
+    rules: bool = False  # True if the caller gave rules
+    kinds: Literal["template", "saved"] = "template"  # decides the type and dtype of a leaf
+    cast_leaves: frozenset[str] = frozenset()  # leaves whose type and dtype the template decides in any case
 
     def __post_init__(self) -> None:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
@@ -30,7 +30,7 @@ class Policy:
             if value not in ("error", keyword) if globs is None else not all(isinstance(glob, str) for glob in globs):
                 raise MismatchError(f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths")
             if globs is not None:
-                object.__setattr__(self, name, globs)  # it is gone through once for each leaf
+                object.__setattr__(self, name, globs)  # A tuple, because an iterator could be read only once.
         if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):
             return
         try:
@@ -41,7 +41,7 @@ class Policy:
             raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
 
     def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
-        """The policy with the paths that its globs mean."""
+        """Returns the policy with the paths that its globs match, instead of the globs."""
         missing, extra = (
             value if isinstance(value, str) else all_meant(value, paths)
             for value, paths in ((self.missing, template), (self.extra, found))
@@ -49,10 +49,11 @@ class Policy:
         return dataclasses.replace(self, missing=missing, extra=extra)
 
     def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
+        """Returns True if the leaf at a path may be missing from the checkpoint, or from the template (`extra`)."""
         value = self.missing if which == "missing" else self.extra
         return value != "error" if isinstance(value, str) else covered(path, entry, value)
 
     def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype that floats become where there is no template."""
+        """Returns the dtype that an array becomes in a restore without a template. Only floats are cast."""
         asked = self.dtype not in (None, "template") and dtypes.is_float(dtype)
         return np.dtype(self.dtype) if asked else dtype

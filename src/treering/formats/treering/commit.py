@@ -1,8 +1,8 @@
-"""The commit of a checkpoint: array files first, all durable, then the manifest in one step, then tidying up.
+"""Commits a checkpoint: all array files are durable first, then the manifest is put in place in one step.
 
-A directory is a checkpoint when it holds the manifest. Array files are written under names that no other
-save uses; the manifest is put in place last. A writer holds the lock of each of its files until its commit
-is over, so a process that gets a file's lock and then finds it in no manifest knows that it is left over.
+A directory is a checkpoint if it holds the manifest. The array files have names that no other save uses. A writer holds
+the lock of each of its files until its commit is over. So if a process gets the lock of a file that no manifest lists,
+it knows that the file is a leftover.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _log = logging.getLogger("treering")
 
 
 def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
-    """The names that are at a path already. Raises `ExistsError` when a save there would touch what it must not."""
+    """Returns the names in the directory at a path. Raises `ExistsError` if a save may not write there."""
     found = store.stat(path)
     if found is None and not store.has_folders:
         return []
@@ -47,11 +47,11 @@ def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
 
 
 class Transaction(Files):
-    """One save into one directory: invisible to readers until `commit`, gone without a trace after `abort`.
+    """One save into one directory: readers do not see it before `commit`, and `abort` removes all of it.
 
-    Process 0 makes the temporary manifest first: it shows the others that they write to the same file system.
-    `token` is that of the files' names, a new one by default. With `retracts` a commit is taken back that another job
-    may have taken for dead meanwhile.
+    Process 0 makes the temporary manifest first. By it, its peers see that they write to the same file system. `token`
+    is the unique part of the file names, a new one by default. With `retracts` a commit is rolled back if another job
+    may have considered this one dead meanwhile.
     """
 
     retracts = True
@@ -75,7 +75,7 @@ class Transaction(Files):
                     self._make_dir()
                     self.create(name, visible=True)
                     break
-                except FileNotFoundError:  # another process removed the empty directory as a leftover
+                except FileNotFoundError:  # Another process removed the empty directory as a leftover.
                     if attempt == CREATE_ATTEMPTS - 1:
                         raise
         except BaseException:
@@ -83,10 +83,14 @@ class Transaction(Files):
             raise
 
     def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
-        """Publishes the save, unless `check` raises just before. Raises `ExistsError` when another save was first."""
+        """Puts the manifest in place, unless `check` raises just before. Then removes what it replaced.
+
+        Raises `ExistsError` if another save committed first, and `SaveError` if the commit is in doubt, is not durable,
+        or if another program removed files of this save.
+        """
         self.store.settle(os.path.dirname(self.path))
         write_whole(self._open[self._temporary], manifest)
-        self.store.settle(self.path)  # the array files' names come before the manifest that needs them
+        self.store.settle(self.path)  # The names of the array files must be durable before a manifest lists them.
         for path, sink in self._open.items():
             if not sink.is_at(path):
                 why = "do locks work here?" if self.store.has_locks else "did this job stand still for long?"
@@ -94,7 +98,7 @@ class Transaction(Files):
         check()
         found = self.store.stat(self._manifest) if self._overwrite else None
         replaced = consists_of(self.store, self.path) if found else []
-        self.outcome = None
+        self.outcome = None  # From here on, an interrupt may leave the manifest in place; `abort` finds out.
         try:
             self._open[self._temporary].publish(
                 self._manifest,
@@ -107,13 +111,13 @@ class Transaction(Files):
                 self.outcome = found
             raise
         except OSError as error:
-            found = self._look()  # the manifest may be in place in spite of the error, over a network
-            if found is Outcome.IN_DOUBT:  # the files of both checkpoints are kept
+            found = self._look()  # Over a network, the manifest may be in place in spite of the error.
+            if found is Outcome.IN_DOUBT:  # The files of both checkpoints stay, because either may be valid.
                 self.outcome = found
                 raise SaveError(
-                    f"{self.path}: it cannot be known whether the new checkpoint is in place, for neither putting it "
-                    f"there nor looking was answered ({error}); "
-                    + ("the old one or the new one is, whole" if self._overwrite else "it is, whole, or nothing is")
+                    f"{self.path}: commit not confirmed ({error}); it cannot be known whether the new checkpoint or "
+                    + ("the old one" if self._overwrite else "none")
+                    + " is in place; either is complete"
                 ) from error
             if found is Outcome.ABORTED:
                 if not isinstance(error, FileExistsError):
@@ -124,6 +128,7 @@ class Transaction(Files):
         try:
             self.store.settle(self.path)
         except OSError as error:
+            # A replaced manifest is gone, so only a save that replaced none can be rolled back.
             if not self._overwrite and self._roll_back() is Outcome.ABORTED:
                 raise
             self.outcome = Outcome.COMMITTED
@@ -134,11 +139,11 @@ class Transaction(Files):
         self.outcome = Outcome.COMMITTED
         with logged(self.path):
             if not self._overwrite:
-                with contextlib.suppress(FileNotFoundError):  # gone already where a link had to be a rename
+                with contextlib.suppress(FileNotFoundError):  # Some file systems need a rename instead of a link.
                     self.store.delete(self._temporary)
         self.close()
         if self._overwrite:
-            with logged(self.path):  # the files of the replaced checkpoint, without locks: no save has them
+            with logged(self.path):  # Files of the replaced checkpoint need no locks: no save writes them.
                 self.store.delete_all(self.path, replaced)
             if self.store.has_locks:
                 remove_leftovers(self.store, self.path)
@@ -146,7 +151,7 @@ class Transaction(Files):
             self.store.delete_all(self.path, self._disowned)
 
     def abort(self) -> None:
-        """Removes everything this save wrote, unless it is committed, or in place and cannot be taken back."""
+        """Removes everything that this save wrote, unless it is committed, in doubt, or cannot be rolled back."""
         if self.outcome is None:
             self.outcome = self._roll_back()
         if self.outcome is Outcome.ABORTED:
@@ -160,24 +165,24 @@ class Transaction(Files):
         if found is not Outcome.COMMITTED or self._overwrite:
             return found
         try:
-            self.store.delete(self._manifest)  # it is not durable yet
+            self.store.delete(self._manifest)  # No caller was promised this checkpoint: it is not durable yet.
             self.store.settle(self.path)
         except OSError:
             return self._look()
         return Outcome.ABORTED
 
     def _look(self) -> Outcome:
-        """Returns the outcome by what is in place: the manifest of this save or not, or the store does not say."""
+        """Returns `COMMITTED` if the manifest of this save is in place, and `IN_DOUBT` if the store does not answer."""
         sink = self._open.get(self._temporary)
         with contextlib.suppress(OSError):
             return Outcome.COMMITTED if sink is not None and sink.is_at(self._manifest) else Outcome.ABORTED
         return Outcome.IN_DOUBT
 
     def _make_room(self) -> None:
-        """Removes what killed saves have left.
+        """Removes the files that killed saves have left.
 
-        Without locks a save that was only stopped counts as dead, too, and may go on. It must not commit arrays that
-        are gone: they go when a commit of this save is in the way of its own.
+        Without locks, a suspended save looks dead too, and may continue later. It must not commit arrays that are gone.
+        So its array files are removed only after this save has committed, which makes that save's commit fail.
         """
         if self.store.has_locks:
             remove_leftovers(self.store, self.path)
@@ -185,7 +190,7 @@ class Transaction(Files):
             self._disowned = disown(self.store, self.path)
 
     def _make_dir(self) -> None:
-        """Makes the directory. The commit makes its name durable; the names of those above it are durable before."""
+        """Makes the directory. Its parents are durable when this returns; the commit makes its own name durable."""
         if self.store.has_folders and self.store.stat(self.path) is None:
             self.store.make_folders(os.path.dirname(self.path), self.made)
             with contextlib.suppress(FileExistsError):

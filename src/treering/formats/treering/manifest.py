@@ -1,4 +1,4 @@
-"""The manifest of format version 1: ``treering.json``. `docs/format.md` specifies it."""
+"""Reads and writes the manifest of format version 1, ``treering.json``. `docs/format.md` specifies it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,23 +23,29 @@ _TAIL = len(',"xxh3":"0123456789abcdef"}\n')
 
 
 class _ValueRow(ValueEntry, tag="value", frozen=True, gc=False, forbid_unknown_fields=True):
-    """A `ValueEntry` that leaves nothing out; an `ArrayRow` cannot, for no place is what stands for the last one."""
+    """A `ValueEntry` with all fields written; an omitted field is an error.
+
+    An `ArrayRow` needs no such class: its last field is its place, whose default no array can have.
+    """
 
     value: Any  # pyright: ignore[reportGeneralTypeIssues]
 
 
-_LARGE = {"tree": list[Node | int], "leaves": list[ArrayRow | _ValueRow]}  # fields
+_LARGE = {"tree": list[Node | int], "leaves": list[ArrayRow | _ValueRow]}  # the large fields, and their types
 
 
 def piece_key(path: str, box: Box | None) -> str:
-    """The name of a piece in its array file: the leaf's path, with the piece's first indices unless it is whole."""
-    if box is None and path != "__metadata__":
+    """Returns the name of a piece in its array file: the leaf's path, and the piece's first indices.
+
+    A piece that is the complete array (`box` is None) has only the path.
+    """
+    if box is None and path != "__metadata__":  # safetensors reserves this name in its header.
         return path
     return path + "~@" + ",".join(str(start) for start, _ in box or ())
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """The fields that no version changes in a sealed file, and the software that wrote it, each of any type."""
+    """The fields of a sealed file that no version changes, and the software that wrote it, each of any type."""
 
     format: Any = msgspec.UNSET
     version: Any = msgspec.UNSET
@@ -51,18 +57,18 @@ learn(_Envelope, *_LARGE.values())
 
 
 def xxh3(data: Any) -> str:
-    """A checksum as it is written everywhere: 16 hexadecimal digits of XXH3-64."""
+    """Returns a checksum as the format writes it: 16 hexadecimal digits of XXH3-64."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def seal(content: msgspec.Struct) -> bytes:
-    """The bytes of a file with this content, its own checksum at the end."""
-    body = memoryview(msgspec.json.encode(content))[:-1]  # no copies: of a very large job it has tens of megabytes
+    """Returns the bytes of a file with this content, with its own checksum at the end."""
+    body = memoryview(msgspec.json.encode(content))[:-1]  # No copies: a very large job has tens of megabytes here.
     return b"".join((body, b',"xxh3":"', xxh3(body).encode(), b'"}\n'))
 
 
 def check(data: bytes, name: str) -> None:
-    """Raises `CorruptError` unless the bytes are those that were written."""
+    """Raises `CorruptError` unless the bytes end in their checksum, so that they are the bytes that were written."""
     body, tail = memoryview(data)[:-_TAIL], data[-_TAIL:]
     if len(data) < _TAIL or not tail.startswith(b',"xxh3":"') or not tail.endswith(b'"}\n'):
         raise CorruptError(f"{name}: expected a manifest that ends in its checksum, found it cut short or changed")
@@ -71,10 +77,10 @@ def check(data: bytes, name: str) -> None:
 
 
 def check_envelope(data: bytes, name: str, format: str = FORMAT, *, default: Any = None) -> None:
-    """Raises `UnsupportedError` unless a sealed file is of a format and version that this release reads.
+    """Raises `UnsupportedError` unless a sealed file has a format and version that this release reads.
 
-    Called after `check`, and before anything else in the file is read: what a later release wrote is not damage,
-    whatever it looks like. `default` is the version of files that do not give theirs.
+    Callers use it after `check`, and before they read anything else in the file, so that a file of a later release is
+    never reported as damage. `default` is the version of a file that does not give its own.
     """
     try:
         found = msgspec.json.decode(data, type=_Envelope)
@@ -91,13 +97,13 @@ def check_envelope(data: bytes, name: str, format: str = FORMAT, *, default: Any
 
 
 def requiring(name: str, features: Sequence[Any], software: Any = None) -> UnsupportedError:
-    """The error for what cannot be read without features that this release does not have."""
+    """Returns the error for a file or leaf that requires features which this release does not have."""
     listed = ", ".join(feature if isinstance(feature, str) else repr(feature) for feature in features[:5])
     return _unsupported(name, f"that it requires {listed:.200}", software)
 
 
 def check_known(manifest: Manifest, name: str) -> None:
-    """Raises `UnsupportedError` when a part of a checkpoint can be read by a later release only."""
+    """Raises `UnsupportedError` if only a later release can read some part of a checkpoint."""
     for file in manifest.files:
         if file.requires:
             raise requiring(f"{name}: the file {file.name!r}", file.requires, manifest.software)
@@ -124,9 +130,10 @@ def _writer(software: Any) -> str:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """Parses the file. Raises `CorruptError`, and `UnsupportedError` for what a later version wrote.
+    """Parses a manifest. Raises `CorruptError` for damage, and `UnsupportedError` if a later version wrote it.
 
-    A sealed manifest that breaks the rules of this version is not damaged either: it is as it was written.
+    A sealed manifest that breaks the rules of this version also raises `UnsupportedError`: its checksum is right, so
+    its bytes are the bytes that were written.
     """
     check(data, name)
     check_envelope(data, name)
@@ -147,7 +154,7 @@ def decode(data: bytes, name: str) -> Manifest:
 
 
 def summarize(data: bytes, name: str) -> Summary:
-    """Checks the bytes and parses a few fields. Raises `CorruptError` and `UnsupportedError`."""
+    """Checks the bytes of a manifest and parses a few fields. Raises `CorruptError` and `UnsupportedError`."""
     check(data, name)
     check_envelope(data, name)
     try:
@@ -159,13 +166,14 @@ def summarize(data: bytes, name: str) -> Summary:
 
 
 def invalid(problem: str, software: Any = None) -> UnsupportedError:
-    """The error for a file whose checksum is right and that breaks a rule of this version."""
+    """Returns the error for a file that breaks a rule of this version although its checksum is right."""
     return UnsupportedError(
         f"{problem}; it is undamaged, but not as format version {VERSION} has it{': ' if software else ''}"
-        f"{_writer(software) if software else ''}; upgrade treering to read it, or ask those who made what wrote it"
+        f"{_writer(software) if software else ''}; upgrade treering to read it, or ask the maker of the program that "
+        "wrote it"
     )
 
 
 def file_names(data: bytes) -> list[str]:
-    """The names of the array files."""
+    """Returns the names of the array files that a manifest lists."""
     return [file.name for file in summarize(data, "manifest").files]

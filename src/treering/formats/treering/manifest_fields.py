@@ -1,4 +1,4 @@
-"""The fields of the manifest, as types. `manifest` reads and writes them; `validity` has their rules."""
+"""Defines the fields of the manifest as types. `manifest` reads and writes them; `validity` checks their rules."""
 
 import datetime
 from collections.abc import Mapping
@@ -16,40 +16,42 @@ STATES = "iterator-states"  # the feature of an array that is the states of an i
 
 
 class Later(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The place of an array that some release could not read: the features that this takes.
+    """The place of an array that only releases with certain features can read.
 
-    The rest says of the feature `STATES` how many bytes the state of each process has, and where the array is. Of any
-    other feature it says nothing that is known here.
+    requires: the features.
+    lengths, where: for the feature `STATES`, the bytes of the state of each process, and the place of the array. For
+        other features, this release does not know their meaning.
     """
 
     requires: tuple[str, ...]
     lengths: Any = None
     where: Any = None
 
-    def __hash__(self) -> int:  # the rest may be lists
+    def __hash__(self) -> int:  # The other fields may be lists, which have no hash.
         return hash(self.requires)
 
 
 class ArrayRow(
     ArrayEntry, array_like=True, tag_field="leaf", tag="array", frozen=True, gc=False, forbid_unknown_fields=True
 ):
-    """An array leaf and where its pieces are.
+    """An array leaf and the place of its pieces.
 
-    `where` is the number of the one file that holds it whole; or a layout and a turn, by which the holders
-    of replicated pieces rotate; or the path of an earlier leaf that is the same array; or the features it requires.
+    `where` is one of four: the number of the file that holds the array in one piece; the number of a layout, and a turn
+    by which the holders of replicated pieces rotate; the path of an earlier leaf that is the same array; or a place
+    that requires features.
     """
 
     where: int | tuple[int, int] | str | Later = -1
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The features that the array requires and this release does not have."""
+        """The features that the array requires and that this release does not have."""
         return self.where.requires if isinstance(self.where, Later) and self.where.requires != (STATES,) else ()
 
     def of_states(self) -> "tuple[tuple[int, ...], ArrayRow] | None":
-        """Returns the lengths of the states of an iterator and the array of their bytes; None for other arrays.
+        """Returns the lengths of an iterator's states in bytes, and the array of their bytes; None for other arrays.
 
-        Raises what is malformed for a row that is not as the format has it.
+        Raises `ValueError` or `msgspec.ValidationError` for a row that breaks the format.
         """
         if not isinstance(self.where, Later) or self.unknown:
             return None
@@ -61,12 +63,12 @@ class ArrayRow(
 
 
 def states_row(entry: StatesEntry, where: int | tuple[int, int]) -> ArrayRow:
-    """Returns the row of the states of an iterator, whose bytes are an array."""
+    """Returns the row of an iterator whose states are stored as an array of bytes."""
     return ArrayRow(entry.path, "numpy", entry.dtype, entry.shape, "", Later((STATES,), entry.value, where))
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The cuts along each axis of arrays of one shape and sharding, and the number of the holders of the cells."""
+    """The layout of arrays of one shape and sharding: the cuts along each axis, and an index into `holders`."""
 
     cuts: tuple[tuple[int, ...], ...]
     holders: int
@@ -74,24 +76,25 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where the arrays were. `leaves` are runs of leaves in tree order: how many, and the number of their place.
+    """The devices on which the arrays were when they were saved.
 
-    The number is -1 for leaves without a place.
+    `leaves` are runs of leaves in tree order: the length of the run, and the number of its place in `places`. The
+    number is -1 for leaves without a place.
     """
 
     places: list[dict[str, Any]]
     leaves: list[tuple[int, int]]
 
     def by_leaf(self) -> list[dict[str, Any] | None]:
-        """Returns the place of every leaf."""
+        """Returns the place of every leaf, in tree order."""
         places = [*self.places, None]
         return [places[number] for count, number in self.leaves for _ in range(count)]
 
 
 class File(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An array file: its size, and the size and checksum of everything before the tensors.
+    """An array file: its name, its size, and the size and checksum of everything before the tensors.
 
-    With `requires` only a later release can read it, and of the rest only name and size are known.
+    With `requires`, only a later release can read the file, and only its name and size have a known meaning.
     """
 
     name: str
@@ -102,10 +105,10 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Everything about a checkpoint but the arrays themselves.
+    """Everything about a checkpoint except the arrays themselves.
 
-    `metadata_floats` are the places in `metadata` where floats are that JSON cannot write; `decode` puts them there.
-    `holders[h][i]` lists the files that may hold cell i of a layout with these holders.
+    metadata_floats: the places in `metadata` of floats that JSON cannot write; `decode` puts the floats there.
+    holders: `holders[h][i]` lists the files that may hold cell `i` of a layout with these holders.
     """
 
     format: str
@@ -127,12 +130,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def as_utc(created: str) -> datetime.datetime:
-    """The time that a valid manifest gives, in UTC."""
+    """Returns the time that a valid manifest gives, in UTC."""
     return datetime.datetime.fromisoformat(created).astimezone(datetime.UTC)
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The parts of a manifest that managing a run needs; read without parsing the rest."""
+    """The fields of a manifest that managing a run needs. They are read without parsing the rest."""
 
     created: str
     files: list[File]
@@ -140,7 +143,7 @@ class Summary(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
 
     def created_seconds(self) -> float:
-        """The time of the commit, in seconds since the epoch."""
+        """Returns the time of the commit, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
 
 

@@ -31,13 +31,13 @@ class Outcome(enum.Enum):
 class Files:
     """The files that one process writes for a save into one directory, locked until they are closed.
 
-    `outcome` is `ABORTED` until the save puts its manifest in place. It is None from then on until the store has
-    answered; `abort` then finds out.
+    `outcome` is `ABORTED` until the save begins to put its manifest in place. From then on it is None, until the store
+    has answered. If it is None, `abort` asks the store.
     """
 
     def __init__(self, store: Store, path: str, token: str, made: Sequence[str] = ()):
         self.store, self.path, self.token = store, path, token
-        self.made = list(made)  # directories that `abort` removes
+        self.made = list(made)  # directories that this save made, which `abort` removes
         self.outcome: Outcome | None = Outcome.ABORTED
         self._apart = False
         self._open: dict[str, Sink] = {}
@@ -74,7 +74,7 @@ class Files:
 
     @property
     def must_stay(self) -> bool:
-        """Returns True if the files belong to a checkpoint, or may: then no process removes them."""
+        """True if the files belong to a checkpoint or may belong to one, so that no process may remove them."""
         return self.outcome in (Outcome.COMMITTED, Outcome.IN_DOUBT)
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:

@@ -17,11 +17,11 @@ from .open_files import OpenFiles
 from .parts import Memory, Part, assemble
 from .piece_locations import PieceLocations
 
-_MAX_READS = 10  # objects that are read at a time, and may be in memory beside what is returned
+_MAX_READS = 10  # objects that are read at a time, and may be in memory together with the returned arrays
 
 
 class _Piece(NamedTuple):
-    """A piece, under its key in an object, with bytes of the wanted box of a number."""
+    """A piece in an object, stored under `key`, that has bytes of the box number `wanted`."""
 
     wanted: int
     row: ArrayRow
@@ -39,12 +39,12 @@ def read_objects(
 ) -> tuple[list[np.ndarray], dict[int, Memory]]:
     """Returns the boxes of the arrays, and the memory that they may be parts of, by object.
 
-    An object that is read for the most part comes with all its bytes when it is opened. A box that lies in several
-    objects is assembled while they come, or as much memory as it takes would be needed once more.
+    If more than half of an object is wanted, opening it reads all its bytes. A box with pieces in several objects is
+    assembled while they arrive; otherwise it would need its memory twice.
     """
     inside: dict[int, list[_Piece]] = {}
     nbytes: dict[int, int] = {}
-    own: dict[int, np.ndarray] = {}  # boxes that lie in several objects
+    own: dict[int, np.ndarray] = {}  # by number, the boxes with pieces in several objects
     for n, (entry, box) in enumerate(wanted):
         row = locations.resolve(entry)
         pieces = list(locations.overlapping(row, box))
@@ -60,13 +60,13 @@ def read_objects(
     def read(number: int) -> None:
         listed = files.listed[number]
         expected = listed.size if nbytes[number] * 2 > listed.size else 0
-        # No other read knows a file that is opened here before all is taken that came with opening it: it would
-        # take that for its own, which may lie in an array that is about to be returned.
+        # The file enters `opened` only at the end. An earlier read by another thread could use the bytes that came
+        # with opening it, and these may be memory of an array that is about to be returned.
         file = files.opened.get(number) or files.open(number, expected, _all_of(listed, inside[number], own))
         ranges: list[tuple[int, int]] = []
         copies: list[tuple[np.ndarray, Part]] = []
         for n, row, box, piece, key in inside[number]:
-            if piece == box:  # without parts, for there may be thousands
+            if piece == box:  # A shortcut without `Part` objects, because there may be thousands of pieces.
                 begin, end = locations.tensor(file, key, row.dtype, box_shape(piece))
                 ranges += [(begin, end)] if begin < end else []
                 continue
@@ -77,7 +77,7 @@ def read_objects(
             found = file.memory(merge(ranges), verify, mmap)
             for array, part in copies:
                 there, came = array[part.at], found.view(part, array.dtype)
-                if there.ctypes.data != came.ctypes.data:  # or they came right there
+                if there.ctypes.data != came.ctypes.data:  # The bytes may have been read into the array directly.
                     there[...] = came
             if not all(one.wanted in own for one in inside[number]):
                 memory[number] = found
@@ -90,7 +90,10 @@ def read_objects(
 
 
 def _all_of(listed: File, inside: Sequence[_Piece], own: Mapping[int, np.ndarray]) -> memoryview | None:
-    """Returns memory for all that an array file holds, if that is one piece which is one run of bytes of an array."""
+    """Returns memory for all bytes of an array file, if they are one piece that is one run of bytes of an array.
+
+    Returns None otherwise.
+    """
     n, _, box, piece, _ = inside[0]
     if len(inside) > 1 or n not in own or intersect(piece, box) != piece:
         return None

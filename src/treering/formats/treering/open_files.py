@@ -1,4 +1,4 @@
-"""The array files of an open checkpoint, each opened when it is first needed."""
+"""Opens the array files of a checkpoint, each when it is first needed."""
 
 import contextlib
 import posixpath
@@ -18,9 +18,9 @@ from .schema import MANIFEST
 
 
 class OpenFiles:
-    """Array files by their number in the manifest. One that is open outlives a delete.
+    """The array files of a checkpoint, by their number in the manifest. An open file outlives a delete.
 
-    `identity` is the checksum of the manifest, which has `manifest_bytes` bytes. `opened` has the open files.
+    `identity` is the checksum of the manifest, and `manifest_bytes` its size. `opened` has the open files.
     """
 
     def __init__(self, store: Store, path: str, listed: Sequence[File], identity: str, manifest_bytes: int):
@@ -28,14 +28,14 @@ class OpenFiles:
         self.opened: dict[int, ArrayFile] = {}
         self._store, self._path = store, path
         self._identity, self._manifest_bytes = identity, manifest_bytes
-        self._opening = threading.RLock()  # a signal handler may read while its thread holds it
-        self._is_checked = False  # whether all array files are known to be present
+        self._opening = threading.RLock()  # Reentrant: a signal handler may read while its thread holds the lock.
+        self._is_checked = False  # True once all array files are known to be present
 
     def get(self, number: int) -> ArrayFile:
-        """Returns an array file, opened when it is asked for first."""
+        """Returns an array file, and opens it at the first call."""
         if found := self.opened.get(number):
             return found
-        if self._store.object_bytes is not None:
+        if self._store.object_bytes is not None:  # Without the lock, several objects can be opened at a time.
             return self.opened.setdefault(number, self.open(number))
         with self._opening:
             if number not in self.opened:
@@ -43,7 +43,11 @@ class OpenFiles:
             return self.opened[number]
 
     def open(self, number: int, expected: int = 0, into: memoryview | None = None) -> ArrayFile:
-        """Opens an array file and does not add it to `opened`; for `expected` and `into` see `Store.open`."""
+        """Opens an array file without adding it to `opened`. For `expected` and `into` see `Store.open`.
+
+        Raises `UnsupportedError` if it requires features that this release lacks. Raises `ReplacedError` if it is
+        missing because the checkpoint was deleted or replaced, and `CorruptError` if it is missing otherwise.
+        """
         listed = self.listed[number]
         if listed.requires:
             raise manifest.requiring(posixpath.join(self._path, listed.name), listed.requires)
@@ -55,7 +59,7 @@ class OpenFiles:
             self._raise_missing(listed.name)
 
     def hold(self, numbers: Iterable[int] | None = None) -> None:
-        """Opens array files, by default all, to be read when the checkpoint has been deleted; objects never can."""
+        """Opens array files, by default all, so that they can be read after a delete. Does nothing in a bucket."""
         if self._store.object_bytes is not None:
             return
         for number in range(len(self.listed)) if numbers is None else numbers:
@@ -63,14 +67,14 @@ class OpenFiles:
                 self.get(number)
 
     def can_mmap(self, requested: bool | None) -> bool:
-        """Returns True if arrays come as views of the mapped files, which take no memory."""
+        """Returns True if arrays are returned as views of the mapped files, which take no memory."""
         if self._store.object_bytes is not None:
-            return False  # and no object is asked for that alone
+            return False  # Known without opening an object, which would be a request.
         known = next((n for n, file in enumerate(self.listed) if not file.requires), None)
-        return known is None or self.get(known).can_mmap(requested)  # all lie in one directory
+        return known is None or self.get(known).can_mmap(requested)  # One answers for all: they share a directory.
 
     def check_present(self) -> None:
-        """Raises `CorruptError` unless every array file is present in its full size: those that are open are."""
+        """Raises `CorruptError` unless every array file is present in its full size. Open files were checked before."""
         if self._is_checked:
             return
         unopened = [file for number, file in enumerate(self.listed) if number not in self.opened]
@@ -84,7 +88,7 @@ class OpenFiles:
         found = self._store.stat(path)
         if found is not None and found.nbytes == file.size:
             return
-        size = self._size_now(file.name)  # what was listed may be older than the manifest
+        size = self._size_now(file.name)  # A cached listing may be older than the manifest.
         if size != file.size:
             git_lfs.check_all(self._store, path)
             raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")

@@ -1,4 +1,4 @@
-"""Finds where the bytes of an array are: its pieces, and the parts of a wanted box that they hold."""
+"""Finds the bytes of an array: its pieces, and the parts of a wanted box that they hold."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from .whole_leaves import stored_as
 
 
 class PieceLocations:
-    """The pieces of a checkpoint's arrays. `stored` has the states of iterators, as arrays, by path."""
+    """The locations of the pieces of a checkpoint's arrays. `stored` has the iterator states, as arrays, by path."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class PieceLocations:
         self._cells = [Cells(layout.cuts) for layout in read.layouts]
 
     def target(self, row: ArrayEntry) -> ArrayRow:
-        """Returns the row that says where the bytes are."""
+        """Returns the row that says where the bytes of an array are. A tied leaf names the row of another leaf."""
         row = self._stored.get(row.path, row)
         assert isinstance(row, ArrayRow)
         found = self._entries[row.where] if isinstance(row.where, str) else row
@@ -39,14 +39,17 @@ class PieceLocations:
         return found
 
     def resolve(self, row: ArrayEntry) -> ArrayRow:
-        """Does the same. Raises `UnsupportedError` when only a later release can read the bytes."""
+        """Returns the same row as `target`. Raises `UnsupportedError` if only a later release can read the bytes."""
         found = self.target(row)
         if not isinstance(found.where, int | tuple | str):
             raise manifest.requiring(f"{self._path}: {found.path}", found.where.requires)
         return found
 
     def overlapping(self, row: ArrayRow, box: Box) -> Iterable[tuple[int, Box, str]]:
-        """Yields the pieces with a part of a box, or all of an array without elements: file, box, name in the file."""
+        """Yields file number, box and name in the file of each piece with a part of a box.
+
+        Yields all pieces of an array without elements, whose headers are checked too.
+        """
         if isinstance(row.where, int):
             yield row.where, whole(row.shape), piece_key(row.path, None)
         elif isinstance(row.where, tuple):
@@ -63,9 +66,9 @@ class PieceLocations:
         return {number for number, _, _ in self.overlapping(row, whole(row.shape))}
 
     def tensor(self, file: ArrayFile, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns where a piece's tensor begins and ends in a file's buffer.
+        """Returns the begin and end, in bytes, of a piece's tensor in a file's buffer.
 
-        Raises `UnsupportedError` if the header has another tensor.
+        Raises `UnsupportedError` if the file's header has a tensor of another dtype, shape or size there, or none.
         """
         tensor = file.header.tensor(key)
         begin, end = tensor.data_offsets if tensor else (0, 0)
@@ -79,16 +82,16 @@ class PieceLocations:
         return begin, end
 
     def begin(self, number: int, row: ArrayRow) -> int:
-        """Returns where an array that is whole in a file begins in its buffer. Raises as `tensor` does."""
+        """Returns the begin, in bytes, of an array that is one piece in a file. Raises the errors of `tensor`."""
         return self.tensor(self._files.get(number), piece_key(row.path, None), row.dtype, row.shape)[0]
 
     def parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[Part]:
         """Returns the parts of a box, each in one run of `ArrayFile.memory`.
 
-        Raises `UnsupportedError` when header and manifest disagree about them, for both are as they were written.
+        Raises `UnsupportedError` if header and manifest disagree. Both have the right checksum, so neither is damaged.
         """
         row = self.resolve(entry)
-        if isinstance(row.where, int) and box == whole(row.shape):  # by far the most frequent case
+        if isinstance(row.where, int) and box == whole(row.shape):  # By far the most frequent case.
             begin, end = self.tensor(self._files.get(row.where), piece_key(row.path, None), row.dtype, row.shape)
             return [Part(row.where, begin, end, row.shape)] if begin < end else []
         parts: list[Part] = []
@@ -99,10 +102,10 @@ class PieceLocations:
     def parts_in(
         self, file: ArrayFile, number: int, row: ArrayRow, box: Box, piece: Box, key: str, mmap: bool | None
     ) -> list[Part]:
-        """Returns the parts of a box in one piece, which the file with a number has under a key."""
+        """Returns the parts of a box in one piece, which `file` (number `number`) stores under `key`."""
         begin, _ = self.tensor(file, key, row.dtype, box_shape(piece))
         inner = intersect(piece, box)
         if inner is None:
             return []
-        apart = not file.can_mmap(mmap)  # a mapped file holds the rows as one array with strides
+        apart = not file.can_mmap(mmap)  # A view of a mapped file can have strides. Other reads get each row alone.
         return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=apart)

@@ -1,4 +1,4 @@
-"""Reading the native format: the bytes of a box are found, checked, and returned as an array."""
+"""Reads the native format: finds the bytes of a box, checks them and returns them as an array."""
 
 import contextlib
 import datetime
@@ -39,7 +39,7 @@ _log = logging.getLogger("treering")
 
 
 class Reader:
-    """An open checkpoint. Array files are opened when they are first needed, and from then on outlive a delete."""
+    """An open checkpoint. It opens an array file when it first needs it. An open file outlives a delete."""
 
     format = "treering"
     positional = False
@@ -48,7 +48,7 @@ class Reader:
     ambiguous_dtypes: frozenset[str] = frozenset()
 
     def __init__(self, store: Store, path: str, *, expected: int = 0):
-        """Reads the manifest; for `expected` see `read_file`. Raises `ReplacedError` when there is none."""
+        """Reads the manifest. For `expected` see `read_file`. Raises `ReplacedError` if the directory has none."""
         self.path = path
         self._store = store
         name = posixpath.join(path, MANIFEST)
@@ -73,8 +73,9 @@ class Reader:
         self._locations = PieceLocations(path, self._manifest, self.entries, self._stored, self._files)
 
     def _find_states(self) -> None:
-        """Puts the iterators whose states lie in array files among the entries."""
-        this: weakref.ref[Reader] = weakref.ref(self)  # or the entries, which it has, would keep it open
+        """Adds the iterators whose states are stored in array files to the entries."""
+        # A strong reference would be a cycle through the entries, and keep the files open until Python collects it.
+        this: weakref.ref[Reader] = weakref.ref(self)
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and (found := row.of_states()):
                 lengths, self._stored[row.path] = found
@@ -82,7 +83,7 @@ class Reader:
                 self.entries[row.path] = StatesEntry(row.path, "iterator", lengths, read)
 
     def _state(self, path: str, process: int) -> Any:
-        """Reads the state of an iterator in a process. Raises `UnsupportedError` for bytes that are no state."""
+        """Reads the state of an iterator in a process. Raises `UnsupportedError` for bytes that are not a state."""
         row, entry = self._stored[path], self.entries[path]
         assert isinstance(entry, StatesEntry)
         (data,) = self.read([(row, entry.box(process))], mmap=False)
@@ -93,14 +94,14 @@ class Reader:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Those of the manifest, and those that were recorded until they were asked for first."""
+        """The metrics of the manifest, and those that were recorded before this property was first read."""
         return self._metrics
 
     @functools.cached_property
-    def _metrics(self) -> Mapping[str, float]:  # apart, for what is cached could be set, which `Source` forbids
+    def _metrics(self) -> Mapping[str, float]:  # `Source` has a read-only property; a cached one could be set.
         numbers = validity.metrics(self._manifest.metrics)
         for _, found in metrics.read(self._store, self.path, self.identity):
-            if isinstance(found, dict):  # `problems` yields the damaged ones
+            if isinstance(found, dict):  # Damaged ones are skipped here; `problems` yields them.
                 numbers.update(found)
             elif isinstance(found, UnsupportedError):
                 _log.warning("metrics that were recorded are left out: %s", found)
@@ -108,7 +109,7 @@ class Reader:
 
     @functools.cached_property
     def expands(self) -> bool:
-        """Whether leaves are one array, and so more bytes than are stored."""
+        """True if several leaves are the same stored array, so that all leaves have more bytes than are stored."""
         rows = self._manifest.leaves
         if set(map(type, rows)) != {ArrayRow}:
             rows = [row for row in rows if isinstance(row, ArrayRow)]
@@ -120,25 +121,25 @@ class Reader:
         return as_utc(self._manifest.created)
 
     def check_present(self) -> None:
-        """Raises `CorruptError` unless every array file is there in its full size: those that are open are."""
+        """Raises `CorruptError` unless every array file is present in its full size. Open files were checked before."""
         self._files.check_present()
 
     def hold(self, numbers: Iterable[int] | None = None) -> None:
-        """Opens array files, by default all, to be read when the checkpoint has been deleted; objects never can."""
+        """Opens array files, by default all, so that they can be read after a delete. Does nothing in a bucket."""
         self._files.hold(numbers)
 
     @property
     def manifest_bytes(self) -> bytes:
-        """The manifest as it is."""
+        """The bytes of the manifest file."""
         return self._manifest_bytes
 
     @property
     def files(self) -> Sequence[File]:
-        """The array files."""
+        """The array files that the manifest lists, in its order."""
         return self._manifest.files
 
     def contents(self, number: int) -> Iterator[tuple[int, memoryview]]:
-        """An array file as it is, each block checked; see `ArrayFile.contents`."""
+        """Yields the bytes of an array file, each block checked; see `ArrayFile.contents`."""
         return self._files.get(number).contents(self._manifest.files[number])
 
     def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
@@ -165,16 +166,16 @@ class Reader:
         return where if isinstance(where, str) else path
 
     def can_mmap(self, requested: bool | None) -> bool:
-        """Whether arrays come as views of the mapped files, which take no memory."""
+        """Returns True if arrays are returned as views of the mapped files, which take no memory."""
         return self._files.can_mmap(requested)
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
-        """The boxes of the arrays, in memory that is the caller's to change.
+        """Returns the boxes of the arrays, in memory that the caller may change.
 
-        `mmap=None` adopts the mapped file where that is safe, True always, False never. With `verify` every
-        block that holds a wanted byte is checked before anything is returned; raises `CorruptError`.
+        `mmap=None` returns views of the mapped file where that is safe, True always, False never. With `verify`, every
+        block that holds a wanted byte is checked before anything is returned. Raises `CorruptError` for a wrong one.
         """
         if self._stored:
             wanted = [(self._stored.get(entry.path, entry), box) for entry, box in wanted]
@@ -189,8 +190,8 @@ class Reader:
             ]
         held = sum(one.nbytes for one in memory.values())
         if held and sum([array.nbytes for array in arrays]) * 2 < held:
-            return [array.copy() for array in arrays]  # or a small leaf would keep the blocks around it
-        # Leaves that were one array when they were saved come back as several that share no memory.
+            return [array.copy() for array in arrays]  # Otherwise a small leaf would keep the blocks around it alive.
+        # Leaves that were one array when they were saved are returned as several arrays that share no memory.
         owners: dict[str, str] = {}
         for n, (entry, _) in enumerate(wanted if len(wanted) > 1 and self.expands else ()):
             if owners.setdefault(self._locations.resolve(entry).path, entry.path) != entry.path:
@@ -198,14 +199,14 @@ class Reader:
         return arrays
 
     def pieces(self, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
-        """See `treering._core.source.pieces`."""
+        """Returns file number and box of each piece with a part of a box; see `treering._core.source.pieces`."""
         row = self._locations.resolve(entry)
         return [(number, piece) for number, piece, _ in self._locations.overlapping(row, box)]
 
     def _read_files(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
     ) -> tuple[list[np.ndarray], dict[int, Memory]]:
-        """The boxes of the arrays, and the memory that they may be parts of, by file."""
+        """Returns the boxes of the arrays, and the memory that they may be parts of, by file."""
         leaves, others = WholeLeaves.among(wanted)
         for number, own in leaves.items():
             own.find(self._files.get(number).header, functools.partial(self._locations.begin, number))
@@ -227,20 +228,22 @@ class Reader:
         return arrays, memory
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
-        """Reads every byte, or a share, and yields all damage.
+        """Reads every byte, or a share of them, and yields all damage.
 
-        Raises at the end: `UnsupportedError` for later files, `PermissionError` for those that may not be read.
+        Raises at the end `UnsupportedError` if a later release wrote a file, and `PermissionError` if a file may not be
+        read.
         """
         unread: set[int] = set()
         refused: list[UnsupportedError | PermissionError] = []
         begin, end = share.of(sum(listed.size - listed.header for listed in self._manifest.files))
         for number, listed in enumerate(self._manifest.files):
             size = listed.size - listed.header
-            first, last = (-(-max(edge, 0) // BLOCK) * BLOCK for edge in (begin, end))  # a block is where it begins
+            # Both edges are rounded up, so that each block belongs to the one share in which it begins.
+            first, last = (-(-max(edge, 0) // BLOCK) * BLOCK for edge in (begin, end))
             begin, end = begin - size, end - size
             try:
                 file = self._files.get(number)
-                file.header.tensors  # noqa: B018 (all are checked)
+                file.header.tensors  # noqa: B018 (reading the property checks all tensors)
                 bad = file.bad_blocks([(min(first, size), min(last, size))])
             except (UnsupportedError, PermissionError) as error:
                 refused.append(error)
@@ -269,10 +272,10 @@ class Reader:
             raise refused[0]
 
     def _check_states(self, path: str, share: Share) -> None:
-        """Reads the states at a path, if there are any, one by one. Raises `UnsupportedError` for what is no state."""
+        """Reads the iterator states at a path, if it has any. Raises `UnsupportedError` for one that is not a state."""
         entry = self.entries[path]
         if isinstance(entry, StatesEntry) and share.number == 1:
-            with contextlib.suppress(CorruptError):  # of a block that is told already
+            with contextlib.suppress(CorruptError):  # `problems` has yielded the damaged block already.
                 for process in range(len(entry.value)):
                     entry.state(process)
 

@@ -1,6 +1,7 @@
-"""The rules for a well-formed manifest, so that all readers find the same in it. `docs/format.md` specifies them.
+"""Checks the rules for a well-formed manifest. `docs/format.md` specifies them, so that all readers agree.
 
-A broken rule raises a `ValueError` or a `TreeringError` that names it: the seal is right, so it was written so.
+A broken rule raises a `ValueError` or a `TreeringError` that names the rule. It is not damage: the checksum is right,
+so the program that wrote the manifest broke the rule.
 """
 
 import collections
@@ -24,12 +25,12 @@ from ..safetensors.header import MAX_HEADER
 from .manifest_fields import ArrayRow, File, Layout, Manifest, Placement, Summary
 from .schema import MANIFEST
 
-_MAX_NAME_BYTES = 255  # bytes of a file's name
+_MAX_NAME_BYTES = 255  # of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_MAX_REPEATED_NODES = 500  # nodes of a part of the tree that is looked for behind itself
+_MAX_REPEATED_NODES = 500  # nodes of a subtree that `_repeats` compares with the nodes after it
 _KIND, _WHERE = operator.attrgetter("type", "dtype", "shape", "impl"), operator.attrgetter("where")  # of array rows
-_MAX_DEPTH = 200  # levels of objects and lists, where users may write anything
+_MAX_DEPTH = 200  # levels of objects and lists in fields where users may write anything
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
@@ -41,7 +42,7 @@ class _Sharding(msgspec.Struct, frozen=True):
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """A place of arrays. A field that is not understood is ignored; one that is understood has its type."""
+    """A place of arrays. Unknown fields are ignored; known fields must have their type."""
 
     mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]] | msgspec.UnsetType = msgspec.UNSET
     spec: list[str | list[str] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -62,10 +63,10 @@ learn(_Sharding, _Place)
 
 
 def check(manifest: Manifest, top: dict[str, Any]) -> None:
-    """Checks all that can be known without the array files. `top` are its fields, and those it does not know."""
+    """Checks everything that needs no array files. `top` has all fields of the JSON, also those unknown here."""
     optional = [("step", top), ("placement", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
     if nulls := [name for name, fields in optional if fields.get(name, ...) is None]:
-        raise ValueError(f"{nulls[0]} is null; a field that is not there is left out")
+        raise ValueError(f"{nulls[0]} is null; a field without a value must be left out")
     check_summary(manifest)
     _check_depth("the metadata", manifest.metadata, integers=True)
     for name in top.keys() - {*manifest.__struct_fields__, "xxh3"}:
@@ -95,7 +96,7 @@ def _check_placement(placement: Placement, leaves: int) -> None:
             raise ValueError(f"place {number} has a mesh or a spec without the other")
         if isinstance(found.mesh, dict):
             size = 1
-            for length in found.mesh.values():  # no further than a device could be counted
+            for length in found.mesh.values():  # Capped, because the product of many axes could become huge.
                 size = min(size * length, EXACT + 1)
             if isinstance(found.devices, list) and (len(found.devices) != size or len(set(found.devices)) != size):
                 raise ValueError(f"place {number} does not list the {size} devices of its mesh")
@@ -108,14 +109,17 @@ def _check_placement(placement: Placement, leaves: int) -> None:
 
 
 def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> None:
-    """Checks each row. `layouts` are the shapes that the layouts cut."""
+    """Checks each row of the leaves. `layouts` are the shapes that the layouts cut.
+
+    A manifest may have a million rows, so rows of the same kind are checked once.
+    """
     arrays: list[Any] = manifest.leaves
     if any(issubclass(kind, ValueEntry) for kind in set(map(type, arrays))):
         arrays = [row for row in arrays if not isinstance(row, ValueEntry)]
         for row in manifest.leaves:
             if isinstance(row, ValueEntry):
                 row.decode()
-    for row in dict(zip(map(_KIND, arrays), arrays, strict=True)).values():  # one of each kind
+    for row in dict(zip(map(_KIND, arrays), arrays, strict=True)).values():  # One row of each kind.
         _check_array(row)
     places = set(map(_WHERE, arrays))
     if not all(isinstance(where, int | tuple | str) for where in places):
@@ -135,11 +139,11 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
         target: Any = manifest.leaves[first] if first < numbers[row.path] else None
         same = type(target) is type(row) and target.at(row.path) == row.at(row.path)
         if not same or isinstance(target.where, str) or target.of_states():
-            raise ValueError(f"{row.path!r:.100} is said to be the array {row.where!r:.100}, which it cannot be")
+            raise ValueError(f"{row.path!r:.100} names {row.where!r:.100} as the same array, which it cannot be")
 
 
 def _check_place(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
-    """Checks the place of a row that is not whole in one file."""
+    """Checks the place of a row that is not in one piece in one file."""
     where = row.where
     if isinstance(where, tuple):
         if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= EXACT or layouts[where[0]] != row.shape:
@@ -149,14 +153,14 @@ def _check_place(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
 
 
 def check_summary(summary: Manifest | Summary) -> None:
-    """Checks the parts of a manifest that managing a run needs."""
+    """Checks the fields of a manifest that managing a run needs."""
     if summary.step is not None and not 0 <= summary.step <= EXACT:
         raise ValueError(f"the step is {summary.step}")
     metrics(summary.metrics)
     if not _TIME.fullmatch(summary.created):
         raise ValueError(f"{summary.created!r:.100} is not a time with its offset")
     if not 1970 <= datetime.datetime.fromisoformat(summary.created).year < datetime.MAXYEAR:
-        raise ValueError(f"{summary.created!r} is a time that not every reader has")
+        raise ValueError(f"{summary.created!r} is a time that not every reader can represent")
     for file in summary.files:
         _check_file(file)
     if len({file.name for file in summary.files}) != len(summary.files):
@@ -164,7 +168,7 @@ def check_summary(summary: Manifest | Summary) -> None:
 
 
 def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
-    """The values of metrics. Raises `ValueError` for a value that is no number."""
+    """Returns the values of metrics. Raises `ValueError` for a value that is not a number."""
     try:
         return {name: decode("float", value) for name, value in found.items()}
     except CorruptError as error:
@@ -174,7 +178,7 @@ def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
 def _check_file(file: File) -> None:
     name = file.name
     if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"{file.name!r:.100} is not the name of a file beside the manifest")
+        raise ValueError(f"{file.name!r:.100} is not the name of a file next to the manifest")
     known = 8 <= file.header <= min(file.size, MAX_HEADER + 8) and _CHECKSUM.fullmatch(file.xxh3)
     if not file.requires and not known:
         about = f"a header of {file.header} bytes and the checksum {file.xxh3!r:.40}"
@@ -182,7 +186,7 @@ def _check_file(file: File) -> None:
 
 
 def _check_layout(layout: Layout, number: int, holders: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-    """The shape that a layout cuts."""
+    """Checks a layout and returns the shape that it cuts."""
     cells = Cells(layout.cuts)
     if not is_shape(cells.shape, 1):
         raise ValueError(f"layout {number} cuts an array of {len(cells.shape)} axes that cannot be")
@@ -202,16 +206,17 @@ def _check_array(row: ArrayEntry) -> None:
 
 
 def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
-    """The paths that the tree gives its leaves, in its order. Raises `ValueError` for nodes that make no tree.
+    """Returns the paths of the tree's leaves, in its order. Raises `ValueError` for nodes that do not form a tree.
 
-    It takes time and memory in proportion to the nodes and the paths of the leaves, however deep the tree is.
+    Time and memory are proportional to the nodes and the paths of the leaves, however deep the tree is. Recursion would
+    fail for a deep tree. Repeated subtrees, such as layers, are recognized and not walked again.
     """
     found: list[str] = []
-    rest: list[list[str]] = [[""]]  # of each container around this place the children still to come, in reverse
-    above: list[str] = []
-    begun: list[tuple[int, int]] = []  # where these containers begin in the tree, and their leaves in `found`
-    prefix: str | None = ""
-    known: dict[tuple[str, ...], list[str]] = {}  # names by kind and keys: layers have the same
+    rest: list[list[str]] = [[""]]  # for each container around the current node, its remaining children, in reverse
+    above: list[str] = []  # the names of these containers
+    begun: list[tuple[int, int]] = []  # for each of them, its index in the tree and that of its first leaf in `found`
+    prefix: str | None = ""  # the path of the current container; None until it is needed
+    known: dict[tuple[str, ...], list[str]] = {}  # names by kind and keys, because most layers have the same
     at = 0
     while True:
         while rest and not rest[-1]:
@@ -241,7 +246,7 @@ def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
                 raise ValueError("a container of the tree has fewer children than it says")
             names = _names(node, known)
             begun.append((at - 1, len(found)))
-            if count and tree[at] == LEAF and tree[at : at + count] == [LEAF] * count:  # at once, what most are
+            if count and tree[at] == LEAF and tree[at : at + count] == [LEAF] * count:  # Most containers: only leaves.
                 inside = f"{prefix}{name}/" if above else ""
                 found += [inside + one for one in names]
                 at += count
@@ -262,14 +267,15 @@ def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
 
 
 def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
-    """How many times, up to `most`, the nodes [first, end) stand there again from `end` on, one after the other."""
+    """Returns how many times in a row, up to `most`, the nodes [first, end) are repeated from `end` on."""
     if not most or end - first > _MAX_REPEATED_NODES or tree[end : end + 1] != tree[first : first + 1]:
         return 0
     block = tree[first:end]
     if tree[end : end + len(block)] != block:
         return 0
     if not all(isinstance(node, int) or _has_plain_keys(node) for node in block):
-        return 0  # 1, 1.0 and True are equal, and are different keys
+        return 0  # 1, 1.0 and True compare equal, but are different keys.
+    # Comparing twice as many copies each time needs few comparisons of slices; after a difference, half as many.
     count = more = 1
     while more := min(more, most - count):
         begin = end + count * len(block)
@@ -286,7 +292,7 @@ def _has_plain_keys(node: Node) -> bool:
 
 
 def _names(node: Node, known: dict[tuple[str, ...], list[str]]) -> list[str]:
-    """The path components of a container's children; `known` has those of earlier ones whose keys are text."""
+    """Returns the path components of a container's children. `known` caches those of containers whose keys are text."""
     if isinstance(node.keys, list) and _has_plain_keys(node):
         key = (node.kind, *node.keys)
         if key not in known:
@@ -308,7 +314,7 @@ def _checked_names(node: Node) -> list[str]:
 
 
 def _check_depth(name: str, value: Any, *, integers: bool) -> None:
-    """Raises `ValueError` for JSON that is nested too deep, and for `integers` that do not fit into 64 bits."""
+    """Raises `ValueError` for JSON that is nested too deep and, with `integers`, for integers beyond 64 bits."""
     level = [value]
     for _ in range(_MAX_DEPTH + 1):
         deeper: list[Any] = []
