@@ -78,7 +78,7 @@ def match(
 
 
 class _Compared(NamedTuple):
-    """The targets of a template's leaves, and the differences. `found`: the checkpoint has at least one of the leaves."""
+    """The targets of a template's leaves, and the differences. `found`: the checkpoint has some of the leaves."""
 
     targets: list[Target]
     found: bool
