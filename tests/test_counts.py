@@ -1,4 +1,4 @@
-"""Work in proportion to the leaves and bytes, counted and not timed: what makes a hot path slower shows on any machine.
+"""Counts the work for each leaf and byte. Unlike times, counts show a slower hot path on any machine.
 
 Each limit is what it takes today; where a change lowers it, lower the limit.
 """
@@ -17,12 +17,12 @@ import treering as tr
 from counting import Counts, counted
 
 _FEW, _MANY = 100, 300  # leaves
-_HELD_SLACK = 1.5  # the objects of one release of Python are larger than those of another
+_HELD_SLACK = 1.5  # the size of Python objects differs between releases
 _LARGE = 1 << 22  # bytes of a large leaf
 
 
 class _Most(NamedTuple):
-    """What each further leaf may take: calls, and bytes."""
+    """The most that one more leaf may take: calls and bytes."""
 
     calls: float
     builtins: float
@@ -36,7 +36,7 @@ class _Most(NamedTuple):
 
 @pytest.fixture
 def paths(tmp_path: pathlib.Path) -> Iterator[str]:
-    """Paths that nothing is at."""
+    """Yields paths that do not exist."""
     return (f"{tmp_path}/{n}" for n in itertools.count())
 
 
@@ -70,7 +70,7 @@ def restoring(format: str, *, like: bool) -> Callable[[Iterator[str], int], Call
         state = tree(count) if like else {f"l{n:04}": np.full(4, n) for n in range(count)}
         tr.save(path := next(paths), state, format=format)
         restore = lambda: tr.restore(path, state if like else None)  # noqa: E731
-        restore()  # what is done once in a process is
+        restore()  # Work that a process does only once is then done.
         return restore
 
     return make
@@ -89,7 +89,8 @@ _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
     [
         (saving_what_is_known, _Most(2.1, 8.1, 785, hashed=154, copied=16, written=185), _SAVE),
         (saving_what_is_new, _Most(33.1, 52, 1770, parsed=253, hashed=266, copied=16, written=185), _SAVE),
-        (opening, _Most(0.1, 1.1, 620, parsed=229, hashed=153, read=77), _OPEN),  # parts alike are looked at once
+        # Equal parts of the tree are parsed once.
+        (opening, _Most(0.1, 1.1, 620, parsed=229, hashed=153, read=77), _OPEN),
         (reading_one, _Most(0.1, 2.1, 930, parsed=351, hashed=291, copied=8, read=138), _READ),
         (restoring("treering", like=True), _Most(2.1, 32.1, 2170, 351, 291, 8, 138), _READ),
         (restoring("treering", like=False), _Most(0.1, 19.1, 870, 282, 261, 8, 115), _READ),
@@ -109,6 +110,7 @@ _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
 def test_what_each_leaf_takes(
     paths: Iterator[str], make: Callable[..., Callable[[], Any]], most: _Most, system: Counter[str]
 ) -> None:
+    """One more leaf takes no more calls and bytes than the limits, and no system call."""
     few, many = (counted(make(paths, count)) for count in (_FEW, _MANY))
     each = {what: (getattr(many, what) - getattr(few, what)) / (_MANY - _FEW) for what in _Most._fields}
     limits = most._replace(held=int(most.held * _HELD_SLACK))._asdict()
@@ -118,7 +120,7 @@ def test_what_each_leaf_takes(
 
 
 def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(paths: Iterator[str]) -> None:
-    """Once the structure is known, whatever a leaf needs is done for all of them at once."""
+    """Once the structure is cached, `save_async` treats all leaves in bulk, so more leaves take no more calls."""
     waiting: list[tr.PendingSave] = []
 
     def make(count: int) -> Counts:
@@ -135,6 +137,8 @@ def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(paths: Iterator[str]) 
 @pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False], ids=["mapped", "read"])
 def test_each_byte_is_gone_through_once(paths: Iterator[str], mmap: bool | None) -> None:
+    """A save and a restore copy and hash each byte once."""
+
     def make(count: int) -> tuple[Counts, Counts]:
         state = {f"w{n}": jnp.full(_LARGE // 4, n, jnp.float32) for n in range(count)}
         tr.save(path := next(paths), state)

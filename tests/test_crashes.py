@@ -1,4 +1,4 @@
-"""No crash loses a checkpoint or leaves half of one; and the tests of that would notice."""
+"""Tests that no crash loses a checkpoint or leaves half of one, and that these tests would notice a defect."""
 
 import contextlib
 import itertools
@@ -27,12 +27,12 @@ from treering.stores.store import Store
 
 SCENARIOS = checks.scenarios()
 ONCE = [name for name, one in SCENARIOS.items() if one.broken != "killed twice"]
-FOR_TORTURE = ("orbax", "flax", "several array files: killed")  # where much is done in each of many states
+FOR_TORTURE = ("orbax", "flax", "several array files: killed")  # these have many states, and checking each takes long
 CHECKED = [
     *(name for name in ONCE if not (SCENARIOS[name].broken and name.startswith(FOR_TORTURE))),
     "killed twice, then saved, overwriting",
 ]
-QUICK = {  # one of each kind
+QUICK = {  # one scenario of each kind
     *("first save", "overwriting, three processes", "overwriting, several array files", "deleting, two at once"),
     *("an error of the disk, overwriting", "run: a step again", "run: killed while going back, then rewound"),
     *("run: killed, then recording metrics", "safetensors: killed, then saved, overwriting", "flax: overwriting"),
@@ -44,17 +44,17 @@ MUTATED = [
     *("several array files: an error of the disk, overwriting", "several array files: killed, then saved, overwriting"),
     *("orbax: first save", "orbax: overwriting"),
 ]
-PARTS = {  # of the recordings of what takes long: all mutations are in there; `make torture` takes all recordings
+PARTS = {  # parts of the recordings that take long; they contain all mutations, and `make torture` uses all recordings
     "run: killed, then saved": (2, 6),
     "run: killed first, then saved": (4, 6),
     "several array files: killed, then saved, overwriting": (0, 5),
 }
-_SHARES = 4  # of the mutations
+_SHARES = 4  # the mutations are divided among so many tests
 
 
 @pytest.fixture
 def folder() -> Iterator[pathlib.Path]:
-    """A scratch folder, in memory where there is one: thousands of states are made there."""
+    """Yields a scratch folder, in memory if possible, because tests make thousands of states there."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="treering-crashes-", dir=memory) as directory:
         yield pathlib.Path(directory)
@@ -68,21 +68,21 @@ def folder() -> Iterator[pathlib.Path]:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CHECKED]
 )
 def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
-    """Errors come where a directory is synced; `make torture` has them everywhere, and the scenarios left out here."""
+    """Directory syncs fail here. `make torture` lets every operation fail, and runs the omitted scenarios too."""
     count = checks.check(SCENARIOS[name], folder, kind="sync_dir", extra=2)
     assert not count.failures, "\n\n".join(map(str, count.failures))
     assert count.distinct >= 3
 
 
-# Whether a failure would be noticed
+# Would the tests notice a defect?
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(_SHARES))
 def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -> None:
-    """Without any one of them, or with a step before it, some crash loses something.
+    """If one sync is left out, or done one step later, some crash loses something.
 
-    That the exceptions are none, `make torture` shows: it takes minutes to find nothing.
+    Some mutations are listed as harmless. `make torture` proves that, which takes minutes.
     """
 
     def among(mutation: str) -> bool:
@@ -126,6 +126,7 @@ def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -
 def test_what_is_wrong_is_found(
     name: str, break_it: Callable[[Any], None], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The check of a scenario fails for each of these deliberate defects."""
     break_it(monkeypatch)
     assert checks.check(SCENARIOS[name], folder).failures
 
@@ -151,7 +152,7 @@ def _by_copying(disk: RecordingDisk, old: str, new: str) -> None:
 
 
 def _by_linking(store: Any, run: str, paths: list[str]) -> None:
-    """Each file gets a second name and loses its first, before the second is durable."""
+    """Renames by linking: each file loses its first name before the second one is durable."""
     place, disk = os.path.join(run, f"rewound-{len(_run.aside(store, run)) + 1}"), store.disk
     disk.make_dir(place)
     for path in paths:
@@ -165,6 +166,7 @@ def _by_linking(store: Any, run: str, paths: list[str]) -> None:
 
 @pytest.mark.long
 def test_a_failure_says_where_and_why(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure names the operations before the crash, and what is wrong after it."""
     monkeypatch.setattr(RecordingDisk, "sync", Disk.sync)
     (failure,) = checks.check(SCENARIOS["first save"], folder).failures
     text = str(failure)
@@ -172,11 +174,11 @@ def test_a_failure_says_where_and_why(folder: pathlib.Path, monkeypatch: pytest.
     assert "lost write a/b/c/" in text and "there is: a/, a/b/, a/b/c/" in text
 
 
-# What is recorded
+# The recordings
 
 
 def test_the_log_explains_what_is_there(folder: pathlib.Path) -> None:
-    """All threads of a save, and what others write without the disk's knowledge."""
+    """A log has the operations of all processes. `check` fails if a file was written without the disk."""
     for name in ("first save, three processes", "orbax: overwriting"):
         (recording,) = checks.recorded(SCENARIOS[name], folder)
         assert {"create", "write", "sync", "sync_dir", "expect"} <= {op.kind for op in recording.log}
@@ -195,7 +197,7 @@ def test_the_log_explains_what_is_there(folder: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", ["run: recording metrics", "run: going back"])
 def test_a_scenario_is_recorded_alike_every_time(name: str, folder: pathlib.Path) -> None:
-    """Or states that are the same would be counted twice."""
+    """Two recordings of a scenario are equal. Otherwise equal states would be counted twice."""
     (first,), (second,) = (checks.recorded(SCENARIOS[name], folder) for _ in range(2))
     assert first.log == second.log
 
@@ -214,12 +216,14 @@ def test_a_second_process_is_killed_at_each_of_its_operations(folder: pathlib.Pa
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name.endswith(", three processes")])
 def test_of_several_processes_each_writes_a_file(name: str, folder: pathlib.Path) -> None:
+    """Each of several processes writes an array file."""
     *_, last = checks.recorded(SCENARIOS[name], folder, kind="sync_dir")
     assert {one.process for one in last.log if one.kind == "write" and "arrays-" in one.path} == {0, 1, 2}
 
 
 @pytest.mark.long
 def test_what_recordings_begin_with_alike_is_looked_at_once(folder: pathlib.Path) -> None:
+    """States that several recordings have in common are checked only once."""
     scenario = SCENARIOS["safetensors: killed, then saved, first save"]
     each = [checks.examine(one, folder) for one in checks.recorded(scenario, folder, kind="sync_dir")]
     count = checks.check(scenario, folder, kind="sync_dir")
@@ -228,6 +232,7 @@ def test_what_recordings_begin_with_alike_is_looked_at_once(folder: pathlib.Path
 
 
 def test_all_that_changes_the_disk_is_recorded() -> None:
+    """The recording disk overrides every method of a disk that changes it."""
     looking = {
         "stat",
         "lock",
@@ -249,7 +254,7 @@ def test_all_that_changes_the_disk_is_recorded() -> None:
 
 
 def _trees(base: pathlib.Path, do: Callable[[RecordingDisk], None]) -> list[Tree]:
-    """All that may be there after some operations, of which all combinations are tried."""
+    """Returns all states that a crash after some operations can leave, by trying all combinations."""
     disk = RecordingDisk(str(base))
     do(disk)
     disk.check()
@@ -285,6 +290,7 @@ def test_what_is_not_synced_may_be_lost(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_rename_happens_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """A crash leaves a rename done or not done, and nothing in between."""
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"2")
     found = _trees(tmp_path, lambda disk: disk.rename(str(tmp_path / "a"), str(tmp_path / "b")))
@@ -292,6 +298,7 @@ def test_a_rename_happens_as_a_whole(tmp_path: pathlib.Path) -> None:
 
 
 def test_two_names_are_exchanged_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """A crash leaves an exchange of two names done or not done, and nothing in between."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -304,6 +311,7 @@ def test_two_names_are_exchanged_as_a_whole(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("synced", ["", "a", "b", "ba"])
 def test_a_rename_into_another_folder_is_durable_when_both_are_synced(tmp_path: pathlib.Path, synced: str) -> None:
+    """A rename between two folders is durable only after both folders were synced."""
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "b").mkdir()
 
@@ -317,6 +325,7 @@ def test_a_rename_into_another_folder_is_durable_when_both_are_synced(tmp_path: 
 
 
 def test_a_name_that_is_free_after_a_rename_keeps_what_gets_it_next(tmp_path: pathlib.Path) -> None:
+    """A file that takes the old name of a renamed file keeps that name after a crash."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x").write_bytes(b"old")
     (tmp_path / "b").mkdir()
@@ -375,7 +384,7 @@ def test_writes_are_lost_torn_and_reordered(tmp_path: pathlib.Path) -> None:
 
 
 def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.Path) -> None:
-    """What a living writer has under a temporary name stays; so does what only looks alike."""
+    """The next writer removes leftovers. It keeps a living writer's temporary file, and files with similar names."""
     path, mine = tmp_path / "c.safetensors", tmp_path / ".c.safetensors.mine.tmp"
     mine.touch()
     (tmp_path / ".d.safetensors.0a1b2c.tmp").touch()
@@ -404,7 +413,7 @@ def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> No
 
 
 def test_a_file_that_was_taken_for_left_over_is_made_again(tmp_path: pathlib.Path, use_disk: Any) -> None:
-    """Somebody who tidies up has the lock before its writer, and removes it."""
+    """Another process takes a new file for a leftover: it gets the lock before the writer, and removes the file."""
 
     class Hasty(Disk):
         taken = 0
@@ -427,7 +436,7 @@ def test_a_file_that_was_taken_for_left_over_is_made_again(tmp_path: pathlib.Pat
 
 
 def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
-    """It is gone, directory and all, when its manifest is to be removed."""
+    """Another process deletes the checkpoint and its directory while this one is about to remove the manifest."""
 
     class Slow(Disk):
         def unlink(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""`make gpu` on a machine without one: it says so, and its checks and rows run on the CPU when they are told to."""
+"""Tests `make gpu` without a GPU: it reports that, and runs its checks and rows on the CPU on request."""
 
 import pathlib
 import subprocess

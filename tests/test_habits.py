@@ -1,4 +1,4 @@
-"""Calls of other libraries are answered in one line that ends with our call, which works as it is written."""
+"""Tests the errors for calls of other libraries: one line that ends with Treering's call, which works as written."""
 
 import datetime
 import pathlib
@@ -23,7 +23,7 @@ def init() -> Any:
 
 @pytest.fixture
 def scope(tmp_path: pathlib.Path) -> Any:
-    """The names that the answers use."""
+    """Returns the names that the answers use."""
     run = tmp_path / "run"
     with tr.Checkpointer(run) as ckpts:
         ckpts.save(3, STATE, metrics={"loss": 1.0})
@@ -91,6 +91,7 @@ CALLED = [
 
 @pytest.mark.parametrize("wrong", CALLED)
 def test_a_call_of_orbax_is_answered_with_ours(wrong: str, scope: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """The error for a call of Orbax names the call of Treering."""
     with pytest.raises((TypeError, AttributeError, MismatchError)) as caught:
         eval(wrong, {**scope, "np": np, "path": tmp_path / "c2" if "save" in wrong else scope["path"]})
     call(answer_of(caught.value), scope, tmp_path / "new")
@@ -103,6 +104,7 @@ ARGUMENTS = [(name, argument) for name, (_, table) in habits.CALLS.items() for a
 
 @pytest.mark.long
 def test_every_answer_works_and_answers_what_is_no_name_here(scope: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """Every answer is valid code, and belongs to a name that Treering does not have."""
     for n, (name, argument) in enumerate(ARGUMENTS):
         owner, _, method = name.rpartition(".")
         instance = {"": tr, "Checkpointer": scope["ckpts"], "Checkpoint": scope["ckpt"]}[owner]
@@ -123,6 +125,7 @@ def test_every_name_of_another_library_is_answered(owner: str, scope: dict[str, 
 
 
 def test_what_several_arguments_mean_is_one_call() -> None:
+    """Several arguments of another library are answered by one call."""
     with pytest.raises(TypeError) as caught:
         tr.Checkpointer("run", max_to_keep=3, keep_period=10, save_interval_steps=5)  # type: ignore[call-arg]
     assert (
@@ -131,9 +134,10 @@ def test_what_several_arguments_mean_is_one_call() -> None:
 
 
 def test_other_mistakes_are_told_as_before(tmp_path: pathlib.Path) -> None:
+    """Mistakes that are no habit of another library raise their usual errors."""
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.save(1, 5)
-        assert ckpts.restore(3) == tr.restore(tmp_path / "run", 3) == 5  # a template like any other
+        assert ckpts.restore(3) == tr.restore(tmp_path / "run", 3) == 5  # A number is a valid template.
         ckpts.save(2, STATE)
         with pytest.raises(MismatchError) as differs:
             ckpts.restore({"params": 3})
@@ -148,6 +152,8 @@ def test_other_mistakes_are_told_as_before(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_error_within_a_property_is_not_taken_for_a_missing_name(tmp_path: pathlib.Path) -> None:
+    """An AttributeError inside a property of a subclass is raised unchanged."""
+
     class Own(tr.Checkpointer):
         @property
         def metrics(self) -> Any:
@@ -158,11 +164,13 @@ def test_an_error_within_a_property_is_not_taken_for_a_missing_name(tmp_path: pa
 
 
 def test_what_the_pages_call_a_property_is_one(tmp_path: pathlib.Path) -> None:
+    """The names that the pages describe as properties are properties."""
     pages = pathlib.Path(__file__).parent.parent / "docs"
     assert "comes from `ckpts.latest_step()`" in (pages / "troubleshooting.md").read_text()
     for name in ("steps", "latest_step", "directory", "preempted", "is_saving"):
         assert isinstance(getattr(tr.Checkpointer, name), property)
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.save(3, STATE)
-        with pytest.raises(TypeError, match=r"^'int' object is not callable$"):  # Python's own, which no code sees
+        # Python raises this error itself, so Treering cannot change it.
+        with pytest.raises(TypeError, match=r"^'int' object is not callable$"):
             ckpts.latest_step()  # type: ignore[misc]

@@ -1,4 +1,7 @@
-"""SIGKILL wherever a save, an overwrite or a delete touches the disk, and signals at any time: old or new is there."""
+"""Tests kills at every disk operation of a save, overwrite or delete, and signals at any time.
+
+Afterwards the old or the new checkpoint is present, complete.
+"""
 
 import itertools
 import json
@@ -30,20 +33,21 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Pat
 @pytest.mark.rare
 @pytest.mark.slow
 def test_a_kill_before_and_after_any_operation_leaves_the_old_or_the_new(tmp_path: pathlib.Path) -> None:
-    """In a run some operations fail as a matter of course, such as a look at what is not there."""
+    """A kill also comes after each operation. In a run, some operations fail as expected: files are missing."""
     assert_old_and_new("points", "first step", tmp_path, "--thorough")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["save", "overwrite"])
 def test_ctrl_c_at_any_operation_leaves_the_old_or_the_new_and_nothing_else(tmp_path: pathlib.Path, name: str) -> None:
+    """Ctrl-C at any operation leaves the old or the new checkpoint, and no other files."""
     assert_old_and_new("points", name, tmp_path, "--interrupt")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["overwrite", "step and retention", "delete"])
 def test_a_job_of_which_a_process_is_killed_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str) -> None:
-    """And the others do not wait for ever; `make torture-kills` does it to each of up to four, at every point."""
+    """The peers do not wait without end. `make torture-kills` kills each of up to four processes, at every point."""
     outcome = nothing_wrong("peers", str(tmp_path / "a"), "2", "--only", name, "--every", "3")
     assert outcome["killed"] >= 5 and outcome["found"]["new"]
 
@@ -51,6 +55,7 @@ def test_a_job_of_which_a_process_is_killed_leaves_the_old_or_the_new(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), some(itertools.product(SIGNALLED, ["SIGINT", "SIGTERM"])))
 def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, name: str, number: str) -> None:
+    """A signal at a random time leaves the old or the new checkpoint."""
     outcome = nothing_wrong("signals", number, "10", str(tmp_path / "a"), "--only", name)
     assert sum(outcome["found"].values()) == 10
 
@@ -60,9 +65,10 @@ def test_a_signal_at_any_time_leaves_the_old_or_the_new(tmp_path: pathlib.Path, 
 def test_ctrl_c_wherever_python_lets_one_in_hangs_nobody_and_comes_out_as_such(
     tmp_path: pathlib.Path, name: str
 ) -> None:
-    """Thread.start and Condition.wait are Python, too, and may be left with a lock that they hold, or without one.
+    """Ctrl-C between any two bytecodes hangs no thread, and the call raises KeyboardInterrupt.
 
-    At every ninth place; `make torture-kills` does it at all.
+    Thread.start and Condition.wait are Python code too, so an interrupt may leave them with or without a lock.
+    This test interrupts at every ninth place, `make torture-kills` at every place.
     """
     assert nothing_wrong("interrupts", str(tmp_path / "a"), "--only", name, "--every", "9")["killed"] > 22
 

@@ -1,4 +1,4 @@
-"""Imports run downwards: from the public calls to the threads below everything, and in no circle."""
+"""Tests that imports run downwards, from the public calls to the threads at the bottom, without circles."""
 
 import ast
 import functools
@@ -36,7 +36,8 @@ def _name(path: pathlib.Path) -> str:
 
 
 FILES = {_name(path): path for path in SOURCE.rglob("*.py")}
-TIERS = {f"treering._run.{name}" for name in ("copies", "retention", "together", "two_places")}  # may only shrink
+# This set may only become smaller.
+TIERS = {f"treering._run.{name}" for name in ("copies", "retention", "together", "two_places")}
 FLOOR = {name: len(LAYERS) - n for n, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -55,7 +56,7 @@ def _imports(module: str) -> set[str]:
     return {name for name in found if name in FILES and name != module}
 
 
-@functools.cache  # not when the tests are collected, which each of their processes does
+@functools.cache  # Not at import: every test process collects this file, and would read all sources.
 def _graph() -> dict[str, set[str]]:
     return {module: _imports(module) for module in FILES}
 
@@ -80,6 +81,7 @@ def test_imports_run_downwards() -> None:
 
 
 def test_only_the_modules_of_the_tiers_import_one_another_in_a_circle() -> None:
+    """Only the modules in TIERS form an import circle."""
     left = {module: set(others) for module, others in _graph().items()}
     while ends := {module for module, others in left.items() if not others} | left.keys() - set().union(*left.values()):
         for module in ends:
@@ -91,6 +93,7 @@ def test_only_the_modules_of_the_tiers_import_one_another_in_a_circle() -> None:
 
 
 def test_nothing_above_the_native_format_knows_its_files() -> None:
+    """No module above the native format names its files."""
     above = [module for module in FILES if not module.startswith(("treering.formats.treering", "treering.testing"))]
     naming = [module for module in above if "treering.json" in FILES[module].read_text()]
     naming += [module for module in above if "treering.formats.treering.schema" in _graph()[module]]
@@ -98,12 +101,13 @@ def test_nothing_above_the_native_format_knows_its_files() -> None:
 
 
 def test_what_is_private_to_jax_is_used_in_one_file() -> None:
+    """Only one module uses `jax._src`."""
     using = {module for module, path in FILES.items() if "jax._src" in path.read_text()}
     assert using == {"treering._pytree.jax_private"}
 
 
 def test_only_stores_know_where_bytes_live() -> None:
-    """Everything above them is given a store, and works on any."""
+    """The modules above the stores get a store from their caller, and work on any."""
     concrete = {
         "posix",
         "directories",
@@ -126,7 +130,7 @@ def test_only_stores_know_where_bytes_live() -> None:
 
 
 def test_types_that_are_decoded_are_made_known_when_they_are_imported() -> None:
-    """Two threads that decode one for the first time at a moment crash (msgspec 0.22)."""
+    """Modules with types to decode call `learn`, because two threads that decode a new type crash (msgspec 0.22)."""
     forgotten: list[str] = []
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()

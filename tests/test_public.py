@@ -1,4 +1,4 @@
-"""The public face."""
+"""Tests the public names, signatures and errors."""
 
 import builtins
 import inspect
@@ -44,6 +44,7 @@ def test_every_name_and_its_public_members_have_docstrings(name: str) -> None:
 
 
 def test_what_formats_of_others_are_made_of() -> None:
+    """The modules for writing one's own format have their documented public names."""
     from treering import formats
 
     found: dict[str, object] = {}
@@ -74,6 +75,7 @@ def test_the_same_options_restore_everywhere() -> None:
 
 
 def test_an_option_that_there_is_not_is_refused_by_the_first_job_too(tmp_path: pathlib.Path) -> None:
+    """An unknown option raises also if the run has no step to restore yet."""
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         for restore in (ckpts.restore, lambda **options: ckpts.restore_or_init(dict, **options)):
             with pytest.raises(TypeError, match="has no argument mising; expected at, dtype"):
@@ -91,6 +93,7 @@ def test_public_modules_show_what_is_public_and_shadow_nothing(module: types.Mod
 
 
 def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
+    """Errors of Treering are subclasses of the built-in errors that they resemble."""
     errors = tr.errors
     for error, base in [
         (errors.NotFoundError, FileNotFoundError),
@@ -125,6 +128,7 @@ def test_type_checkers_see_the_names_that_exist(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_traceback_of_a_mistake_ends_at_the_users_line(tmp_path: pathlib.Path) -> None:
+    """The traceback of a wrong call has no frames of Treering."""
     tr.save(tmp_path / "c", {"w": [1, 2, 3]})
     ckpt, ckpts = tr.open(tmp_path / "c"), tr.Checkpointer(tmp_path / "run")
     ckpts.save(1, {"w": 1})
@@ -155,6 +159,8 @@ def test_the_traceback_of_a_mistake_ends_at_the_users_line(tmp_path: pathlib.Pat
 
 
 def test_a_mistake_within_a_function_that_was_handed_over_keeps_its_frames(tmp_path: pathlib.Path) -> None:
+    """An error in a function that the user passes keeps the frames of that function."""
+
     def init() -> object:
         return load_pretrained()
 
@@ -168,6 +174,8 @@ def test_a_mistake_within_a_function_that_was_handed_over_keeps_its_frames(tmp_p
 
 
 def test_what_the_users_own_code_raises_keeps_its_frames(tmp_path: pathlib.Path) -> None:
+    """An error of another library or the user's code keeps all its frames."""
+
     def broken() -> object:
         raise ValueError("of mine")
 
@@ -200,7 +208,7 @@ WRONG: list[tuple[str, Callable[[pathlib.Path], object]]] = [
     ("format='tree'", lambda at: tr.save(at / "d", {"x": 1}, format="tree")),
     ("format='tree'", lambda at: tr.convert(at / "c", at / "d", format="tree")),
     ("put it in brackets", lambda at: tr.restore(at / "c", rules=tr.rules.drop("x"))),  # type: ignore[arg-type]
-    # The first job of a run, which has nothing to restore, hears of it as well.
+    # The first job of a run has nothing to restore, and must raise the error too.
     ("missing='ignore'", lambda at: tr.Checkpointer(at / "r").restore_or_init(dict, missing="ignore")),
     ("extra='template'", lambda at: tr.Checkpointer(at / "r").restore_or_init(dict, extra="template")),
     ("dtype='floaty'", lambda at: tr.Checkpointer(at / "r").restore_or_init(dict, dtype="floaty")),

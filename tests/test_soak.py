@@ -1,4 +1,4 @@
-"""Many saves and restores in one process: nothing grows."""
+"""Tests that many saves and restores in one process leave no memory, threads or files behind."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What type checkers make of what users write."""
+"""Tests the errors that type checkers report for users' code."""
 
 import json
 import os

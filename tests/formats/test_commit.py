@@ -110,6 +110,7 @@ def test_the_order_of_a_commit(tmp_path: pathlib.Path, use_disk) -> None:
 
 
 def test_deleting_takes_the_manifest_first(tmp_path: pathlib.Path, use_disk) -> None:
+    """A delete removes the manifest first. A crash in between then leaves no damaged checkpoint."""
     tr.save(tmp_path / "c", {"x": np.ones(3)})
     disk = use_disk(Recording())
     removal.delete(stores.Filesystem(disk), str(tmp_path / "c"))
@@ -202,6 +203,7 @@ def test_a_file_that_was_tidied_away_before_it_was_locked_is_made_again(tmp_path
 
 
 def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
+    """The array files of a damaged manifest are not leftovers. Only an overwrite removes them."""
     path = tmp_path / "c"
     tr.save(path, {"x": np.ones(3)})
     (path / "treering.json").chmod(0o644)
@@ -213,7 +215,7 @@ def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
 
 
 class Unanswered(Disk):
-    """Fails as a network's file system does: at the link of a manifest, done or not, and perhaps at looking there."""
+    """Fails like a network file system: the link of a manifest fails, done or not, and perhaps the look at it too."""
 
     def __init__(self, linked: bool, answers: bool):
         self.linked, self.answers = linked, answers
@@ -232,7 +234,7 @@ class Unanswered(Disk):
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("answers", [False, True])
 def test_the_outcome_of_a_commit_whose_reply_is_lost(tmp_path: pathlib.Path, linked: bool, answers: bool) -> None:
-    """The files go if the manifest is not in place; if that is not known they stay, and the save fails."""
+    """`abort` removes the files if the manifest is not in place. If the commit is in doubt, they stay."""
     files = Transaction(stores.Filesystem(Unanswered(linked, answers)), f"{tmp_path}/c", overwrite=False)
     files.create("arrays-0.safetensors")
     with contextlib.nullcontext() if linked and answers else pytest.raises((OSError, SaveError)):
