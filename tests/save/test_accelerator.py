@@ -1,4 +1,4 @@
-"""Memory of the host when arrays come from accelerators, with a double: see `accelerator`."""
+"""Tests the host memory of saves from an accelerator, with a double of one: see `accelerator`."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def like(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def cached(array: Any) -> bool:
-    """Whether JAX holds a copy of an array on the host for as long as the array lives."""
+    """Returns True if JAX keeps a copy of an array on the host for as long as the array lives."""
     return any(part._npy_value is not None for part in [array, *(shard.data for shard in array.addressable_shards)])
 
 
@@ -52,6 +52,7 @@ def cached(array: Any) -> bool:
 def test_no_more_is_copied_than_the_host_has_room_for(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rules: Any
 ) -> None:
+    """A save without a memory limit holds at most a quarter of the available memory in copies."""
     double = accelerator.install(monkeypatch)
     monkeypatch.setattr(available_memory, "_LEAST", MIB)
     monkeypatch.setattr(available_memory, "available", lambda: 32 * MIB)
@@ -84,6 +85,7 @@ def test_no_more_is_copied_than_the_host_has_room_for(
 def test_pageable_memory_is_taken_where_pinned_is_refused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: str
 ) -> None:
+    """A save copies to pageable memory if the device refuses pinned memory."""
     double = accelerator.install(monkeypatch, refuses)
     saved = state(6)
     with caplog.at_level(logging.WARNING, "treering"):
@@ -94,7 +96,10 @@ def test_pageable_memory_is_taken_where_pinned_is_refused(
 
 
 def test_no_copy_on_the_host_stays_with_the_arrays_of_the_caller(tmp_path: pathlib.Path) -> None:
-    """Real: JAX unpacks arrays of 4 bits on the host of a CPU, too, and keeps what it has unpacked."""
+    """After a save, JAX keeps no host copy of the caller's arrays.
+
+    This needs no double: JAX unpacks 4-bit arrays of CPUs on the host too, and caches the unpacked array.
+    """
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     values = np.arange(-8, 8).astype(ml_dtypes.int4)
     saved = {
@@ -111,7 +116,7 @@ def test_no_copy_on_the_host_stays_with_the_arrays_of_the_caller(tmp_path: pathl
 
 
 def test_what_lies_in_host_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mock: devices of another platform, of which only the names are asked."""
+    """Arrays in host memory are not copied. The devices are mocks of another platform; only their names are read."""
 
     class Device:
         platform, id, process_index, device_kind = "gpu", 0, 0, "mock"
@@ -129,6 +134,7 @@ def test_what_lies_in_host_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch)
 def test_pinned_arrays_are_saved_as_they_are_and_restored_there(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Arrays in pinned host memory are saved without a copy, and restored into pinned host memory."""
     where = jax.sharding.SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
     values = np.arange(4096.0, dtype=np.float32)
     saved = {"w": jax.device_put(values, where)}
@@ -146,13 +152,14 @@ def test_pinned_arrays_are_saved_as_they_are_and_restored_there(
 def test_the_next_group_is_read_while_one_goes_to_the_device(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A restore reads the next group of leaves while it moves one to the device."""
     saved = state(8)
     tr.save(tmp_path / "c", saved)
     accelerator.install(monkeypatch)
     from treering.formats.treering.read import Reader
 
     read, put = Reader.read, place.put
-    begun: list[int] = []  # numbers of leaves of the groups whose reading has begun
+    begun: list[int] = []  # the number of leaves of each group whose reading has begun
     more = threading.Semaphore(0)
     over: list[int] = []
 
@@ -163,7 +170,7 @@ def test_the_next_group_is_read_while_one_goes_to_the_device(
 
     def putting(items: Any) -> Any:
         if not over:
-            assert more.acquire(timeout=20)  # the first, which is there
+            assert more.acquire(timeout=20)  # the first group, which was read already
         if len(over) < 3:
             assert more.acquire(timeout=20), "nothing is read meanwhile"
         assert len(begun) <= len(over) + 2, "more than two groups are in memory"
@@ -174,7 +181,7 @@ def test_the_next_group_is_read_while_one_goes_to_the_device(
     monkeypatch.setattr(Reader, "read", reading)
     monkeypatch.setattr(place, "put", putting)
     found = tr.restore(tmp_path / "c", {name: like(value) for name, value in saved.items()}, memory_limit=4 * MIB)
-    assert over == [2, 2, 2, 2]  # two groups of half of the limit each
+    assert over == [2, 2, 2, 2]  # Each group has half of the memory limit.
     for name, value in found.items():
         assert np.asarray(value).tobytes() == np.asarray(saved[name]).tobytes()
 
@@ -182,7 +189,7 @@ def test_the_next_group_is_read_while_one_goes_to_the_device(
 @pytest.mark.rare
 @pytest.mark.slow
 def test_a_thousand_saves_take_no_more_memory_than_a_hundred(tmp_path: pathlib.Path) -> None:
-    """With pinned memory of the CPU backend, in a process of its own."""
+    """A save frees its memory. This uses pinned memory of the CPU backend, in a process of its own."""
     code = """
         import gc, pathlib, shutil, sys
         import jax, numpy as np, pytest

@@ -1,4 +1,4 @@
-"""Several processes at one checkpoint or one run at the same time; interrupts at any point; and forks."""
+"""Tests several processes that use one checkpoint or run at the same time, and forks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from treering import stores
 from treering.formats.treering import removal
 from treering.stores.posix import Disk
 
-# A version is consistent when all of its leaves are the same number.
+# A version is consistent if all of its leaves are the same number.
 PRELUDE = """
     import faulthandler, json, os, pathlib, random, signal, sys, threading, time
     import numpy as np, treering as tr
@@ -36,7 +36,7 @@ PRELUDE = """
         return values.pop()
     """
 
-# Reads until its input ends, and says how often it found a version and how often none.
+# Reads until its input ends, and prints how often it found a version and how often none.
 READER = """
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
@@ -70,7 +70,7 @@ def start(code: str, *args: Any) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> Any:
-    """What a process printed as JSON, once its input has ended."""
+    """Ends the input of a process, and returns what it printed as JSON."""
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors[-3000:]
     return json.loads(output) if output else None
@@ -79,6 +79,7 @@ def result(process: subprocess.Popen[str]) -> Any:
 @pytest.mark.rare
 @pytest.mark.slow
 def test_readers_find_a_version_or_nothing_while_it_is_overwritten_and_deleted(tmp_path: pathlib.Path) -> None:
+    """Readers find a consistent version or none, while a writer overwrites and deletes the checkpoint."""
     writer = """
         for n in range(1, 61):
             tr.save(place, tree(n), overwrite=True)
@@ -96,6 +97,7 @@ def test_readers_find_a_version_or_nothing_while_it_is_overwritten_and_deleted(t
 @pytest.mark.rare
 @pytest.mark.slow
 def test_readers_of_a_run_always_find_a_step(tmp_path: pathlib.Path) -> None:
+    """Readers of a run always find a step, while a writer saves and deletes steps."""
     result(start("tr.save(place / 'step-1', tree(1)); tr.save(place / 'step-2', tree(2))", tmp_path / "run"))
     writer = """
         with tr.Checkpointer(place, keep=tr.keep.last(2)) as ckpts:
@@ -142,7 +144,7 @@ def test_two_writers_of_one_run(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_forked_child_does_not_hold_its_parents_locks(tmp_path: pathlib.Path) -> None:
-    """As workers that load data do, which live as long as the training and are forked in the middle of a save."""
+    """A child that is forked during a save releases the locks. Data loading workers live as long as the training."""
     code = """
         inside, go = threading.Event(), threading.Event()
         class Held(stores.Disk):
@@ -155,7 +157,7 @@ def test_a_forked_child_does_not_hold_its_parents_locks(tmp_path: pathlib.Path) 
         worker = os.fork()
         if not worker:
             try:
-                sys.stdin.read()  # lives on until the test is over
+                sys.stdin.read()  # stays alive until the test is over
             finally:
                 os._exit(0)
         go.set()
@@ -174,6 +176,7 @@ def test_a_forked_child_does_not_hold_its_parents_locks(tmp_path: pathlib.Path) 
 
 @pytest.mark.long
 def test_children_that_are_forked_at_any_time_save_and_restore(tmp_path: pathlib.Path) -> None:
+    """A child can save and restore, at whatever moment of its parent's saves it was forked."""
     code = """
         ckpts = tr.Checkpointer(place / "run", keep=tr.keep.last(2))
         for n in range(12):
@@ -200,7 +203,7 @@ def test_children_that_are_forked_at_any_time_save_and_restore(tmp_path: pathlib
 
 
 def test_a_run_whose_known_steps_all_give_way_to_newer_ones(tmp_path: pathlib.Path, use_disk: Any) -> None:
-    """As when a reader stands still between looking what there is and opening it."""
+    """A reader lists the steps, and all of them are replaced before it opens one. It restores a newer step."""
     tr.save(tmp_path / "step-1", {"n": 1})
 
     class Late(Disk):

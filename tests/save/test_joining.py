@@ -1,4 +1,4 @@
-"""Parts of several checkpoints joined into one tree: checkpoints and their arrays as leaves of what is saved."""
+"""Tests saves of a tree whose leaves are checkpoints or their arrays."""
 
 import pathlib
 import tracemalloc
@@ -74,12 +74,14 @@ def test_into_other_formats_and_through_rules(tmp_path: pathlib.Path, parts: dic
 
 
 def test_a_checkpoint_may_stand_in_two_places(tmp_path: pathlib.Path, parts: dict[str, Any]) -> None:
+    """A checkpoint may be at two paths of the tree."""
     params = parts["native"].at("params")
     tr.save(tmp_path / "joined", {"a": params, "b": [params]})
     assert_same(tr.restore(tmp_path / "joined"), {"a": PARAMS, "b": [PARAMS]})
 
 
 def test_functions_stay_functions(tmp_path: pathlib.Path) -> None:
+    """Functions in a joined checkpoint are recorded by name again."""
     tr.save(tmp_path / "f", {"act": jax.nn.relu, "w": np.ones(2)})
     tr.save(tmp_path / "joined", {"a": tr.open(tmp_path / "f")})
     assert "relu" in str(tr.open(tmp_path / "joined"))
@@ -92,6 +94,7 @@ def test_floats_are_cast(tmp_path: pathlib.Path, parts: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_large_arrays_pass_in_slices(tmp_path: pathlib.Path) -> None:
+    """Large arrays of a checkpoint are copied in slices, in bounded memory."""
     large = np.arange(24 << 20, dtype=np.float32)  # 96 MiB
     tr.save(tmp_path / "large", {"w": large, "small": np.ones(3, np.int8)})
     ckpt = tr.open(tmp_path / "large")
@@ -105,6 +108,7 @@ def test_large_arrays_pass_in_slices(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_damaged_part_is_not_joined(tmp_path: pathlib.Path, parts: dict[str, Any]) -> None:
+    """A joined checkpoint with damaged bytes fails the save."""
     (file,) = (tmp_path / "native").glob("*.safetensors")
     flip(file, file.stat().st_size - 9)
     with pytest.raises((CorruptError, SaveError)):
@@ -123,6 +127,7 @@ class Counter:
 
 
 def test_the_state_of_an_iterator_is_no_part(tmp_path: pathlib.Path) -> None:
+    """A joined checkpoint may not have the state of a data iterator."""
     tr.save(tmp_path / "data", {"data": Counter(), "w": np.ones(2)})
     with pytest.raises(UnsupportedError, match=r"data: the state of a data iterator cannot be saved as a part"):
         tr.save(tmp_path / "joined", {"a": tr.open(tmp_path / "data")})

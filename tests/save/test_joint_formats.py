@@ -1,4 +1,4 @@
-"""Formats of other libraries that several processes write: each its part of the arrays, nothing twice."""
+"""Tests saves in formats of other libraries by several processes: each writes its part of the arrays, nothing twice."""
 
 import os
 import pathlib
@@ -52,7 +52,7 @@ VALUES: dict[str, Any] = {
 
 
 def check(found: Any) -> None:
-    """That a tree holds the state's values, to the bit."""
+    """Asserts that a tree has the values of the state, bit for bit."""
     for name, (seed, shape) in VALUES.items():
         expected = np.random.default_rng(seed).standard_normal(shape, np.float32)
         assert np.asarray(found[name]).tobytes() == expected.tobytes(), name
@@ -98,8 +98,12 @@ report(counts)
         size = files(tmp_path / format)
         counts = [result.report[format][0] for result in results]
         assert [result.report[format][1] for result in results] == [size] * processes
-        assert sum(counts) < 1.1 * size, (format, counts, size)  # the state once, by all together
-        assert max(counts) < size / processes + (4 << 20), (format, counts, size)  # and about as much by each
+        assert sum(counts) < 1.1 * size, (format, counts, size)  # All processes together write the state once.
+        assert max(counts) < size / processes + (4 << 20), (
+            format,
+            counts,
+            size,
+        )  # Each writes about the same number of bytes.
         for name in (format, f"{format} later"):
             assert tr.verify(tmp_path / name).ok
             check(tr.restore(tmp_path / name))
@@ -113,12 +117,14 @@ report(counts)
 @pytest.mark.slow
 @pytest.mark.peers
 def test_their_libraries_read_what_several_have_written(tmp_path: pathlib.Path) -> None:
-    """Orbax itself, and TensorStore as T5X and Levanter use it: by the names that were written."""
+    """Orbax reads the checkpoint. For T5X and Levanter, TensorStore reads the arrays by the names that were written."""
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
     run_job(tmp_path, STATE + "for f in FORMATS: tr.save(tmp / f, state(), format=f)", processes=2, FORMATS=FORMATS)
-    (tmp_path / "orbax").rename(tmp_path / "moved")  # what the database says of its parts goes with it
+    (tmp_path / "orbax").rename(
+        tmp_path / "moved"
+    )  # The database refers to its files by relative paths, so it can be moved.
     with ocp.StandardCheckpointer() as theirs:
         check(theirs.restore(tmp_path / "moved"))
     for format, name in (("t5x", "columns"), ("levanter", "columns"), ("t5x", "small"), ("levanter", "small")):
@@ -164,7 +170,10 @@ report(caught(tr.save, tmp / "across", items, format="orbax", composite=True, ru
 
 @pytest.mark.slow
 def test_what_one_process_cannot_write_in_parts(tmp_path: pathlib.Path) -> None:
-    """By way of a native checkpoint: rules that need parts of several, and what T5X has no files for."""
+    """Some saves go through a temporary native checkpoint, which process 0 converts.
+
+    Here: rules that need parts of several processes, and arrays that T5X stores without files of their own.
+    """
     body = """
 big = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
 tree = {"rows": put(big, P("x")), "w": {"v_row": put(big[:, 0], P("x"))}}
@@ -188,7 +197,7 @@ second = {"w": put(np.full((64, 64), 2.0, np.float32), P("x")), "n": np.arange(9
 tr.save(tmp / "c", first, format=FORMAT)
 close = Writer.close
 def dies(self):
-    close(self)  # after its part is written
+    close(self)  # dies after its part is written
     if INDEX == WHO:
         HOW()
 Writer.close = dies
@@ -199,20 +208,24 @@ report(caught(tr.save, tmp / "c", second, format=FORMAT, overwrite=True, timeout
 @pytest.mark.slow
 @pytest.mark.parametrize(("format", "who"), [("orbax", 0), ("orbax", 1), ("t5x", 1), ("levanter", 1)])
 def test_one_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, format: str, who: int) -> None:
+    """A killed process leaves the earlier checkpoint in place."""
     body = DIES.replace("HOW()", "os.kill(os.getpid(), signal.SIGKILL)")
     expect = {n: -signal.SIGKILL if n == who else None for n in range(2)}
     results = run_job(tmp_path, body, processes=2, recoverable=True, expect=expect, FORMAT=format, WHO=who)
-    if who:  # or JAX ends the others as well
+    if who:  # Otherwise JAX ends the peers as well.
         assert results[0].report[0] == "PeerError"
     found = tr.restore(tmp_path / "c")
     assert (found["w"] == 1).all() and (found["n"] == np.arange(9)).all()
-    tr.save(tmp_path / "c", {"w": np.zeros(3)}, format=format, overwrite=True)  # removes what the killed one has left
+    tr.save(
+        tmp_path / "c", {"w": np.zeros(3)}, format=format, overwrite=True
+    )  # removes the leftovers of the killed process
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("format", "who"), [("orbax", 1), ("t5x", 0), ("levanter", 1)])
 def test_one_that_fails_fails_all_and_leaves_nothing(tmp_path: pathlib.Path, format: str, who: int) -> None:
+    """If one process fails, all processes raise, and no files are left."""
     body = DIES.replace("HOW()", 'raise OSError(28, "No space left on device")')
     results = run_job(tmp_path, body, processes=2, FORMAT=format, WHO=who)
     for kind, text in (result.report for result in results):
@@ -224,7 +237,10 @@ def test_one_that_fails_fails_all_and_leaves_nothing(tmp_path: pathlib.Path, for
 @pytest.mark.rare
 @pytest.mark.slow
 def test_a_chunk_that_process_0_does_not_see_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
-    """As on file systems that are not one: what TensorStore does not find counts as zeros, or as an empty database."""
+    """Process 0 does not commit if it misses a chunk of a peer, as if they used different file systems.
+
+    TensorStore reads missing chunks as zeros, or as an empty database.
+    """
     body = """
 import shutil
 from treering.formats._zarr.writer import Writer
@@ -249,12 +265,12 @@ report(found)
     for result in run_job(tmp_path, body, processes=2, GONE=gone):
         for kind, text in result.report:
             assert kind == "SaveError" and "do all processes see the same file system?" in text
-    assert all(tr.verify(tmp_path / format).ok for format in gone)  # what was there
+    assert all(tr.verify(tmp_path / format).ok for format in gone)  # the earlier checkpoint
 
 
 @pytest.mark.long
 def test_processes_that_were_called_otherwise(tmp_path: pathlib.Path) -> None:
-    """Each would write its chunks of another leaf, or in another format, and nobody would notice."""
+    """Processes with different rules or formats are refused. They would write chunks of different leaves."""
     body = """
 tree = {"a": put(np.arange(8.0), P("x")), "b": put(np.arange(8.0) + 100, P("x")), "n": 1}
 swap = [tr.rules.rename("a", "c"), tr.rules.rename("b", "a"), tr.rules.rename("c", "b")]
@@ -279,6 +295,7 @@ report(found)
 
 @pytest.mark.slow
 def test_what_is_still_in_a_checkpoint_is_read_in_parts(tmp_path: pathlib.Path) -> None:
+    """Leaves that are arrays of a checkpoint are read in parts, in bounded memory."""
     body = """
 from treering.formats.treering.read import Reader
 big = np.arange(1 << 24, dtype=np.float32)
@@ -299,7 +316,9 @@ report(found)
     tr.save(tmp_path / "source", {"big": np.arange(1 << 24, dtype=np.float32)})
     for result in run_job(tmp_path, body, processes=2, FORMATS=FORMATS):
         for total, largest in result.report.values():
-            assert total <= 2 * (64 << 20)  # once to be compared with that of the others, and what is written
+            assert total <= 2 * (
+                64 << 20
+            )  # It reads everything once to compare it with its peers, and again what it writes.
             assert largest <= 64 << 20
     for format in FORMATS:
         assert (tr.open(tmp_path / format)["big"][-3:] == np.arange(1 << 24, dtype=np.float32)[-3:]).all()
@@ -335,6 +354,7 @@ class _Call(SingleProcess):
 
 @pytest.mark.parametrize("most", [1, 64, 1000, 1 << 20, 1 << 22])
 def test_every_element_is_written_by_one_that_has_it(most: int) -> None:
+    """Exactly one process writes each element, and that process holds it."""
     rng = np.random.default_rng(most)
     for _ in range(50):
         count = int(rng.integers(2, 6))
@@ -358,6 +378,6 @@ def test_every_element_is_written_by_one_that_has_it(most: int) -> None:
                     times[tuple(slice(*bounds) for bounds in box)] += 1
                     layout = layouts.get(entry.path)
                     if layout:
-                        (cell,) = layout.boxes.overlapping(box)  # no chunk lies in the parts of two
+                        (cell,) = layout.boxes.overlapping(box)  # No chunk crosses the border of two parts.
                         assert process in layout.holders[cell]
             assert (times == 1).all()

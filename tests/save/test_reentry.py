@@ -1,4 +1,4 @@
-"""Handlers of signals that save, restore or clean up while the same thread is in the middle of doing so."""
+"""Tests signal handlers that save, restore or delete while the main thread is inside such a call."""
 
 import json
 import pathlib
@@ -12,8 +12,8 @@ import pytest
 import treering as tr
 from samples import EVERY
 
-# A real SIGTERM comes at one operation of the disk after the other, of the call `OUTER`, and its handler makes the call
-# `INNER`. Operations in the background send it as well: then it finds the main thread where that waits.
+# A real SIGTERM arrives at each disk operation of the call `OUTER` in turn, and its handler makes the call `INNER`.
+# Background operations send it too. It then interrupts the main thread where that waits.
 BODY = """
 import faulthandler, os, shutil, signal, sys, threading
 faulthandler.dump_traceback_later(100, exit=True)
@@ -21,7 +21,7 @@ import json, pathlib, numpy as np, treering as tr
 from treering import stores
 from treering.testing._doubles import SteppedDisk
 tmp, outer, inner = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-tree = {"w": np.arange(30_000.0).reshape(2, -1).T, "n": 1}  # to be copied, and the call waits for room
+tree = {"w": np.arange(30_000.0).reshape(2, -1).T, "n": 1}  # `w` must be copied, so the call waits for room
 
 class Signals(SteppedDisk):
     at = armed = 0
@@ -69,12 +69,12 @@ while True:
                 assert "set a flag" in str(error) and "save_on_preemption" in str(error)
             elif "is closed" not in str(error):
                 raise
-        except (tr.errors.ExistsError, tr.errors.NotFoundError):  # of a step that is saved or deleted by both
+        except (tr.errors.ExistsError, tr.errors.NotFoundError):  # both calls save or delete the same step
             seen.append("worked")
     signal.signal(signal.SIGTERM, handler)
     disk.at, disk.armed = at, 1
     if outer == "close":
-        result = lambda pending: pending  # and it is under way
+        result = lambda pending: pending  # so that the save is still in progress
         ckpts.save(number + 5, tree)
         result = lambda pending: pending and pending.result()
     try:
@@ -85,7 +85,7 @@ while True:
         assert "is closed" in str(error) and seen == ["worked"], error
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ckpts.close()
-    if disk.armed:  # there are no more operations
+    if disk.armed:  # the call has no more operations
         disk.armed = 0
         break
     disk.armed = 0
@@ -96,10 +96,10 @@ while True:
         if os.path.exists(path):
             assert (tr.restore(path)["w"] == tree["w"]).all()
     ckpts = tr.Checkpointer(tmp / f"run-{at}")
-    ckpts.save(number + 9, tree)  # and nothing is left behind that stands in the way
+    ckpts.save(number + 9, tree)  # no leftover blocks it
     ckpts.close()
     assert tr.steps(tmp / f"run-{at}")[-1] == number + 9 and tr.verify(tmp / f"run-{at}").ok
-    for left in tmp.iterdir():  # or all of this takes gigabytes
+    for left in tmp.iterdir():  # otherwise all of this takes gigabytes
         shutil.rmtree(left)
 print(json.dumps([at, found]))
 """
@@ -110,7 +110,7 @@ INNER = ["tr.save", "tr.save_async", "save", "wait", "close", "delete", "restore
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_call_within_a_call_works_or_is_refused_and_never_hangs(tmp_path: pathlib.Path, outer: str) -> None:
-    """Within each a save of a run, and one or two of the others; `make thorough` tries all pairs."""
+    """Each outer call is tried with a save, and with one or two other calls. `make thorough` tries all pairs."""
     refused = 0
     for inner in INNER if EVERY == 1 else sorted({"save", *INNER[OUTER.index(outer) :: len(OUTER)]}):
         at = tmp_path / inner
@@ -127,6 +127,7 @@ def test_a_call_within_a_call_works_or_is_refused_and_never_hangs(tmp_path: path
 
 @pytest.mark.long
 def test_a_handler_that_saves_while_the_main_thread_saves_is_told_what_to_do(tmp_path: pathlib.Path) -> None:
+    """A handler that saves while the main thread is in a save gets an error that says what to do."""
     code = """
 import faulthandler, os, signal, sys, time
 faulthandler.dump_traceback_later(20, exit=True)
@@ -136,7 +137,7 @@ class Slow(stores.posix.Disk):
     def write(self, fd, data, offset):
         if not signalled:
             signalled.append(1)
-            time.sleep(0.2)  # the caller has come to where it waits for room
+            time.sleep(0.2)  # the caller waits for room by now
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
         super().write(fd, data, offset)
@@ -163,7 +164,7 @@ print(ckpts.steps)
 
 
 class Calls:
-    """A data iterator whose state is told, and set, by way of other calls."""
+    """A data iterator that makes a call while its state is read or set."""
 
     def __init__(self) -> None:
         self.call: Any = None
@@ -179,6 +180,7 @@ class Calls:
 
 
 def test_iterators_may_make_calls_of_their_own(tmp_path: pathlib.Path) -> None:
+    """`get_state` and `set_state` of an iterator may call Treering."""
     data = Calls()
     with tr.Checkpointer(tmp_path / "run") as ckpts, tr.Checkpointer(tmp_path / "other") as other:
         calls = {

@@ -1,4 +1,4 @@
-"""Saving, in the background and not, and everything that can go wrong with it."""
+"""Tests `save` and `save_async`, and their errors."""
 
 import collections
 import dataclasses
@@ -37,7 +37,7 @@ from treering.testing._doubles import HeldDisk
 
 
 class FailingDisk(Disk):
-    """Fails one operation from some call on, as a full or broken disk would; a sync of a directory only once."""
+    """Fails one operation from some call on, like a full or broken disk. A directory sync fails only once."""
 
     def __init__(self, operation: str, code: int, after: int = 0):
         self.operation, self.code, self.left = operation, code, after
@@ -75,7 +75,7 @@ def test_relative_paths_and_pathlike(tmp_path: pathlib.Path, monkeypatch: pytest
     assert tr.open(os.fsencode(tmp_path / "here"))["x"].shape == (3,)
 
 
-# What is saved is what the arrays held at the call
+# A save writes the values that the arrays had at the call
 
 
 def test_donation_right_after_the_call_changes_nothing(tmp_path: pathlib.Path, use_disk: Any) -> None:
@@ -121,7 +121,7 @@ def test_numpy_leaves_may_change_after_the_call(tmp_path: pathlib.Path, use_disk
 def test_the_accelerator_path_copies_before_it_returns(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No accelerator here: CPU arrays are taken for device arrays, so that they are copied through pinned host memory.
+    # Without an accelerator, CPU arrays are treated as device arrays, so that they are copied through pinned memory.
     from treering._pytree import devices
 
     monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
@@ -201,6 +201,7 @@ def test_leaving_the_program_finishes_the_save(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_failure_nobody_asked_about_is_printed_at_the_end(tmp_path: pathlib.Path) -> None:
+    """The error of a background save that no call raises is printed at exit."""
     done = run(
         """
         import resource, signal, sys, numpy as np, treering as tr
@@ -222,7 +223,7 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
         """
         import os, signal, sys, threading, numpy as np, treering as tr
         from treering import stores
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may have it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore SIGINT
         class Disk(stores.Disk):
             def preallocate(self, fd, size):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -240,7 +241,7 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
         background,
     )
     assert done.stdout.startswith("interrupted"), done.stderr
-    if background:  # the save was not what was interrupted, and goes on
+    if background:  # Only the wait was interrupted, so the save continues.
         assert tr.verify(tmp_path / "x").ok
     else:
         assert done.stdout == "interrupted False\n" and everything(tmp_path) == []
@@ -249,7 +250,7 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
 def test_ctrl_c_while_the_thread_of_a_save_begins_is_told_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread is there, and has not yet said so."""
+    """Ctrl-C in `Thread.start`, after the thread has begun, fails the save. No later call raises that error again."""
     gate, begun, start = threading.Event(), list[threading.Thread](), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -266,14 +267,14 @@ def test_ctrl_c_while_the_thread_of_a_save_begins_is_told_once(
     gate.set()
     begun[0].join(30)
     assert everything(tmp_path) == []
-    tr.save(tmp_path / "x", {"x": np.ones(3)})  # raises nothing that was told already
+    tr.save(tmp_path / "x", {"x": np.ones(3)})  # does not raise the earlier error again
 
 
 # Memory in flight
 
 
 class Watcher(Disk):
-    """Records how many bytes of copies are held at each write."""
+    """Records the bytes of copies that are held at each write."""
 
     def __init__(self) -> None:
         self.feed: Any = None
@@ -326,13 +327,13 @@ def test_the_memory_limit_holds_with_rules_and_in_other_formats(
             memory_limit=16 << 20,
         )
         for array in tree.values():
-            array[:] = 2  # which must not come through
+            array[:] = 2  # the checkpoint must not have this value
         if background:
             found.result()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 240 << 20  # and not 480 MiB; threads and what the formats encode come on top of the limit
+    assert peak < 240 << 20  # Not 480 MiB. Threads and encoded values come on top of the limit.
     (path,) = tmp_path.iterdir()
     assert all((np.asarray(value) == 1).all() for value in tr.open(path).values())
 
@@ -341,6 +342,7 @@ def test_the_memory_limit_holds_with_rules_and_in_other_formats(
 
 
 def test_every_leaf_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: pathlib.Path) -> None:
+    """The error names every leaf that cannot be saved, and nothing is written."""
     tree = {"good": np.ones(3), "bad": [object(), {"x": np.array([{}])}], "s": jax.ShapeDtypeStruct((2,), "float32")}
     for save in (tr.save, tr.save_async):
         with pytest.raises(tr.errors.UnsupportedError) as caught:
@@ -404,6 +406,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
 
 
 def test_metadata_may_be_what_configurations_are_made_of(tmp_path: pathlib.Path) -> None:
+    """Metadata may have dataclasses, ConfigDicts, paths and scalars, and restores as JSON values."""
     config = ml_collections.ConfigDict(
         {"model": {"width": 8, "name": ml_collections.FieldReference("gpt")}, "to": (1,)}
     )
@@ -477,6 +480,7 @@ def test_paths_in_use_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_dangling_link_is_an_error_and_no_endless_loop(tmp_path: pathlib.Path) -> None:
+    """A path through a dangling link raises an error and does not loop."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "c")
     with pytest.raises(tr.errors.SaveError, match="No such file"):
         tr.save(tmp_path / "link", {"x": np.ones(3)})
@@ -491,6 +495,7 @@ def test_foreign_files_in_a_checkpoint_survive_an_overwrite(tmp_path: pathlib.Pa
 
 @pytest.mark.long
 def test_of_two_writers_of_a_new_path_one_wins_and_the_other_is_told(tmp_path: pathlib.Path) -> None:
+    """Of two writers of a new path, one commits and the other raises ExistsError."""
     code = """
         import sys, numpy as np, treering as tr
         from treering.formats.treering.commit import Transaction
@@ -516,7 +521,7 @@ def test_of_two_writers_of_a_new_path_one_wins_and_the_other_is_told(tmp_path: p
     assert outputs[0] == "won\n"
     assert outputs[1].startswith("lost") and "another writer" in outputs[1]
     assert tr.restore(path) == {"who": 0}
-    assert len(everything(path)) == 1  # no arrays, so the manifest alone
+    assert len(everything(path)) == 1  # The tree has no arrays, so only a manifest is written.
 
 
 @pytest.mark.parametrize("operation", ["create", "preallocate", "write", "truncate", "sync", "sync_dir", "link"])
@@ -553,7 +558,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path: pathlib.Path, us
     assert after > 0
     stores.register(stores.Filesystem(Disk()))
     assert tr.restore(tmp_path / "c")["x"][0] == 1
-    tr.save(tmp_path / "c", {"x": np.ones(1000)}, overwrite=True)  # tidies up what a failing disk could not
+    tr.save(tmp_path / "c", {"x": np.ones(1000)}, overwrite=True)  # removes what the failing disk could not remove
     assert len(everything(tmp_path / "c")) == 2
 
 
@@ -578,7 +583,7 @@ def test_a_really_full_file_system_names_the_cause(tmp_path: pathlib.Path) -> No
 
 
 def test_a_read_only_directory_names_the_cause(tmp_path: pathlib.Path) -> None:
-    if os.geteuid() == 0:  # root may write anywhere; the kernel's own read-only file system is refused to it as well
+    if os.geteuid() == 0:  # Root may write anywhere except on a read-only file system of the kernel.
         target = pathlib.Path("/proc/sys/treering")
     else:
         target = tmp_path / "ro" / "c"
@@ -619,6 +624,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: pathlib.Pa
 def test_a_caller_that_waits_for_room_hears_of_every_failure(
     tmp_path: pathlib.Path, use_disk: Any, operation: str
 ) -> None:
+    """A caller that waits for room raises every failure of its save, and does not hang."""
     tree = {str(n): np.full(1000, n) for n in range(50)}
     use_disk(FailingDisk(operation, errno.ENOSPC))
     with pytest.raises(tr.errors.SaveError, match="No space left"):
@@ -658,7 +664,7 @@ def test_a_failed_save_keeps_no_arrays_alive(tmp_path: pathlib.Path, use_disk: A
 
 def test_an_array_file_that_vanishes_fails_the_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class Meddled(Disk):
-        """Somebody removes the array file, as where locks do not reach from one host to the other."""
+        """Another program removes the array file, as on a file system without locks between hosts."""
 
         def sync(self, fd: int) -> None:
             super().sync(fd)
@@ -672,9 +678,10 @@ def test_an_array_file_that_vanishes_fails_the_save(tmp_path: pathlib.Path, use_
 
 
 def test_what_no_reader_would_take_is_not_committed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save checks its own manifest, and does not commit one that readers would refuse."""
     tr.save(tmp_path / "c", {"x": jnp.ones(8)})
     x = jax.device_put(jnp.ones(8), jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a")))
-    # a mock: a mistake of the writer that no other check knows
+    # A mock: a defect of the writer that no other check finds.
     monkeypatch.setattr(layout, "describe", lambda sharding: {"mesh": {"a": 0}, "spec": []})
     for path in (tmp_path / "c", tmp_path / "new"):
         with pytest.raises(tr.errors.UnsupportedError, match=rf"{path}: expected a tree that can be read back, .*mesh"):
@@ -685,6 +692,8 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: pathlib.Path, monk
 
 
 def test_a_commit_whose_answer_was_lost_is_a_commit(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """A save succeeds if its manifest is in place although the link failed."""
+
     class Network(Disk):
         def link(self, old: str, new: str) -> None:
             super().link(old, new)
@@ -709,6 +718,7 @@ def test_file_systems_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest.
 
 
 def test_what_fails_after_the_commit_is_no_failed_save(tmp_path: pathlib.Path, use_disk: Any, caplog: Any) -> None:
+    """An error after the commit is logged and not raised."""
     tr.save(tmp_path / "c", {"x": np.zeros(3)})
     use_disk(FailingDisk("unlink", errno.EACCES))
     tr.save(tmp_path / "c", {"x": np.ones(3)}, overwrite=True)
@@ -726,7 +736,9 @@ def test_an_overwrite_that_may_not_be_durable_says_so(tmp_path: pathlib.Path, us
     use_disk(Unsure())
     with pytest.raises(tr.errors.SaveError, match="in place, but the disk failed to make that durable"):
         tr.save(tmp_path / "c", {"x": np.ones(3)}, overwrite=True)
-    assert len(list((tmp_path / "c").glob("arrays-*"))) == 2  # whichever manifest a power cut leaves has its arrays
+    assert (
+        len(list((tmp_path / "c").glob("arrays-*"))) == 2
+    )  # A power cut may leave either manifest, so the arrays of both stay.
 
 
 @pytest.mark.long
@@ -753,7 +765,7 @@ def test_abort_does_not_remove_what_another_committed(tmp_path: pathlib.Path, us
 
 
 def native_save(path: pathlib.Path, tree: Any) -> bool:
-    """Overwrites from another process, for saves of one process are written one after the other."""
+    """Overwrites from another process, because the saves of one process run one after another."""
     code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'x': np.ones(3)}, overwrite=True)"
     return subprocess.run([sys.executable, "-c", code, str(path)], timeout=60).returncode == 0
 
@@ -771,6 +783,8 @@ def test_a_users_own_empty_directory_stays_as_it_is(tmp_path: pathlib.Path, use_
 
 
 def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
+    """A log handler that raises does not fail a save."""
+
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             raise ValueError
@@ -790,6 +804,7 @@ def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
 def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_started(
     tmp_path: pathlib.Path, monkeypatch: Any
 ) -> None:
+    """If the system starts no more threads, fewer threads do the work. No thread is left over."""
     real, started = threading.Thread.start, []
 
     def start(self: threading.Thread) -> None:
@@ -802,7 +817,7 @@ def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_start
         started.clear()
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
-            if limit == 1:  # there is not even one to write in
+            if limit == 1:  # not even the writing thread can start
                 with pytest.raises(tr.errors.SaveError, match=r"no more are allowed .*start new thread.*ulimit -u"):
                     tr.save(tmp_path / "c", {"x": np.ones(3)})
             else:
@@ -820,6 +835,7 @@ def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_start
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root becomes another, whom the limit binds"
 )
 def test_where_the_system_allows_few_threads_all_works_or_says_so() -> None:
+    """Under a real limit on threads, a save and a restore succeed or raise an error that names the limit."""
     code = """
 import os, resource, sys
 import numpy as np, treering as tr
@@ -893,8 +909,8 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
 def test_a_failed_save_lets_go_of_what_was_never_handed_over(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
-
-    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)  # so that each array needs room
+    """A failed save keeps no references to arrays that it has not staged yet."""
+    monkeypatch.setattr(leaves, "on_host", lambda sharding: False)  # then each array needs a copy, and room for it
     use_disk(FailingDisk("preallocate", errno.ENOSPC))
     state = [jnp.full(300, n) for n in range(8)]
     alive = [weakref.ref(array) for array in state]
@@ -909,7 +925,10 @@ def test_a_failed_save_lets_go_of_what_was_never_handed_over(
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_moment_after_a_lock_was_taken_hangs_nobody(tmp_path: pathlib.Path) -> None:
-    """`threading.Condition` is Python, which may be interrupted before `with` knows that it has the lock."""
+    """Ctrl-C right after a lock was acquired hangs no thread.
+
+    `threading.Condition` is Python code, which may be interrupted before `with` knows that it has the lock.
+    """
     done = run(
         """
         import faulthandler, os, signal, sys, threading, numpy as np, treering as tr
@@ -949,20 +968,22 @@ def test_ctrl_c_in_the_moment_after_a_lock_was_taken_hangs_nobody(tmp_path: path
     assert done.stdout == "True\n", done.stderr
 
 
-# Trees that are read while they are written
+# Saves that read the tree while they write it
 
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU arrays are taken for device arrays: a mock, for the bytes of those must be copied."""
+    """Makes Treering treat CPU arrays as device arrays, whose bytes must be copied. This is a mock."""
     monkeypatch.setattr(leaves, "on_host", lambda sharding: False)
 
 
 @pytest.mark.rare
 @pytest.mark.slow
 def test_parts_behind_the_first_two_billion_elements(tmp_path: pathlib.Path) -> None:
-    """An index of 32 bits wraps around there, without an error. JAX's int4 must be copied on CPUs, too."""
-    some = np.resize(np.arange(-8, 7, dtype=np.int8), 15 << 16)  # repeating few numbers so often takes half a minute
+    """A 32-bit index would wrap around there without an error. JAX's int4 arrays must be copied on CPUs too."""
+    some = np.resize(
+        np.arange(-8, 7, dtype=np.int8), 15 << 16
+    )  # repeating a few numbers so often would take half a minute
     values = np.resize(some, 2**31 + 1000)
     tree = {"w": jnp.asarray(values.astype("int4"))}
     tr.save(tmp_path / "c", tree, rules=[tr.rules.rename("w", "v")], memory_limit=1)
@@ -975,6 +996,7 @@ TURNED = [tr.rules.transpose("w*", (1, 0))]
 
 @pytest.mark.long
 def test_parts_of_arrays_are_those_that_were_asked_for(tmp_path: pathlib.Path, accelerator: None) -> None:
+    """A save with rules and little memory reads and writes the right parts of each array."""
     mesh = jax.make_mesh((8,), ("x",))
     tree = {
         "w0": jnp.arange(6 << 20, dtype=jnp.float32).reshape(-1, 2),
@@ -1005,6 +1027,8 @@ def test_a_save_that_has_read_everything_keeps_no_arrays(tmp_path: pathlib.Path,
 def test_a_function_of_a_rule_cannot_save(
     tmp_path: pathlib.Path, name: str, limit: int | None, accelerator: None
 ) -> None:
+    """A rule's function that calls `save` gets an error instead of a deadlock."""
+
     def inner(array: Any) -> Any:
         tr.save(tmp_path / "inner", {"x": array})
         return array
@@ -1018,6 +1042,7 @@ def test_a_function_of_a_rule_cannot_save(
 @pytest.mark.long
 @pytest.mark.parametrize("setting", ["jax_transfer_guard", "jax_debug_nans"])
 def test_what_is_read_while_it_is_written_obeys_guards(tmp_path: pathlib.Path, accelerator: None, setting: str) -> None:
+    """Reads in the background work under JAX's transfer guards."""
     tree = {"w": jnp.full((6 << 20, 2), jnp.nan).block_until_ready()}
     before = getattr(jax.config, setting)
     jax.config.update(setting, "disallow" if "guard" in setting else True)
@@ -1041,7 +1066,7 @@ def test_ctrl_c_ends_a_copy_of_a_checkpoint(tmp_path: pathlib.Path, format: str)
 
 
 class Slow:
-    """A source that takes its time."""
+    """A source with slow reads."""
 
     def __init__(self, source: Any):
         self._source = source

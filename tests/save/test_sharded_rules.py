@@ -1,4 +1,4 @@
-"""Arrays that are spread over devices, changed on the way, in pieces larger than what is read at a time."""
+"""Tests rules on arrays that are spread over devices, in pieces larger than one read."""
 
 import pathlib
 
