@@ -1,4 +1,4 @@
-"""Who writes which piece: every element once, about as much each, and the same answer in every process."""
+"""Tests the assignment of pieces to processes: each element once, about as much for each, the same in every process."""
 
 import itertools
 import json
@@ -34,11 +34,11 @@ from treering.formats.treering.manifest_fields import ArrayRow, File, Manifest
 P = jax.P
 MIB = 1 << 20
 MESH_AXES = ("x", "y")
-unhurried = settings(deadline=None)  # other work on the machine is no failure
+unhurried = settings(deadline=None)  # a busy machine must not fail a test
 
 
 class FakeDevice:
-    """Where the real thing cannot be had: JAX asks a device no more than this to say who has which part of an array."""
+    """A fake device of a large job. JAX needs only these attributes to say which process has which part of an array."""
 
     platform, device_kind, client, slice_index = "cpu", "fake", None, 0
 
@@ -58,7 +58,7 @@ def mesh_of(*sizes: int, per_process: int = 1, axes: Sequence[str] = MESH_AXES) 
 
 
 def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None = None) -> tuple[list[Share], Any]:
-    """What `plan` does with arrays of one group: the shares, and what each process has to write."""
+    """Returns the shares that `plan` chooses for one group of arrays, and the bytes that each process must write."""
     loads = np.zeros(count, np.int64)
     total = sum(one.nbytes(itemsize) for one, itemsize in arrays)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None 
 
 
 def written_bytes(shares: Sequence[tuple[Share, int]], count: int) -> np.ndarray:
-    """How much each process writes according to the shares alone."""
+    """Returns the bytes that each process writes, computed from the shares alone."""
     loads = np.zeros(count, np.int64)
     for share, itemsize in shares:
         np.add.at(loads, np.asarray(share.writers), [itemsize * math.prod(box_shape(box)) for box in share.boxes])
@@ -79,12 +79,12 @@ def shape_of(one: Layout) -> tuple[int, ...]:
     return tuple(max(stop for _, stop in axis) for axis in zip(*one.boxes, strict=True))
 
 
-# Everything once
+# Each element is written once
 
 
 @st.composite
 def grids(draw: st.DrawFn, count: int) -> Layout:
-    """Grids over up to three axes with cells of any size, in any order, each held by anybody."""
+    """Draws grids over up to three axes, with cells of any size in any order, each held by any processes."""
     axes: list[list[tuple[int, int]]] = []
     for _ in range(draw(st.integers(0, 3))):
         sizes = draw(st.one_of(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.just([0])))
@@ -96,7 +96,7 @@ def grids(draw: st.DrawFn, count: int) -> Layout:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[int, list[tuple[Layout, int]]]:
-    """The number of processes, and arrays as layouts and item sizes."""
+    """Draws the number of processes, and arrays as layouts and item sizes."""
     count = draw(st.integers(1, 12))
     arrays = st.tuples(grids(count), st.sampled_from([1, 2, 4, 8, 16]))
     return count, draw(st.lists(arrays, min_size=1, max_size=5))
@@ -115,9 +115,9 @@ def test_every_element_has_one_writer_who_holds_it(job: tuple[int, list[tuple[La
             holders = [own for outer, own in zip(one.boxes, one.holders, strict=True) if within(box, outer)]
             assert any(writer in own for own in holders)
         assert (covered == 1).all()
-        if covered.size:  # what readers ask of a layout
+        if covered.size:  # readers need the boxes to be a grid
             assert Cells.of(share.boxes)[0].shape == covered.shape
-        if share.layout is not None:  # all that the manifest says of these is the turn
+        if share.layout is not None:  # The manifest has only the turn of these arrays.
             assert share.layout is one and share.boxes == one.boxes
             turns = [own[share.turn % len(own)] for own in one.holders]
             assert turns == np.asarray(share.writers).tolist()
@@ -133,6 +133,7 @@ def within(box: Box, outer: Box) -> bool:
 @unhurried
 @given(jobs())
 def test_each_piece_is_one_run_of_bytes_of_what_its_holders_have(job: tuple[int, list[tuple[Layout, int]]]) -> None:
+    """Each piece is one run of bytes of the box that its holders have."""
     count, arrays = job
     for (one, _), share in zip(arrays, sharing(arrays, count, least=64)[0], strict=True):
         for box in share.boxes:
@@ -156,11 +157,12 @@ def test_the_same_in_every_process(job: tuple[int, list[tuple[Layout, int]]]) ->
 @unhurried
 @given(jobs(), st.sampled_from([64, 500, 4000]))
 def test_what_is_small_is_never_cut(job: tuple[int, list[tuple[Layout, int]]], least: int) -> None:
+    """Boxes with pieces below the limit are not cut."""
     count, arrays = job
     for (one, itemsize), share in zip(arrays, sharing(arrays, count, least)[0], strict=True):
         if max(math.prod(box_shape(box)) for box in one.boxes) * itemsize < 2 * least:
             assert share.boxes == one.boxes
-        # Where rows cannot be dealt out evenly there are up to about eight times as many cells.
+        # If rows cannot be divided evenly, there are up to about eight times as many cells.
         assert len(share.boxes) <= max(1, 17 * one.nbytes(itemsize) // least) * len(one.boxes)
 
 
@@ -173,6 +175,7 @@ def test_nothing_below_two_mebibytes_is_cut_and_more_is() -> None:
 @unhurried
 @given(st.integers(1, 40_000), st.sampled_from([1, 3, 16, 64]), st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 40))
 def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, itemsize: int, parts: int) -> None:
+    """Cells begin at multiples of 64 bytes, so that JAX can adopt their memory."""
     box = ((0, rows), (0, columns))
     cuts = assignment._cuts(Layout([box], [[0]]), itemsize, parts)
     cells = list(assignment.cells(box, cuts))
@@ -181,7 +184,7 @@ def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, i
     assert len(cells) <= max(parts, 8 * parts + rows)
 
 
-# About as much each
+# All processes write about as much
 
 
 def sharded(shape: Sequence[int], mesh: Mesh, spec: Any) -> Layout:
@@ -190,7 +193,7 @@ def sharded(shape: Sequence[int], mesh: Mesh, spec: Any) -> Layout:
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
-    """Meshes of up to three axes, any of which may cut any axis of an array, in any order."""
+    """Draws meshes of up to three axes, each of which may cut any axis of an array, in any order."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     mesh = mesh_of(*sizes, per_process=draw(st.integers(1, 3)), axes=("x", "y", "z"))
     names = draw(st.permutations(mesh.axis_names))
@@ -207,6 +210,7 @@ def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
 @unhurried
 @given(shardings())
 def test_what_follows_from_mesh_and_spec_is_what_jax_says(found: tuple[NamedSharding, tuple[int, ...]]) -> None:
+    """The layout computed from mesh and spec equals the one from JAX's own map of devices."""
     sharding, shape = found
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -224,7 +228,9 @@ LINE, SQUARE = mesh_of(64), mesh_of(8, 8)
 SMALL = [((n % 97 + 1, 64), 4) for n in range(3000)]
 LARGE = [((256 * (n % 3 + 1), 2048), 2) for n in range(9)]
 FSDP = [(shape, P("x")) for shape in [(4096, 512), (512, 4096), (64,)] * 9]
-REPLICAS = [(shape, P("y")) for shape in [(2048, 2048), (256, 512), (8,)] * 9]  # 8 groups of 8 that hold the same
+REPLICAS = [
+    (shape, P("y")) for shape in [(2048, 2048), (256, 512), (8,)] * 9
+]  # 8 groups of 8 processes that hold the same pieces
 TREES: dict[str, tuple[int, list[tuple[Layout, int]]]] = {
     "many small, replicated": (64, [(sharded(shape, LINE, P()), size) for shape, size in SMALL]),
     "few large, replicated": (64, [(sharded(shape, LINE, P()), size) for shape, size in LARGE]),
@@ -249,7 +255,7 @@ TREES: dict[str, tuple[int, list[tuple[Layout, int]]]] = {
         8,
         [(sharded((2048, 2048), mesh_of(8, 8, per_process=8), spec), 4) for spec in [P("x"), P("y"), P(), P("y", "x")]],
     ),
-    # Processes that lie across the groups: what one of them holds, each of the others holds too.
+    # Each process has devices of several groups, and holds the same pieces as its peers.
     "groups within processes": (16, [(sharded((4096, 512), mesh_of(8, 8, per_process=4), P("y")), 4)] * 5),
 }
 
@@ -257,7 +263,7 @@ TREES: dict[str, tuple[int, list[tuple[Layout, int]]]] = {
 def assert_even(count: int, arrays: Sequence[tuple[Layout, int]]) -> None:
     shares, loads = sharing(arrays, count)
     fair = sum(one.nbytes(itemsize) for one, itemsize in arrays) / count
-    # And not at the price of pieces without number.
+    # The number of pieces stays bounded too.
     assert sum(len(share.boxes) for share in shares) <= sum(len(one.boxes) for one, _ in arrays) + 17 * count
     most = max(1.25 * fair + MIB, 2 * MIB)
     assert loads.max() <= most, f"{loads.max() / fair:.2f} times a fair share of {fair:.0f} bytes"
@@ -269,6 +275,7 @@ def test_all_write_about_the_same(name: str) -> None:
 
 
 def test_small_leaves_make_up_for_large_ones_wherever_they_come() -> None:
+    """Small leaves even out the loads of large ones, before or after these in the tree."""
     small, large = [(Layout([((0, 1 << 16),)], [range(8)]), 1)] * 4000, [(Layout([((0, 7 * MIB),)], [range(8)]), 1)] * 9
     for arrays in (small + large, large + small):
         _, loads = sharing(arrays, 8)
@@ -282,7 +289,8 @@ def test_small_leaves_make_up_for_large_ones_wherever_they_come() -> None:
     st.lists(st.integers(0, 100), min_size=10, max_size=10),
 )
 def test_the_turn_is_taken_in_which_the_busiest_has_the_least(holders: list[set[int]], before: list[int]) -> None:
-    size = 3 * MIB // 2  # of smaller ones few processes write more
+    """The chosen turn has the smallest load of its busiest process."""
+    size = 3 * MIB // 2  # smaller pieces go to few processes instead
     boxes = [((n * size, (n + 1) * size),) for n in range(len(holders))]
     one = Layout(boxes, [sorted(own) for own in holders])
     loads = np.array(before, np.int64)
@@ -293,14 +301,14 @@ def test_the_turn_is_taken_in_which_the_busiest_has_the_least(holders: list[set[
 
 
 def test_few_processes_write_what_is_small() -> None:
-    """Each that writes anything writes a file: a thousand leaves of 1 KiB are not a thousand files."""
+    """Few processes write small leaves, because each that writes makes a file. A thousand leaves of 1 KiB need one."""
     everyone = [range(4096)]
     for nbytes, writers in ((1 << 10, 1), (64 << 10, 63), (MIB, 1000)):
         _, loads = sharing([(Layout([((0, nbytes),)], everyone), 1)] * 1000, 4096)
         assert np.count_nonzero(loads) == writers and loads.max() <= MIB
     large = [(Layout([((0, 64 * MIB),)], [range(16)]), 1)]
     _, loads = sharing([*large, *[(Layout([((0, 1 << 10),)], [range(16)]), 1)] * 1000], 16)
-    assert loads.max() < 1.1 * loads.mean()  # where all write anyway, all share it
+    assert loads.max() < 1.1 * loads.mean()  # If all processes write anyway, all share the small leaves.
 
 
 @pytest.mark.long
@@ -315,7 +323,7 @@ def test_replicated_trees_of_any_sizes_are_written_evenly(sizes: list[int], coun
 @given(st.lists(st.integers(1, 5000), min_size=2, max_size=3), st.integers(2, 64), st.sampled_from([1, 2, 4]))
 @example([5, 4 * MIB], 8, 4)  # fewer rows than holders
 @example([33, 4 * MIB], 64, 4)
-@example([768, 50257], 64, 2)  # rows of which a part must take many, to begin at a multiple of 64 bytes
+@example([768, 50257], 64, 2)  # a part needs many rows to begin at a multiple of 64 bytes
 @example([4096, 4095], 64, 1)
 def test_one_replicated_array_of_any_shape_is_written_evenly(shape: list[int], count: int, itemsize: int) -> None:
     assert_even(count, [(Layout([whole(tuple(shape))], [range(count)]), itemsize)])
@@ -332,11 +340,11 @@ def test_replicas_of_any_number_of_parts_are_written_evenly(groups: int, copies:
     assert_even(groups * copies, arrays)
 
 
-# From the shares to the bytes, for all processes of a job
+# The bytes that the shares lead to, for all processes of a job
 
 
 class State(NamedTuple):
-    """A job's arrays: their values, layouts, and whether they are global."""
+    """The arrays of a job: their values and layouts. `together` says which arrays are global."""
 
     count: int
     values: list[np.ndarray]
@@ -347,7 +355,7 @@ class State(NamedTuple):
         return [ArrayEntry(f"leaf/{n}", "jax", v.dtype.name, v.shape) for n, v in enumerate(self.values)]
 
     def described(self, process: int, copies: bool) -> Described:
-        """What a process has, as `leaves.describe` would say it."""
+        """Returns the description of what a process has, as `leaves.describe` would make it."""
         found: list[tuple[LocalShard, Any]] = []
         for leaf, (value, one) in enumerate(zip(self.values, self.layouts, strict=True)):
             for box, holders in zip(one.boxes, one.holders, strict=True):
@@ -370,7 +378,7 @@ def states(draw: st.DrawFn) -> State:
     state = State(count, [], [], [])
     for n, (one, itemsize) in enumerate(arrays):
         together = draw(st.booleans())
-        if not together:  # everybody has it for himself, whole
+        if not together:  # every process has its own copy
             one = Layout(one.boxes, [range(count)] * len(one.boxes))
         dtype = np.dtype({1: "int8", 2: "uint16", 4: "float32", 8: "complex64", 16: "complex128"}[itemsize])
         shape = shape_of(one)
@@ -389,6 +397,7 @@ def handed_bytes(data: Any) -> bytes:
 @unhurried
 @given(states(), st.booleans())
 def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) -> None:
+    """The pieces of all processes together are the arrays, byte for byte."""
     shares = state.shares()
     rebuilt = [np.zeros(value.nbytes, np.uint8).view(value.dtype).reshape(value.shape) for value in state.values]
     seen = [np.zeros(value.shape, int) for value in state.values]
@@ -407,8 +416,8 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
             rebuilt[piece.leaf][at] = np.frombuffer(data, value.dtype).reshape(box_shape(piece.box))
             seen[piece.leaf][at] += 1
         falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
-        assert falling == sorted(falling, reverse=True)  # so each begins where its elements may
-        # Of what is global no more than what is written; of the rest everything, for it is to be compared.
+        assert falling == sorted(falling, reverse=True)  # each then begins at an aligned offset
+        # Of global arrays only the written parts are staged. Other arrays are staged in full to be compared.
         assert sum(s.nbytes for s in handed if state.together[s.leaf]) == sum(
             p.nbytes for p in found if state.together[p.leaf]
         )
@@ -423,6 +432,7 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
 @unhurried
 @given(states())
 def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
+    """A process that saves alone stages all its shards unchanged."""
     described = state.described(0, False)
     handed, arrays = assignment.to_stage(described, None, 0)
     assert handed is described.shards and arrays is described.data
@@ -436,7 +446,7 @@ def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> 
 @unhurried
 @given(states(), st.sampled_from([1, 1000, 100_000]))
 def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> None:
-    """Files as each process lays them out, the manifest as process 0 writes it, and what a reader makes of both."""
+    """A reader finds every byte by the manifest of process 0 in the files as each process lays them out."""
     shares, entries = state.shares(), state.entries()
     names: list[str] = []
     buffers: list[tuple[safetensors.Header, bytes]] = []
@@ -468,7 +478,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
 
 
 def located(row: ArrayRow, listed: Manifest) -> Iterator[tuple[int, Box, str]]:
-    """File, box and name of each piece, as docs/format.md has it."""
+    """Returns file, box and name of each piece, by the rules of docs/format.md."""
     if isinstance(row.where, int):
         yield row.where, whole(row.shape), piece_key(row.path, None)
         return
@@ -526,7 +536,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
             *(3, inner, data.dtype, wanted.nbytes, copies),
         )
         np.testing.assert_array_equal(held, wanted)
-        assert np.shares_memory(held, data)  # nothing is copied here
+        assert np.shares_memory(held, data)  # must be a view
 
 
 @pytest.mark.long
@@ -547,11 +557,11 @@ def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int,
         assert all((a - start) % cut[1] == 0 for a, _ in own) and max(b for _, b in own) == stop
 
 
-# The plan of a whole tree
+# The plan of a tree
 
 
 def catalogue_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process: int) -> Catalogue:
-    """A tree of arrays by name: shape, dtype and sharding (None: NumPy arrays that every process has)."""
+    """Returns the catalogue of arrays: by name, shape, dtype and sharding (None: a NumPy array of each process)."""
     entries: list[Entry] = []
     shardings: dict[int, Any] = {}
     spread: set[int] = set()
@@ -566,7 +576,7 @@ def catalogue_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process
 
 def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() -> None:
     mesh = mesh_of(2, 4, per_process=2)
-    own = NamedSharding(Mesh(mesh.devices[1, 2:], ("x",)), P("x"))  # on both devices of process 3
+    own = NamedSharding(Mesh(mesh.devices[1, 2:], ("x",)), P("x"))  # both devices of process 3
     leaves: dict[str, Any] = {
         "grid": ((64, 64), "float32", NamedSharding(mesh, P("x", "y"))),
         "rows": ((1 << 20, 4), "bfloat16", NamedSharding(mesh, P("x"))),
@@ -584,11 +594,11 @@ def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() ->
     plain = [{n: (s.boxes, np.asarray(s.writers).tolist(), s.turn) for n, s in plan.items()} for plan in plans]
     assert all(sorted(one) == list(range(len(leaves))) for one in plain)
     assert all(one == plain[0] for one in plain[::2]) and all(one == plain[1] for one in plain[1::2])
-    # What is spread over processes is handed over before it is known what exists in one process only.
+    # Processes stage their global arrays before they know `single`, so `single` must not change the plan of these.
     assert all(plain[0][n] == plain[1][n] for n in (0, 1, 2, 4))
     boxes, writers, _ = plain[1][6]
     assert len(boxes) == 2 and set(writers) == {3}
-    assert len(set(plain[0][3][1])) > 1  # what all have, all write
+    assert len(set(plain[0][3][1])) > 1  # Several processes write an array that all have.
     sizes = [(share, dtypes.itemsize(catalogues[0].entries[n].dtype)) for n, share in plans[0].items()]
     assert written_bytes(sizes, 4).sum() == sum(
         math.prod(shape) * dtypes.itemsize(dtype) for shape, dtype, _ in leaves.values()
@@ -602,7 +612,7 @@ PROCESSES, LEAVES = 4096, 1000
 
 
 def transformer() -> dict[str, Any]:
-    """Four kinds of layers, with the moments of an optimizer."""
+    """Returns four kinds of layers, with the moments of an optimizer."""
     mesh = mesh_of(64, 64)
     leaves: dict[str, Any] = {}
 
@@ -624,7 +634,7 @@ def transformer() -> dict[str, Any]:
         add(f"{path}/mlp/bias", (4 * width,), P("y"))
         add(f"{path}/norm1", (width,), P())
         add(f"{path}/norm2", (width,), P())
-    return dict(sorted(leaves.items())[:LEAVES])  # as in a tree, where the leaves of a container lie together
+    return dict(sorted(leaves.items())[:LEAVES])  # in the order of a tree
 
 
 def alike(
@@ -639,7 +649,7 @@ def alike(
 
 WIDE = [(4096, 4096), (8192, 8192), (16384, 4096)]
 FORTY = [(4096 * (1 + n % 8), 64 * (1 + n // 8)) for n in range(40)]
-# New devices for each call, so that JAX has nothing in its caches either.
+# New devices for each call, so that JAX's caches have nothing either.
 SCALES: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp": alike(WIDE, (PROCESSES,), P("x")),
     "fsdp, forty shapes": alike(FORTY, (PROCESSES,), P("x")),
@@ -654,7 +664,7 @@ QUICK = ("hsdp", "replicated", "replicated, few large")
 
 
 class Figures(NamedTuple):
-    """What planning for thousands of processes costs one of them, with what comes of it."""
+    """The cost of planning for thousands of processes in one of them, and the plan."""
 
     seconds: float
     peak: int
@@ -664,7 +674,7 @@ class Figures(NamedTuple):
 
 
 def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
-    """Plans twice, for measuring memory takes most of the time."""
+    """Plans twice: once for the time and once for the memory, because measuring memory is slow."""
     seconds: list[float] = []
     for traced in (True, False):
         layouts.layout_of.cache_clear()
@@ -726,7 +736,9 @@ def test_a_thousand_leaves_on_thousands_of_processes(name: str) -> None:
         assert pieces == list(zip(np.asarray(share.writers).tolist(), share.boxes, strict=True))
         assert sum(math.prod(box_shape(box)) for _, box in pieces) == math.prod(shape)
         indices = sharding.devices_indices_map(shape) if sharding else {}
-        for writer, box in pieces[:: max(1, len(pieces) // 10)] if sharding else ():  # file and process have one number
+        for writer, box in (
+            pieces[:: max(1, len(pieces) // 10)] if sharding else ()
+        ):  # files have the numbers of their processes
             assert within(box, _sharding.box_of(indices[sharding.mesh.devices.flat[writer]], shape))
         if isinstance(row.where, tuple):
             assert Cells(again.layouts[row.where[0]].cuts).shape == shape

@@ -1,4 +1,4 @@
-"""Several processes: what one job saves together, any other restores; and nobody waits for the dead."""
+"""Tests saves and restores of several processes: any job restores them, and no process waits for a dead one."""
 
 import itertools
 import os
@@ -72,7 +72,7 @@ report([found.nbytes, found.step])
         wanted = {"rows": big, "columns": big + 1, "replicated": big + 2, "grid": big + 3, "elsewhere": big[:8] + 4}
         assert all(tree[key].tobytes() == value.tobytes() for key, value in wanted.items())
         assert (tree["alone"] == big[:9] + 5).all() and (tree["numpy"] == np.arange(3_000_000)).all()
-        # Each byte once in the whole job, however often it is replicated; and evenly.
+        # The job writes each byte once, even if it is replicated, and evenly.
         files = sorted((tmp_path / name).glob("arrays-*"))
         assert len(files) == processes
         sizes = [file.stat().st_size for file in files]
@@ -180,7 +180,7 @@ report([errors, sorted(os.listdir(tmp))])
     for index, result in enumerate(run_job(tmp_path, body, processes=2)):
         errors, listed = result.report
         assert errors.pop("good") is None and "good" in listed
-        assert not set(errors) & set(listed)  # nothing was left behind
+        assert not set(errors) & set(listed)  # no files are left
         kind, text = errors.pop("unsavable")
         assert kind == "UnsupportedError" and "a: object" in text.replace("builtins.", "")
         assert all(kind == "MismatchError" for kind, _ in errors.values()), errors
@@ -207,7 +207,7 @@ errors = [
     caught(tr.save, tmp / f"name-{INDEX}", tree, timeout=2),
     caught(tr.save, tmp / "steps", tree, step=INDEX, timeout=2),
 ]
-tr.save(tmp / "together", tree)  # what was out of step is not so for ever
+tr.save(tmp / "together", tree)  # the processes are in step again
 sync("before")
 if jax.process_index() == 0:
     begun = time.monotonic()
@@ -227,15 +227,16 @@ sync("after")
         assert not {"name-0", "name-1", "steps", "guarded"} & set(listed)
     kind, text = results[0].report[0][2]
     assert kind == "PeerError" and "process 1 (not in this call" in text and "process_index() == 0" in text
-    assert results[0].report[0][3] < 10  # not the time, but that there is an end to it
+    assert results[0].report[0][3] < 10  # A bound, not a measurement: the call must end.
     assert results[0].report[0][4:] == [None, True]
 
 
 @pytest.mark.rare
 @pytest.mark.slow
 def test_a_file_system_that_is_not_shared_is_found_out(tmp_path: pathlib.Path) -> None:
+    """A save fails if the processes see different file systems at the path."""
     body = """
-class Elsewhere(stores.posix.Disk):  # process 1 sees other files under the same names
+class Elsewhere(stores.posix.Disk):  # process 1 sees different files under the same names
     def stat(self, path):
         return super().stat(path.replace("/c", "/other").replace("/.c.", "/.other."))
 if INDEX == 1:
@@ -251,9 +252,12 @@ report([caught(tr.save, tmp / "c", tree, format=f, timeout=4) for f in ("treerin
 
 @pytest.mark.slow
 def test_what_a_network_takes_for_missing_for_a_while_is_looked_at_anew(tmp_path: pathlib.Path) -> None:
-    """As over NFS for as long as attributes are cached; a double, for that takes two hosts."""
+    """A file that a stale cache reports as missing is looked up again.
+
+    NFS caches attributes like this. The disk is a double, because real NFS needs two hosts.
+    """
     body = """
-class Caching(stores.posix.Disk):  # what was once missing stays so, until its directory is listed
+class Caching(stores.posix.Disk):  # a missing file stays missing until its directory is listed
     def __init__(self):
         self.missing = set()
     def stat(self, path):
@@ -280,7 +284,7 @@ with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
     for step in (1, 2):
         errors.append(caught(ckpts.save, step, {"n": step, "w": put(np.arange(8, dtype=np.float32) + step, P("x"))}))
         errors.append(caught(ckpts.wait))
-    if INDEX == 1:  # and once more
+    if INDEX == 1:  # the cache is stale once more
         stores.of("").disk.missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
     back = ckpts.restore({"n": 0, "w": put(np.zeros(8, np.float32), P("x"))})
     report([errors, ckpts.restored_step, back["n"], same(back["w"], np.arange(8, dtype=np.float32) + 2)])
@@ -291,6 +295,7 @@ with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
 
 @pytest.mark.slow
 def test_an_error_in_one_process_is_everybodys(tmp_path: pathlib.Path) -> None:
+    """All processes raise the error of a process that fails."""
     body = """
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.ones(3)}
 tr.save(tmp / "c", tree)
@@ -320,12 +325,12 @@ report(found)
 
 @pytest.mark.slow
 def test_who_finds_the_directory_gone_waits_for_the_reason(tmp_path: pathlib.Path) -> None:
-    """Process 0 removes what it began before it tells the others why."""
+    """A process that finds the directory gone waits for the error of process 0, which removes its files first."""
     body = """
 class Full(stores.posix.Disk):
     def create(self, path, *mode):
         if "arrays-" in path:
-            time.sleep(1)  # the other is about to make its file
+            time.sleep(1)  # process 1 will make its file soon
             raise OSError(28, "No space left on device")
         return super().create(path, *mode)
     def remove_dir(self, path):
@@ -357,6 +362,7 @@ POINTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("point", some([*POINTS, "before the commit"], first=1))
 def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
+    """The error names a dead process, and its files do not stay."""
     module, name, file = POINTS.get(point, ("_processes.coordinator", "MultiProcess.gather_and_decide", ""))
     body = """
 import importlib
@@ -374,8 +380,8 @@ if INDEX == 2:
         usual, calls = getattr(owner, last), []
         def dead(*args, **options):
             calls.append(1)
-            if last != "gather_and_decide" or len(calls) == 2:  # the second one is the report that all is written
-                time.sleep(0.5)  # so that the others have seen it in this call
+            if last != "gather_and_decide" or len(calls) == 2:  # the second one reports that all is written
+                time.sleep(0.5)  # its peers then have seen it in this call
                 os.kill(os.getpid(), signal.SIGKILL)
             return usual(*args, **options)
         setattr(owner, last, dead)
@@ -399,7 +405,9 @@ assert same(back["x"], np.arange(3 << 18, dtype=np.float32))
 tr.save(tmp / "c", {"x": back["x"], "n": np.arange(7)})
 """
     run_job(tmp_path, body, processes=2)
-    assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 3  # the dead one's files are gone
+    assert (
+        tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 3
+    )  # The files of the dead process are gone.
 
 
 @pytest.mark.slow
@@ -415,7 +423,7 @@ if INDEX == 0:
     die_at(*POINT.split())
 tr.save(tmp / "c", tree, timeout=3)
 """
-    # How JAX then ends the other process is its own affair.
+    # JAX decides how the other process then ends.
     results = run_job(tmp_path, body, processes=2, expect={0: KILLED, 1: None}, POINT=point)
     assert results[1].code != 0
     committed = (tmp_path / "c" / "treering.json").exists()
@@ -429,9 +437,9 @@ tr.save(tmp / "c", tree, timeout=3)
 
 
 def test_a_forked_child_of_a_process_of_the_job_is_none_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it has joined a job of its own since, as those of `torture.peers` do."""
+    """A forked child cannot make calls of its parent's job, but can join a job of its own (see `torture.peers`)."""
     monkeypatch.setattr(coordinator, "_inherited", None)
-    monkeypatch.setattr(coordinator.roll, "join", lambda *job: None)  # the job has no store
+    monkeypatch.setattr(coordinator.roll, "join", lambda *job: None)  # this fake job has no store
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(distributed.global_state, "process_id", 0)
     monkeypatch.setattr(distributed.global_state, "client", object())
@@ -464,7 +472,7 @@ with tr.Checkpointer(tmp / "run", save_every=2, keep=tr.keep.last(2) | tr.keep.e
     skipped = ckpts.save(12, tree, on_exists="skip")
     ckpts.pin(10)
     ckpts.save(14, tree); ckpts.save(16, tree); ckpts.wait()
-    if INDEX == 1: time.sleep(1)  # nothing is deleted before all have come to that call
+    if INDEX == 1: time.sleep(1)  # no step may be deleted before all processes made the call
     pinned = ckpts.steps
     undeletable = caught(ckpts.delete, 10)
     ckpts.delete(16)
@@ -472,7 +480,7 @@ with tr.Checkpointer(tmp / "run", save_every=2, keep=tr.keep.last(2) | tr.keep.e
     back = ckpts.restore(template)
     assert same(back["w"], np.full((8, 4), 12, np.float32)) and back["n"] == 12 and ckpts.restored_step == 14
     sync("restored")
-    if INDEX == 1:  # damage that only the process finds which reads it
+    if INDEX == 1:  # only process 1 reads the damaged bytes
         manifest = json.loads((tmp / "run/step-00000014/treering.json").read_bytes())
         (file,) = (tmp / "run/step-00000014").glob("*-00001-of-*")
         file.chmod(0o644)
@@ -494,7 +502,7 @@ report([steps, exists, skipped, pinned, undeletable, after, step, first])
         assert steps == [2, 6, 10, 12] and exists[0] == "ExistsError" and skipped is None
         assert pinned == [2, 6, 10, 12, 14, 16]
         assert undeletable[0] == "MismatchError" and after == step == 12
-        assert first  # process 0 decides, and its time is up
+        assert first  # Process 0 decides, and its interval is over.
     assert tr.steps(tmp_path / "timed") == [1]
 
 
@@ -519,7 +527,7 @@ sync("done")
 """
     reports = [result.report for result in run_job(tmp_path, body, processes=2)]
     failed = [[step for step in range(1, 8) if log[step - 1]] for log, *_ in reports]
-    # The process that sees it at once sees it again when all do, as soon as process 0 knows.
+    # A process raises its own error at once, and again when all raise it after process 0 has learned of it.
     last = failed[0][-1]
     assert failed == [[2, 3, last], [3, 5, last]] and last in (6, 7)
     for _, steps, skipped, later in reports:
@@ -535,7 +543,10 @@ sync("done")
 def test_after_one_stood_still_for_longer_than_the_timeout_all_find_together_again(
     tmp_path: pathlib.Path, stopped: int, where: str, call: str
 ) -> None:
-    """SIGSTOP, as by a debugger or a suspended machine; a loop without collectives, that goes on after errors."""
+    """After one process was suspended for longer than the timeout, all make the same calls again.
+
+    SIGSTOP stands for a debugger or a suspended machine. The loop has no collectives and continues after errors.
+    """
     body = """
 import subprocess, threading
 begun = time.monotonic()
@@ -580,12 +591,13 @@ report([last, [[n, *e] for n, e in enumerate(log, 1) if e]])
     assert set(range(33, 41)) <= set(steps) and tr.verify(tmp_path / "run").ok
     for step in steps:
         assert (tr.restore(tmp_path / "run", step=step)["w"] == np.arange(66.0) + step).all()
-    for index, (_, errors) in enumerate(reports):  # who raised no error has no hole
+    for index, (_, errors) in enumerate(reports):  # without an error, no step is missing
         assert {kind for _, kind, _ in errors} <= {"PeerError"}, (index, errors)
 
 
 @pytest.mark.slow
 def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
+    """All processes restore the same checkpoint, although another job replaces it meanwhile."""
     body = """
 import subprocess
 from treering._run import latest_good as _open
@@ -597,7 +609,7 @@ usual, calls = _open.open_one, []
 def late(disk, path, *rest):
     if INDEX == 1 and not calls:
         calls.append(1)
-        time.sleep(1)  # process 0 has read by now
+        time.sleep(1)  # process 0 has read the old one by now
         code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'w': np.ones(8, 'f4')}, overwrite=True)"
         subprocess.run([sys.executable, "-c", code, str(tmp / "run/step-00000001")], check=True)
     return usual(disk, path, *rest)
@@ -612,6 +624,10 @@ sync("done")
 
 @pytest.mark.slow
 def test_what_is_in_place_keeps_every_file_though_its_durability_is_in_doubt(tmp_path: pathlib.Path) -> None:
+    """A checkpoint in place keeps all files if its sync failed.
+
+    Its durability is in doubt, and all processes raise the error.
+    """
     body = """
 from treering._processes import coordinator as _processes
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
@@ -627,7 +643,7 @@ class Failing(stores.posix.Disk):
         super().sync_dir(path)
 if INDEX == 0:
     stores.register(stores.Filesystem(Failing()))
-else:  # looks for the answer, then for signs of life, and by then process 0 has answered and failed
+else:  # process 0 answers and fails between its two requests
     check = _processes.MultiProcess._check
     _processes.MultiProcess._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True))
@@ -641,6 +657,7 @@ sync("done")
 
 @pytest.mark.slow
 def test_files_stay_when_nobody_knows_whether_the_word_arrived(tmp_path: pathlib.Path) -> None:
+    """A process whose last message may have arrived keeps its files, because the commit is in doubt."""
     body = """
 from treering._processes import coordinator as _processes
 from treering.errors import PeerError
@@ -651,7 +668,7 @@ if INDEX == 1:
     def half(self, key, value):
         put_usually(self, key, value)
         words.append(key)
-        if len(words) == 2:  # the report that all is written
+        if len(words) == 2:  # it reports that all is written
             raise PeerError("the answer was lost")
     _processes.MultiProcess._set = half
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
@@ -664,13 +681,17 @@ sync("done")
 
 @pytest.mark.slow
 def test_nobody_cleans_up_what_a_process_that_stands_still_is_about_to_commit(tmp_path: pathlib.Path) -> None:
+    """Another job keeps the array files that a suspended process 0 is about to commit.
+
+    They include those of a dead peer, which no process locks any more.
+    """
     body = """
 import subprocess
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
 class Standing(stores.posix.Disk):
     def rename(self, old, new):
-        os.kill(OTHER, signal.SIGKILL)  # so nobody but this process holds a lock
+        os.kill(OTHER, signal.SIGKILL)  # now only this process holds a lock
         code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'x': np.ones(4)}, overwrite=True)"
         subprocess.run([sys.executable, "-c", code, str(tmp / "c")], check=True)
         super().rename(old, new)

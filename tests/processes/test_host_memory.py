@@ -1,4 +1,4 @@
-"""The memory of a host whose processes copy from accelerators at the same time, with a double: see `accelerator`."""
+"""Tests the memory of a host whose processes copy from accelerators together, with a double: see `accelerator`."""
 
 import pathlib
 
@@ -7,7 +7,7 @@ import pytest
 from jobs import run_job
 
 MIB = 1 << 20
-_PORTION, _LEAVES, _LEAF = 4 * MIB, 64, 2 * MIB  # bytes; of a leaf each process has so much
+_PORTION, _LEAVES, _LEAF = 4 * MIB, 64, 2 * MIB  # bytes, number, bytes of a leaf in each process
 
 _COPYING = f"""
 import logging, threading
@@ -19,7 +19,7 @@ from treering.testing._doubles import HeldDisk
 
 accelerator.install(pytest.MonkeyPatch())
 available_memory._LEAST = staging._PORTION_BYTES = {_PORTION}
-available_memory._SHARE = 1  # as if they were many
+available_memory._SHARE = 1  # processes share the memory, so this makes them look like many
 where = NamedSharding(mesh(COUNT), P("x"))
 shard = ({_LEAF} // 4,)
 state = {{
@@ -35,7 +35,7 @@ def resident(pid):
     with open(f"/proc/{{pid}}/statm") as file:
         return int(file.read().split()[1]) * 4096
 
-tr.save_async(tmp / "warm", state, memory_limit={_PORTION}).result()  # what is made once is
+tr.save_async(tmp / "warm", state, memory_limit={_PORTION}).result()  # objects that are made only once exist now
 (tmp / f"before-{{INDEX}}").write_text(json.dumps([os.getpid(), resident(os.getpid())]))
 sync("all are there")
 before = dict(json.loads((tmp / f"before-{{n}}").read_text()) for n in range(COUNT))
@@ -68,7 +68,10 @@ report([min(least), most, waits, len(warnings), all(right)])
 @pytest.mark.rare
 @pytest.mark.slow
 def test_what_the_processes_of_a_host_hold_leaves_an_eighth_of_it(tmp_path: pathlib.Path) -> None:
-    """Each alone is within its own limit; together they would take twice what there is."""
+    """Together the processes leave an eighth of the host's memory free.
+
+    Each alone is within its limit; without the check they would need twice the memory.
+    """
     for result in run_job(tmp_path, _COPYING, processes=4, devices=1):
         least, most, waits, warnings, right = result.report
         assert waits and warnings == 1 and right

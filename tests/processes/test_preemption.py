@@ -1,4 +1,4 @@
-"""Jobs that are told to stop."""
+"""Tests saves of a job that gets SIGTERM."""
 
 import gc
 import os
@@ -26,6 +26,7 @@ def handler() -> Iterator[None]:
 
 
 def test_the_first_save_after_a_sigterm_saves_in_any_case(tmp_path: pathlib.Path) -> None:
+    """The first save after SIGTERM saves, also if the interval would skip it."""
     with tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
         assert ckpts.save(1, {"x": 1}) is None and not ckpts.preempted
         os.kill(os.getpid(), signal.SIGTERM)
@@ -36,6 +37,7 @@ def test_the_first_save_after_a_sigterm_saves_in_any_case(tmp_path: pathlib.Path
 
 
 def test_a_step_that_is_saved_already_is_enough(tmp_path: pathlib.Path) -> None:
+    """After SIGTERM, a step that exists already is not saved again."""
     with tr.Checkpointer(tmp_path, save_on_preemption=True) as ckpts:
         ckpts.save(1, {"x": 1})
         os.kill(os.getpid(), signal.SIGTERM)
@@ -43,12 +45,14 @@ def test_a_step_that_is_saved_already_is_enough(tmp_path: pathlib.Path) -> None:
 
 
 def test_without_the_option_sigterm_means_what_it_meant(tmp_path: pathlib.Path) -> None:
+    """Without the option, a Checkpointer sets no handler."""
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"x": 1})
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not ckpts.preempted
 
 
 def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> None:
+    """Handlers that were set before are called, and restored by `close`."""
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     own = signal.getsignal(signal.SIGTERM)
@@ -68,6 +72,7 @@ def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> Non
 def test_a_sigterm_in_the_moment_in_which_the_handler_is_set_is_heard(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A SIGTERM that arrives while the handler is being set is noticed."""
     set_handler = signal.signal
 
     def signalled(number: int, handler: Any) -> Any:
@@ -84,6 +89,7 @@ def test_a_sigterm_in_the_moment_in_which_the_handler_is_set_is_heard(
 
 @pytest.mark.long
 def test_one_that_nobody_closed_puts_the_handler_back(tmp_path: pathlib.Path) -> None:
+    """A Checkpointer that is collected without `close` restores the handler."""
     before = signal.getsignal(signal.SIGTERM)
     ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
     assert signal.getsignal(signal.SIGTERM) != before
@@ -93,6 +99,7 @@ def test_one_that_nobody_closed_puts_the_handler_back(tmp_path: pathlib.Path) ->
 
 
 def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
+    """`close` keeps a handler that was set after the Checkpointer's."""
     ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
     ours = signal.getsignal(signal.SIGTERM)
     assert callable(ours)
@@ -105,6 +112,7 @@ def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_a_closed_one_that_another_handler_still_calls_lets_the_process_end(tmp_path: pathlib.Path) -> None:
+    """The handler of a closed Checkpointer, called by another handler, ends the process."""
     code = f"""
 import os, signal, treering as tr
 ckpts = tr.Checkpointer({str(tmp_path)!r}, save_on_preemption=True)
@@ -119,6 +127,7 @@ print("still here")
 
 
 def test_a_thread_that_cannot_set_handlers_is_told_so(tmp_path: pathlib.Path) -> None:
+    """Outside the main thread, the option raises an error that says what to do."""
     caught: list[Any] = []
 
     def work() -> None:
@@ -135,6 +144,7 @@ def test_a_thread_that_cannot_set_handlers_is_told_so(tmp_path: pathlib.Path) ->
 
 @pytest.mark.slow
 def test_a_loop_that_is_stopped_goes_on_where_it_was(tmp_path: pathlib.Path) -> None:
+    """A training loop that SIGTERM stopped resumes at the step that it saved."""
     code = f"""
 import os, signal, sys, treering as tr
 with tr.Checkpointer({str(tmp_path)!r}, save_every=1000, save_on_preemption=True) as ckpts:
@@ -179,6 +189,7 @@ report([step, ckpts.steps])
 
 @pytest.mark.slow
 def test_without_jaxs_service_several_processes_are_told_so(tmp_path: pathlib.Path) -> None:
+    """Several processes without JAX's preemption service get an error that names the option."""
     body = """
 from jax._src import distributed
 distributed.global_state.preemption_sync_manager = None

@@ -1,4 +1,4 @@
-"""Progress bars."""
+"""Tests progress bars."""
 
 import io
 import os
@@ -22,6 +22,7 @@ class Terminal(io.StringIO):
 def test_bars_show_everything_there_is_to_move(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
+    """A bar ends at the number of bytes that the call moves."""
     state = {str(n): np.ones(1_000_000) for n in range(5)}
     calls = {
         "save": lambda: tr.save(tmp_path / target, state, progress=True),
@@ -38,6 +39,7 @@ def test_bars_show_everything_there_is_to_move(
 
 
 def test_nothing_is_shown_where_nobody_looks(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No bar is shown if stderr is not a terminal."""
     tr.save(tmp_path / "c", {"x": np.ones(1_000_000)}, progress=True)
     tr.convert(tmp_path / "c", tmp_path / "c.safetensors", progress=True)
     tr.restore(tmp_path / "c.safetensors", progress=True)
@@ -45,6 +47,7 @@ def test_nothing_is_shown_where_nobody_looks(tmp_path: pathlib.Path, capfd: pyte
 
 
 def test_without_asking_there_are_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bar is shown without `progress=True`."""
     monkeypatch.setattr(sys, "stderr", shown := Terminal())
     tr.save(tmp_path / "c", {"x": np.ones(1_000_000)})
     tr.restore(tmp_path / "c")
@@ -53,7 +56,7 @@ def test_without_asking_there_are_none(tmp_path: pathlib.Path, monkeypatch: pyte
 
 @pytest.mark.long
 def test_a_real_terminal(tmp_path: pathlib.Path) -> None:
-    pty = pytest.importorskip("pty")  # POSIX alone
+    pty = pytest.importorskip("pty")  # only on POSIX
     code = f"import numpy as np, treering as tr; tr.save({str(tmp_path / 'c')!r}, dict(x=np.ones(9**7)), progress=True)"
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", code], stderr=theirs) as process:
@@ -62,7 +65,7 @@ def test_a_real_terminal(tmp_path: pathlib.Path) -> None:
         try:
             while part := os.read(ours, 4096):
                 shown += part
-        except OSError:  # the other end is closed
+        except OSError:  # The other end is closed.
             pass
         assert process.wait() == 0
     assert b"38.3/38.3 MB" in shown

@@ -1,4 +1,4 @@
-"""Jobs of several processes that are resumed: every leaf is where it was."""
+"""Tests that a resumed job of several processes has each leaf on the devices where it was."""
 
 import pathlib
 
@@ -55,7 +55,7 @@ def test_arrays_of_a_job_of_two_processes_are_where_they_were(tmp_path: pathlib.
     for one, other in zip(first, second, strict=True):
         assert one.report == other.report
         assert "cannot be placed" not in other.output and "init() is called" not in other.output
-    (alone,) = run_job(tmp_path, JOB, processes=1, devices=8, OPTIONS={})  # the same devices, all in one process
+    (alone,) = run_job(tmp_path, JOB, processes=1, devices=8, OPTIONS={})  # the same devices in one process
     for name in ("spread", "explicit", "replicated", "free", "host"):
         assert alone.report[name] == first[0].report[name]
     assert "local (a mesh of 4 devices (own=4) in a job with 8)" in alone.output  # of one process, now
@@ -79,7 +79,7 @@ assert [array.sharding for array in state] == halves and all(same(array, value) 
 
 @pytest.mark.slow
 def test_arrays_of_one_process_go_where_init_says(tmp_path: pathlib.Path) -> None:
-    """As the stages of a pipeline. Their place is not recorded, which is said."""
+    """Arrays of one process, such as pipeline stages, go where `init` says. A log says that no place is recorded."""
     run_job(tmp_path, HALVES, processes=2, devices=4)
     for result in run_job(tmp_path, HALVES, processes=2, devices=4):
         assert "0 (the devices of one process of several), 1 (the devices of one process" in result.output

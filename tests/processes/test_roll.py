@@ -1,4 +1,4 @@
-"""A process that waits in vain says which peer is the cause: one that is dead, stopped, ended, or that made no call."""
+"""Tests that the error of a timed-out wait names the cause: a peer that is dead, stopped, ended or makes no call."""
 
 import pathlib
 import signal
@@ -7,7 +7,7 @@ import pytest
 
 from jobs import run_job
 
-# Treering is imported before the job forms: a process is known from its first call on.
+# Treering is imported before the job forms, so the roll knows a process only from its first call on.
 OFTEN = "from treering._processes import tree; tree._ROLL_SECONDS = 0.2"
 BODY = """
 def reported(*indices):
@@ -27,7 +27,7 @@ elif fate == "makes no call":
     reported(*survivors)
 else:
     first, *others = survivors
-    if INDEX == first and "makes no call" not in FATES.values():  # it waits in its step while the others give up
+    if INDEX == first and "makes no call" not in FATES.values():  # it waits in its step while its peers time out
         reported(*others)
     error = caught(tr.save, tmp / "c", {"n": 1}, timeout=1.5)
     if INDEX == first:
@@ -57,6 +57,7 @@ DEAD, HINT = "dead, stopped or cut off, and nothing was committed", "if jax.proc
     ids=str,
 )
 def test_every_survivor_names_the_cause(tmp_path: pathlib.Path, fates: dict[int, str], count: int, says: str) -> None:
+    """Every surviving process names all processes that are the cause, and no others."""
     for result in _survivors(tmp_path, fates, count, is_warm=True, before=OFTEN):
         kind, text = result
         assert kind == "PeerError" and says in text, text
@@ -66,6 +67,7 @@ def test_every_survivor_names_the_cause(tmp_path: pathlib.Path, fates: dict[int,
 
 @pytest.mark.slow
 def test_a_survivor_that_has_gone_on_to_its_next_call_is_not_the_cause(tmp_path: pathlib.Path) -> None:
+    """The error does not blame a survivor that has timed out and begun its next call."""
     for kind, text in _survivors(tmp_path, {2: "SIGKILL"}, 3, is_warm=True, before=OFTEN, goes_on=True):
         assert kind == "PeerError" and DEAD in text and "process 2 (" in text and "process 1" not in text, text
 
@@ -73,12 +75,14 @@ def test_a_survivor_that_has_gone_on_to_its_next_call_is_not_the_cause(tmp_path:
 @pytest.mark.rare
 @pytest.mark.slow
 def test_before_its_first_call_a_process_is_known_if_treering_was_imported_in_the_job(tmp_path: pathlib.Path) -> None:
+    """The roll knows a process before its first call if it imported Treering after the job had formed."""
     for kind, text in _survivors(tmp_path, {2: "SIGKILL"}, 3, is_warm=False, before=""):
         assert kind == "PeerError" and f"from process 2 (not in this call, nor in one before); {DEAD}" in text, text
 
 
 @pytest.mark.slow
 def test_of_one_that_gave_no_sign_so_far_both_causes_are_said(tmp_path: pathlib.Path) -> None:
+    """The error names both possible causes for a process that never gave a sign."""
     for kind, text in _survivors(tmp_path, {2: "SIGKILL"}, 3, is_warm=False, before=OFTEN):
         assert kind == "PeerError" and "process 2 (not in this call, nor in one before); dead, or alive" in text, text
         assert HINT in text and "process 1" not in text, text

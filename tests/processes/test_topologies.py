@@ -1,4 +1,4 @@
-"""From every sharding to every other, on the devices of one process; and which bytes that reads."""
+"""Tests restores from every sharding to every other on the devices of one process, and the bytes that they read."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compat
 
 P = jax.P
 MIB = 1 << 20
-# JAX (0.10) admits no array whose cells have different sizes: `device_put`, `jit` with `out_shardings` and
+# JAX (0.10) allows no array whose cells have different sizes: `device_put`, `jit` with `out_shardings` and
 # `make_array_from_single_device_arrays` raise, and a constraint within a `jit` comes back replicated. So cells of a
 # checkpoint and of a target that cross one another come from meshes of 8, 6, 4, 3 and 2 devices over 24 rows.
 SHAPE = (24, 24, 4)
@@ -31,7 +31,7 @@ FIRST = tuple(range(8))
 
 
 class Place(NamedTuple):
-    """A sharding by the sizes of its mesh and its spec; without sizes, the first of the devices alone."""
+    """A sharding given by the sizes of its mesh and its spec. Without sizes it is the first device."""
 
     sizes: tuple[int, ...]
     spec: Any = P()
@@ -69,7 +69,7 @@ DTYPES = ["float32", "bfloat16", "int4", "bool", "float8_e4m3fn"]
 
 
 def random_values(seed: int, name: str) -> np.ndarray:
-    """An array with every bit pattern that its dtype has."""
+    """Returns an array with every bit pattern of its dtype."""
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     bits = np.random.default_rng(seed).integers(0, 256, (*SHAPE, dtype.itemsize), np.uint8)
     if name == "int4":
@@ -89,13 +89,13 @@ def shaped(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def plain_bytes(array: Any) -> bytes:
-    """The bytes of an array; of int4, those of its values, for the upper bits belong to none."""
+    """Returns the bytes of an array. Of int4, returns the values, because the upper bits of a byte have no meaning."""
     array = np.asarray(array)
     return (array.astype(np.int8) if array.dtype == ml_dtypes.int4 else array).tobytes()
 
 
 def assert_there(array: Any, value: np.ndarray, sharding: Sharding) -> None:
-    """Asserts that an array is a value, bit for bit on each device, and that it lies where it should."""
+    """Asserts that an array has a value, bit for bit on each device, and the expected sharding."""
     assert isinstance(array, jax.Array) and array.committed
     assert array.sharding == sharding and array.sharding.memory_kind == sharding.memory_kind
     assert array.dtype == value.dtype and array.shape == value.shape and not array.aval.weak_type  # type: ignore
@@ -108,7 +108,7 @@ def assert_there(array: Any, value: np.ndarray, sharding: Sharding) -> None:
 
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A checkpoint with an array of each dtype for each place: {dtype: {place: array}}."""
+    """Saves a checkpoint with an array of each dtype for each place: {dtype: {place: array}}."""
     path = tmp_path_factory.mktemp("topologies") / "c"
     tr.save(path, {name: {str(p): spread(value, p) for p in PLACES} for name, value in VALUES.items()})
     return path
@@ -120,7 +120,7 @@ def test_from_every_place_to_every_other(everywhere: pathlib.Path, target: Place
     where, at = target.sharding(), PLACES.index(target)
     for turn, mmap in enumerate((None, False)):
         like: dict[str, dict[str, Any]] = {}
-        for n, source in enumerate(PLACES):  # a dtype for each pair, and each dtype to and from each place
+        for n, source in enumerate(PLACES):  # each pair has one dtype, and each dtype goes to and from each place
             name = DTYPES[(n + at + turn) % len(DTYPES)]
             like.setdefault(name, {})[str(source)] = shaped(VALUES[name], where)
         found = tr.restore(everywhere, like, extra="ignore", mmap=mmap)
@@ -132,6 +132,7 @@ def test_from_every_place_to_every_other(everywhere: pathlib.Path, target: Place
 @pytest.mark.long
 @pytest.mark.parametrize("target", PLACES, ids=str)
 def test_every_way_of_saying_where(everywhere: pathlib.Path, target: Place) -> None:
+    """All ways to pass a target sharding give the same result."""
     where, names = target.sharding(), ("bfloat16", "bool")
     some = [str(place) for place in PLACES[PLACES.index(target) % 3 :: 17]]
     bare = {name: {source: shaped(VALUES[name]) for source in some} for name in names}
@@ -155,6 +156,7 @@ def test_every_way_of_saying_where(everywhere: pathlib.Path, target: Place) -> N
 
 
 def test_a_checkpoint_without_a_template_goes_where_it_is_told(everywhere: pathlib.Path) -> None:
+    """Without a template, the arrays go where `sharding=` says."""
     where = Place((2, 4), P("y", "x")).sharding()
     found = tr.restore(everywhere, at="float8_e4m3fn", sharding=where)
     assert len(found) == len(PLACES)
@@ -164,6 +166,7 @@ def test_a_checkpoint_without_a_template_goes_where_it_is_told(everywhere: pathl
 
 @pytest.mark.long
 def test_what_was_spread_is_whole_on_the_host(everywhere: pathlib.Path) -> None:
+    """Without a template and sharding, spread arrays become complete NumPy arrays."""
     for mmap in (None, False):
         found = tr.restore(everywhere, mmap=mmap)
         for name, value in VALUES.items():
@@ -251,9 +254,9 @@ def keys(shape: tuple[int, ...], impl: str) -> Any:
 
 
 def assert_keys(found: Any, value: Any, sharding: Sharding) -> None:
-    """Asserts that an array of keys is a value, bit for bit on each device, and that it lies where it should."""
+    """Asserts that an array of keys has a value, bit for bit on each device, and the expected sharding."""
     assert found.dtype == value.dtype and found.shape == value.shape and found.committed
-    # JAX writes the spec of keys out to all of their axes, so it may be another one that means the same.
+    # JAX extends the spec of keys to all their axes, so an equivalent spec may look different.
     assert found.sharding.is_equivalent_to(sharding, found.ndim)
     assert found.sharding.memory_kind == sharding.memory_kind
     data, shards = np.asarray(jax.random.key_data(value)), jax.random.key_data(found).addressable_shards
@@ -264,7 +267,7 @@ def assert_keys(found: Any, value: Any, sharding: Sharding) -> None:
 
 
 def admits(place: Place, shape: tuple[int, ...]) -> bool:
-    """Whether an array of this shape can lie there."""
+    """Returns True if an array of this shape can have the sharding."""
     axes = [axes if isinstance(axes, tuple) else (axes,) for axes in place.spec]
     sizes = dict(zip("xyz", place.sizes, strict=False)) | {None: 1}
     parts = [math.prod(sizes[axis] for axis in own) for own in axes]
@@ -272,7 +275,7 @@ def admits(place: Place, shape: tuple[int, ...]) -> bool:
 
 
 class Locked(NamedTuple):
-    """A checkpoint of {name: {place: array of keys}}."""
+    """Saves a checkpoint of {name: {place: array of keys}}."""
 
     path: pathlib.Path
     values: dict[str, Any]
@@ -315,16 +318,16 @@ def test_keys_in_every_kind_of_memory(tmp_path: pathlib.Path, kind: str) -> None
             assert found.sharding.memory_kind == kind
 
 
-# What is read
+# The bytes that a restore reads
 
 
 class Ledger(Disk):
-    """Notes which bytes of which file are read, or brought into memory where it is mapped."""
+    """Records the bytes of each file that are read, or that are loaded if the file is mapped."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, int, int]] = []
         self._paths: dict[int, str] = {}
-        self._mapped: list[tuple[Any, str]] = []  # held, so that no other mapping gets the same identity
+        self._mapped: list[tuple[Any, str]] = []  # kept alive, so that no other mapping gets the same id
         self._noting = threading.Lock()
 
     def open(self, path: str) -> int:
@@ -350,11 +353,11 @@ class Ledger(Disk):
             self.ranges.append((pathlib.Path(path).name, offset, offset + size))
 
     def nbytes(self) -> int:
-        """The bytes read of array files."""
+        """Returns the number of bytes that were read from array files."""
         return sum(end - begin for name, begin, end in self.ranges if name != "treering.json")
 
     def twice(self) -> list[tuple[str, int, int]]:
-        """What was read again."""
+        """Returns the ranges that were read more than once."""
         pairs = itertools.pairwise(sorted(self.ranges))
         return [(a[0], b[1], min(a[2], b[2])) for a, b in pairs if a[0] == b[0] and b[1] < a[2]]
 
@@ -365,7 +368,7 @@ BROAD = (16, 1 << 20)  # as much, 4 MiB a row
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A directory with checkpoints of 64 MiB each."""
+    """Makes a directory with checkpoints of 64 MiB each."""
     path = tmp_path_factory.mktemp("large")
     value = np.arange(math.prod(BIG), dtype=np.float32)
     for name, shape, place in [
@@ -381,7 +384,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def read_box(disk: Disk, path: pathlib.Path, box: Any, mmap: bool | None) -> None:
-    """Reads a part of an array, as a process does that has such a shard of it; checks it."""
+    """Reads and checks a part of an array, as a process with such a shard does."""
     reader = Reader(stores.Filesystem(disk), str(path))
     entry: Any = reader.entries["x"]
     (found,) = reader.read([(entry, box)], mmap=mmap)
@@ -405,7 +408,7 @@ def test_an_eighth_of_the_rows_reads_an_eighth(large: pathlib.Path, use_disk: An
     assert disk.nbytes() <= 1.05 * needed + 4 * MIB and not disk.twice()
 
 
-# Where the wanted columns are, and how many pieces have any of them.
+# The wanted columns, and the number of pieces that have some of them.
 COLUMNS = {(0, 256): 1, (256, 512): 1, (200, 256): 1, (255, 257): 2, (300, 700): 2, (100, 1000): 4}
 
 
@@ -414,6 +417,7 @@ COLUMNS = {(0, 256): 1, (256, 512): 1, (200, 256): 1, (255, 257): 2, (300, 700):
 def test_columns_read_the_pieces_that_have_some(
     large: pathlib.Path, use_disk: Any, columns: tuple[int, int], mmap: bool
 ) -> None:
+    """A read of some columns reads only the pieces that have some of them."""
     disk = use_disk(Ledger())
     read_box(disk, large / "columns", ((0, 8192), columns), mmap)
     assert disk.nbytes() <= COLUMNS[columns] * (8 * MIB + 2 * MIB) and not disk.twice()
@@ -427,6 +431,7 @@ def test_columns_read_the_pieces_that_have_some(
 def test_columns_of_rows_that_lie_far_apart_are_read_alone(
     large: pathlib.Path, use_disk: Any, eighth: int, mmap: bool
 ) -> None:
+    """If rows are long, a read of some columns reads these ranges of each row only."""
     columns = eighth << 17, eighth + 1 << 17
     needed = math.prod(BROAD) * 4 // 8
     for name, ranges in [("broad", BROAD[0]), ("broad columns", 1)]:
@@ -452,7 +457,7 @@ def test_a_restore_reads_nothing_twice(large: pathlib.Path, use_disk: Any, name:
 def test_a_block_with_several_wanted_leaves_is_read_once(
     tmp_path: pathlib.Path, use_disk: Any, mmap: bool | None
 ) -> None:
-    tr.save(tmp_path / "c", {f"{n:02}": np.full(12_800, n) for n in range(64)})  # ten leaves a block
+    tr.save(tmp_path / "c", {f"{n:02}": np.full(12_800, n) for n in range(64)})  # about ten leaves in each block
     disk = use_disk(Ledger())
     like = {f"{n:02}": np.zeros(12_800, int) for n in (0, 2, 5, 6, 33, 35)}
     found = tr.restore(tmp_path / "c", like, extra="ignore", mmap=mmap)

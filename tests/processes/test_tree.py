@@ -1,4 +1,4 @@
-"""Large jobs: processes hear one another in a tree. Real jobs have a tree of few branches, one of 300 is simulated."""
+"""Tests the tree of processes of a large job. Real jobs here have small trees; a larger job is simulated."""
 
 import itertools
 import pathlib
@@ -32,6 +32,7 @@ KILLED = -9
 
 @pytest.mark.parametrize("count", [1, 2, 16, 65, 66, 4_161, 4_162, 100_000])
 def test_everybody_is_heard_once(count: int) -> None:
+    """Each process except process 0 is the child of exactly one process."""
     heard = list(itertools.chain.from_iterable(tree.children(index, count) for index in range(count)))
     assert heard == list(range(1, count))
     assert all(tree.parent(child) == index for index in (0, 1, 64, 1_000) for child in tree.children(index, count))
@@ -39,6 +40,7 @@ def test_everybody_is_heard_once(count: int) -> None:
 
 
 def test_signs_of_life_do_not_drown_the_store() -> None:
+    """The store gets at most 2,000 signs of life per second, and the timeout allows for their interval."""
     for count in (1, 64, 2_000, 10_000, 100_000):
         assert count / tree.heartbeat_seconds(count) <= 2_000
         assert tree.timeout(30, count) >= min(4 * tree.heartbeat_seconds(count), 30)
@@ -63,6 +65,7 @@ def test_sixteen_processes_save_and_restore_through_four_levels(tmp_path: pathli
 
 @pytest.mark.slow
 def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: pathlib.Path) -> None:
+    """In a tree, all processes raise the error of one, and name a dead one."""
     body = """
     tree = {"n": np.arange(3), "x": put(np.arange(14.0), P("x"))}
     errors = [caught(tr.save, tmp / "a", {**tree, "n": np.arange(3) + (INDEX == 6)})]
@@ -94,6 +97,7 @@ def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: p
 def test_one_process_gives_the_signs_of_life_of_its_host_and_the_dead_are_missed(
     tmp_path: pathlib.Path, victim: int, role: str
 ) -> None:
+    """One process of a host passes on the signs of all, and the death of either kind of process is noticed."""
     body = """
     tree = {"n": np.arange(3), "x": put(np.arange(12.0, dtype=np.float32), P("x"))}
     tr.save(tmp / "warm", tree)
@@ -124,6 +128,7 @@ def test_one_process_gives_the_signs_of_life_of_its_host_and_the_dead_are_missed
 
 
 def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose listening process does not answer puts its sign into the store itself."""
     monkeypatch.setattr(host, "_UNANSWERED_SECONDS", 0.5)
     name = secrets.token_hex(8)
     first, second, third = (host.join(name) for _ in range(3))
@@ -147,13 +152,14 @@ def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_signs_that_a_process_gives_itself_and_others_for_it() -> None:
+    """A process may have two signs, its own and one that a peer passed on. An error replaces both."""
     found = {3: host.as_text(6.0, {3: "7 writing", 4: "2 writing", 5: "1 beginning"}), 4: "0 beginning", 5: "failed x"}
     signs, every = host.each(found)
     assert signs == {3: "7 writing", 4: "0 beginning, 2 writing", 5: "failed x"} and every == {3: 6.0}
 
 
 class _Values(dict[str, str]):
-    """The store of a job, with some of the methods of JAX's client."""
+    """A fake store of a job, with some of the methods of JAX's client."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         self[key] = value
@@ -168,7 +174,7 @@ class _Values(dict[str, str]):
 
 
 def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large job: sooner where a sign comes by way of another; not for a job that stood still as a whole."""
+    """A silence means death sooner if a peer passes on the signs. A job that was suspended as one stays alive."""
     now, values = 0.0, _Values()
     monkeypatch.setattr(multi_process, "time", types.SimpleNamespace(monotonic=lambda: now))
     call = multi_process.MultiProcess(values, 0, 100_000, "save", 30, multi_process.History())
@@ -184,7 +190,7 @@ def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     now += 2.5
     with pytest.raises(PeerError, match=r"nothing heard for 33 s from process 4 \(last seen writing\);"):
         call._check([3, 4, 5])
-    values[f"{call.name}/heartbeat/0/4"] = "5 writing"  # it speaks for itself, and so more seldom
+    values[f"{call.name}/heartbeat/0/4"] = "5 writing"  # it puts its own sign now, less often
     for _ in range(19):
         now += 10
         call._check([4])

@@ -495,7 +495,7 @@ def test_foreign_files_in_a_checkpoint_survive_an_overwrite(tmp_path: pathlib.Pa
 
 @pytest.mark.long
 def test_of_two_writers_of_a_new_path_one_wins_and_the_other_is_told(tmp_path: pathlib.Path) -> None:
-    """Of two writers of a new path, one commits and the other raises ExistsError."""
+    """Two processes save to a new path at once: one commits, and the other raises ExistsError."""
     code = """
         import sys, numpy as np, treering as tr
         from treering.formats.treering.commit import Transaction
@@ -846,7 +846,7 @@ def use(run):
             ckpts.save(step, tree)
     assert tr.steps(run) == [3] and tr.verify(run).ok
     assert (tr.restore(run, mmap=False)["w"] == tree["w"]).all() and (tr.restore(run)["w"] == tree["w"]).all()
-use(sys.argv[1] + "/whole")
+use(sys.argv[1] + "/unlimited")
 os.setgid(65534); os.setuid(65534)
 refused, worked, most = 0, 0, resource.getrlimit(resource.RLIMIT_NPROC)[1]
 for spare in range(12):
@@ -858,7 +858,7 @@ for spare in range(12):
     except tr.errors.SaveError as error:
         assert "no more are allowed here" in str(error), error
         refused += 1
-        assert (tr.restore(sys.argv[1] + "/whole", mmap=False)["w"] == tree["w"]).all()
+        assert (tr.restore(sys.argv[1] + "/unlimited", mmap=False)["w"] == tree["w"]).all()
     resource.setrlimit(resource.RLIMIT_NPROC, (there + 100, most))
 print(refused, worked)
 """
