@@ -16,7 +16,7 @@ import pytest
 import treering as tr
 from counting import Counts, counted
 
-_FEW, _MANY = 100, 300  # leaves
+_SMALL, _MANY = 100, 300  # leaves
 _HELD_SLACK = 1.5  # the size of Python objects differs between releases
 _LARGE = 1 << 22  # bytes of a large leaf
 
@@ -111,8 +111,8 @@ def test_what_each_leaf_takes(
     paths: Iterator[str], make: Callable[..., Callable[[], Any]], most: _Most, system: Counter[str]
 ) -> None:
     """One more leaf takes no more calls and bytes than the limits, and no system call."""
-    few, many = (counted(make(paths, count)) for count in (_FEW, _MANY))
-    each = {what: (getattr(many, what) - getattr(few, what)) / (_MANY - _FEW) for what in _Most._fields}
+    few, many = (counted(make(paths, count)) for count in (_SMALL, _MANY))
+    each = {what: (getattr(many, what) - getattr(few, what)) / (_MANY - _SMALL) for what in _Most._fields}
     limits = most._replace(held=int(most.held * _HELD_SLACK))._asdict()
     assert {what: taken for what, taken in each.items() if taken > limits[what]} == {}
     assert few.system == many.system, "no system call for a leaf"
@@ -128,7 +128,7 @@ def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(paths: Iterator[str]) 
         tr.save_async(next(paths), state).result()
         return counted(lambda: waiting.append(tr.save_async(next(paths), state)), threads=False)
 
-    few, many = make(_FEW), make(_MANY)
+    few, many = make(_SMALL), make(_MANY)
     assert many.calls - few.calls <= 0.1 * _MANY and many.builtins - few.builtins <= 0.1 * _MANY
     assert many.system == few.system <= Counter(stat=2)
     assert all(pending.result().step is None for pending in waiting)

@@ -405,9 +405,8 @@ assert same(back["x"], np.arange(3 << 18, dtype=np.float32))
 tr.save(tmp / "c", {"x": back["x"], "n": np.arange(7)})
 """
     run_job(tmp_path, body, processes=2)
-    assert (
-        tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 3
-    )  # The files of the dead process are gone.
+    # The files of the dead process are gone.
+    assert tr.verify(tmp_path / "c").ok and len(list((tmp_path / "c").iterdir())) == 3
 
 
 @pytest.mark.slow

@@ -53,14 +53,14 @@ def test_without_the_option_sigterm_means_what_it_meant(tmp_path: pathlib.Path) 
 
 def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> None:
     """Handlers that were set before are called, and restored by `close`."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     own = signal.getsignal(signal.SIGTERM)
     try:
         outer = tr.Checkpointer(tmp_path / "a", save_every=100, save_on_preemption=True)
         inner = tr.Checkpointer(tmp_path / "b", save_every=100, save_on_preemption=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         assert outer.save(1, {"x": 1}) and inner.save(1, {"x": 1}) and outer.preempted and inner.preempted
         inner.close()
         outer.close()

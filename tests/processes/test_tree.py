@@ -13,7 +13,7 @@ from jobs import run_job
 from treering._processes import host, multi_process, tree
 from treering.errors import PeerError
 
-FEW = "from treering._processes import tree; tree.FAN_OUT = 2"
+TWO_CHILDREN = "from treering._processes import tree; tree.FAN_OUT = 2"
 BY_HOST = """
 import threading
 from treering._processes import host, multi_process, tree
@@ -33,8 +33,8 @@ KILLED = -9
 @pytest.mark.parametrize("count", [1, 2, 16, 65, 66, 4_161, 4_162, 100_000])
 def test_everybody_is_heard_once(count: int) -> None:
     """Each process except process 0 is the child of exactly one process."""
-    heard = list(itertools.chain.from_iterable(tree.children(index, count) for index in range(count)))
-    assert heard == list(range(1, count))
+    children = list(itertools.chain.from_iterable(tree.children(index, count) for index in range(count)))
+    assert children == list(range(1, count))
     assert all(tree.parent(child) == index for index in (0, 1, 64, 1_000) for child in tree.children(index, count))
     assert max(len(tree.children(index, count)) for index in range(min(count, 100))) <= tree.FAN_OUT
 
@@ -59,7 +59,7 @@ def test_sixteen_processes_save_and_restore_through_four_levels(tmp_path: pathli
         found = ckpts.restore({"rows": put(value, P("x")), "all": np.zeros(5, int), "n": 0})
     report([same(found["rows"], value + 4), found["all"].tolist(), found["n"], ckpts.restored_step, ckpts.steps])
     """
-    results = run_job(tmp_path, _dedented(body), processes=16, devices=1, before=FEW, timeout=240)
+    results = run_job(tmp_path, _dedented(body), processes=16, devices=1, before=TWO_CHILDREN, timeout=240)
     assert [result.report for result in results] == [[True, [4] * 5, 4, 4, [2, 4]]] * 16
 
 
@@ -79,7 +79,7 @@ def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: p
         time.sleep(0.1)
     time.sleep(1 if INDEX == 0 else 0)  # JAX ends the others when process 0 is gone
     """
-    options = {"before": FEW, "recoverable": True, "timeout": 240}
+    options = {"before": TWO_CHILDREN, "recoverable": True, "timeout": 240}
     results = run_job(tmp_path, _dedented(body), processes=7, devices=2, expect={4: KILLED}, **options)
     for index, result in enumerate(results):
         if index == 4:

@@ -99,11 +99,8 @@ report(counts)
         counts = [result.report[format][0] for result in results]
         assert [result.report[format][1] for result in results] == [size] * processes
         assert sum(counts) < 1.1 * size, (format, counts, size)  # All processes together write the state once.
-        assert max(counts) < size / processes + (4 << 20), (
-            format,
-            counts,
-            size,
-        )  # Each writes about the same number of bytes.
+        # Each writes about the same number of bytes.
+        assert max(counts) < size / processes + (4 << 20), (format, counts, size)
         for name in (format, f"{format} later"):
             assert tr.verify(tmp_path / name).ok
             check(tr.restore(tmp_path / name))
@@ -122,9 +119,8 @@ def test_their_libraries_read_what_several_have_written(tmp_path: pathlib.Path) 
     import tensorstore as ts
 
     run_job(tmp_path, STATE + "for f in FORMATS: tr.save(tmp / f, state(), format=f)", processes=2, FORMATS=FORMATS)
-    (tmp_path / "orbax").rename(
-        tmp_path / "moved"
-    )  # The database refers to its files by relative paths, so it can be moved.
+    # The database refers to its files by relative paths, so it can be moved.
+    (tmp_path / "orbax").rename(tmp_path / "moved")
     with ocp.StandardCheckpointer() as theirs:
         check(theirs.restore(tmp_path / "moved"))
     for format, name in (("t5x", "columns"), ("levanter", "columns"), ("t5x", "small"), ("levanter", "small")):
@@ -216,9 +212,8 @@ def test_one_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, format
         assert results[0].report[0] == "PeerError"
     found = tr.restore(tmp_path / "c")
     assert (found["w"] == 1).all() and (found["n"] == np.arange(9)).all()
-    tr.save(
-        tmp_path / "c", {"w": np.zeros(3)}, format=format, overwrite=True
-    )  # removes the leftovers of the killed process
+    # Removes the leftovers of the killed process.
+    tr.save(tmp_path / "c", {"w": np.zeros(3)}, format=format, overwrite=True)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
@@ -316,9 +311,8 @@ report(found)
     tr.save(tmp_path / "source", {"big": np.arange(1 << 24, dtype=np.float32)})
     for result in run_job(tmp_path, body, processes=2, FORMATS=FORMATS):
         for total, largest in result.report.values():
-            assert total <= 2 * (
-                64 << 20
-            )  # It reads everything once to compare it with its peers, and again what it writes.
+            # It reads everything once to compare it with its peers, and again what it writes.
+            assert total <= 2 * (64 << 20)
             assert largest <= 64 << 20
     for format in FORMATS:
         assert (tr.open(tmp_path / format)["big"][-3:] == np.arange(1 << 24, dtype=np.float32)[-3:]).all()

@@ -736,9 +736,8 @@ def test_an_overwrite_that_may_not_be_durable_says_so(tmp_path: pathlib.Path, us
     use_disk(Unsure())
     with pytest.raises(tr.errors.SaveError, match="in place, but the disk failed to make that durable"):
         tr.save(tmp_path / "c", {"x": np.ones(3)}, overwrite=True)
-    assert (
-        len(list((tmp_path / "c").glob("arrays-*"))) == 2
-    )  # A power cut may leave either manifest, so the arrays of both stay.
+    # A power cut may leave either manifest, so the arrays of both stay.
+    assert len(list((tmp_path / "c").glob("arrays-*"))) == 2
 
 
 @pytest.mark.long
@@ -981,9 +980,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_parts_behind_the_first_two_billion_elements(tmp_path: pathlib.Path) -> None:
     """A 32-bit index would wrap around there without an error. JAX's int4 arrays must be copied on CPUs too."""
-    some = np.resize(
-        np.arange(-8, 7, dtype=np.int8), 15 << 16
-    )  # repeating a few numbers so often would take half a minute
+    # Repeating a few numbers so often would take half a minute.
+    some = np.resize(np.arange(-8, 7, dtype=np.int8), 15 << 16)
     values = np.resize(some, 2**31 + 1000)
     tree = {"w": jnp.asarray(values.astype("int4"))}
     tr.save(tmp_path / "c", tree, rules=[tr.rules.rename("w", "v")], memory_limit=1)

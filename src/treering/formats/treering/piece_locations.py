@@ -91,7 +91,7 @@ class PieceLocations:
         Raises `UnsupportedError` if header and manifest disagree. Both have the right checksum, so neither is damaged.
         """
         row = self.resolve(entry)
-        if isinstance(row.where, int) and box == whole(row.shape):  # By far the most frequent case.
+        if isinstance(row.where, int) and box == whole(row.shape):  # Almost all reads take this branch.
             begin, end = self.tensor(self._files.get(row.where), piece_key(row.path, None), row.dtype, row.shape)
             return [Part(row.where, begin, end, row.shape)] if begin < end else []
         parts: list[Part] = []
@@ -107,5 +107,6 @@ class PieceLocations:
         inner = intersect(piece, box)
         if inner is None:
             return []
-        apart = not file.can_mmap(mmap)  # A view of a mapped file can have strides. Other reads get each row alone.
-        return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=apart)
+        # A view of a mapped file can have strides. Other reads get each row alone.
+        single_rows = not file.can_mmap(mmap)
+        return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=single_rows)
