@@ -129,14 +129,15 @@ def save_async(
 ) -> PendingSave:
     """Saves a pytree in the background.
 
-    The arrays are saved as they are now: they may be changed, deleted or donated as soon as this
-    returns. Saves are written in the order of the calls, and a program that ends still finishes them.
+    The save has the values of the arrays at the call: you may change, delete or donate them as soon as this returns.
+    Saves are written in the order of the calls. A program that ends finishes them first.
 
-    Takes and raises what `save` does; a failure after this returned is raised by the result, or else by the
-    next call of `save` or `save_async`, or else printed when the interpreter ends. With a `memory_limit` the
-    call holds its caller up until all but that many bytes of copies are written; without one, only where the copies
-    would take more than a quarter of the memory that is available here (but 256 MiB in any case), or where those of all
-    processes of a host leave less than an eighth of its memory. That is logged.
+    Takes the arguments of `save`, and raises its errors. If the save fails after this has returned, `result` raises the
+    error. Otherwise the next call of `save` or `save_async` raises it, or it is printed when the interpreter ends.
+
+    With a `memory_limit`, the call blocks until all but that many bytes of copies are written. Without one, it blocks
+    only if the copies would take more than a quarter of the available memory (256 MiB are always allowed), or if the
+    copies of all processes of a host would leave less than an eighth of its memory. Treering logs that.
     """
     what = _what(path, step)
     refuse_within(what)
