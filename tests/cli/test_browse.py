@@ -83,7 +83,7 @@ def test_a_search_unfolds_what_it_finds(run: pathlib.Path) -> None:
         await pilot.pause()
         await pilot.press("slash", *"nothing here", "enter")
         await pilot.pause()
-        assert any("no path has" in note.message for note in app._notifications)
+        assert any("no path contains" in note.message for note in app._notifications)
         await pilot.press("slash", "escape")
         assert isinstance(app.focused, CheckpointTree)
 

@@ -486,14 +486,14 @@ def test_verify_can_pass_over_what_is_old(
     tr.save(tmp_path / "m.safetensors", {"x": np.ones(3)})  # which does not say when it was saved
     monkeypatch.setattr(time, "time", lambda: before + 7 * 86400)
     found = treering("verify", run, "--newer", "7d")
-    assert found.code == 0 and "passed over, committed earlier: 4 checkpoints" in found.out and "all good" in found.out
+    assert found.code == 0 and "skipped, committed earlier: 4 checkpoints" in found.out and "all good" in found.out
     counts = treering("verify", run, "--newer", "1w", "--json").json
     assert (counts["checked"], counts["passed_over"]) == (1, 4)
     none = treering("verify", run, "--newer", "12h")
     assert none.code == 0 and "nothing was checked" in none.out and "all good" not in none.out
     assert "all good" in treering("verify", tmp_path / "m.safetensors", "--newer", "7d").out
     os.utime(tmp_path / "m.safetensors", (0, 0))
-    assert "passed over" in treering("verify", tmp_path / "m.safetensors", "--newer", "7d").out
+    assert "skipped" in treering("verify", tmp_path / "m.safetensors", "--newer", "7d").out
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -576,7 +576,7 @@ def test_cp_replaces_nothing_unless_it_is_told_to(run: str, tmp_path: pathlib.Pa
     with tr.Checkpointer(other) as ckpts:
         ckpts.save(2, {"x": 1})
     found = treering("cp", run, other)
-    assert found.code == 3 and "another checkpoint is there" in found.err and tr.steps(other) == [2]
+    assert found.code == 3 and "found another checkpoint or a damaged copy" in found.err and tr.steps(other) == [2]
     assert treering("cp", run, other, "--overwrite").code == 0
     assert tr.steps(other) == [1, 2, 3, 4] and "params/embed" in tr.open(other, step=2)
 

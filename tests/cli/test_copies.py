@@ -178,7 +178,9 @@ def test_steps_that_a_job_deletes_meanwhile_are_named(
     monkeypatch.setattr(Copied, "_moved", moved)
     doomed = [1, 3]
     found = treering("cp", source, tmp_path / "copy")
-    assert found.code == 0 and "gone since the copy began" in found.err, "retention is no damage"
+    assert found.code == 0 and "steps deleted since the copy began are not copied" in found.err, (
+        "retention is no damage"
+    )
     assert "step-00000003, step-00000001" in found.err and tr.steps(tmp_path / "copy") == [2, 4]
     doomed = [2]
     found = treering("cp", source, tmp_path / "again", "--json")
@@ -239,7 +241,7 @@ def test_one_bad_step_does_not_stop_the_others(
     assert found.code == 1 and tr.steps(copy) == [1, 2, 4]
     assert set(found.json["left_behind"]) == {str(run / "checkpoint_7"), *(str(step_of(run, n)) for n in (2, 3))}
     assert "checkpoint_7: written by another library; convert it instead" in found.err
-    assert "step-00000003: cannot be looked into" in found.err and "step-00000002" in found.err
+    assert "step-00000003: cannot be read by this user" in found.err and "step-00000002" in found.err
     assert treering("cp", run, copy, "--steps", "1,4").code == 0, "they were not asked for"
 
 
@@ -336,7 +338,11 @@ def test_a_pinned_step_is_not_replaced_by_another(run: pathlib.Path, tmp_path: p
     for dry in ([], ["--dry-run"]):
         for source, target in ((run, other), (step_of(run, 3), step_of(other, 3))):
             found = treering("cp", source, target, "--overwrite", *dry)
-            assert found.code == 3 and "step-00000003: is pinned" in found.err and files(other) == before
+            assert (
+                found.code == 3
+                and "found a pinned step that is another checkpoint" in found.err
+                and files(other) == before
+            )
 
 
 # Before anything is done
@@ -345,7 +351,7 @@ def test_a_pinned_step_is_not_replaced_by_another(run: pathlib.Path, tmp_path: p
 def test_dry_runs_say_what_is_done_and_write_nothing(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     copy, out = tmp_path / "copy", tmp_path / "m.safetensors"
     treering("cp", run, copy, "--steps", "1")
-    assert treering("rewind", run, 4, "--dry-run").out == "nothing to set aside\n"
+    assert treering("rewind", run, 4, "--dry-run").out == "nothing to archive\n"
     calls = [["cp", run, copy], ["rewind", run, 2], ["rewind", run, "--all"]]
     for call in calls:
         before = files(tmp_path)
@@ -389,4 +395,4 @@ def test_steps_are_chosen_by_numbers_and_ranges(tmp_path: pathlib.Path, treering
         assert found.code == 3 and said in found.err and not copy.exists()
     assert treering("cp", run, copy, "--steps", "100, 200..300").code == 0 and tr.steps(copy) == [100, 200, 250, 300]
     found = treering("cp", step_of(run, 1), tmp_path / "one", "--steps", "1")
-    assert found.code == 3 and "not a run" in found.err
+    assert found.code == 3 and "expected a run to choose steps from, found one" in found.err

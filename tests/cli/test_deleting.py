@@ -42,7 +42,7 @@ def test_prune_keeps_the_newest_step_that_is_good_when_it_is_read(run: pathlib.P
     _damage(run / "step-00000004")
     for flags in (["--dry-run"], ["--yes"]):
         found = treering("prune", run, "last:1", *flags, "--json")
-        assert found.code == 0 and "warning: step 4 is damaged and does not count: arrays-" in found.err
+        assert found.code == 0 and "warning: step 4 is ignored, because it is damaged: arrays-" in found.err
         assert (found.json["deleted"], found.json["verified"], found.json["damaged"]) == ([1, 2], 3, [4])
     assert tr.steps(run) == [3, 4] and np.all(tr.restore(run)["x"] == 3)
     _damage(run / "step-00000003")
@@ -81,7 +81,7 @@ def test_a_newest_step_that_cannot_be_read_now_ends_it(run: pathlib.Path, treeri
 
     monkeypatch.setattr("treering._tools.verify.verify", refuse)
     found = treering("prune", run, "last:1", "--yes")
-    assert found.code == 3 and "step 4 would stay as the newest, and cannot be read: nothing is deleted" in found.err
+    assert found.code == 3 and "step 4, the newest that would stay, cannot be read: nothing is deleted" in found.err
     assert tr.steps(run) == [1, 2, 3, 4]
 
 
@@ -181,7 +181,7 @@ def test_delete_deletes_all_or_nothing(run: pathlib.Path, treering: Any) -> None
     tr.Checkpointer(run).pin(2)
     for step, what in {
         6: "expected step 6, found",
-        7: "written by another library",
+        7: "expected a step of Treering, found one of another library",
         1: "the link best leads to this step",
         8: "expected a directory of this run, found a link",
         2: "the step is pinned",
@@ -196,7 +196,7 @@ def test_delete_leaves_a_good_step(run: pathlib.Path, treering: Any) -> None:
     for step in (1, 2):
         _damage(run / f"step-{step:08}")
     found = treering("delete", run, 3, 4, "--yes")
-    assert found.code == 3 and "expected a good step that stays, found none" in found.err
+    assert found.code == 3 and "expected a valid step that stays, found none" in found.err
     assert tr.steps(run) == [1, 2, 3, 4]
     assert treering("delete", run, 1, 2, "--yes", "--json").json["verified"] == 4
     assert treering("delete", run, 3, 4, "--yes", "--no-verify").code == 3, "whose manifest is good is not there either"
@@ -256,12 +256,12 @@ def test_places_that_steps_are_not_moved_to(run: pathlib.Path, tmp_path: pathlib
     tr.save(tmp_path / "one", {"x": 1})
     (tmp_path / "file").write_text("text")
     for place, what in {
-        run / "old": "expected a place outside of the run",
-        run: "expected a place outside of the run",
+        run / "old": "expected a place outside the run",
+        run: "expected a place outside the run",
         tmp_path / "one": "found one checkpoint",
         tmp_path / "file": "found a file",
-        _run(tmp_path / "other", [1]): "step-00000001: another checkpoint is there",
-        _run(tmp_path / "names", [1], prefix="ckpt-"): "names of steps that begin with 'step-'",
+        _run(tmp_path / "other", [1]): "found another checkpoint or a damaged one",
+        _run(tmp_path / "names", [1], prefix="ckpt-"): "step names that begin with 'step-'",
     }.items():
         for flag in ("--dry-run", "--yes"):
             found = treering("prune", run, "last:1", "--to", place, flag)
@@ -294,7 +294,7 @@ def test_steps_that_a_job_saves_anew_while_one_is_read_stay(
     monkeypatch.setattr(Directory, "delete_listed", meanwhile)
     found = treering("prune", run, "last:1", *flags, "--yes")
     assert (found.code, tr.steps(run)) == (3, [1, 2, 3, 4]) and found.out.startswith("0 of 3 deleted, ")
-    assert "step 1 is not deleted: " in found.err and "expected the good step that stays, found it gone" in found.err
+    assert "step 1 is not deleted: " in found.err and "expected the valid step that stays, found it gone" in found.err
     assert np.all(tr.restore(run, step=2)["x"] == -2)
 
 

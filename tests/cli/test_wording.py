@@ -59,7 +59,7 @@ def test_no_message_that_a_command_prints_advises_an_argument_of_python() -> Non
         (["convert", "c", "m", "--dtype", "int3"], "--dtype 'int3': expected"),
         (["show", "step=1", "--step", "3"], "/step=1: --step 3 was asked for"),
         (["show", "my step=1; pass step=2", "--step", "3"], "/my step=1; pass step=2: --step 3 was asked for"),
-        (["cp", "my step=1; pass step=2", "c", "--steps", "3"], "/my step=1; pass step=2: steps were asked for"),
+        (["cp", "my step=1; pass step=2", "c", "--steps", "3"], "/my step=1; pass step=2: expected a run to choose"),
         (["convert", "zeros", "m"], "pass --max-expansion inf\n"),
         (["ls", "several"], "found several other prefixes: a-, b-; open a step by its own path, or pass --prefix\n"),
         (["ls", "other"], "a-1 is in it; pass --prefix 'a-'\n"),

@@ -1,4 +1,4 @@
-"""Sizes, parts, policies and changes of names as people write them on a command line."""
+"""Parses the arguments of the command line: sizes, times, subsets, steps, policies and renames."""
 
 import datetime
 import re
@@ -19,11 +19,11 @@ MAX_EXPANSION = click.option(
     type=click.FloatRange(1),
     default=expansion.MOST,
     show_default=True,
-    help="Bytes of arrays for each that is stored, beyond which nothing is read (from 64 MiB on); inf lifts it.",
+    help="Refuse arrays (above 64 MiB) of more than this many times the stored bytes; inf lifts the limit.",
 )
 STEP = click.IntRange(0, EXACT)
 PREFIX = click.option(
-    "--prefix", metavar="TEXT", help="What the names of a run's steps begin with; by default what its steps show."
+    "--prefix", metavar="TEXT", help="The beginning of the names of a run's steps; by default found from its steps."
 )
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _STEPS = re.compile(r"([0-9]{1,16})(?:\.\.([0-9]{1,16}))?")
@@ -51,7 +51,7 @@ class Bytes(click.ParamType):
 
 
 class Seconds(click.ParamType):
-    """A length of time in seconds: ``7d``, ``12h``."""
+    """A duration such as ``7d`` or ``12h``, converted to seconds."""
 
     name = "time"
 
@@ -64,7 +64,7 @@ class Seconds(click.ParamType):
 
 
 class Format(click.ParamType):
-    """The name of a format that is read."""
+    """The name of a format."""
 
     name = "name"
 
@@ -74,11 +74,12 @@ class Format(click.ParamType):
         try:
             return formats.get(value).name
         except MismatchError as error:
+            # The message begins with the Python argument; click names the option itself.
             raise click.BadParameter(str(error).removeprefix("format="), ctx, param) from None
 
 
 class Rename(click.ParamType):
-    """A change of names: ``PATTERN=NEW``."""
+    """A renaming rule: ``PATTERN=NEW``."""
 
     name = "pattern=new"
 
@@ -94,7 +95,7 @@ class Rename(click.ParamType):
 
 
 class Subset(click.ParamType):
-    """A part of what is to be read: ``2/5``, or a number of bytes."""
+    """A part of the bytes to read: ``2/5``, or a number of bytes."""
 
     name = "subset"
 
@@ -110,7 +111,7 @@ class Subset(click.ParamType):
 
 
 class Steps(click.ParamType):
-    """Steps of a run: ``100,200..300`` is 100, and those from 200 to 300."""
+    """Steps of a run: ``100,200..300`` is step 100 and all steps from 200 to 300."""
 
     name = "steps"
 
@@ -157,7 +158,7 @@ def _interval(text: str) -> int | datetime.timedelta:
 
 
 def joined(policies: "tuple[Policy, ...]") -> "Policy | None":
-    """The union of policies; None of none."""
+    """Returns the union of the policies, or None if there are none."""
     found = None
     for one in policies:
         found = one if found is None else found | one

@@ -1,4 +1,4 @@
-"""The browser for checkpoints in a terminal, in Textual."""
+"""The terminal browser for checkpoints and runs, built on Textual."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,13 @@ from .._tools.listing import Listing
 from ..errors import TreeringError
 from .leaf import describe_node, leaf_lines
 
-_MOST_CHILDREN = 1000  # of a node in the tree; more are shown in groups
+# A node shows at most this many children; more are shown in groups, because Textual takes long to unfold them.
+_MOST_CHILDREN = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A node of a tree on the screen: that of a checkpoint, or a step that is opened when it is unfolded."""
+    """A node of the tree on the screen: a node of a checkpoint, or a step that unfolding opens."""
 
     ckpt: Checkpoint | None
     node: Node | None
@@ -37,7 +38,7 @@ class Place:
 
 
 class CheckpointTree(Tree[Place]):
-    """The tree of a checkpoint, or of a run's steps, unfolded where it is looked at."""
+    """The tree of a checkpoint, or of a run's steps. Unfolding a node reads its children."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "Down", show=False),
@@ -70,7 +71,7 @@ class CheckpointTree(Tree[Place]):
         self._fill(event.node)
 
     def _fill(self, node: TreeNode[Place]) -> None:
-        """Adds what is below a node, once."""
+        """Adds the children of a node, unless it has them already."""
         place = node.data
         if place is None or node.children:
             return
@@ -100,7 +101,7 @@ class CheckpointTree(Tree[Place]):
             self.move_cursor(node)
 
     def reveal(self, path: str) -> bool:
-        """Unfolds all above a leaf or container, and moves there. Returns whether it is in the tree."""
+        """Unfolds the ancestors of a leaf or container and moves to it. Returns False if the tree lacks it."""
         node = self._top()
         if node is None:
             return False
@@ -112,12 +113,13 @@ class CheckpointTree(Tree[Place]):
                 return False
             assert below.data is not None and below.data.node is not None
             if below.data.node.path == path and not _is_group(below.data.node):
+                # The node has no line on the screen until Textual has drawn the unfolded tree.
                 self.call_after_refresh(self.move_cursor, below)
                 return True
             node = below
 
     def _top(self) -> TreeNode[Place] | None:
-        """The node of the checkpoint that the cursor is in."""
+        """Returns the root node of the checkpoint under the cursor."""
         node = self.cursor_node or self.root
         while node.parent is not None and (node.data is None or node.data.step is None):
             node = node.parent
@@ -125,7 +127,7 @@ class CheckpointTree(Tree[Place]):
 
     @property
     def current(self) -> Checkpoint | None:
-        """The checkpoint that the cursor is in."""
+        """The checkpoint under the cursor."""
         node = self.cursor_node
         return node.data.ckpt if node and node.data else None
 
@@ -140,11 +142,12 @@ def _leads_to(child: TreeNode[Place], path: str) -> bool:
 
 
 def _is_group(node: Node) -> bool:
+    # Only groups made by `_group` have no path of their own.
     return node.path == "" and bool(node.children)
 
 
 def _grouped(node: Node) -> Node:
-    """The tree with containers of very many children cut into groups, so that none takes long to unfold."""
+    """Cuts containers with more than `_MOST_CHILDREN` children into groups, in place, and returns the tree."""
     for _, one in [(0, node), *node.walk()]:
         if len(one.children) > _MOST_CHILDREN:
             one.children = [_group(part) for part in _parts(one.children)]
@@ -163,7 +166,7 @@ def _group(children: Sequence[Node]) -> Node:
 
 
 class Browser(App[None]):
-    """One checkpoint or run, or two side by side."""
+    """The application: one checkpoint or run, or two side by side."""
 
     TITLE = "treering"
     CSS = """
@@ -201,7 +204,7 @@ class Browser(App[None]):
 
     @property
     def side(self) -> CheckpointTree:
-        """The tree that has the focus, or had it last."""
+        """The tree that has the focus, or the first one."""
         return self.focused if isinstance(self.focused, CheckpointTree) else self.query(CheckpointTree).first()
 
     def _say(self, text: str) -> None:
@@ -222,7 +225,7 @@ class Browser(App[None]):
             self.action_statistics()
 
     def action_statistics(self) -> None:
-        """Reads the leaf under the cursor, in a thread."""
+        """Reads the leaf under the cursor in a thread and shows its statistics."""
         node = self.side.cursor_node
         place = node.data if node else None
         if place is None or place.node is None or place.ckpt is None or place.node.entry is None:
@@ -239,7 +242,7 @@ class Browser(App[None]):
         self.call_from_thread(self._say, text)
 
     def action_difference(self) -> None:
-        """Compares the leaf, or the part, under the cursor with that on the other side."""
+        """Compares the leaf or subtree under the cursor with the one at the same path on the other side."""
         trees = list(self.query(CheckpointTree))
         node = self.side.cursor_node
         if len(trees) < 2 or node is None or node.data is None or node.data.node is None:
@@ -248,7 +251,7 @@ class Browser(App[None]):
         path = node.data.node.path
         sides = [tree.current for tree in trees]
         if sides[0] is None or sides[1] is None:
-            self.notify("choose a step on both sides")
+            self.notify("select a step on both sides first")
             return
         self._say(f"{path}\ncomparing …")
         self.run_worker(lambda: self._compare(sides, path), thread=True, exclusive=True)
@@ -278,11 +281,11 @@ class Browser(App[None]):
         self._found = [path for path in ckpt or () if text in path.casefold()]
         self._at = -1
         if not self._found:
-            self.notify(escape(f"no path has {safe(event.value)!r}") if ckpt else "unfold a step first")
+            self.notify(escape(f"no path contains {safe(event.value)!r}") if ckpt else "unfold a step first")
         self.action_next(1)
 
     def action_next(self, by: int) -> None:
-        """Goes to the next place that was found, on both sides."""
+        """Moves both sides to the next match, or with ``by=-1`` to the previous one."""
         if self._found:
             self._at = (self._at + by) % len(self._found)
             for tree in self.query(CheckpointTree):
@@ -296,5 +299,5 @@ class Browser(App[None]):
 
 
 def _part(ckpt: Checkpoint, path: str) -> Any:
-    """What lies at a path, as something that can be compared."""
+    """Returns the leaf or subtree at a path in a form that `diff` accepts."""
     return {"": ckpt[path]} if path in ckpt else ckpt.at(path)

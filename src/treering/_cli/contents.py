@@ -1,4 +1,4 @@
-"""Looking into checkpoints: show, stats, diff."""
+"""The commands that print the contents of checkpoints: show, stats, diff."""
 
 import dataclasses
 import json
@@ -29,8 +29,8 @@ def _open(path: str, prefix: str | None, step: int | None, format: str | None = 
     return open_prefixed(path, prefix, step=step, format=format)
 
 
-_step = click.option("--step", type=STEP, metavar="N", help="The step of a run; its latest good one by default.")
-FORMAT = click.option("--format", type=Format(), help="The format to read; by default what its files show.")
+_step = click.option("--step", type=STEP, metavar="N", help="The step of a run; by default the latest valid one.")
+FORMAT = click.option("--format", type=Format(), help="The format to read; by default recognized from the files.")
 
 
 @click.command()
@@ -39,8 +39,8 @@ FORMAT = click.option("--format", type=Format(), help="The format to read; by de
 @_step
 @FORMAT
 @PREFIX
-@click.option("--all", "everything", is_flag=True, help="Every leaf: layers that are alike are not shown as one.")
-@click.option("--depth", type=click.IntRange(1), metavar="N", help="No more than so many levels of the tree.")
+@click.option("--all", "everything", is_flag=True, help="Show every leaf, also of layers that are alike.")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Show at most N levels of the tree.")
 @as_json
 def show(
     checkpoint: str,
@@ -54,8 +54,8 @@ def show(
 ) -> None:
     """Show the tree of a CHECKPOINT: names, shapes, dtypes, sizes and shardings.
 
-    With the PATH of a leaf: its values, statistics and a histogram. With another PATH: the part of the tree below it.
-    Layers that are alike are one line, such as layers/0…23.
+    PATH selects a leaf, with its values, statistics and a histogram, or a subtree. Layers that are alike share a line,
+    such as layers/0…23.
     """
     ckpt = _open(checkpoint, prefix, step, format)
     if path and path in ckpt:
@@ -150,10 +150,10 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
 def stats(
     checkpoint: str, globs: tuple[str, ...], step: int | None, format: str | None, prefix: str | None, json_: bool
 ) -> int:
-    """Read the arrays of a CHECKPOINT and describe their values: range, mean, norm, zeros, NaN and infinities.
+    """Read the arrays of a CHECKPOINT and print their range, mean, norm, zeros, NaN and infinities.
 
-    With GLOBs only those leaves: * stays within one component of a path, ** spans any number. NaN and infinities are
-    counted, and left out of all else.
+    GLOBs select leaves: * matches within one component of a path, ** any number of components. NaN and infinities are
+    counted; the other numbers are those of the finite values.
     """
     from .._core.entries import StatesEntry
     from .._core.lazy import LazyArray
@@ -199,14 +199,14 @@ def stats(
 @click.command()
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH, required=False)
-@click.option("--steps", type=STEP, nargs=2, metavar="N M", help="The steps of A and of B, or two of A.")
+@click.option("--steps", type=STEP, nargs=2, metavar="N M", help="The steps of A and B, or two steps of A.")
 @PREFIX
 @as_json
 def diff(a: str, b: str | None, steps: tuple[int, int] | None, prefix: str | None, json_: bool) -> int:
-    """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 when they differ.
+    """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 if they differ.
 
-    Of arrays whose values differ: how many, the largest difference, that difference relative to the largest value,
-    and the cosine of the angle between the two.
+    For arrays that differ it prints how many values differ, the largest difference, that relative to the largest
+    magnitude, and the cosine of the angle between the two arrays.
     """
     from .._tools.diff import diff as compare
 
@@ -228,7 +228,7 @@ def diff(a: str, b: str | None, steps: tuple[int, int] | None, prefix: str | Non
 
 
 def _apart(change: "ValueChange | None") -> str:
-    """Numbers about changed values, beside their largest difference."""
+    """Returns the numbers that the description of a change lacks: relative difference and cosine."""
     relative = f", relative {change.relative:.3g}" if change and change.relative is not None else ""
     return relative + (f", cosine {change.cosine:.7g}" if change and change.cosine is not None else "")
 

@@ -1,4 +1,4 @@
-"""Checkpoints into other formats and other places: convert, cp."""
+"""The commands that write checkpoints to other formats and places: convert, cp."""
 
 import contextlib
 import dataclasses
@@ -16,21 +16,21 @@ from .output import PATH, as_json, say, say_json
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--format", type=Format(), help="The format of TARGET; by default what its suffix says, else treering.")
-@click.option("--source-format", type=Format(), help="The format of SOURCE; by default what its files show.")
-@click.option("--step", type=STEP, metavar="N", help="The step of a run; its latest good one by default.")
-@click.option("--at", default="", metavar="PATH", help="Only what lies below this path.")
-@click.option("--drop", multiple=True, metavar="GLOB", help="Leave leaves out.")
-@click.option("--rename", type=Rename(), multiple=True, help="Change names, as treering.rules.rename does it.")
-@click.option("--dtype", metavar="DTYPE", help="Cast all floats to this dtype.")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there, in one step.")
+@click.option("--format", type=Format(), help="The format of TARGET; by default that of its suffix, or treering.")
+@click.option("--source-format", type=Format(), help="The format of SOURCE; by default recognized from its files.")
+@click.option("--step", type=STEP, metavar="N", help="The step of a run; by default the latest valid one.")
+@click.option("--at", default="", metavar="PATH", help="Only the subtree at this path.")
+@click.option("--drop", multiple=True, metavar="GLOB", help="Omit these leaves.")
+@click.option("--rename", type=Rename(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
+@click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays to this dtype.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint, atomically.")
 @click.option(
-    "--memory-limit", type=Bytes(), default="1G", show_default=True, help="Bytes of arrays in memory at a time."
+    "--memory-limit", type=Bytes(), default="1G", show_default=True, help="Most bytes of arrays in memory at a time."
 )
 @MAX_EXPANSION
-@click.option("--max-shard-size", type=Bytes(), help="safetensors: a folder of files no larger than this.")
-@click.option("--composite", is_flag=True, help="orbax: an item for each key at the top, as Composite has them.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be written.")
+@click.option("--max-shard-size", type=Bytes(), help="safetensors: write a folder of files of at most this size.")
+@click.option("--composite", is_flag=True, help="orbax: write one item for each top-level key, for Composite.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 @PREFIX
 @as_json
 def convert(
@@ -54,7 +54,7 @@ def convert(
 ) -> None:
     """Write the checkpoint SOURCE as TARGET, in another format or the same, in bounded memory.
 
-    Rules are applied in the order: drop, rename. Refused where TARGET would be a step of a run that a job writes.
+    Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
     """
     from .. import rules as r
     from .. import stores
@@ -66,6 +66,7 @@ def convert(
 
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
     if prefix is not None:
+        # The Python function has no prefix: it gets the path of the step.
         source, step = open_prefixed(source, prefix, step=step, format=source_format).path, None
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if composite:
@@ -107,11 +108,11 @@ def convert(
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--steps", type=Steps(), metavar="N,N..N", help="Only these steps of a run, such as 100,200..300.")
+@click.option("--steps", type=Steps(), metavar="N,N..N", help="Copy only these steps of a run, such as 100,200..300.")
 @click.option(
     "--overwrite", is_flag=True, help="Read the copies that exist, and replace those that differ or are damaged."
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be copied.")
 @PREFIX
 @as_json
 def cp(
@@ -123,12 +124,12 @@ def cp(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Copy a checkpoint or all good steps of a run to another place, between disks and buckets.
+    """Copy a checkpoint, or all valid steps of a run, to another disk or bucket.
 
-    The files are the same byte for byte, each checked as it is read, with pins and recorded metrics. Steps of a run
-    that are there already only get those, and are not read; --overwrite reads them, and replaces what differs or is
-    damaged there. The exit code is 1 when steps were left behind: damaged ones, and those of other libraries, which
-    convert copies. Refused while a job writes TARGET.
+    It copies files byte for byte and checks each byte that it reads, with pins and recorded metrics. Existing copies
+    of steps receive only pins and metrics, and are not read; --overwrite reads them, and replaces those that differ
+    or are damaged. The exit code is 1 if it left steps behind: damaged ones, and those of other libraries, which
+    convert copies. It refuses a TARGET that a job writes.
     """
     from .._tools.copy import copy_all
 

@@ -1,4 +1,4 @@
-"""Deleting steps of a run: prune, delete."""
+"""The commands that delete steps of a run: prune, delete."""
 
 import contextlib
 import sys
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def _options(function: Any) -> Any:
-    """Adds the options that both commands have."""
+    """Adds the options of both commands."""
     for option in (
         as_json,
         PREFIX,
         click.option("--no-verify", is_flag=True, help="Do not read the newest step that stays."),
         click.option("--yes", "-y", is_flag=True, help="Do not ask."),
-        click.option("--dry-run", is_flag=True, help="Only say what would go."),
+        click.option("--dry-run", is_flag=True, help="Only print what would be deleted."),
     ):
         function = option(function)
     return function
@@ -35,7 +35,7 @@ def _options(function: Any) -> Any:
 @click.command()
 @click.argument("run", type=PATH)
 @click.argument("keep", nargs=-1, required=True, type=Keep())
-@click.option("--to", metavar="DIR", type=PATH, help="Move the steps there, to a run of its own, instead.")
+@click.option("--to", metavar="DIR", type=PATH, help="Move the steps to this run instead of deleting them.")
 @_options
 def prune(
     run: str,
@@ -47,10 +47,10 @@ def prune(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Delete the steps of a RUN that no KEEP wants; the newest good step stays in any case, which is read before.
+    """Delete the steps of a RUN that no KEEP keeps. It first reads the newest valid step, which always stays.
 
     KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
-    Pinned steps, links and what they lead to stay, and so do damaged and unfinished steps and those of other libraries.
+    Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and other libraries' steps.
     """
     from .. import stores
     from .._tools.listing import list_run
@@ -77,7 +77,7 @@ def prune(
 @click.command()
 @click.argument("run", type=PATH)
 @click.argument("steps", nargs=-1, required=True, type=STEP)
-@click.option("--pinned", is_flag=True, help="Delete STEPS that are pinned, too.")
+@click.option("--pinned", is_flag=True, help="Delete STEPS also if they are pinned.")
 @_options
 def delete(
     run: str,
@@ -89,10 +89,10 @@ def delete(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Delete STEPS of a RUN, all or none of which may go; a good step has to stay, which is read before.
+    """Delete STEPS of a RUN: all of them, or none if one is refused. It first reads a valid step that stays.
 
-    Pinned steps go with --pinned only; links and what they lead to never do. The newest good step is not deleted while
-    a job writes the run.
+    Pinned steps are deleted only with --pinned, links and steps that links lead to never. While a job writes the run,
+    its newest valid step is not deleted.
     """
     from .._tools.deletion import named
     from .._tools.listing import list_run
@@ -114,13 +114,13 @@ def _inspection(wanted: bool) -> "Inspection":
 
     def begins(row: "Row") -> None:
         if sys.stderr.isatty():
-            say(f"reading step {row.step}, {nbytes(row.nbytes or 0)}, which would stay as the newest …", err=True)
+            say(f"reading step {row.step}, {nbytes(row.nbytes or 0)}, the newest that would stay …", err=True)
 
     return Inspection(wanted, begins)
 
 
 class _Deletion:
-    """Asks, deletes, and says what went, also after an interrupt."""
+    """Asks the user, deletes or moves steps, and reports what was done, also after an interrupt."""
 
     def __init__(
         self,
@@ -134,10 +134,11 @@ class _Deletion:
     ):
         self._directory, self._inspection = directory, inspection
         self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
-        self.alone = False  # whether the lock of the run is needed: a job would go on from what is deleted
+        # True if the latest step is deleted. It needs the run's lock, because a job would continue from that step.
+        self.alone = False
 
     def carry_out(self, choose: "Callable[[], list[Row]]", *, yes: bool) -> int:
-        """Deletes what is chosen, and returns the exit code."""
+        """Deletes or moves the chosen steps, and returns the exit code."""
         from .._tools.deletion import Removed, identities
 
         known, rows = identities(self._directory), choose()
@@ -147,12 +148,12 @@ class _Deletion:
         if rows and not yes:
             if self._json or not sys.stdin.isatty():
                 what = "pass --yes, or --dry-run to see what would be deleted"
-                raise click.UsageError(f"it cannot ask where stdin is no terminal, or with --json: {what}")
+                raise click.UsageError(f"cannot ask: stdin is not a terminal, or --json is given; {what}")
             self._say(rows, f"{count(len(rows), 'step')} would be")
             if not click.confirm("Delete them?" if self._to is None else "Move them?"):
                 say(f"nothing was {self._verb}")
                 return 1
-            # Meanwhile a job may have saved, deleted or gone back.
+            # A job may have saved, deleted or rewound while the question was open. Only what the user saw may go.
             now, still = identities(self._directory), {(row.path, row.created) for row in choose()}
             rows = [
                 row for row in rows if (row.path, row.created) in still and now.get(row.path) == known.get(row.path)

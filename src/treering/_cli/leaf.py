@@ -1,4 +1,4 @@
-"""One leaf, or a container, as lines of text: what it is, its values, its statistics."""
+"""Prints a leaf or container as lines of text: its description, values and statistics."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _EDGE = 3  # items at both ends of an axis that are shown
 
 
 def describe_node(ckpt: "Checkpoint", node: "Node") -> str:
-    """What is said of a node beside its name: dtype, shape, size, sharding; of a container how much is in it."""
+    """Returns the description of a node: dtype, shape, size and sharding, or the leaves and bytes of a container."""
     from .._core.describe import describe, value_text
     from .._core.entries import NO_ARRAY, ArrayEntry
 
@@ -35,7 +35,7 @@ def describe_node(ckpt: "Checkpoint", node: "Node") -> str:
 
 
 def statistics(leaf: Any) -> "Stats | None":
-    """The statistics of a leaf with quantiles and a histogram; None for what has no numbers."""
+    """Returns the statistics of a leaf with quantiles and a histogram, or None if it has no numbers."""
     from .._core.lazy import LazyArray
     from .._tools.stats import has_stats, stats
 
@@ -43,7 +43,7 @@ def statistics(leaf: Any) -> "Stats | None":
 
 
 def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
-    """All about a leaf. Reads it."""
+    """Reads a leaf and yields the lines that describe it."""
     from .._core.describe import describe, shorten, value_text
     from .._core.entries import StatesEntry
     from .._core.lazy import LazyArray
@@ -66,10 +66,11 @@ def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
 
 
 def _values(leaf: "LazyArray") -> Iterator[str]:
-    """The corners of an array as NumPy prints them; no more of it is read."""
+    """Yields the corners of an array as NumPy prints them. Reads only the corners."""
     import numpy as np
 
-    # A small array with the same corners prints alike: of more than seven items NumPy shows three at both ends.
+    # A small array with the same corners prints alike: of an axis with more than seven items NumPy shows three at
+    # each end.
     small = np.zeros([min(size, 2 * _EDGE + 1) for size in leaf.shape], leaf.dtype)
     ends = [[(0, size)] if size <= 2 * _EDGE + 1 else [(0, _EDGE), (size - _EDGE, size)] for size in leaf.shape]
     for box in itertools.product(*ends):

@@ -1,4 +1,4 @@
-"""Runs and what is in them: ls, du."""
+"""The commands that list runs and their sizes: ls, du."""
 
 import dataclasses
 import os
@@ -30,15 +30,15 @@ def _best(value: str) -> tuple[str, str]:
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.option("--best", metavar="METRIC:MODE", help="Mark the best step by a metric; MODE is min or max.")
-@click.option("--keep", type=Keep(), multiple=True, help=f"Show what would be deleted. {KEEP}")
+@click.option("--best", metavar="METRIC:MODE", help="Mark the best step by this metric; MODE is min or max.")
+@click.option("--keep", type=Keep(), multiple=True, help=f"Mark the steps that these policies would delete. {KEEP}")
 @PREFIX
-@click.option("--csv", "csv_", is_flag=True, help="Print CSV, with a column for each metric.")
+@click.option("--csv", "csv_", is_flag=True, help="Print CSV with one column for each metric.")
 @as_json
 def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, csv_: bool, json_: bool) -> int:
-    """List the steps of a RUN: time, size, metrics, and what is the latest, pinned, damaged or unfinished.
+    """List the steps of a RUN with time, size, metrics and notes: latest, pinned, damaged, unfinished.
 
-    Of a directory of runs: each run. The exit code is 3 where this user may not read some of it.
+    For a directory of runs it prints one line for each run. The exit code is 3 if this user may not read a part.
     """
     from .. import stores
     from .._tools.listing import list_run, runs_in
@@ -67,7 +67,7 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     else:
         _say_listing(listing, first)
     for path in listing.closed:
-        say(f"not listed, for this user may not read it: {safe(path)}", err=True)
+        say(f"not listed, because this user may not read it: {safe(path)}", err=True)
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
 
 
@@ -92,12 +92,12 @@ def _say_listing(listing: "Listing", best: int | None) -> None:
     total = nbytes(sum(row.nbytes or 0 for row in listing.rows))
     parts = [count(len(listing.rows), "step"), total, *(["finished"] if listing.finished else [])]
     if listing.set_aside:
-        parts.append(f"set aside by a rewind: {', '.join(os.path.basename(one) for one in listing.set_aside)}")
+        parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.set_aside)}")
     say(" · ".join(parts))
 
 
 def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:
-    """Lists the runs in a directory, one line each."""
+    """Lists the runs of a directory, one line each, and returns the exit code."""
     found = [_summary(run, prefix) for run in runs]
     plain = [{**one, "created": iso(one["created"])} for one in found]
     if json_:
@@ -120,7 +120,7 @@ def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool,
 
 
 def _summary(run: str, prefix: str | None) -> dict[str, Any]:
-    """What is said of a run beside others: how many steps of each state, and the latest good one."""
+    """Returns the line of a run among others: the number of steps in each state, and the latest valid step."""
     from .._tools.listing import list_run
 
     states = {"good": 0, **dict.fromkeys(_STATES, 0)}
@@ -145,7 +145,7 @@ def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
     if not ranked:
         known = sorted({name for row in listing.rows for name in row.metrics})
         raise NotFoundError(
-            f"{listing.path}: no step has the metric {metric!r}, found {', '.join(known) or 'no metrics'}"
+            f"{listing.path}: expected a step with the metric {metric!r}, found {', '.join(known) or 'no metrics'}"
         )
     return ranked[0]
 
@@ -167,14 +167,12 @@ def _notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option(
-    "--depth", type=click.IntRange(1), default=1, metavar="N", help="Of a checkpoint: so many levels of its tree."
-)
+@click.option("--depth", type=click.IntRange(1), default=1, metavar="N", help="Levels of the tree of a checkpoint.")
 @as_json
 def du(path: str, depth: int, json_: bool) -> int:
-    """Say what takes the room: of a run its steps, of a directory of runs each, of a checkpoint the parts of its tree.
+    """Print sizes: of the steps of a run, of each run in a directory, or of the parts of a checkpoint's tree.
 
-    What this user may not look into is named, and the exit code is 3 then.
+    It names folders that this user may not read, and ends with exit code 3 then.
     """
     from .. import stores
 
@@ -192,12 +190,12 @@ def du(path: str, depth: int, json_: bool) -> int:
         rows = [[nbytes(size), f"{100 * size / total:.1f}%" if total else "", safe(name)] for name, size in parts]
         table(["size", "share", "part"], [*rows, [nbytes(total), "", safe(root)]], left=["part"])
     for one in closed:
-        say(f"not counted, for this user may not read it: {safe(one)}", err=True)
+        say(f"not counted, because this user may not read it: {safe(one)}", err=True)
     return FAILED if closed else 0
 
 
 def _has_runs(store: "Store", place: str) -> bool:
-    """Whether a directory is a run, or has runs in it; not a checkpoint."""
+    """Returns True if a directory is a run or has runs in it, and False if it is a checkpoint."""
     from .. import formats
     from .._tools.listing import is_empty_run, is_run, runs_in
 
@@ -205,14 +203,14 @@ def _has_runs(store: "Store", place: str) -> bool:
         if is_run(store, place) or is_empty_run(store, place):
             return True
         return not formats.has_folder(store, place) and bool(runs_in(store, place))
-    except MismatchError:  # the names of its steps have several prefixes
+    except MismatchError:  # The steps have several prefixes, so it is a directory of steps.
         return True
 
 
 def _parts_of_folder(place: str, closed: list[str]) -> list[tuple[str, int]]:
-    """What lies in a directory of steps or runs, and its bytes: folders one by one, files together.
+    """Returns the bytes of each folder in a directory of steps or runs, and of all its files together.
 
-    Adds to `closed` what this process may not look into.
+    Adds the folders that this process may not read to `closed`.
     """
     from .. import stores
     from .._tools.listing import tree_bytes
@@ -235,7 +233,7 @@ def _parts_of_folder(place: str, closed: list[str]) -> list[tuple[str, int]]:
 
 
 def _parts_of_checkpoint(path: str, depth: int) -> tuple[str, list[tuple[str, int]], int]:
-    """A checkpoint, its parts with their bytes, those within others too, and the bytes of all on the disk."""
+    """Returns the path of a checkpoint, the bytes of its subtrees to `depth` levels, and its bytes on the disk."""
     from .._core.outline import outline
     from .._run.open import open_checkpoint
 

@@ -1,4 +1,4 @@
-"""On this machine: doctor tries out a place for checkpoints, browse walks through them."""
+"""The commands doctor, which tests a place for checkpoints, and browse, which shows them in the terminal."""
 
 import dataclasses
 import sys
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @click.option("--size", type=Bytes(), default="256M", show_default=True, help="Bytes to write and read back.")
 @as_json
 def doctor(place: str, size: int, json_: bool) -> None:
-    """Try out a PLACE for checkpoints, a directory or the prefix of a bucket: what it allows and how quick it is.
+    """Test a PLACE for checkpoints, a directory or the prefix of a bucket: its features and its speed.
 
-    Writes there, and removes what it has written. A save and a restore of so many bytes are measured with all that
-    Treering does: checksums, and the wait until the disk has them.
+    It writes files there and removes them. It measures a save and a restore of --size bytes as Treering does them,
+    with checksums and the wait until the disk has the data.
     """
     from .._tools.doctor import examine
 
@@ -56,16 +56,17 @@ def _value(one: "Finding") -> str:
 @click.argument("other", type=PATH, required=False)
 @PREFIX
 def browse(path: str, other: str | None, prefix: str | None) -> None:
-    """Walk through a checkpoint or a run in the terminal, or through two side by side (needs the extra browse).
+    """Browse a checkpoint or a run in the terminal, or two side by side (needs the extra browse).
 
-    Arrow keys or h j k l move, Enter or s reads a leaf, / searches and n goes on, d compares both sides, q ends.
+    Arrow keys or h j k l move, Enter or s reads a leaf, / searches, n finds the next, d compares both sides, q quits.
     """
     from .._run.open import open_prefixed
     from .._tools.listing import list_run
     from ..errors import NotFoundError, UnsupportedError
 
-    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # the browser takes it whole
-        raise click.UsageError("browse needs a terminal; ls and show print what it shows")
+    # The browser uses all three. Without this check it never ends if one of them is a pipe.
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise click.UsageError("browse needs a terminal; use ls and show instead")
     try:
         from .browser import Browser
     except ImportError as error:

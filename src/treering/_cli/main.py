@@ -1,4 +1,4 @@
-"""The command itself: its subcommands, its exit codes, and errors without tracebacks."""
+"""The command `treering`: its subcommands and exit codes. It prints errors without tracebacks."""
 
 import contextlib
 import io
@@ -26,17 +26,17 @@ _SIGPIPE = getattr(signal, "SIGPIPE", 13)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name=_NAME)
-@click.option("--debug", is_flag=True, help="Show the traceback of an error, and log all that is done.")
+@click.option("--debug", is_flag=True, help="Print the traceback of an error, and log each action.")
 @click.pass_context
 def cli(context: click.Context, debug: bool) -> None:
     """Look into checkpoints of JAX programs, and manage the runs that they belong to.
 
     A path is a file, a directory or a URL (s3://, gs://, az://, https://), in any format: Treering's own, Orbax, T5X,
-    Flax, Equinox, Levanter, FJFormer, safetensors, TensorFlow. Where a checkpoint is asked for, a run stands for its
-    latest good step.
+    Flax, Equinox, Levanter, FJFormer, safetensors, TensorFlow. If a command expects a checkpoint, a run stands for its
+    latest valid step.
 
     Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage); 2 wrong usage; 3 an error,
-    which is printed; 130 interrupted; 141 nobody reads the output any more.
+    which is printed; 130 interrupted; 141 the reader of the output has gone.
     """
     context.obj = debug
 
@@ -44,7 +44,7 @@ def cli(context: click.Context, debug: bool) -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completions for a SHELL; for bash: eval "$(treering completion bash)" in ~/.bashrc."""
+    """Print the completion script for a SHELL; for bash: eval "$(treering completion bash)" in ~/.bashrc."""
     kind = get_completion_class(shell)
     assert kind is not None
     say(kind(cli, {}, _NAME, _COMPLETE).source())
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         return _run(arguments, "--debug" in arguments)
-    except BrokenPipeError:  # of `| head`, also where that reads the errors
+    except BrokenPipeError:  # The reader of stdout or stderr has gone, such as `head`.
         _discard_output()
         return 128 + _SIGPIPE
     except (KeyboardInterrupt, click.Abort):
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], debug: bool) -> int:
-    """Runs the command; returns its exit code, or that of an error, which is printed."""
+    """Runs the command and returns its exit code. Prints errors and returns their exit code."""
     try:
         with _log_on_stderr(arguments, debug):
             return _invoke(arguments)
@@ -90,7 +90,7 @@ def _run(arguments: list[str], debug: bool) -> int:
             say(click.style(safe(note), dim=True), err=True)
         return FAILED
     except Exception as error:
-        _say_error(debug, f"this should not happen, and is worth a report with what --debug prints: {error!r}")
+        _say_error(debug, f"a defect of Treering: {error!r}. Report it with the output of --debug.")
         return FAILED
 
 
@@ -101,13 +101,14 @@ def _say_error(debug: bool, what: str) -> None:
 
 
 def _prepare_streams() -> None:
-    """Makes the program's streams usable: one may be closed, unbuffered, or in an encoding that lacks characters."""
+    """Makes the standard streams usable. One may be closed, unbuffered, or in an encoding that lacks characters."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # as long as the program runs
+            # It stays open as long as the program runs.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif isinstance(getattr(stream, "buffer", None), io.FileIO) and mode == "w":
-            # With PYTHONUNBUFFERED the rest of a text whose reader goes away is lost, and no error says so.
+            # With PYTHONUNBUFFERED, Python loses the rest of a text without an error if its reader goes away.
             raw = io.FileIO(stream.fileno(), mode, closefd=False)
             buffered = io.TextIOWrapper(
                 io.BufferedWriter(raw), stream.encoding, errors="backslashreplace", line_buffering=True
@@ -118,7 +119,7 @@ def _prepare_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Drops what stdout still holds, or the last flush of the interpreter fails."""
+    """Drops what stdout still buffers. Otherwise the last flush of the interpreter fails."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -131,13 +132,13 @@ def _invoke(arguments: list[str]) -> int:
         try:
             sys.stdout.flush()
         except OSError as error:
-            if not isinstance(error, BrokenPipeError):  # the disk is full, for instance
+            if not isinstance(error, BrokenPipeError):  # For instance, the disk is full.
                 _discard_output()
             raise
 
 
 class _OnStderr(logging.Handler):
-    """Prints each record as a line; it asks for the stream when it prints, for tests replace that."""
+    """Prints each log record as a line. It looks up the stream for each record, because tests replace it."""
 
     def __init__(self, arguments: Sequence[str]):
         super().__init__()
@@ -150,7 +151,7 @@ class _OnStderr(logging.Handler):
 
 @contextlib.contextmanager
 def _log_on_stderr(arguments: Sequence[str], debug: bool) -> Iterator[None]:
-    """Shows the log of the library within a `with` block."""
+    """Prints the library's log on stderr within a `with` block."""
     log, handler = logging.getLogger("treering"), _OnStderr(arguments)
     before = log.propagate, log.level
     log.addHandler(handler)

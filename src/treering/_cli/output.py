@@ -1,4 +1,4 @@
-"""What commands print: text that fits the terminal, or JSON."""
+"""Prints the output of commands: text that fits the terminal, CSV, or JSON."""
 
 import csv
 import datetime
@@ -16,13 +16,13 @@ import click
 from .._core.values import encode_float
 from .._printable import safe
 
-FAILED = 3  # the exit code of an error that is printed
-_MAX_BITS = 10_000  # of an int that is written as a number
-_LEAST_WIDTH = 8  # columns that a cell keeps, however narrow the terminal
+FAILED = 3  # The exit code of an error that was printed.
+_MAX_BITS = 10_000  # A larger int is printed in hexadecimal: Python refuses to print very long decimals.
+_LEAST_WIDTH = 8  # A cell keeps this many columns, however narrow the terminal is.
 
 
 class _Path(click.Path):
-    """The path of a file or directory, or a URL; a click.Path, so that shells complete the names of files."""
+    """The path of a file or directory, or a URL. As a `click.Path`, it makes shells complete file names."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
@@ -30,7 +30,7 @@ class _Path(click.Path):
         return super().convert(value, param, ctx)
 
 
-PATH = _Path(readable=False)  # it is found out later whether it may be read
+PATH = _Path(readable=False)  # The library checks the access and has better errors.
 
 
 def as_json(function: Any) -> Any:
@@ -39,13 +39,13 @@ def as_json(function: Any) -> Any:
 
 
 def say(text: str = "", *, err: bool = False) -> None:
-    """Prints a line; colours go to terminals alone, and to none where NO_COLOR is set."""
+    """Prints a line. Colors go to terminals only, and NO_COLOR turns them off."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     click.echo(text, err=err, color=False if plain else None)
 
 
 def say_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Prints a table as CSV, with a line of names first; a value that is not known is empty."""
+    """Prints a table as CSV, with a header line. An unknown value is an empty cell."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(safe, columns))
@@ -61,13 +61,13 @@ def _cell(value: Any) -> str:
 
 
 def check_one_way(json_: bool, csv_: bool) -> None:
-    """Raises `click.UsageError` if both JSON and CSV are asked for."""
+    """Raises `click.UsageError` if the user wants both JSON and CSV."""
     if json_ and csv_:
         raise click.UsageError("expected --json or --csv, found both")
 
 
 def say_json(value: Any) -> None:
-    """Prints JSON. Numbers that JSON lacks are the texts "nan", "inf" and "-inf"."""
+    """Prints a value as JSON. Numbers that JSON lacks become the texts "nan", "inf" and "-inf"."""
     click.echo(json.dumps(_plain(value), indent=2))
 
 
@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return "nan" if math.isnan(value) else encode_float(value)
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return hex(value)  # Python writes no more digits
+        return hex(value)
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set):
@@ -84,40 +84,43 @@ def _plain(value: Any) -> Any:
 
 
 def when(seconds: float | None) -> str:
-    """A time in seconds since the epoch, in the local time zone."""
+    """Formats a time in seconds since the epoch, in the local time zone. None is the empty text."""
     return "" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 def iso(seconds: float | None) -> str | None:
-    """A time in seconds since the epoch as ISO 8601, in UTC."""
+    """Formats a time in seconds since the epoch as ISO 8601, in UTC."""
     return None if seconds is None else datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
 def width() -> int | None:
-    """The columns of the terminal; None where the output goes elsewhere, and nothing is cut."""
+    """Returns the columns of the terminal, or None if stdout is not a terminal. Then nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def cut(text: str, columns: int | None) -> str:
-    """Text of at most so many columns."""
+    """Cuts the end of a text that has more than `columns` columns."""
     return text if columns is None or len(text) <= columns else text[: max(columns - 1, 0)] + "…"
 
 
 def cut_middle(text: str, columns: int) -> str:
-    """Text of at most so many columns, with both its ends, of which the last is longer: it tells paths apart."""
+    """Cuts the middle of a text that has more than `columns` columns.
+
+    The end stays longer than the beginning, because the ends of paths distinguish them.
+    """
     first = (columns - 1) // 3
     return text if len(text) <= columns else f"{text[:first]}…{text[len(text) - (columns - 1 - first) :]}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> None:
-    """Prints a table. All but the columns `left` are aligned to the right; empty ones are left out.
+    """Prints a table. Columns in `left` are aligned to the left, all others to the right. Empty columns are omitted.
 
-    Cells may be styled. What is too wide for the terminal is cut.
+    Cells may be styled. If the table is wider than the terminal, columns in `left` are cut.
     """
     used = [n for n, _ in enumerate(head) if any(row[n] for row in rows)]
     widths = {n: max(len(head[n]), *(len(click.unstyle(row[n])) for row in rows)) for n in used}
     space = width()
-    texts = [n for n in used if head[n] in left]  # a number that is cut is another number
+    texts = [n for n in used if head[n] in left]  # Numbers are never cut: a cut number is another number.
     while space is not None and texts and sum(widths.values()) + 2 * (len(widths) - 1) > space:
         widest = max(texts, key=lambda n: widths[n])
         if widths[widest] <= _LEAST_WIDTH:

@@ -1,4 +1,4 @@
-"""A run as a page: report."""
+"""The command report, which writes a run as an HTML page."""
 
 import click
 
@@ -12,10 +12,10 @@ from .output import PATH, as_json, say, say_json
 @click.argument("run", type=PATH)
 @click.option("--output", "-o", type=PATH, default="report.html", show_default=True, help="The file to write.")
 @click.option(
-    "--steps", type=click.IntRange(0), default=20, show_default=True, help="Read the arrays of so many steps."
+    "--steps", type=click.IntRange(0), default=20, show_default=True, help="Read the arrays of this many steps."
 )
-@click.option("--leaves", multiple=True, metavar="GLOB", help="Only the statistics of these leaves.")
-@click.option("--compare", type=STEP, nargs=2, metavar="A B", help="Compare two steps; by default the two latest.")
+@click.option("--leaves", multiple=True, metavar="GLOB", help="Compute statistics only of these leaves.")
+@click.option("--compare", type=STEP, nargs=2, metavar="A B", help="Compare two steps; by default the latest two.")
 @MAX_EXPANSION
 @PREFIX
 @as_json
@@ -29,9 +29,9 @@ def report(
     prefix: str | None,
     json_: bool,
 ) -> None:
-    """Write a page about a RUN that opens in any browser, without a network: timeline, sizes, statistics, differences.
+    """Write an HTML page about a RUN: timeline, sizes, statistics, differences. It needs no network.
 
-    The arrays of --steps steps are read, evenly over the run; --steps 0 reads none. A report that is there is replaced.
+    It reads the arrays of --steps steps, spread evenly over the run; --steps 0 reads none. It replaces an older report.
     """
     from .. import stores
     from .._tools import report as tools

@@ -1,4 +1,4 @@
-"""Changes of a run: pin, unpin, rewind."""
+"""The commands that change a run: pin, unpin, rewind."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @PREFIX
 @as_json
 def pin(run: str, steps: tuple[int, ...], prefix: str | None, json_: bool) -> None:
-    """Mark STEPS of a RUN never to be deleted, for every job."""
+    """Mark STEPS of a RUN so that no job deletes them."""
     _pin(run, steps, prefix, wanted=True, json_=json_)
 
 
@@ -28,13 +28,13 @@ def pin(run: str, steps: tuple[int, ...], prefix: str | None, json_: bool) -> No
 @PREFIX
 @as_json
 def unpin(run: str, steps: tuple[int, ...], prefix: str | None, json_: bool) -> None:
-    """Remove the mark that pin has set."""
+    """Remove the mark that pin sets."""
     _pin(run, steps, prefix, wanted=False, json_=json_)
 
 
 def _pin(run: str, steps: tuple[int, ...], prefix: str | None, *, wanted: bool, json_: bool) -> None:
     directory = opened_directory(run, prefix)
-    for step in steps:
+    for step in steps:  # All are checked before the first is changed, so that an error changes nothing.
         directory.check_own(step)
     for step in steps:
         directory.pin(step, wanted)
@@ -45,15 +45,15 @@ def _pin(run: str, steps: tuple[int, ...], prefix: str | None, *, wanted: bool, 
 @click.command()
 @click.argument("run", type=PATH)
 @click.argument("step", type=STEP, required=False)
-@click.option("--all", "all_", is_flag=True, help="Go back to before the first step: the next job starts over.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be set aside.")
+@click.option("--all", "all_", is_flag=True, help="Archive every step: the next job starts over.")
+@click.option("--dry-run", is_flag=True, help="Only print which steps would be archived.")
 @PREFIX
 @as_json
 def rewind(run: str, step: int | None, all_: bool, dry_run: bool, prefix: str | None, json_: bool) -> None:
-    """Go back to a STEP of a RUN: the later ones no longer count, and the next job goes on from it.
+    """Go back to a STEP of a RUN: archive the later steps, so that the next job continues from STEP.
 
-    Nothing is deleted: they lie in rewound-1 (-2, …) within the run, which is a run of its own. Refused while a job
-    writes the run.
+    It deletes nothing: it moves the steps to rewound-1 (-2, …) within the run, which is a run of its own. It refuses a
+    run that a job writes.
     """
     if all_ == (step is not None):
         raise click.UsageError("expected a STEP, or --all")
@@ -75,11 +75,14 @@ def rewind(run: str, step: int | None, all_: bool, dry_run: bool, prefix: str | 
         say_json({"path": root, "step": step, "set_aside": later, "to": place, "dry_run": dry_run})
     elif dry_run:
         steps = ", ".join(map(str, later))
-        say(f"{count(len(later), 'step')} would be set aside: {steps}" if later else "nothing to set aside")
+        say(f"{count(len(later), 'step')} would be archived: {steps}" if later else "nothing to archive")
 
 
 def opened_directory(run: str, prefix: str | None) -> "Directory":
-    """The directory of a run that is to be changed. Raises `NotFoundError` and `MismatchError`."""
+    """Opens the directory of a run in order to change it.
+
+    Raises `NotFoundError` if it is not a run, and `MismatchError` for a ``local=`` directory or several prefixes.
+    """
     from .. import stores
     from .._run.directory import Directory
     from .._run.origin import check_not_near

@@ -1,4 +1,4 @@
-"""Reading everything: verify."""
+"""The command verify, which reads every byte of checkpoints and runs."""
 
 import contextlib
 import random
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @click.option(
     "--subset",
     type=Subset(),
-    help="Only a part: 2/5 is the second of five equal ones; 10G is one at random of that size.",
+    help="Read only a part: 2/5 is the second of five equal parts; 10G is a random part of about that size.",
 )
-@click.option("--newer", type=Seconds(), help="Only what was committed within this time, such as 7d.")
+@click.option("--newer", type=Seconds(), help="Check only what was committed within this time, such as 7d.")
 @FORMAT
 @PREFIX
 @as_json
@@ -38,11 +38,11 @@ def verify(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Check every byte of a checkpoint, or of all steps of a run, against its checksum; the exit code is 1 for damage.
+    """Check every byte of a checkpoint, or of all steps of a run, against its checksum. Damage is exit code 1.
 
-    Where a format has no checksums, everything is read and decoded. Steps that a rewind has archived are checked, too.
-    PATH may be a directory of runs, with checkpoints beside them. What cannot be checked is named; the exit code is 3
-    then, unless there is damage.
+    Formats without checksums are read and decoded. In a run it also checks the steps that a rewind archived. PATH may
+    be a directory of runs and checkpoints. It names what it cannot check; the exit code is 3 then, unless there is
+    damage.
     """
     from .. import formats, stores
     from .._tools.folder import look_into
@@ -79,7 +79,10 @@ def _check(
     *,
     each: bool = False,
 ) -> "tuple[tuple[int, int] | None, list[Checked]]":
-    """Checks checkpoints or runs, and says which part of their bytes. With `each`, one that fails ends no other."""
+    """Checks checkpoints or runs, and returns the part of their bytes that was read, and the results.
+
+    With `each`, an error of one is part of its result, and the others are checked.
+    """
     from .._tools.check import Checked, check
 
     part = _part(paths, subset, format, prefix, each=each) if isinstance(subset, int) else subset
@@ -98,7 +101,7 @@ def _check(
 
 
 def _has_just_begun(path: str, prefix: str | None) -> bool:
-    """Whether a run has no committed step yet, which is no failure beside others."""
+    """Returns True if a run has no committed step yet, which is not a failure in a directory of runs."""
     from .._tools.listing import list_run
 
     try:
@@ -139,9 +142,9 @@ def _say(checked: "Checked", part: tuple[int, int] | None) -> None:
     for step in checked.deleted:
         say(f"  deleted meanwhile: {safe(step)}")
     for archived in checked.archived:
-        say(f"  archived steps were checked, too: {safe(archived)}")
+        say(f"  archived steps were also checked: {safe(archived)}")
     if checked.passed_over:
-        say(f"  passed over, committed earlier: {count(checked.passed_over, 'checkpoint')}")
+        say(f"  skipped, committed earlier: {count(checked.passed_over, 'checkpoint')}")
 
 
 def _verdict(checked: "Checked") -> str:
@@ -156,12 +159,15 @@ def _verdict(checked: "Checked") -> str:
 
 
 def _part(paths: Sequence[str], most: int, format: str | None, prefix: str | None, *, each: bool) -> tuple[int, int]:
-    """One of the equal parts of at most so many bytes, at random. With `each`, one whose size is not known counts 0."""
+    """Chooses at random one of the equal parts that have at most `most` bytes: its number, and the number of parts.
+
+    With `each`, a checkpoint of unknown size adds nothing to the total.
+    """
     total = 0
     for path in paths:
         try:
             total += _size(path, format, prefix)
-        except (TreeringError, PermissionError):  # which is said when it is checked
+        except (TreeringError, PermissionError):  # The check reports the same error.
             if not each:
                 raise
     parts = max(1, -(-total // max(most, 1)))
@@ -169,7 +175,7 @@ def _part(paths: Sequence[str], most: int, format: str | None, prefix: str | Non
 
 
 def _size(path: str, format: str | None, prefix: str | None) -> int:
-    """The bytes of a checkpoint, or of a run's steps, archived ones too."""
+    """Returns the bytes of a checkpoint, or of a run's steps including archived ones."""
     from .._run.open import open_checkpoint
     from .._tools.listing import list_run
 
@@ -179,7 +185,8 @@ def _size(path: str, format: str | None, prefix: str | None) -> int:
         return open_checkpoint(path, format=format).nbytes
     total = sum(row.nbytes or 0 for row in listing.rows)
     for archived in listing.set_aside:
-        with contextlib.suppress(NotFoundError, PermissionError):  # an empty one; one that is named when it is checked
+        # An empty archive has no size. The check names an unreadable one.
+        with contextlib.suppress(NotFoundError, PermissionError):
             total += _size(archived, format, None)
     return total
 

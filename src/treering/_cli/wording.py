@@ -1,13 +1,13 @@
-"""The library's messages in the words of the shell: they name arguments of Python, and a command has options."""
+"""Rewrites messages of the library for the shell: they name Python arguments, but a command has options."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 import click
 
-# What a message is about comes first, up to a colon; it may have spaces, and is left as it is.
+# A message begins with a path, up to a colon. The path may have spaces, and stays as it is.
 _PATH = re.compile(r"((?:\A|(?<=: ))(?:[A-Za-z][\w+.-]*:)?[/\\].*?(?=: ))")
-# Not within other paths, such as /data/step=3.
+# An argument inside another path, such as /data/step=3, does not match.
 _ARGUMENT = re.compile(r"(?<![^\s(])([a-z_]+)=(True|'[^']*'|\"[^\"]*\"|[\w.+-]*[\w]|(?=$|[\s;,.)]))")
 _NO_OPTION = re.compile(
     r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
@@ -21,9 +21,9 @@ _RULE = re.compile(r"\b(?:treering\.rules\.(drop|rename)\b|(drop)\((?=['\"])('[^
 
 
 def in_shell(text: str, commands: Mapping[str, click.Command], arguments: Sequence[str]) -> str:
-    """Returns a message for the caller of a command: with its options in the place of Python's arguments and rules.
+    """Replaces Python's arguments and rules in a message by the options of the command.
 
-    Advice to pass an argument that the command has no option for is left out.
+    Advice to pass an argument is removed if the command has no option for it.
     """
     command = next((commands[one] for one in arguments if one in commands), None)
     options = {option.name: option for option in command.params if option.name} if command else {}
@@ -38,7 +38,7 @@ def in_shell(text: str, commands: Mapping[str, click.Command], arguments: Sequen
         name = match[1] or match[2]
         return f"--{name}" + (f" {match[3]}" if match[3] else "") if name in options else match[0]
 
-    parts = _PATH.split(text)  # paths are the odd ones
+    parts = _PATH.split(text)  # The pattern has one group, so every second part is a path.
     parts[::2] = (_NO_OPTION.sub("", _RULE.sub(rule, _ARGUMENT.sub(option, part))) for part in parts[::2])
     text = "".join(parts)
     return text.replace("math.inf", "inf") if "max_expansion" in options else text
