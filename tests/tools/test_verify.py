@@ -124,7 +124,7 @@ def test_a_step_that_another_host_deletes_or_replaces_is_not_damaged(
         assert tr.verify(tmp_path / "step-00000001").ok
     else:
         tr.save(tmp_path / "step-00000001", {"x": 1 + np.ones(3)})
-        with pytest.raises(NotFoundError, match="deleted while it was checked"):
+        with pytest.raises(NotFoundError, match="deleted during its check"):
             tr.verify(tmp_path / "step-00000001")
 
 

@@ -1,1 +1,1 @@
-"""Whole checkpoints converted, compared and checked."""
+"""Operations on checkpoints and runs: convert, compare, check, copy, move, delete and report."""

@@ -1,4 +1,4 @@
-"""Checking every byte of what is at a path, and naming what was not read."""
+"""Checks every byte of the checkpoints at a path, and names what it could not read."""
 
 import dataclasses
 import errno
@@ -20,18 +20,18 @@ from ..stores.store import Store
 from .parts import parts_of
 
 _log = logging.getLogger("treering")
-_CHECK_ATTEMPTS = 5  # at checking a checkpoint that is replaced meanwhile
-_DELETION_SECONDS = 2.0  # for which a step that is not recognized any more may still be there
+_CHECK_ATTEMPTS = 5  # A checkpoint that is replaced during its check is checked again this often.
+_DELETION_SECONDS = 2.0  # A step that is being deleted is unrecognizable for at most this long before it is gone.
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 @dataclasses.dataclass
 class Checked:
-    """What `check` found out: the damage, and what was not read. `parts` checkpoints were, with `nbytes`.
+    """The result of `check`: the damage, and what was not read. `parts` checkpoints with `nbytes` bytes were read.
 
-    `unsupported` and `closed` say why some cannot be checked, `deleted` are the paths of those that were deleted
-    meanwhile, and `passed_over` is the number of those that were committed too long ago. `archived` are directories of
-    archived steps, whose steps are among the parts.
+    `unsupported` and `closed` say why some checkpoints cannot be checked. `deleted` are the paths of checkpoints that
+    were deleted meanwhile. `passed_over` is the number of checkpoints that were committed before `since`. `archived`
+    are directories of archived steps; their steps are among the parts.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte that was asked for was read, and is as it was saved."""
+        """True if every requested byte was read and is as it was saved."""
         return not self.problems and not self.unsupported and not self.closed
 
 
@@ -60,8 +60,9 @@ def check(
 ) -> Checked:
     """Checks every byte of a checkpoint, or of a run's steps, and says what was not read.
 
-    prefix: of the names of a run's steps. since: the checkpoints that were committed before, in seconds since the
-    epoch, are passed over; where a format has no time of the commit, that of the file or directory counts.
+    prefix: the beginning of the names of a run's steps.
+    since: skips checkpoints that were committed before this time, in seconds since the epoch. If a format has no time
+        of the commit, the time of the file or directory is used.
     """
     place = stores.absolute(path)
     share = _share(subset)
@@ -123,7 +124,8 @@ def _verify(place: str, share: Share, only: formats.Format | None, prefix: str |
 def _is_deleted(store: Store, step: str, *, native: bool) -> bool:
     """Returns True if a step that was listed is gone, or is going.
 
-    Of ours the manifest goes first; of another library the directory must be gone a moment later.
+    Treering deletes the manifest of a step first, so a native step without one is being deleted. A step of another
+    library is only known to be deleted when its directory is gone, which may take a moment.
     """
     end = time.monotonic() + _DELETION_SECONDS
     while True:
@@ -138,9 +140,9 @@ def _is_deleted(store: Store, step: str, *, native: bool) -> bool:
 def _verify_one(
     store: Store, path: str, known: str | None, below: str, found: list[Problem], share: Share, since: float | None
 ) -> int | None:
-    """Adds the damage to `found` and returns about how many bytes were read; None if it was committed before `since`.
+    """Adds the damage to `found` and returns about how many bytes were read, or None if the commit is before `since`.
 
-    Raises `UnsupportedError` and `PermissionError` when that is done.
+    Raises `UnsupportedError` and `PermissionError` only after it has read the rest.
     """
     for _ in range(_CHECK_ATTEMPTS):
         file = path
@@ -163,7 +165,7 @@ def _verify_one(
                 raise NotFoundError(f"{path}: expected a checkpoint, found nothing") from None
             if known != "treering":
                 check_kind(store, path, known)
-            continue  # it was deleted after it was recognized
+            continue  # It was deleted after it was recognized.
         if since is not None and _committed_at(store, path, reader) < since:
             return None
         problems: list[Problem] = []
@@ -174,17 +176,21 @@ def _verify_one(
             )
         except (UnsupportedError, PermissionError) as error:
             cannot = error
+        # Missing files are no damage if the checkpoint was replaced while it was read: then it is read again.
         if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
             found.extend(problems)
             if cannot:
                 raise cannot
             begin, end = share.of(reader.nbytes)
             return end - begin
-    raise ReplacedError(f"{path}: it is replaced faster than it can be checked")
+    raise ReplacedError(
+        f"{path}: expected a checkpoint that stays during its check, found it replaced {_CHECK_ATTEMPTS} times; "
+        "check it when no job writes it"
+    )
 
 
 def _committed_at(store: Store, path: str, reader: Source) -> float:
-    """Returns when a checkpoint was committed, in seconds since the epoch, as far as the format or the store tells."""
+    """Returns the time of a commit in seconds since the epoch, from the format or else from the store."""
     if reader.created is not None:
         return reader.created.timestamp()
     found = store.stat(path)
@@ -192,20 +198,20 @@ def _committed_at(store: Store, path: str, reader: Source) -> float:
 
 
 def _problems(reader: Source, share: Share) -> Iterator[Problem]:
-    """All damage; formats of other packages need not know of shares."""
+    """Yields all damage. Passes no share for a full check, because formats of other packages need not support it."""
     return reader.problems() if share == WHOLE else reader.problems(share)
 
 
 def _is_current(store: Store, path: str, identity: str) -> bool:
-    """Whether the checkpoint at a path is still the one that was opened, so that what its files lack is damage.
+    """Returns True if the checkpoint at a path is still the one that was opened: then missing files are damage.
 
-    Another host may have replaced it. Raises `ReplacedError` when it was deleted.
+    Another host may have replaced it. Raises `ReplacedError` if it was deleted.
     """
     look_anew(store, path)
     try:
         return summary.identity(store, path) == identity
     except (CorruptError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _GONE:
-            raise ReplacedError(f"{path}: it was deleted while it was checked") from None
+            raise ReplacedError(f"{path}: was deleted during its check") from None
         raise_if_momentary(error)
         return True

@@ -1,4 +1,4 @@
-"""Conversion from one format to another."""
+"""Converts checkpoints from one format to another."""
 
 import os
 from collections.abc import Sequence
@@ -35,17 +35,22 @@ def convert(
     progress: bool = False,
     **options: "Unpack[FormatOptions]",
 ) -> SaveReport:
-    """Writes a checkpoint of any format in another (or the same), in bounded memory. A run: a step, or the latest good.
+    """Writes a checkpoint of any format in another format (or the same), in bounded memory.
 
     >>> tr.convert("t5x/checkpoint_1000000", "model.safetensors", at="target")
 
-    It is `treering.save(dst, treering.open(src).at(at), …)`, whose options these are; step, metrics and metadata come
-    along where the format has a place for them. source_format: the `format` of `treering.open`. memory_limit: bytes of
-    arrays in memory at a time. max_expansion: as of `treering.restore`.
+    It is `treering.save(dst, treering.open(src).at(at), …)` and has the options of `treering.save`. Step, metrics and
+    metadata are copied if the format has a place for them.
 
-    Where `dst` would be a step of a run, raises an `ExistsError` that names the other process that writes the run, and
-    `MismatchError` for a `local=` directory. That is looked at once, before, and takes no lock: a job that begins
-    meanwhile is not noticed, nor, in a bucket, a job of another machine. The command `treering convert` takes the lock.
+    step: the step of a run; by default its latest valid one.
+    source_format: the `format` of `treering.open`.
+    memory_limit: bytes of arrays in memory at a time.
+    max_expansion: as in `treering.restore`.
+
+    If `dst` would be a step of a run, raises an `ExistsError` that names another process that writes the run, and
+    `MismatchError` for a `local=` directory. This is checked once, before the conversion, without a lock: it does not
+    notice a job that begins meanwhile or, in a bucket, a job of another machine. The command `treering convert` takes
+    the lock.
     """
     ckpt = open_source(src, dst, step, source_format, at, max_expansion)
     return save(
@@ -56,14 +61,15 @@ def convert(
         rules=rules,
         dtype=dtype,
         processes="this",
-        memory_limit=memory_limit and memory_limit // 2,  # what formats hold while they read and write comes on top
+        # Formats hold up to as much again while they read and write.
+        memory_limit=memory_limit and memory_limit // 2,
         progress=progress,
         **options,
     )
 
 
 class Plan(NamedTuple):
-    """What `convert` would write: `nbytes` are the bytes of the arrays."""
+    """A checkpoint that `convert` would write. `nbytes` are the bytes of its arrays."""
 
     path: str
     format: str

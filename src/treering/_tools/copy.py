@@ -1,4 +1,4 @@
-"""Copies of checkpoints and runs in other places, byte for byte."""
+"""Copies checkpoints and runs to other places, byte for byte."""
 
 import contextlib
 import dataclasses
@@ -25,11 +25,11 @@ _log = logging.getLogger("treering")
 
 @dataclasses.dataclass
 class Copied:
-    """What a copy has done, or would do, by path.
+    """The paths that a copy has handled, or would handle.
 
-    `copied`: the copies that were made. `there`: those that were there already, with the same manifest and files of the
-    right size. `left_behind`: checkpoints of the source that are damaged, of a later release, or of another library.
-    `gone`: those that a job deleted meanwhile. `nbytes` were moved.
+    `copied`: the new copies. `there`: copies that existed, with the same manifest and files of the right size.
+    `left_behind`: checkpoints of the source that are damaged, of a later release, or of another library. `gone`:
+    checkpoints of the source that a job deleted meanwhile. `nbytes`: the bytes that were copied.
     """
 
     copied: list[str] = dataclasses.field(default_factory=list)
@@ -43,12 +43,15 @@ class Copied:
 
     @contextlib.contextmanager
     def _passing_over(self, one: OneCopy, single: bool) -> Iterator[None]:
-        """Notes and logs why a step of a run is not copied; the error of a single checkpoint is raised."""
+        """Notes and logs the error that keeps a step of a run from being copied.
+
+        Raises the error of a single checkpoint, and a `PermissionError` of the target.
+        """
         try:
             yield
         except (ReplacedError, CorruptError, UnsupportedError, PermissionError) as error:
             if single or (isinstance(error, PermissionError) and not str(error.filename).startswith(one.path)):
-                raise  # What cannot be written is the error of all.
+                raise  # A target that cannot be written concerns every step.
             if isinstance(error, ReplacedError):
                 self.gone.append(one.path)
             else:
@@ -70,14 +73,14 @@ def copy_all(
 ) -> Copied:
     """Copies a checkpoint of the native format, or all steps of a run that the target lacks, the newest first.
 
-    To those that are there, pins and recorded metrics are added. They are not read, except with `overwrite`: then steps
-    that are there and differ are replaced, and of those that are damaged there the damaged files, which leaves their
-    pins and metrics. Without it, both raise `ExistsError` before anything is copied, as do pinned steps that differ.
-    Damaged steps, those of a later release and of other libraries are logged and left
-    behind. A step that a job deletes meanwhile is passed over and logged.
+    Existing copies receive pins and recorded metrics. They are read only with `overwrite`: then copies that differ are
+    replaced, and of damaged copies the damaged files, which leaves their pins and metrics. Without `overwrite`, both
+    raise `ExistsError` before anything is copied, and so do pinned copies that differ, also with it. Damaged steps,
+    steps of a later release and steps of other libraries are logged and left behind. A step that a job deletes
+    meanwhile is logged and skipped.
 
-    steps: copy only those of a run that lie in these ranges.
-    dry_run: write nothing, and return what would be copied, as far as that shows without reading arrays of the source.
+    steps: copies only the steps of a run in these ranges.
+    dry_run: writes nothing and returns what would be copied, as far as it shows without reading arrays of the source.
     prefix: of the names of the run's steps; by default that of those that are there.
 
     Raises `UnsupportedError` for other libraries' checkpoints, `NotFoundError` for `steps` or a `prefix` that are not
@@ -87,13 +90,13 @@ def copy_all(
     path, to = stores.absolute(source), stores.absolute(target)
     here, there = stores.of(path), stores.of(to)
     if here is there and here.real_path(path) == there.real_path(to):
-        raise MismatchError(f"{to}: expected another place than that of the source")
+        raise MismatchError(f"{to}: expected a target other than the source, found the source itself")
     done = Copied()
     single = summary.look(here, path) is not None
     if single:
         if steps or prefix is not None:
             meant = new_run.meant(here, path)
-            raise MismatchError(f"{path}: steps were asked for, but this is one checkpoint, not a run{meant}")
+            raise MismatchError(f"{path}: expected a run to choose steps from, found one checkpoint{meant}")
         pairs, run, prefix = [OneCopy(here, path, there, to)], incoming.run_around(there, to), _run.PREFIX
     else:
         names = _names(here, path, steps, prefix, done)
@@ -108,7 +111,10 @@ def copy_all(
         with done._passing_over(one, single):
             same[one] = one.is_same(thorough=overwrite)
     if not overwrite and (differing := [one.to for one, is_same in same.items() if is_same is False]):
-        raise ExistsError(f"{differing[0]}: another checkpoint is there, or a damaged one; overwrite=True replaces it")
+        raise ExistsError(
+            f"{differing[0]}: expected a copy of the step or nothing, found another checkpoint or a damaged copy; "
+            "overwrite=True replaces it"
+        )
     for one in same if overwrite else ():
         if same[one] is False:
             one.check_unpinned()
@@ -116,6 +122,7 @@ def copy_all(
     replaces = any(is_same is False and one.differs() for one, is_same in same.items())
     taken = incoming.writing(there, run, prefix, replaces=replaces) if run is not None and writes else None
     with taken or contextlib.nullcontext():
+        # The newest first: a job that needs the copy after an interrupt continues from the newest step.
         for one, is_same in reversed(same.items()):
             with done._passing_over(one, single):
                 if not is_same:
@@ -125,11 +132,11 @@ def copy_all(
                     one.complete()
                 (done.there if is_same else done.copied).append(one.to)
     if done.gone and not (done.copied or done.there or done.left_behind):
-        raise ReplacedError(f"{path}: expected a step, found none; all that were there have been deleted meanwhile")
+        raise ReplacedError(f"{path}: expected a step, found none: all steps were deleted meanwhile")
     if done.gone:
-        _log.warning("%s: gone since the copy began, and not in it: %s", path, _few_names(done.gone))
+        _log.warning("%s: steps deleted since the copy began are not copied: %s", path, _few_names(done.gone))
     if not single and (aside := _run.aside(here, path)):
-        _log.warning("%s: steps that were set aside are not copied: %s", path, few(tuple(aside)))
+        _log.warning("%s: archived steps are not copied: %s", path, few(tuple(aside)))
     return done
 
 
@@ -138,7 +145,7 @@ def _few_names(paths: Sequence[str]) -> str:
 
 
 def _names(store: Store, path: str, steps: Sequence[range], prefix: str | None, done: Copied) -> list[str]:
-    """The directories of a run's steps that are to be copied, ascending; those that cannot be are left behind."""
+    """Returns the directories of the steps to copy, ascending. Notes wanted steps that cannot be copied in `done`."""
     names = _run.committed(store, path, prefix)
     if prefix is not None and not names:
         raise NotFoundError(f"{path}: expected a run with steps whose names begin with {prefix!r}, found none")
@@ -160,7 +167,7 @@ def _names(store: Store, path: str, steps: Sequence[range], prefix: str | None, 
 
 
 def _closed(store: Store, path: str, prefix: str | None, names: Mapping[int, str]) -> dict[int, tuple[str, str]]:
-    """The steps beside those of these names that this user may not look into: their paths, and why."""
+    """Returns the steps that are not in `names` because this user may not read them: their paths and the reasons."""
     found: dict[int, tuple[str, str]] = {}
     prefix = _run.prefix_of(store, path) if prefix is None else prefix
     for name in store.list(path):
@@ -169,7 +176,7 @@ def _closed(store: Store, path: str, prefix: str | None, names: Mapping[int, str
             try:
                 summary.look(store, place)
             except PermissionError as error:
-                found[step] = place, f"cannot be looked into ({error.strerror})"
+                found[step] = place, f"cannot be read by this user ({error.strerror})"
     return found
 
 
@@ -178,10 +185,11 @@ def _is_wanted(step: int, steps: Sequence[range]) -> bool:
 
 
 def check_target(store: Store, to: str, prefix: str) -> None:
-    """Checks where a run is to be copied to: it is a run with the same names of steps, or there is nothing."""
+    """Checks that the target of a run is missing, or a run whose step names have the same prefix.
+
+    Raises `ExistsError` for a single checkpoint, and `MismatchError` for another prefix.
+    """
     if formats.has_folder(store, to):
         raise ExistsError(f"{to}: expected a run, or nothing, found one checkpoint")
     if _run.directories(store, to) and (found := _run.prefix_of(store, to)) != prefix:
-        raise MismatchError(
-            f"{to}: expected names of steps that begin with {prefix!r}, as in the source, found {found!r}"
-        )
+        raise MismatchError(f"{to}: expected step names that begin with {prefix!r}, as in the source, found {found!r}")

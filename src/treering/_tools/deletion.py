@@ -1,4 +1,8 @@
-"""Deleting or moving steps of a run on a person's behalf: what must be read before, what goes, and what stays."""
+"""Deletes or moves steps of a run for a user, after reading the step that stays.
+
+Jobs, and other users, may change the run at the same time. So each deletion checks before and after that the run is
+still what the user saw.
+"""
 
 import dataclasses
 import logging
@@ -12,30 +16,31 @@ from ..stores.store import Store
 from .listing import Row, State, list_run
 
 _log = logging.getLogger("treering")
-_STOPPED = "the run was changed meanwhile, so nothing more is deleted; look at the run, then start again"
+_STOPPED = "the run has changed, so nothing more is deleted; look at the run, then start again"
 
 
 class ChangedError(MismatchError):
-    """The run is no longer what was listed, so nothing more may go."""
+    """The run is no longer what was listed, so nothing more may be deleted."""
 
 
 class Inspection:
-    """Reads all of the step that would stay as the newest, and of older ones until one is good; each is read once.
+    """Reads the newest step that would stay, and older ones until one is valid. It reads each step once.
 
-    Without `wanted` nothing is read, and what a step's manifest says counts. `begins` is called before a step is read.
+    If `wanted` is false, it reads nothing and judges a step by its manifest. It calls `begins` before it reads a step.
     """
 
     def __init__(self, wanted: bool, begins: Callable[[Row], None]):
         self.wanted = wanted
-        self.good: int | None = None  # the newest step that was read and is good
+        self.good: int | None = None  # The newest step that was read and is valid.
         self.damaged: list[int] = []
         self._begins = begins
         self._known: dict[tuple[str, float | None, int | None, str | None], State] = {}
-        self._newest: tuple[Row, str | None] | None = None  # the good step that stays, and its identity
+        self._newest: tuple[Row, str | None] | None = None  # The valid step that stays, and its identity.
 
     def judge(self, row: Row) -> State:
-        """Returns the state of a step. Raises `OSError` where it cannot be known."""
-        # Before it is read; other libraries' steps have none.
+        """Returns the state of a step. Raises `OSError` if the step cannot be read."""
+        # The identity is taken before the read, so that a replacement during the read is noticed. Steps of other
+        # libraries have no identity.
         known = summary.known_identity(stores.of(row.path), row.path) if row.format == "treering" else None
         key = row.path, row.created, row.nbytes, known
         if self.wanted and key not in self._known:
@@ -48,9 +53,9 @@ class Inspection:
         return state
 
     def check_stays(self) -> None:
-        """Raises `ChangedError` if the step that shall stay is not there any more.
+        """Raises `ChangedError` if the step that must stay is gone or replaced.
 
-        Where only damaged steps go, none need stay.
+        If only damaged steps are deleted, no step must stay.
         """
         if self._newest is None:
             return
@@ -62,12 +67,12 @@ class Inspection:
         )
         if not stays:
             self.good = None
-            raise ChangedError(f"{row.path}: expected the good step that stays, found it gone or replaced; {_STOPPED}")
+            raise ChangedError(f"{row.path}: expected the valid step that stays, found it gone or replaced; {_STOPPED}")
 
     def find_newer(self, directory: Directory) -> None:
-        """Has the newest step stay if the one that should has gone: its job may have saved that and deleted this.
+        """Chooses a newer step to stay if the chosen one is gone: its job may have saved one and deleted the other.
 
-        Raises `ChangedError` if there is no good step that is newer.
+        Raises `ChangedError` if no newer step is valid.
         """
         try:
             self.check_stays()
@@ -79,22 +84,22 @@ class Inspection:
                 raise
 
     def _read(self, row: Row) -> State:
-        from .verify import verify  # with NumPy, which is not needed where nothing would go
+        from .verify import verify  # It imports NumPy, which is slow and not needed if nothing is deleted.
 
         try:
             report = verify(row.path, format=row.format)
         except NotFoundError:
             return "gone"
         except UnsupportedError as error:
-            _log.warning("step %d cannot be read by this release and does not count: %s", row.step, error)
+            _log.warning("step %d is ignored, because this release cannot read it: %s", row.step, error)
             return "unsupported"
         except OSError:
-            _log.error("step %d would stay as the newest, and cannot be read: nothing is deleted", row.step)
+            _log.error("step %d, the newest that would stay, cannot be read: nothing is deleted", row.step)
             raise
         if report.ok:
             return "good"
         self.damaged.append(row.step)
-        _log.warning("step %d is damaged and does not count: %s", row.step, report.problems[0])
+        _log.warning("step %d is ignored, because it is damaged: %s", row.step, report.problems[0])
         return "damaged"
 
 
@@ -106,34 +111,36 @@ def named(
     pinned: bool,
     judge: Callable[[Row], State],
 ) -> list[Row]:
-    """Returns the rows of the steps to delete, if all of them may be.
+    """Returns the rows of the steps to delete, if all of them may be deleted.
 
-    Raises `NotFoundError` for a step that the run lacks, `MismatchError` for one that is pinned (unless `pinned`), is a
-    link, or that a link leads to, and if no good step would stay; `UnsupportedError` for one of another library or of a
-    later release.
+    Raises `NotFoundError` for a step that the run lacks, and `UnsupportedError` for a step of another library or a
+    later release. Raises `MismatchError` for a step that is pinned (unless `pinned`), is a link, or that a link leads
+    to, and if no valid step would stay.
     """
     store = directory.steps.store
     for step in sorted({*steps} - directory.all_steps().keys()):
-        directory.existing(step)  # which says that it is not there
+        directory.existing(step)  # It raises the error for a missing step.
     chosen = [row for row in rows if row.step in steps]
     for row in chosen:
         if row.format != "treering":
-            raise UnsupportedError(f"{row.path}: written by another library, so it is left alone; delete it yourself")
+            raise UnsupportedError(
+                f"{row.path}: expected a step of Treering, found one of another library; delete its folder yourself"
+            )
         directory.check_may_go(row.path, pinned=pinned)
         removal.check_removable(store, row.path)
     rest = (row for row in reversed(rows) if row.step not in steps)
     is_good = (judge(row) == "good" for row in rest if row.state == "good")
     if any(row.state == "good" for row in chosen) and not any(is_good):
         raise MismatchError(
-            f"{directory.root}: expected a good step that stays, found none beside those to delete; to start over use "
-            "rewind --all, and to remove the whole run delete its folder"
+            f"{directory.root}: expected a valid step that stays, found none except those to delete; to start over use "
+            "rewind --all, and to remove the run delete its folder"
         )
     return chosen
 
 
 @dataclasses.dataclass
 class Removed:
-    """The steps that went, those that another process deleted at the same time, and why others stay."""
+    """The steps that were deleted, the steps that another process deleted meanwhile, and why others stay."""
 
     deleted: list[Row] = dataclasses.field(default_factory=list)
     gone: list[int] = dataclasses.field(default_factory=list)
@@ -141,9 +148,9 @@ class Removed:
 
 
 def identities(directory: Directory) -> dict[str, str | None]:
-    """What tells the steps of a run from those that others put in their places, by their paths.
+    """Returns the identities of the committed steps of a run by path.
 
-    It is to be asked before the run is listed: then a step that is replaced meanwhile does not pass for the listed one.
+    Call it before the run is listed: then a step that is replaced in between is not mistaken for the listed one.
     """
     return {path: summary.known_identity(directory.steps.store, path) for path in directory.steps.committed().values()}
 
@@ -159,14 +166,14 @@ def remove(
     pinned: bool = False,
     each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Deletes steps one by one, and notes in `done` what became of each; `each` is called after each.
+    """Deletes steps one by one and notes the result of each in `done`. Calls `each` after each step.
 
-    It stops where a step is not the one that was listed any more, or the good step that stays has gone.
+    It stops if a step is no longer the listed one, or if the valid step that stays is gone.
 
-    known: the `identities` of the steps that were listed.
+    known: the `identities` of the listed steps.
     inspection: knows the step that stays.
-    to: where a verified copy of each is put before.
-    pinned: whether pins do not count.
+    to: puts a verified copy of each step into this run before it deletes the step.
+    pinned: deletes pinned steps too.
     """
     store = directory.steps.store
     for row in rows:
@@ -184,7 +191,8 @@ def remove(
             else:
                 done.failed[row.step] = str(error)
         except BaseException:
-            if summary.look(store, row.path) is None:  # the interrupt came when only files were left to remove
+            # The manifest is deleted first. Without it the step is deleted, even if an interrupt left files.
+            if summary.look(store, row.path) is None:
                 done.deleted.append(row)
             raise
         each()
@@ -193,7 +201,7 @@ def remove(
 def _remove_one(
     directory: Directory, row: Row, known: str | None, inspection: Inspection, to: str | None, pinned: bool
 ) -> bool:
-    """Deletes a step; returns False if another process has done so at the same time."""
+    """Deletes a step. Returns False if another process deleted it at the same time."""
     check_copy: Callable[[], None] = lambda: None  # noqa: E731
 
     def check() -> None:
@@ -207,11 +215,11 @@ def _remove_one(
         from .move import copy_verified
 
         check_copy = copy_verified(row.path, to)
-        inspection.find_newer(directory)
+        inspection.find_newer(directory)  # Again, because copying and reading back may take long.
     return directory.delete_listed(row.path, pinned=pinned, check=check)
 
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:
-    """Raises `ChangedError` if another step is in the place of one that was listed; none may be."""
+    """Raises `ChangedError` if another step has replaced the listed one. A missing step is no error."""
     if summary.known_identity(store, row.path) != known and summary.look(store, row.path):
-        raise ChangedError(f"{row.path}: expected the step that was listed, found another in its place; {_STOPPED}")
+        raise ChangedError(f"{row.path}: expected the listed step, found another in its place; {_STOPPED}")

@@ -1,4 +1,4 @@
-"""The differences between two trees: checkpoints or live trees."""
+"""Compares two trees, each a checkpoint or a live tree."""
 
 import dataclasses
 import math
@@ -19,17 +19,17 @@ from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save import inputs
 
-_SLICE_BYTES = 64 << 20  # bytes of one array that are compared at a time
+_SLICE_BYTES = 64 << 20  # An array is compared in slices of about this many bytes, to bound the memory.
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueChange:
-    """How far two arrays of one shape and dtype are apart.
+    """The difference of two arrays of one shape and dtype.
 
-    `differing` of `size` values differ in their bits. `largest` is the largest difference of two finite ones, and
-    `relative` that difference as a part of the largest magnitude. `cosine` is that of the angle between the two; None
-    where one of them is zero or not finite. All three are None for what is no number, and `largest` where no two differ
-    that are finite.
+    `differing` of `size` values differ in their bits. `largest` is the largest difference of two finite values; None if
+    no two finite values differ. `relative` is `largest` divided by the largest magnitude. `cosine` is the cosine of the
+    angle between the two arrays; None if one of them is zero or not finite. All three are None for arrays that are not
+    numeric.
     """
 
     differing: int
@@ -45,10 +45,10 @@ class ValueChange:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diff:
-    """The differences: paths that only one side has, and what differs at those that both have.
+    """The differences of two trees: paths that only one side has, and what differs at common paths.
 
-    It is true if there is any difference; print it to read them. `values` has numbers about those of `changed` that
-    are arrays of one shape and dtype.
+    It is true if there is any difference. Print it to read them. `values` has numbers about the leaves in `changed`
+    that are arrays of one shape and dtype.
     """
 
     only_a: tuple[str, ...]
@@ -81,11 +81,11 @@ class Diff:
 
 @at_the_caller
 def diff(a: Any, b: Any) -> Diff:
-    """Compares two trees leaf by leaf and bit by bit; each is a path, a `Checkpoint` or a live pytree.
+    """Compares two trees leaf by leaf and bit by bit. Each is a path, a `Checkpoint` or a live pytree.
 
     >>> print(tr.diff("runs/gpt/step-00001000", state))
 
-    Arrays are read and compared in slices. Whether an array is JAX's or NumPy's makes no difference.
+    Arrays are read and compared in slices. Arrays of JAX and NumPy with the same values are equal.
     """
     (left, in_left), (right, in_right) = _side(a), _side(b)
     left, right = _without_boxes(left, right, in_right), _without_boxes(right, left, in_left)
@@ -105,17 +105,20 @@ def diff(a: Any, b: Any) -> Diff:
     return Diff(only_a, tuple(path for path in right if path not in left), changed, equal, values)
 
 
-_Side = Mapping[str, tuple[Entry, Any]]  # entry and contents of every leaf by path
+_Side = Mapping[str, tuple[Entry, Any]]  # The entry and contents of every leaf by path.
 
 
 def _without_boxes(side: _Side, other: _Side, boxes: box_levels.Boxes) -> _Side:
-    """A side, without the levels that its library has for `boxes` of the other side, a live tree."""
+    """Removes from the paths of a side the levels that its library added for the boxed variables of the other side.
+
+    boxes: the boxed variables of the other side, a live tree.
+    """
     found = {there: path for path, there in box_levels.hidden(other, boxes, side).items()}
     return {found.get(path, path): leaf for path, leaf in side.items()} if found else side
 
 
 def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
-    """The leaves of a side, and, of a live tree, its boxes."""
+    """Returns the leaves of a side, and the boxed variables if it is a live tree."""
     if isinstance(source, str | os.PathLike):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
@@ -142,12 +145,12 @@ def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
 
 
 def _states(entry: Entry, leaf: Any) -> Any:
-    """The states of an iterator, which are the leaf of a checkpoint; a live tree has the iterator itself."""
+    """Returns the states of an iterator: the leaf of a checkpoint, or decoded from the entry of a live iterator."""
     return leaf if isinstance(leaf, list) or not isinstance(entry, ValueEntry) else entry.decode()
 
 
 def _first_apart(a: Any, b: Any, where: str) -> str:
-    """The first difference of two states of iterators, and where in them it is."""
+    """Describes the first difference of two iterator states and its place in them."""
     if type(a) is type(b) and isinstance(a, dict):
         keys = [key for key in a if key not in b or not _alike(a[key], b[key])] + [key for key in b if key not in a]
         if keys and keys[0] in a and keys[0] in b:
@@ -164,7 +167,7 @@ def _first_apart(a: Any, b: Any, where: str) -> str:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two parts of states are encoded alike."""
+    """Returns True if two parts of states have the same encoding."""
     parts: tuple[list[Any], list[Any]] = ([], [])
     if states.encode_state(a, "", 0, parts[0]) != states.encode_state(b, "", 0, parts[1]):
         return False
@@ -172,7 +175,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class _Apart:
-    """The difference of two arrays, added up slice by slice."""
+    """Accumulates the difference of two arrays slice by slice."""
 
     def __init__(self) -> None:
         self._size = self._differing = 0
@@ -191,7 +194,7 @@ class _Apart:
         with np.errstate(all="ignore"):
             gaps = _gaps(p, q)
             p, q = (side.astype(dtypes.widest(side.dtype)) for side in (p, q))
-            a, b = p.view(np.float64), q.view(np.float64)  # of complex numbers the parts
+            a, b = p.view(np.float64), q.view(np.float64)  # A complex number becomes its two parts.
             self._products += float((a * b).sum())
             self._left += float((a * a).sum())
             self._right += float((b * b).sum())
@@ -212,7 +215,7 @@ class _Apart:
 
 
 def _gaps(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """How far values are apart; of integers of 64 bits exactly, though their difference needs one more."""
+    """Returns the absolute differences. They are exact for 64-bit integers, whose differences fit unsigned integers."""
     if p.dtype.kind in "iu":
         return np.maximum(p, q).astype(np.uint64) - np.minimum(p, q).astype(np.uint64)
     p, q = (side.astype(dtypes.widest(side.dtype)) for side in (p, q))
@@ -235,7 +238,7 @@ def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
 
 @devices.explicit()
 def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
-    """Contiguous little-endian values of a slice."""
+    """Returns the values of a slice as a contiguous little-endian array of one axis."""
     import jax
 
     if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""What the place of a run allows and how quick it is, tried out there, and the advice that follows."""
+"""Tests the features and the speed of a place for runs, and gives advice."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ from ..stores.trial import Finding, leave_cache, median, of_disk
 
 
 def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Finding]:
-    """Tries out a directory or the prefix of a bucket, with `size` bytes, and leaves nothing behind.
+    """Tests a directory or the prefix of a bucket with `size` bytes, and leaves nothing behind.
 
-    Raises `NotFoundError` where there is no such directory, and `OSError` where nothing can be written.
+    Raises `NotFoundError` if the directory does not exist, and `OSError` if nothing can be written.
     """
     place = stores.absolute(path)
     store = stores.of(place)
@@ -57,7 +57,10 @@ def _of_any(store: Store, folder: str) -> Iterator[Finding]:
         yield Finding("one writer wins", True)
     else:
         yield Finding(
-            "one writer wins", False, "", "two jobs that make one file both succeed: never let two write one run"
+            "one writer wins",
+            False,
+            "",
+            "two jobs that create the same file both succeed: never let two jobs write one run",
         )
     if not store.has_folders:
         yield Finding("small write", median(lambda: put(True)), "seconds")
@@ -75,6 +78,6 @@ def _rates(store: Store, folder: str, size: int) -> Iterator[Finding]:
     found = restore(path, mmap=False)
     seconds = time.perf_counter() - begun
     if not np.array_equal(found["x"], array):
-        raise CorruptError(f"{path}: what was read is not what was written")
+        raise CorruptError(f"{path}: expected the bytes that were written, found others; do not use this place")
     yield Finding("restore", size / max(seconds, 1e-9), "bytes a second")
     removal.delete(store, path)

@@ -1,4 +1,4 @@
-"""Lists a directory of runs: the runs, the checkpoints beside them, and folders that hold others further below."""
+"""Lists a directory of runs: the runs, the checkpoints next to them, and folders with others further below."""
 
 import posixpath
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from .listing import OF_THE_SYSTEM, is_run, runs_in
 
 
 class Folder(NamedTuple):
-    """The paths of what lies in a directory of runs. `deeper` are the folders that are neither and have one in them.
+    """The runs and checkpoints in a directory of runs. `deeper` are folders that are neither, but contain one.
 
-    Among the runs and checkpoints is what this process may not look into.
+    Folders that this process may not read are among the runs and checkpoints, so that the check names them.
     """
 
     runs: list[str]
@@ -23,10 +23,12 @@ class Folder(NamedTuple):
 
 
 def look_into(store: Store, place: str, only: formats.Format | None, prefix: str | None) -> Folder | None:
-    """Returns what lies in a directory of runs, or None: what is at the path is one run or checkpoint, or nothing.
+    """Returns the contents of a directory of runs, or None if the path is one run or checkpoint, or missing.
 
-    Weights whose files lie in the directory are its first checkpoint. only: the format of the checkpoints that count.
-    prefix: of the names of the steps of runs; with one, runs alone count.
+    Weights whose files are in the directory itself are its first checkpoint.
+
+    only: ignores checkpoints of other formats.
+    prefix: the beginning of the step names; with it, checkpoints that are not in a run are ignored.
     """
     with store.glance(place):
         if _is_single(store, place, only, prefix):
@@ -48,7 +50,7 @@ def _is_single(store: Store, place: str, only: formats.Format | None, prefix: st
         if summary.look(store, place) or formats.has_folder(store, place):
             return True
         return not is_folder(store, place, links=True) or is_run(store, place, prefix)
-    except (TreeringError, PermissionError):  # which is said when it is checked
+    except (TreeringError, PermissionError):  # The check reports the same error.
         return True
 
 
@@ -73,7 +75,7 @@ def _add_others(store: Store, place: str, only: formats.Format | None, found: Fo
 
 
 def _has_any(store: Store, folder: str) -> bool:
-    """Whether a run or a checkpoint lies in a folder."""
+    """Returns True if a folder contains a run or a checkpoint."""
     if runs_in(store, folder):
         return True
     return any(formats.is_known(store, posixpath.join(folder, name)) for name in store.list(folder))

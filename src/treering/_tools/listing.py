@@ -1,4 +1,4 @@
-"""The steps of a run at a glance: what is there, what is good, what a policy would delete."""
+"""Lists the steps of a run with their states, and marks those that a policy would delete."""
 
 import dataclasses
 import logging
@@ -21,15 +21,16 @@ from ..stores.whole_files import is_folder
 from .parts import closed_in
 
 _log = logging.getLogger("treering")
-OF_THE_SYSTEM = "lost+found"  # the file system's own folder, closed to all but root
+OF_THE_SYSTEM = "lost+found"  # The file system's own folder, which only root may read.
 State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A step of a run. `created` is in seconds since the epoch, `nbytes` its size on the disk; None where not known.
+    """A step of a run. `created` is in seconds since the epoch, `nbytes` its size on the disk; None if unknown.
 
-    `unfinished` is a directory without a manifest: its save is under way, or was killed, and the next job removes it.
+    `state` is "unfinished" for a directory without a manifest: its save is running, or was killed. The next job removes
+    it then.
     """
 
     step: int
@@ -41,15 +42,15 @@ class Row:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     pinned: bool = False
     link: bool = False
-    linked_by: tuple[str, ...] = ()  # links in the run that lead to this step, which stays
-    deleted: bool = False  # by the policy
+    linked_by: tuple[str, ...] = ()  # The links in the run that lead to this step. A linked step stays.
+    deleted: bool = False  # True if the policy would delete it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The steps of a run, ascending; `set_aside` are the directories of those that do not count since a `rewind`.
+    """The steps of a run, ascending. `set_aside` are the directories of steps that a `rewind` archived.
 
-    `closed` are paths that may be steps, or hold them, and that this process may not look into; none of them has a row.
+    `closed` are paths without a row that may be steps or contain steps, and that this process may not read.
     """
 
     path: str
@@ -60,7 +61,7 @@ class Listing:
 
     @property
     def latest(self) -> int | None:
-        """The newest good step."""
+        """The newest valid step."""
         return max((row.step for row in self.rows if row.state == "good"), default=None)
 
 
@@ -70,13 +71,13 @@ def list_run(
     prefix: str | None = None,
     judge: Callable[[Row], State] = lambda row: row.state,
 ) -> Listing:
-    """Lists a run; with `keep` it says which steps that policy would delete. Reads manifests, and no arrays.
+    """Lists a run. With `keep`, marks the steps that this policy would delete. Reads manifests, not arrays.
 
-    prefix: of the names of its steps; by default that of those that are there.
-    judge: returns the state of a step that it has looked at more closely. As long as a step would be deleted, it is
-        called for the newest step that counts as good, until one is.
+    prefix: the beginning of the step names; by default found from the steps.
+    judge: returns the state of a step after a closer look. If any step would be deleted, it is called for the newest
+        valid step, then for older ones until it returns "good".
 
-    Raises `NotFoundError` where there is no run, and `MismatchError` where several prefixes are.
+    Raises `NotFoundError` if the path is not a run, and `MismatchError` if the steps have several prefixes.
     """
     place = stores.absolute(path)
     store = stores.of(place)
@@ -114,9 +115,9 @@ def list_run(
 
 
 def is_run(store: Store, place: str, prefix: str | None = None) -> bool:
-    """Whether a directory has steps, or what a save has left.
+    """Returns True if a directory has steps, or leftovers of a save.
 
-    Raises `PermissionError` where that cannot be known, and `MismatchError` where the names of steps have several
+    Raises `PermissionError` if this process may not read the directory, and `MismatchError` if the steps have several
     prefixes.
     """
     with reading(place):
@@ -128,9 +129,9 @@ def is_run(store: Store, place: str, prefix: str | None = None) -> bool:
 
 
 def is_empty_run(store: Store, place: str) -> bool:
-    """Whether a path that is meant to be a run is one that has finished, and has no step any more.
+    """Returns True if a path that the user calls a run is a finished run without steps.
 
-    Where runs are looked for, any folder may have a file of that name: it is no run then.
+    Searches for runs do not use it, because any folder may have a file called `finished`.
     """
     with reading(place):
         found = _run.FINISHED in store.list(place)
@@ -138,7 +139,7 @@ def is_empty_run(store: Store, place: str) -> bool:
 
 
 def check_run(store: Store, place: str, prefix: str | None = None) -> None:
-    """Raises `NotFoundError` where there is no directory with steps, or with what a save has left."""
+    """Raises `NotFoundError` if a path is not a directory with steps or leftovers of a save, nor a finished run."""
     if is_run(store, place, prefix) or is_empty_run(store, place):
         return
     with reading(place):
@@ -148,12 +149,15 @@ def check_run(store: Store, place: str, prefix: str | None = None) -> None:
         elif formats.is_known(store, place):
             found = "expected a run, found one checkpoint"
         else:
-            found = "expected a run, found no step in it" if names else "expected a run, found an empty directory"
+            found = "expected a run, found a folder without steps" if names else "expected a run, found an empty folder"
     raise NotFoundError(f"{place}: {found}{new_run.meant(store, place)}")
 
 
 def runs_in(store: Store, place: str) -> list[str]:
-    """Returns the paths of the runs in a directory, and of folders that this process may not look into."""
+    """Returns the paths of the runs in a directory, and of folders that this process may not read.
+
+    Without a run the list is empty, because the unreadable folders need not be runs.
+    """
     found: list[str] = []
     closed: list[str] = []
     for name in store.list(place):
@@ -165,7 +169,7 @@ def runs_in(store: Store, place: str) -> list[str]:
                 found.append(path)
         except PermissionError:
             closed.append(path)
-        except MismatchError:  # a run, of several prefixes
+        except MismatchError:  # It has several prefixes, so it has steps.
             found.append(path)
     return sorted([*found, *closed]) if found else []
 
@@ -175,16 +179,20 @@ def _counting(rows: list[Row]) -> list[Row]:
 
 
 def _unwanted(keep: Policy, rows: list[Row]) -> list[Row]:
-    """The steps that the policy does not keep, with those that links lead to, except pinned ones and links."""
+    """Returns the steps that the policy does not keep, without pinned ones and links. The newest always stays.
+
+    Steps that links lead to are included, so that the caller can say why they stay.
+    """
     good = [Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0) for row in _counting(rows)]
     wanted = keep.kept(good) | {one.step for one in good[-1:]}
     return [row for row in _counting(rows) if row.step not in wanted and not (row.pinned or row.link)]
 
 
 def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
-    """The rows, with those marked that a `Checkpointer` with this policy would delete after its next look."""
+    """Marks the rows that a `Checkpointer` with this policy would delete."""
     unwanted = {row.step for row in _unwanted(keep, rows)}
     for metric in keep.metrics - {name for row in _counting(rows) for name in row.metrics}:
+        # The command line removes the advice to see `best(unscored=)`, for which it has no option (_cli/wording.py).
         _log.warning("%s: no step has the metric %r; see best(unscored=): those without it are kept", place, metric)
     marked: list[Row] = []
     for row in rows:
@@ -195,14 +203,14 @@ def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row
                 removal.check_removable(store, row.path)
                 row = dataclasses.replace(row, deleted=True)
             except UnsupportedError as error:
-                _log.warning("step %d is left alone: %s", row.step, error)
+                _log.warning("step %d stays: %s", row.step, error)
                 row = dataclasses.replace(row, state="unsupported")
         marked.append(row)
     return marked
 
 
 def tree_bytes(store: Store, path: str, closed: list[str]) -> int:
-    """The bytes of all files in a directory, or of a file; adds to `closed` what this process may not look into."""
+    """Returns the bytes of a file, or of all files in a directory. Adds unreadable paths to `closed`."""
     try:
         found = store.stat(path)
         if found is not None and found.is_file:

@@ -1,4 +1,4 @@
-"""Moving steps of a run to another place: a copy there that was read back, and only then deletion."""
+"""Moves steps of a run to another run: copies a step, reads the copy back, and only then deletes the step."""
 
 import os
 import posixpath
@@ -17,14 +17,15 @@ from .verify import verify
 
 
 def check_place(run: Directory, paths: Iterable[str], to: str) -> None:
-    """Checks where steps of a run are to be moved to, before anything is.
+    """Checks the target of a move before anything is moved.
 
-    Raises `MismatchError` for a place in the run itself or with other names of steps, and `ExistsError` for anything
-    but a run or nothing, for a run that a job writes, and where another step is in the place of one.
+    Raises `MismatchError` for a target within the run itself or with another prefix of step names. Raises
+    `ExistsError` if the target is neither missing nor a run, if a job writes it, and if it has another step of the
+    same number.
     """
     here, there, prefix = run.steps.store, stores.of(to), run.steps.prefix
     if here is there and f"{there.real_path(to)}/".startswith(f"{here.real_path(run.root)}/"):
-        raise MismatchError(f"{to}: expected a place outside of the run {run.root}, found one in it")
+        raise MismatchError(f"{to}: expected a place outside the run {run.root}, found one inside it")
     if (found := there.stat(to)) and not found.is_folder:
         raise ExistsError(f"{to}: expected a run, or nothing, found a file")
     check_target(there, to, prefix)
@@ -36,27 +37,31 @@ def check_place(run: Directory, paths: Iterable[str], to: str) -> None:
         found = names.get(step) if step is not None else None
         if found and not (found == name and _is_same(here, path, there, posixpath.join(to, found))):
             other = posixpath.join(to, found)
-            raise ExistsError(f"{other}: another checkpoint is there, or a damaged one; choose another place")
+            raise ExistsError(
+                f"{other}: expected a copy of {path} or nothing, found another checkpoint or a damaged one; choose "
+                "another place"
+            )
         if found:
             _check_apart(here, path, there, posixpath.join(to, found))
 
 
 def copy_verified(path: str, to: str) -> Callable[[], None]:
-    """Puts a copy of a step into another run, and reads it back.
+    """Copies a step into another run, and reads the copy back.
 
-    Returns a function that adds to the copy what the step was given since. It raises `MismatchError` if the copy is the
-    step itself, has gone, or lacks metrics of the step.
+    Returns a function to call just before the step is deleted. It adds to the copy the metrics and pins that the step
+    received since. It raises `MismatchError` if the copy is the step itself, is gone, or lacks metrics of the step.
 
-    Raises `CorruptError` if the step or its copy is damaged, `ExistsError` for another step in its place, and
-    `MismatchError` if the step was replaced meanwhile.
+    Raises `CorruptError` if the step or its copy is damaged, `ExistsError` if the target has another step of its name,
+    and `MismatchError` if the step was replaced meanwhile.
     """
     here, there = stores.of(path), stores.of(to)
     target = posixpath.join(to, posixpath.basename(path))
-    copy_all(path, target, overwrite=_is_same(here, path, there, target))  # whose files may be damaged
+    # A copy with the same manifest may have damaged files, which `overwrite` repairs.
+    copy_all(path, target, overwrite=_is_same(here, path, there, target))
     if not (report := verify(target, format="treering")).ok:
         raise CorruptError(f"{target}: expected a copy of {path}, found it damaged: {report.problems[0]}")
     if not _is_same(here, path, there, target):
-        raise MismatchError(f"{path}: it was replaced while it was copied to {target}")
+        raise MismatchError(f"{path}: was replaced while it was copied to {target}; start again")
     known = summary.known_identity(there, target)
 
     def check() -> None:
@@ -71,10 +76,10 @@ def copy_verified(path: str, to: str) -> Callable[[], None]:
 
 
 def _check_apart(here: Store, path: str, there: Store, other: str) -> None:
-    """Raises `MismatchError` for one folder that is seen at two paths, as with two mounts of it, and is no copy."""
+    """Raises `MismatchError` if two paths lead to one folder, for instance through two mounts: it is not a copy."""
     on_disks = isinstance(here, stores.Filesystem) and isinstance(there, stores.Filesystem)
     if on_disks and os.path.samestat(os.stat(path), os.stat(other)):
-        raise MismatchError(f"{other}: expected a copy of {path}, found that very folder, which is mounted twice")
+        raise MismatchError(f"{other}: expected a copy of {path}, found the same folder, which is mounted twice")
 
 
 def _is_same(here: Store, path: str, there: Store, other: str) -> bool:

@@ -11,7 +11,7 @@ from ..stores.store import Store
 
 
 class OneCopy(NamedTuple):
-    """A checkpoint at `path` in the store `here`, and where its copy is or will be: `to` in the store `there`."""
+    """A checkpoint at `path` in the store `here`, and its copy, present or future, at `to` in the store `there`."""
 
     here: Store
     path: str
@@ -19,17 +19,17 @@ class OneCopy(NamedTuple):
     to: str
 
     def is_same(self, *, thorough: bool) -> bool | None:
-        """Returns whether the copy has the same manifest, and files of the right size; None if there is no copy.
+        """Returns True if the copy has the same manifest and files of the right size, and None if there is no copy.
 
-        With `thorough`, every byte of the copy is read. Raises what reading the checkpoint's manifest raises if that
-        may be why they differ.
+        With `thorough`, reads every byte of the copy. If they differ, raises the error of a damaged manifest of the
+        checkpoint itself, because that may be the reason.
         """
         if summary.look(self.there, self.to) is None:
             return None
         try:
             identity = summary.identity(self.here, self.path)
         except FileNotFoundError:
-            return True  # A job has deleted it since it was listed: the copy stays.
+            return True  # A job has deleted the checkpoint since it was listed: the copy stays.
         try:
             is_same = identity == summary.identity(self.there, self.to)
             if is_same:
@@ -43,15 +43,15 @@ class OneCopy(NamedTuple):
         return is_same
 
     def differs(self) -> bool:
-        """Whether what is there is another checkpoint, rather than a damaged copy of this one."""
+        """Returns True if the target has another checkpoint, rather than a damaged copy of this one."""
         return summary.known_identity(self.there, self.to) != summary.known_identity(self.here, self.path)
 
     def check_unpinned(self) -> None:
-        """Raises `ExistsError` if what is there is another checkpoint and pinned."""
+        """Raises `ExistsError` if the target has another checkpoint that is pinned."""
         if self.differs() and pins.pinned(self.there, self.to):
             raise ExistsError(
-                f"{self.to}: is pinned, and another checkpoint than {self.path}, or its manifest is damaged; unpin it "
-                "before it is replaced"
+                f"{self.to}: expected a copy of {self.path}, found a pinned step that is another checkpoint, or whose "
+                "manifest is damaged; unpin it before it is replaced"
             )
 
     def complete(self) -> None:
@@ -62,16 +62,18 @@ class OneCopy(NamedTuple):
                 pins.pin(self.there, self.to, True)
 
     def make(self, moved: Callable[[int], None], *, absent: bool) -> None:
-        """Copies the checkpoint, or repairs its copy, or replaces what is there; nothing was if it is `absent`.
+        """Copies the checkpoint, repairs its copy, or replaces another checkpoint. `absent`: the target was missing.
 
-        Raises what `formats.treering.copy` raises, what `check_unpinned` raises, and `ExistsError` if another writer
-        was first.
+        Raises the errors of `formats.treering.copy` and `check_unpinned`, and `ExistsError` if another process wrote
+        the target first.
         """
         replaced = summary.look(self.there, self.to) is not None
         if replaced and absent:
-            raise ExistsError(f"{self.to}: another writer put a checkpoint there meanwhile; it is untouched")
+            raise ExistsError(
+                f"{self.to}: expected nothing, found a checkpoint that another process wrote meanwhile; it is unchanged"
+            )
         if replaced and summary.look(self.here, self.path) is None:
-            raise CorruptError(f"{self.to}: is damaged or differs, and {self.path} was deleted before it was repaired")
+            raise CorruptError(f"{self.to}: is damaged or differs, and {self.path} was deleted before the repair")
         if replaced and not self.differs():
             copy.repair(self.here, self.path, self.there, self.to, moved=moved)
             self.complete()
@@ -81,7 +83,7 @@ class OneCopy(NamedTuple):
         copy.copy(self.here, self.path, self.there, self.to, overwrite=replaced, moved=moved)
 
     def measure(self, moved: Callable[[int], None]) -> None:
-        """Counts what `make` would copy. Raises what `make` raises, as far as that shows without reading arrays."""
+        """Counts the bytes that `make` would copy. Raises its errors, as far as they show without reading arrays."""
         reader = Reader(self.here, self.path)
         reader.check_present()
         is_there = summary.look(self.there, self.to) is not None

@@ -1,4 +1,4 @@
-"""The checkpoints at a path that are there to be checked, and what this process may not look into."""
+"""Finds the checkpoints at a path that a check must read, and those that this process may not read."""
 
 import posixpath
 from collections.abc import Collection, Iterator
@@ -14,9 +14,9 @@ from ..stores.store import Store
 
 
 class Parts(NamedTuple):
-    """The paths to check, with their formats (None: it is recognized when it is opened), and those that are closed.
+    """The paths to check with their formats, and unreadable paths. A format of None is recognized on opening.
 
-    `archived` are the directories of archived steps, whose steps are among the paths.
+    `archived` are the directories of archived steps; their steps are among the paths.
     """
 
     formats: dict[str, str | None]
@@ -25,9 +25,10 @@ class Parts(NamedTuple):
 
 
 def parts_of(store: Store, place: str, only: formats.Format | None, prefix: str | None) -> Parts:
-    """Returns the parts of a checkpoint (itself) or of a run (its steps, archived ones too, and what lies beside).
+    """Returns the checkpoint itself, or the steps of a run, its archived steps and the checkpoints next to them.
 
-    only: the format that counts. prefix: of the names of the run's steps.
+    only: ignores other formats.
+    prefix: the beginning of the step names.
     """
     with store.glance(place):
         single = summary.look(store, place) is not None
@@ -36,7 +37,7 @@ def parts_of(store: Store, place: str, only: formats.Format | None, prefix: str 
             if prefix is not None:
                 raise NotFoundError(f"{place}: expected a run with steps whose names begin with {prefix!r}, found none")
             return Parts({place: None if only is None else check_there(store, place, only).name}, {}, [])
-        # Beside the steps of a run may lie the weights that it began with.
+        # The folder of a run may also have the weights that the run began with.
         weights = formats.is_known(store, place) if only is None else formats.accepts(only, store, place)
     given = None if only is None else only.name
     return found._replace(formats={place: given, **found.formats}) if weights else found
@@ -49,7 +50,7 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
     if foreign:
         others = set(formats.foreign_steps(store, place, set(names), only).values())
         known = {posixpath.basename(one.path) for one in others}.union(names)
-        # A damaged step beside a good one of the same number does not count, but it is still damage.
+        # A run ignores a damaged step if another format has a valid one of the same number, but it is still damage.
         rest = [name for name in store.list(place) if name not in known]
         others.update(one for _, one in formats.damaged_steps(store, place, rest, only))
         found.update({one.path: one.format for one in sorted(others, key=lambda one: one.path)})
@@ -72,7 +73,7 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
 
 
 def _beside(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
-    """Yields the native checkpoints beside the steps of a run, such as ``best``; links to steps are none."""
+    """Yields the native checkpoints next to the steps of a run, such as ``best``. Skips links to steps."""
     linked = {link for names in links.to_steps(store, place).values() for link in names}
     for name in sorted(store.list(place)):
         path = posixpath.join(place, name)
@@ -81,18 +82,18 @@ def _beside(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
         try:
             with reading(path):
                 there = summary.look(store, path) is not None
-        except PermissionError:  # closed_in names what may be a step
+        except PermissionError:  # `closed_in` names it if it may be a step.
             continue
         except UnreadableError:
-            there = True  # it is damage, and found as such
+            there = True  # The check reports it as damage.
         if there:
             yield path
 
 
 def closed_in(store: Store, place: str, known: Collection[str]) -> Iterator[tuple[str, PermissionError]]:
-    """Yields what may be steps, or hold them, and may not be looked into: every name of a step has a number.
+    """Yields unreadable paths that may be steps or contain steps: those with a digit, as every step name has one.
 
-    known: paths of steps that were looked into.
+    known: the paths of steps that were read.
     """
     for name in store.list(place):
         path = posixpath.join(place, name)
@@ -104,5 +105,5 @@ def closed_in(store: Store, place: str, known: Collection[str]) -> Iterator[tupl
                 formats.check_open(store, place, name)
         except PermissionError as error:
             yield path, error
-        except UnreadableError:  # which is damage, and found as such
+        except UnreadableError:  # The check reports it as damage.
             continue

@@ -1,4 +1,4 @@
-"""Statistics of single arrays, read slice by slice."""
+"""Computes statistics of single arrays, which it reads slice by slice."""
 
 import dataclasses
 import math
@@ -13,25 +13,26 @@ from .._core.lazy import LazyArray
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SLICE_BYTES = 32 << 20  # bytes of an array that are read at a time
-_SAMPLE = 1 << 20  # values by which quantiles and histograms are found
-_MODERATE = (1e-140, 1e140)  # magnitudes whose squares float64 can add up
+_SLICE_BYTES = 32 << 20  # An array is read in slices of about this many bytes.
+_SAMPLE = 1 << 20  # Quantiles and histograms use at most this many values.
+_MODERATE = (1e-140, 1e140)  # Squares of magnitudes in this range neither vanish nor overflow when float64 adds them.
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Statistics of an array: of its finite values, but for the counts; of complex ones, of their magnitudes.
+    """Statistics of the finite values of an array, or of their magnitudes if they are complex.
 
-    `norm` is the root of the sum of squares, `quantiles` and `histogram` are those of `sample` values that lie evenly
-    in the array: counts in bins of equal width from `low` to `high`. Without a finite value the rest is None.
+    The counts are of all values. `norm` is the root of the sum of squares. `quantiles` and `histogram` describe
+    `sample` values, spread evenly over the array. The histogram counts values in bins of equal width from `low` to
+    `high`. Without a finite value the other numbers are None.
     """
 
     size: int
     nan: int
     inf: int
     zeros: int
-    low: float | None  # of integers an int
+    low: float | None  # An int for arrays of integers.
     high: float | None
     mean: float | None
     std: float | None
@@ -42,16 +43,16 @@ class Stats:
 
 
 def has_stats(array: LazyArray) -> bool:
-    """Whether the values of an array are numbers."""
+    """Returns True if the values of an array are numbers."""
     return array.entry.type != "key" and array.dtype.kind not in "MmUSO" and array.dtype.names is None
 
 
 def stats(array: LazyArray, *, bins: int = 0) -> Stats:
-    """Reads an array and describes its values; with `bins`, by quantiles and a histogram as well."""
+    """Reads an array and describes its values. With `bins`, adds quantiles and a histogram of that many bins."""
     found = _Sums()
     every = max(1, math.ceil(array.size / _SAMPLE))
     samples: list[NDArray[np.float64]] = []
-    integers: list[int] = []  # the extremes of each part
+    integers: list[int] = []  # The extremes of each slice, because float64 rounds large integers.
     at = 0
     for box in in_slices(array.shape, dtypes.itemsize(array.entry.dtype), _SLICE_BYTES):
         exact = np.asarray(array.part(box))
@@ -67,7 +68,8 @@ def stats(array: LazyArray, *, bins: int = 0) -> Stats:
     sample = np.concatenate(samples) if samples else np.zeros(0)
     sample = sample[np.isfinite(sample)]
     if sample.size:
-        halves = np.quantile(sample / 2, _QUANTILES)  # whose differences are no infinities
+        # NumPy subtracts neighbors. The differences of the largest floats would overflow; those of their halves do not.
+        halves = np.quantile(sample / 2, _QUANTILES)
         quantiles = dict(zip(_QUANTILES, map(float, 2 * halves), strict=True))
         histogram = _histogram(sample, bins)
     described = found.stats(array.size, quantiles, histogram, int(sample.size))
@@ -75,7 +77,7 @@ def stats(array: LazyArray, *, bins: int = 0) -> Stats:
 
 
 def _histogram(sample: "NDArray[np.float64]", bins: int) -> tuple[int, ...]:
-    """Counts in bins of equal width, however narrow or wide the range is."""
+    """Counts values in bins of equal width. The range may be narrower or wider than NumPy's histogram allows."""
     low, high = float(sample.min()), float(sample.max())
     if math.isinf(high - low):
         sample, low, high = sample / 2, low / 2, high / 2
@@ -86,13 +88,13 @@ def _histogram(sample: "NDArray[np.float64]", bins: int) -> tuple[int, ...]:
 
 
 def _floats(values: "NDArray[Any]") -> "NDArray[np.float64]":
-    """The values, of complex ones the magnitudes."""
+    """Returns the values as floats of one axis; of complex values, the magnitudes."""
     wide: Any = values.reshape(-1).astype(dtypes.widest(values.dtype))
     return np.abs(wide) if wide.dtype.kind == "c" else wide
 
 
 class _Sums:
-    """What is known of the values so far; the deviation is combined as Chan, Golub and LeVeque (1983) do it."""
+    """Running sums over the values. Deviations are combined as in Chan, Golub and LeVeque (1983)."""
 
     def __init__(self) -> None:
         self.nan = self.inf = self.zeros = self.count = 0
@@ -109,11 +111,13 @@ class _Sums:
             return
         self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
         if not _MODERATE[0] < max(abs(self.low), abs(self.high)) < _MODERATE[1]:
-            finite = finite.astype(np.longdouble)  # whose squares have room, where the machine has such numbers
+            # The exponent of a long double has room for the squares, on machines that have such numbers.
+            finite = finite.astype(np.longdouble)
         with np.errstate(all="ignore"):
             rounded = finite.mean()
             rest = finite - rounded
-            correction = rest.mean()  # of values that lie closer together than the mean is exact
+            # The mean is rounded. The correction matters if the values differ by less than that rounding.
+            correction = rest.mean()
             mean = np.longdouble(rounded) + correction
             deviations = np.square(rest).sum() - finite.size * correction * correction
             total = self.count + finite.size

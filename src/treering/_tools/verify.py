@@ -1,4 +1,4 @@
-"""Reading everything and reporting all damage."""
+"""Reads every byte of a checkpoint or run and reports all damage."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from .check import check
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """The result of `verify`: `problems` name the file, the leaves and the 1 MiB block; `nbytes` were read."""
+    """The result of `verify`. `problems` name the file, the leaves and the 1 MiB block. `nbytes` bytes were read."""
 
     path: str
     nbytes: int
@@ -21,7 +21,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was saved."""
+        """True if every byte is as it was saved."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -49,14 +49,14 @@ def verify(
 
     >>> assert tr.verify("runs/gpt").ok
 
-    subset: ``(2, 5)`` reads the second of five equal parts of the arrays' bytes; all five together read every byte.
-        What is small (manifests, headers) is checked each time. Parts are equal as far as arrays can be read in part:
-        blocks of 1 MiB in the native format, up to 128 MiB in others, of which `nbytes` then says about how much.
-    format: the format to read it in, whatever it is recognized as; of a run, only steps of this format are checked.
+    subset: ``(2, 5)`` reads the second of five equal parts of the arrays' bytes. The five parts together are all bytes.
+        Manifests and headers are checked each time. A part consists of blocks: 1 MiB in the native format, up to
+        128 MiB in others. In other formats `nbytes` is then an estimate.
+    format: the format to read, instead of the recognized one. In a run, only steps of this format are checked.
 
-    Damage is reported, not raised. Of a run, archived steps are checked, too. Raises `NotFoundError` when there is
-    nothing to check, `UnsupportedError` for what a later release wrote, and `PermissionError` for what this process may
-    not read; the last two when all else is checked: the message says what damage there is.
+    Damage is reported, not raised. In a run, archived steps are checked too. Raises `NotFoundError` if there is nothing
+    to check. After it has checked everything else, raises `UnsupportedError` for checkpoints of a later release, and
+    `PermissionError` for those that this process may not read. The message says what damage was found.
     """
     checked = check(path, subset, format)
     report = VerifyReport(checked.path, checked.nbytes, tuple(checked.problems))
@@ -68,5 +68,5 @@ def verify(
         total = checked.parts + len(cannot)
         kind = UnsupportedError if checked.unsupported else PermissionError
         head = f"{report.path}: {len(cannot)} of {total} checkpoints cannot be checked:"
-        raise kind(f"{head}\n{named}\nand of all else, {report}")
+        raise kind(f"{head}\n{named}\nof the others, {report}")
     return report

@@ -1,4 +1,4 @@
-"""A run as one HTML page that opens without a network: how it went, what it holds, how its leaves changed."""
+"""Writes a run as one HTML page that needs no network: its timeline, its contents, and changes of its leaves."""
 
 from .gather import gather
 from .page import check_replaceable, page

@@ -1,4 +1,4 @@
-"""What a report says of a run, as plain data."""
+"""Collects the data of a report about a run, as values that JSON has."""
 
 import base64
 import logging
@@ -30,10 +30,10 @@ from ..stats import Stats, has_stats, stats
 _log = logging.getLogger("treering")
 
 _BINS = 24
-_MOST_HISTOGRAMS = 32  # steps of a leaf with a histogram
-_MOST_LEAVES = 2000  # with statistics
-_MOST_CHANGES = 2000  # leaves of the comparison
-_SMALLEST = 1e-4  # of all bytes: what is smaller has no rectangle of its own
+_MOST_HISTOGRAMS = 32  # Each leaf has histograms of at most this many steps.
+_MOST_LEAVES = 2000  # At most this many leaves have statistics.
+_MOST_CHANGES = 2000  # The comparison lists at most this many leaves.
+_SMALLEST = 1e-4  # A leaf or subtree with a smaller share of all bytes has no rectangle of its own.
 _DIGITS = 5
 _NUMBERS = ("norm", "mean", "std", "low", "high")
 _COUNTS = ("nan", "inf", "zeros")
@@ -49,22 +49,22 @@ def gather(
     max_expansion: float = expansion.MOST,
     prefix: str | None = None,
 ) -> dict[str, Any]:
-    """Looks at a run, and returns what its report says, as values that JSON has.
+    """Reads a run and returns the data of its report, as values that JSON has.
 
-    steps: the arrays of so many steps are read, the first, the latest and others evenly between them; 0 reads none.
-    compare: the two steps that are compared value by value; the two latest by default, if any arrays are read.
-    globs: the leaves with statistics; all by default, but no more than the 2,000 largest, which the report says.
-    progress: shows a bar, in a terminal.
-    max_expansion: as of `treering.restore`; the arrays of a step beyond it are not read, which the report says.
-    prefix: of the names of the run's steps; by default that of those that are there.
+    steps: reads the arrays of this many steps: the first, the latest and others evenly between them. 0 reads none.
+    compare: the two steps to compare value by value; by default the latest two, if arrays are read.
+    globs: the leaves with statistics; by default the 2,000 largest. The report says if it left out others.
+    progress: shows a progress bar in a terminal.
+    max_expansion: as in `treering.restore`. The arrays of a step beyond it are not read, and the report says so.
+    prefix: the beginning of the step names; by default found from the steps.
 
-    What could not be read is named in the report and in the log. Raises `NotFoundError` where there is no run or no
-    good step, and `MismatchError` where `compare` names others.
+    The report and the log name what could not be read. Raises `NotFoundError` if there is no run or no valid step, and
+    `MismatchError` if `compare` names a step that is not valid.
     """
     listing = list_run(path, prefix=prefix)
     good = [row for row in listing.rows if row.state == "good"]
     if not good:
-        raise NotFoundError(f"{listing.path}: expected a run with a good step, found {len(listing.rows)} others")
+        raise NotFoundError(f"{listing.path}: expected a run with a valid step, found {len(listing.rows)} others")
     pair = _pair(listing, good, compare, read=steps > 0)
     notes = [f"step {row.step} is {row.state}" for row in listing.rows if row.state not in ("good", "unfinished")]
     latest = _opened(good[-1], notes)
@@ -88,14 +88,14 @@ def gather(
 
 
 def _pair(listing: Listing, good: list[Row], compare: Sequence[int], *, read: bool) -> tuple[Row, Row] | None:
-    """The two steps to compare."""
+    """Returns the two steps to compare. Raises `MismatchError` for a step that is not valid, or named twice."""
     if not compare:
         return (good[-2], good[-1]) if read and len(good) > 1 else None
     by_step = {row.step: row for row in good}
     for step in compare:
         if step not in by_step:
             known = ", ".join(map(str, list(by_step)[-10:]))
-            raise MismatchError(f"{listing.path}: expected two good steps to compare, found {step}; there are {known}")
+            raise MismatchError(f"{listing.path}: expected two valid steps to compare, found {step}; there are {known}")
     first, second = (by_step[step] for step in compare)
     if first is second:
         raise MismatchError(f"{listing.path}: expected two steps to compare, found {first.step} twice")
@@ -103,7 +103,7 @@ def _pair(listing: Listing, good: list[Row], compare: Sequence[int], *, read: bo
 
 
 def _evenly(many: int, most: int) -> list[int]:
-    """At most so many of the numbers below `many`, evenly, the last and (of more than one) the first among them."""
+    """Chooses at most `most` of the numbers below `many`, evenly spread. The last is chosen first, then the first."""
     if most >= many:
         return list(range(many))
     if most <= 1:
@@ -112,7 +112,7 @@ def _evenly(many: int, most: int) -> list[int]:
 
 
 def _opened(row: Row, notes: list[str], most: float = math.inf) -> Checkpoint | None:
-    """A step, unless it cannot be opened or expands beyond a bound, which is noted."""
+    """Opens a step. Notes an error and returns None if it cannot be opened, or expands beyond the limit."""
     try:
         ckpt = open_checkpoint(row.path)
         expansion.check(ckpt._source, arrays_of(ckpt._source), row.path, most)
@@ -143,7 +143,7 @@ def _step(row: Row, listing: Listing) -> dict[str, Any]:
 
 
 def _shown(metrics: Mapping[str, float]) -> dict[str, float | str | None]:
-    """Metrics by names that can be shown; two that would look alike keep apart."""
+    """Returns metrics by printable names. Two names that would look alike stay distinct."""
     found: dict[str, float | str | None] = {}
     for name, value in metrics.items():
         found[safe(name) if safe(name) not in found else repr(name)] = _number(value)
@@ -151,19 +151,19 @@ def _shown(metrics: Mapping[str, float]) -> dict[str, float | str | None]:
 
 
 def _number(value: float | None) -> float | str | None:
-    """A number with as many digits as a chart needs; what JSON lacks as text."""
+    """Rounds a number to the digits that a chart needs. A number that JSON lacks becomes a text."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
 
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
-    """The tree by size. What is too small to be seen is one part of what is around it."""
+    """Returns the tree by size. Nodes that are too small to see are merged into one part of their parent."""
     root = outline(ckpt._source.entries, about=lambda entry: sharding_text(ckpt._source.sharding(entry)))
     total = sum(node.nbytes for node in root.children)
 
     def part(node: Node, times: int) -> dict[str, Any]:
-        """A node, of which there are so many in what is shown as one."""
+        """Describes a node that stands for `times` nodes that are alike."""
         name = safe(node.name) + (f" ×{node.alike}" if node.alike > 1 else "")
         size, leaves = times * node.nbytes, times * node.leaves
         about: dict[str, Any] = {"name": name, "path": safe(node.path), "nbytes": size, "leaves": leaves}
@@ -183,14 +183,14 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
 
 
 class _Leaves:
-    """The statistics of the leaves, step by step; `rows` has one for each leaf that any of the steps has."""
+    """Collects the statistics of leaves step by step. `rows` has one row for each leaf of any step."""
 
     def __init__(self, notes: list[str]) -> None:
         self.rows: list[dict[str, Any]] = []
         self._notes = notes
 
     def read(self, steps: Sequence[tuple[int, Checkpoint | None]], globs: Sequence[str], progress: bool) -> None:
-        """Reads the arrays of these steps, one after another."""
+        """Reads the arrays of these steps one after another. Raises `MismatchError` if the globs match none."""
         arrays = [(step, _arrays(ckpt, globs) if ckpt else {}) for step, ckpt in steps]
         sizes: dict[str, int] = {}
         for _, found in arrays:
@@ -223,15 +223,15 @@ class _Leaves:
                         moved(array.nbytes)
                 if failed:
                     what = count(len(failed), "array is", "arrays are")
-                    _note(self._notes, f"step {step}: {what} left out, for they cannot be read: {failed[0]}")
+                    _note(self._notes, f"step {step}: {what} left out, because they cannot be read: {failed[0]}")
         for row in self.rows:
             for name in _COUNTS:
                 if not any(row[name]):
-                    del row[name]  # which most leaves never have
+                    del row[name]  # Most leaves have none, and the page stays small.
 
 
 def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> None:
-    """Reads an array, and puts what is found into the row of its leaf, in the place of the `n`th step."""
+    """Reads an array and puts its statistics into the row of its leaf, as the `n`-th step."""
     found = stats(array, bins=_BINS if histogram else 0)
     row |= {"what": safe(describe(array.entry)), "nbytes": array.nbytes, "size": found.size}
     row["there"][n] = 1
@@ -244,25 +244,25 @@ def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> Non
 
 
 def _arrays(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LazyArray]:
-    """The arrays of numbers by path."""
+    """Returns the numeric arrays that the globs match, by path."""
     leaves = {path: ckpt[path] for path in ckpt if not globs or matches(path, globs)}
     return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, LazyArray) and has_stats(leaf)}
 
 
 def _empty(path: str, steps: int) -> dict[str, Any]:
-    """A leaf without any statistics yet: of each step None."""
+    """Returns the row of a leaf without statistics: None for each step."""
     numbers: dict[str, Any] = {name: [None] * steps for name in (*_NUMBERS, *_COUNTS)}
     return {"path": safe(path), "what": "", "nbytes": 0, "size": 0, "there": [0] * steps, **numbers, "bins": {}}
 
 
 def _bars(found: Stats) -> str:
-    """A histogram as text: a byte for each bin, of which 255 is the fullest; what is not empty is not 0."""
+    """Encodes a histogram as text: one byte for each bin. The fullest bin is 255, and only an empty bin is 0."""
     most = max(found.histogram)
     return base64.b64encode(bytes(-(-255 * many // most) for many in found.histogram)).decode()
 
 
 def _difference(pair: tuple[Row, Row], notes: list[str]) -> dict[str, Any] | None:
-    """The leaves that differ between two steps."""
+    """Returns the leaves that differ between two steps, or None if the comparison fails, which is noted."""
     a, b = pair
     try:
         found = diff(a.path, b.path)

@@ -3,7 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("report");
   const STATES = ["damaged", "unsupported", "unfinished", "closed"];
-  const ROWS = 200; // of a table that are drawn at a time
+  const ROWS = 200; // A table draws this many rows at a time.
   const COLOURS = ["#8ab6d6", "#e3b778", "#9cc69b", "#d99a9a", "#b8a5d3", "#c9c27a", "#8fc7c2", "#d3a5c4"];
 
   // Elements. Text from the run is only ever set as text.
@@ -70,7 +70,7 @@
     return found.filter((run) => run.length);
   }
 
-  // A curve over steps, with the value at the pointer beside its title; `band` has the range around it.
+  // A curve over steps, with the value at the pointer next to its title; `band` has the range around it.
   function chart(title, points, { format = number, band = null, zero = false } = {}) {
     const known = points.filter((point) => point[1] !== null), shown = known.filter((point) => finite(point[1]));
     const readout = el("span", { class: "faint" });
@@ -209,7 +209,7 @@
       .map((state) => `${data.steps.filter((row) => row.state === state).length} ${state}`), bytes(data.steps.reduce((sum, row) => sum + (row.nbytes || 0), 0))];
     if (times.length > 1) parts.push(`over ${duration(Math.max(...times) - Math.min(...times))}`);
     if (data.finished) parts.push("finished");
-    if (data.setAside.length) parts.push(`set aside by a rewind: ${data.setAside.join(", ")}`);
+    if (data.setAside.length) parts.push(`archived by a rewind: ${data.setAside.join(", ")}`);
     return [el("h1", {}, data.run), el("p", { class: "path" }, data.path), el("p", {}, parts.join(" · ")),
       el("p", {}, `Made ${when(data.made)} by Treering ${data.version}.`),
       ...data.notes.map((note) => el("p", { class: "note" }, note))];

@@ -1,4 +1,4 @@
-"""The page of a report: one file with its data, style and script in it, which asks for nothing else."""
+"""Writes the page of a report: one HTML file that contains its data, style and script."""
 
 import base64
 import datetime
@@ -17,7 +17,7 @@ from ...stores.store import Store
 from ...stores.whole_files import opened
 
 _MARK = '<meta name="generator" content="Treering report">'
-_MARK_WITHIN = 200  # bytes
+_MARK_WITHIN = 200  # An earlier report has the mark within its first 200 bytes.
 
 _HEAD = f"""<!doctype html>
 <html lang="en">
@@ -42,7 +42,7 @@ _HEAD = f"""<!doctype html>
 
 
 def check_replaceable(store: Store, path: str) -> None:
-    """Raises `ExistsError` where something lies at a path that is no report, or the path is within a checkpoint."""
+    """Raises `ExistsError` if a path exists and is not a report, or is within a checkpoint."""
     folder = os.path.dirname(path)
     if formats.has_folder(store, folder):
         raise ExistsError(
@@ -59,9 +59,9 @@ def check_replaceable(store: Store, path: str) -> None:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The page for what `gather` has found. Nothing that a file says is markup or code in it.
+    """Returns the page for the data of `gather`. No text from a file becomes markup or code.
 
-    All of the data is one JSON text, which the script shows as text; no other script runs (Content-Security-Policy).
+    All data is one JSON text, which the script shows as text. The Content-Security-Policy allows no other script.
     """
     files = importlib.resources.files(__name__.rpartition(".")[0])
     script = "\n" + (files / "page.js").read_text("utf-8")
@@ -73,13 +73,13 @@ def page(report: Mapping[str, Any]) -> str:
         title=html.escape(f"{report['run']} · Treering report"),
         style=style,
         table=_table(report),
-        data=data.replace("<", "\\u003c"),  # or a name could end the element
+        data=data.replace("<", "\\u003c"),  # A name with "</script>" could end the element.
         script=script,
     )
 
 
 def _table(report: Mapping[str, Any]) -> str:
-    """The steps as a table, for those who run no scripts."""
+    """Returns the steps as a table, for browsers that run no scripts."""
     rows = [(row["step"], row["state"], row["nbytes"], row["metrics"]) for row in report["steps"]]
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
