@@ -207,7 +207,7 @@ def test_attributes_are_names_and_no_optimizer_is_left_out(tmp_path: pathlib.Pat
     first, second, unbuilt = Pair(), Pair(turned=True), Pair()
     for model in (first, second, unbuilt):
         model.compile("adam", "mse")
-        with pytest.raises(tr.errors.MismatchError, match="expected a model that is built"):
+        with pytest.raises(tr.errors.MismatchError, match="expected a built model"):
             tk.state(model)
         if model is not unbuilt:
             model(X)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logging.getLogger("treering").addFilter(_printable.escape_record)
 
-# JAX and NumPy are imported by what needs them, when it is first used.
+# Public names are imported on first use, so that `import treering` does not import JAX and NumPy.
 _HOMES = {
     "Checkpoint": "_restore.checkpoint",
     "Checkpointer": "_run.checkpointer",
@@ -51,7 +51,7 @@ _HOMES = {
     "verify": "_tools.verify",
 }
 
-# Without `open`: `from treering import *` shadows nothing.
+# It lacks `open`, so that `from treering import *` does not shadow the built-in function.
 __all__ = [
     "Checkpoint",
     "Checkpointer",
@@ -77,14 +77,13 @@ __all__ = [
 ]
 
 
-if (
-    _job := imported_job_state()
-) and _job.client is not None:  # A peer that makes no call is to be told from a dead one.
+if (_job := imported_job_state()) and _job.client is not None:
+    # Signs of life begin at import: peers must distinguish a process that makes no call from a dead one.
     from ._processes import coordinator as _coordinator
 
     _coordinator.join()
 
-if not TYPE_CHECKING:  # or else no name would be wrong for type checkers
+if not TYPE_CHECKING:  # With `__getattr__`, type checkers would accept every name.
 
     def __getattr__(name: str) -> Any:
         home = _HOMES.get(name)

@@ -2,8 +2,8 @@
 
 >>> keep = tr.keep.last(3) | tr.keep.best(2, "val/loss", "min") | tr.keep.every(50_000)
 
-A step is kept when any of the joined policies wants it. Beyond that, a `Checkpointer` never deletes what it
-has just saved or restored, nor the newest committed step, nor a pinned one, nor one that a link in the run leads to.
+A step is kept if any of the joined policies keeps it. A `Checkpointer` also never deletes the step that it has just
+saved or restored, the newest committed step, a pinned step, or a step that a link in the run leads to.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def __dir__() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A step as policies see it. `created` is in seconds since the epoch, `nbytes` its size on the disk."""
+    """A step as policies see it. `created` is in seconds since the epoch, `nbytes` is its size on the disk."""
 
     step: int
     metrics: Mapping[str, float]
@@ -34,13 +34,13 @@ class Saved:
 
 class _Rule(Protocol):
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        """The steps to keep of those that are there, which come in ascending order."""
+        """Returns the steps to keep. `saved` are the steps of the run, ascending."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A union of rules. Made by the functions of this module and joined by ``|``."""
+    """A union of rules, made by the functions of this module and joined by ``|``."""
 
     rules: tuple[_Rule, ...]
 
@@ -48,32 +48,32 @@ class Policy:
         return Policy(self.rules + other.rules)
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        """The steps to keep of those that are there, which come in ascending order."""
+        """Returns the steps that any rule keeps. `saved` are the steps of the run, ascending."""
         return set().union(*(rule.kept(saved) for rule in self.rules))
 
     @property
     def metrics(self) -> set[str]:
-        """The metrics by which steps are chosen."""
+        """The metrics that the rules use."""
         return {rule.metric for rule in self.rules if isinstance(rule, _Best)}
 
     @property
     def numbers(self) -> set[int]:
-        """The steps that are chosen by number, whether they are there or not."""
+        """The steps that rules name by number, whether they exist or not."""
         return set().union(*(rule.numbers for rule in self.rules if isinstance(rule, _Steps)))
 
 
 def last(n: int | datetime.timedelta) -> Policy:
-    """The `n` newest steps; or those that were saved within a time of the newest."""
+    """Keeps the `n` newest steps, or with a `timedelta` those saved within that time before the newest."""
     if isinstance(n, datetime.timedelta):
         return Policy((_LastTime(_seconds("last", n)),))
     return Policy((_Last(_count("last", n)),))
 
 
 def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal["keep", "drop"] = "keep") -> Policy:
-    """The `n` best steps by a metric; of equal ones the newer. NaN ranks worst.
+    """Keeps the `n` best steps by a metric; of equal ones, the newer. NaN ranks worst.
 
-    Steps saved without the metric are kept, or not, as `unscored` says, and do not count. With "drop", as long as fewer
-    than `n` steps have the metric, the newest of those without it take the free places: an evaluator may be late.
+    `unscored` says if steps without the metric are kept in addition. With "drop" they are not, except that while fewer
+    than `n` steps have the metric, the newest steps without it take the free places: an evaluator may be late.
     """
     _check_mode(mode, "keep.best: ")
     if not isinstance(metric, str):
@@ -84,7 +84,7 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
 
 
 def every(interval: int | datetime.timedelta) -> Policy:
-    """The first step at or after each multiple of `interval`, 0 included; or of each interval of time since 1970.
+    """Keeps the first step at or after each multiple of `interval`, including 0, or of each `timedelta` since 1970.
 
     >>> tr.keep.every(1000)  # of a run that saved 7, 507, 1007, 1507, 2000, 2007: keeps 7, 1007, 2000
     """
@@ -94,12 +94,12 @@ def every(interval: int | datetime.timedelta) -> Policy:
 
 
 def steps(*numbers: int) -> Policy:
-    """The given steps."""
+    """Keeps the given steps."""
     return Policy((_Steps(frozenset(_count("steps", number, least=0) for number in numbers)),))
 
 
 def rank(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> list[int]:
-    """The steps that have the metric, best first; of equal ones the newer first, NaN last."""
+    """Returns the steps that have the metric, best first; of equal ones, the newer first. NaN ranks last."""
     _check_mode(mode)
     sign = -1 if mode == "max" else 1
 

@@ -2,9 +2,9 @@
 
 >>> model.fit(x, y, epochs=10, callbacks=[treering.keras.BackupAndRestore("runs/keras")])
 
-What is saved is `state(model)`: the variables of the model and of its optimizer, the state of seeds among them; neither
-the architecture, which is the program's, nor metrics, which start over with each epoch. All of Treering works on it:
-`treering show`, `open`, `restore(at="variables")`. Needs ``pip install treering[keras]``.
+They save `state(model)`: the variables of the model and of its optimizer, with the state of seeds. They do not save the
+architecture, which is in the program, nor metrics, which start over with each epoch. All of Treering works on these
+checkpoints, such as `treering show`, `open` and `restore(at="variables")`. Needs ``pip install treering[keras]``.
 """
 
 from .callbacks import BackupAndRestore, ModelCheckpoint

@@ -1,4 +1,4 @@
-"""Callbacks that save a model while it trains, and go on where it was."""
+"""Callbacks that save a model while it trains, and continue an interrupted training."""
 
 import logging
 import numbers
@@ -23,16 +23,16 @@ _log = logging.getLogger("treering")
 class ModelCheckpoint(keras.callbacks.Callback):
     """Saves the model after epochs or batches, in the background, as `keras.callbacks.ModelCheckpoint` does.
 
-    filepath: where; ``{epoch}``, ``{batch}`` and the names of metrics are put in. A suffix chooses the format
-        (``.safetensors``), else it is Treering's own. What is there is replaced, and stays until the new one is
-        durable. Not ``.keras`` or ``.h5``, which hold the architecture as well.
-    monitor, save_best_only, mode, initial_value_threshold: with `save_best_only` a model is saved if the monitored
-        metric is better than at any save before. "auto" asks the metric, as Keras does; where that does not say which
-        way is better, `MismatchError` is raised. NaN is never better.
-    save_weights_only: leaves the optimizer out (Keras leaves the architecture out, which is never saved here).
+    filepath: the path, in which ``{epoch}``, ``{batch}`` and names of metrics are replaced. The suffix chooses the
+        format (``.safetensors``); without one it is the native format. An existing checkpoint is replaced, and stays
+        until the new one is durable. ``.keras`` and ``.h5`` are refused, because these files contain the architecture.
+    monitor, save_best_only, mode, initial_value_threshold: with `save_best_only` a model is saved only if the monitored
+        metric is better than at any save before. "auto" asks the metric, as Keras does, and raises `MismatchError` if
+        the metric does not say which direction is better. NaN is never better.
+    save_weights_only: omits the optimizer. (In Keras it omits the architecture, which is never saved here.)
     save_freq: "epoch", or a number of batches.
 
-    An error of a save is raised by the next one, or at the end of training.
+    The next save, or the end of training, raises the error of a failed save.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._best_only, self._weights_only = save_best_only, save_weights_only
         if self._filepath.endswith((".keras", ".h5")):
             raise MismatchError(
-                f"{self._filepath}: expected a path without a suffix of Keras', for none of its files is made"
+                f"{self._filepath}: expected a path without a suffix of Keras, found one; Treering does not write its "
+                "files, so use .safetensors or no suffix"
             )
         self._mode = mode
         self._best = initial_value_threshold
@@ -85,12 +86,12 @@ class ModelCheckpoint(keras.callbacks.Callback):
         except KeyError as error:
             known = ", ".join(sorted(known))
             raise MismatchError(
-                f"{self._filepath}: expected names that there are, found {error}; known: {known}"
+                f"{self._filepath}: expected names of metrics, epoch or batch, found {error}; known: {known}"
             ) from None
         self._wait()
         tree = state(_model(self), weights_only=self._weights_only)
         beside: dict[str, Any] = {}
-        if formats.for_path(path, None).name in ("treering", "safetensors"):  # others have no place for them
+        if formats.for_path(path, None).name in ("treering", "safetensors"):  # Other formats refuse step and metrics.
             beside = {"step": self._epoch + 1, "metrics": metrics}
         self._pending = save_async(path, tree, overwrite=True, **beside)
         if self._verbose:
@@ -99,7 +100,11 @@ class ModelCheckpoint(keras.callbacks.Callback):
     def _is_better(self, metrics: Mapping[str, float]) -> bool:
         value = metrics.get(self._monitor)
         if value is None:
-            _log.warning("save_best_only: no metric %r, only %s; saved all the same", self._monitor, ", ".join(metrics))
+            _log.warning(
+                "save_best_only: expected the metric %r, found %s; saved anyway",
+                self._monitor,
+                ", ".join(metrics),
+            )
             return True
         more = _more_is_better(_model(self), self._monitor) if self._mode == "auto" else self._mode == "max"
         if value != value or (self._best is not None and not (value > self._best if more else value < self._best)):
@@ -114,15 +119,15 @@ class ModelCheckpoint(keras.callbacks.Callback):
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Goes on where training was interrupted, as `keras.callbacks.BackupAndRestore` does.
+    """Continues an interrupted training, as `keras.callbacks.BackupAndRestore` does.
 
-    backup_dir: a run of Treering, of this training alone; a directory or a URL.
-    save_freq: "epoch", or a number of batches; an epoch that was interrupted begins again, with its last weights.
-    double_checkpoint: keeps the two latest states, so that one is left if the latest turns out damaged.
-    delete_checkpoint: deletes the states when training has ended well.
+    backup_dir: a run of Treering, used by this training only; a directory or a URL.
+    save_freq: "epoch", or a number of batches. An interrupted epoch begins again, with its last weights.
+    double_checkpoint: keeps the two latest states, so that one is left if the latest is damaged.
+    delete_checkpoint: deletes the states when training has ended without an error.
 
-    As long as an interrupted program lives, as a notebook does, it holds the run: `fit` may be called again there,
-    while another process is refused until it ends.
+    An interrupted program that is still alive, such as a notebook, holds the run. It may call `fit` again; other
+    processes are refused until it ends.
     """
 
     def __init__(
@@ -150,7 +155,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         assign(model, self._ckpts.restore(state(model)))
         self._step = self._ckpts.restored_step or 0
         self._epoch = self._ckpts.open(self._step).metadata["epoch"]
-        model._initial_epoch = self._epoch  # as Keras' own callback tells `fit`
+        model._initial_epoch = self._epoch  # The callback of Keras sets the same attribute, which `fit` reads.
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._every.batch(batch):
@@ -177,7 +182,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 class _Every:
-    """When to save: after each epoch, or after so many batches; never, if that is False."""
+    """Decides when to save: after each epoch, after a number of batches, or never if `save_freq` is False."""
 
     def __init__(self, save_freq: Literal["epoch"] | int):
         self.epoch = save_freq == "epoch"
@@ -190,7 +195,10 @@ class _Every:
         self._last, self._seen = -1, 0
 
     def batch(self, batch: int) -> bool:
-        """Counts the batches up to this one of its epoch, of which a call may make several; whether to save."""
+        """Counts the batches of the epoch up to this one, and returns True if a save is due.
+
+        One call of Keras may cover several batches (`steps_per_execution`).
+        """
         self._seen += batch - self._last if batch > self._last else batch + 1
         self._last = batch
         if not self._batches or self._seen < self._batches:
@@ -200,7 +208,10 @@ class _Every:
 
 
 def _more_is_better(model: keras.Model, monitor: str) -> bool:
-    """Which way a metric is better, by what it says of itself; Keras' own callback asks the same."""
+    """Returns True if larger values of a metric are better, by the attribute that the callback of Keras reads too.
+
+    Raises `MismatchError` if the metric does not say it.
+    """
     name = monitor.removeprefix("val_")
     if name == "loss":
         return False
@@ -208,13 +219,13 @@ def _more_is_better(model: keras.Model, monitor: str) -> bool:
     says = {getattr(one, "_direction", None) for one in found if one.name == name} - {None}
     if len(says) != 1:
         raise MismatchError(
-            f"monitor={monitor!r}: expected a metric that says which way is better; pass mode='min' or 'max'"
+            f"monitor={monitor!r}: expected a metric that says which direction is better; pass mode='min' or 'max'"
         )
     return says == {"up"}
 
 
 def _scalars(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The logs that are numbers, which others need not be."""
+    """Returns the logs that are numbers."""
     found: dict[str, float] = {}
     for name, value in logs.items():
         scalar = isinstance(value, numbers.Real) or (getattr(value, "shape", None) == () and not isinstance(value, str))
@@ -224,7 +235,7 @@ def _scalars(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _model(callback: keras.callbacks.Callback) -> keras.Model:
-    """The model, which with the JAX backend takes its state from the loop when it is asked for."""
+    """Returns the model. With the JAX backend, this attribute first copies the state of the loop into the model."""
     model = callback.model
     assert model is not None
     return model

@@ -1,4 +1,7 @@
-"""The state of a model: its variables and those of its optimizers, by names that do not depend on the process."""
+"""The state of a Keras model: its variables and those of its optimizers, by names that every process gives alike.
+
+The automatic names of Keras count the layers that a process has made, so they differ between processes.
+"""
 
 import logging
 import os
@@ -17,13 +20,13 @@ _NUMBER = re.compile(r"_[0-9]+$")
 
 
 def state(model: keras.Model, *, weights_only: bool = False) -> dict[str, Any]:
-    """The variables of a model by name: to be saved, or a template.
+    """Returns the variables of a model by name, to save or to use as a template.
 
-    What is an attribute of a layer or model is called so: ``encoder``, ``blocks/0``. Elsewhere, as in a `Sequential`,
-    the name is that of the layer, but where Keras has given that by itself (``dense_14``: a class, and how many of it
-    the process has made) it is the class and the place: ``dense[0]``. So a model that is built again has the same
-    names, whatever of it is trainable. With the JAX backend the leaves are `jax.Array`s, with others NumPy arrays.
-    Raises `MismatchError` for a model that is not built yet.
+    An attribute of a layer or model has the attribute's name: ``encoder``, ``blocks/0``. Other parts, as in a
+    `Sequential`, have the name of the layer. An automatic name of Keras (``dense_14``: the class, and how many of it
+    the process has made) is replaced by the class and the place: ``dense[0]``. So a rebuilt model has the same names,
+    whichever parts are trainable. With the JAX backend the leaves are `jax.Array`s, with others NumPy arrays. Raises
+    `MismatchError` for a model that is not built yet.
     """
     tree: dict[str, Any] = {}
     for path, variable in variables(model, weights_only=weights_only):
@@ -37,17 +40,17 @@ def state(model: keras.Model, *, weights_only: bool = False) -> dict[str, Any]:
 
 
 def load(model: keras.Model, path: str | os.PathLike[str], **options: Any) -> None:
-    """Sets the variables of a model to those of a checkpoint, or of a run's latest good step.
+    """Sets the variables of a model to those of a checkpoint, or of a run's latest valid step.
 
-    Where the checkpoint or the model has no optimizer, the weights alone are set, which the log notes. `options` are
-    those of `treering.restore`. Raises what that raises, `MismatchError` for a model of another architecture among
-    them, and changes nothing then.
+    If the checkpoint or the model has no optimizer, only the weights are set, and the log says so. `options` are those
+    of `treering.restore`. Raises the errors of `treering.restore`, such as `MismatchError` for a model of another
+    architecture, and changes nothing then.
     """
     ckpt = open_checkpoint(path, step=options.pop("step", None))
     saved = any(name.startswith("optimizer") for name in ckpt)
     wanted = getattr(model, "optimizer", None) is not None
     if saved != wanted:
-        _log.info("%s: the weights alone are set: the %s has no optimizer", path, "model" if saved else "checkpoint")
+        _log.info("%s: only the weights are set: the %s has no optimizer", path, "model" if saved else "checkpoint")
     if saved and not wanted:
         options.setdefault("extra", ["optimizer/**", "optimizers/**"])
     weights_only = not (saved and wanted)
@@ -61,23 +64,20 @@ def assign(model: keras.Model, tree: dict[str, Any], *, weights_only: bool = Fal
             value = value[part]
         variable.assign(value)
     for layer in model._flatten_layers():
-        if hasattr(
-            layer, "finalize_state"
-        ):  # of `keras.layers.Normalization`, which computes with what follows from them
+        # `keras.layers.Normalization` computes with constants that it derives from its variables.
+        if hasattr(layer, "finalize_state"):
             layer.finalize_state()
 
 
 def variables(model: keras.Model, *, weights_only: bool = False) -> Iterator[tuple[str, Any]]:
-    """The variables with their paths. Raises `MismatchError` for a model that has none yet."""
+    """Yields the variables with their paths. Raises `MismatchError` for a model that is not built yet."""
     if not model.built:
-        raise MismatchError(
-            f"{model.name}: expected a model that is built, for this one has no variables; call it first"
-        )
+        raise MismatchError(f"{model.name}: expected a built model, found one without variables; call it on data first")
     names = _Names()
     paths: dict[int, str] = {}
     for path, variable in _of_layer(model, "", names, paths, set()):
         yield f"variables/{path}", variable
-    compiled = getattr(model, "optimizer", None)  # a model may not be compiled
+    compiled = getattr(model, "optimizer", None)  # A model that is not compiled has none.
     optimizers = {} if compiled is None else {"optimizer": compiled}
     optimizers |= {
         f"optimizers/{name}": one
@@ -94,7 +94,7 @@ def variables(model: keras.Model, *, weights_only: bool = False) -> Iterator[tup
 def _of_layer(
     layer: Any, above: str, names: "_Names", paths: dict[int, str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """The variables of a layer and those in it, each once. What the program calls its parts goes over Keras' names."""
+    """Yields the variables of a layer and its sublayers, each once. The program's names precede those of Keras."""
     seen.add(id(layer))
     attributes = dict(_attributes(layer))
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
@@ -113,8 +113,12 @@ def _of_layer(
 
 
 def _attributes(layer: Any) -> Iterator[tuple[int, str]]:
-    """The parts of a layer by identity, as the program calls them: ``encoder``, ``blocks/0``, ``heads/left``."""
-    for name, value in sorted(vars(layer).items(), reverse=True):  # of two names for one thing the first counts
+    """Yields the names that the program gives to parts of a layer: ``encoder``, ``blocks/0``, ``heads/left``.
+
+    Each comes with the identity of its part.
+    """
+    # In reverse, because the caller's dict keeps the last name: of two names for one part, the first in the alphabet.
+    for name, value in sorted(vars(layer).items(), reverse=True):
         if name.startswith("_"):
             continue
         yield id(value), name
@@ -125,7 +129,7 @@ def _attributes(layer: Any) -> Iterator[tuple[int, str]]:
 
 
 def _of_optimizer(optimizer: Any, model: keras.Model, paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
-    """The variables of an optimizer: by kind (``momentum``), and by the variable that they belong to."""
+    """Yields the variables of an optimizer, by kind (``momentum``) and by the model variable that they belong to."""
     known = {variable.path.replace("/", "_"): paths.get(id(variable), variable.path) for variable in model.variables}
     trained = getattr(optimizer, "_trainable_variables", model.trainable_variables)
     which = f"{zlib.crc32(repr([paths.get(id(variable)) for variable in trained]).encode()):08x}"
@@ -136,20 +140,22 @@ def _of_optimizer(optimizer: Any, model: keras.Model, paths: dict[int, str]) -> 
         of = max((one for one in known if name.startswith(f"{one}_")), key=len, default=None)
         if of is not None:
             path = f"{above}{name.removeprefix(of + '_')}/{known[of]}"
-        else:  # where nothing but its place says what it belongs to, it must not fit where others are trained
+        else:
+            # Only its place says which variable it belongs to. The checksum of the trained variables keeps it from
+            # fitting a model that trains others.
             path = names.named(f"{above}{which}/" if variable.ndim else above, name, "variable")
         yield names.unique(path), variable
 
 
 class _Names:
-    """Names that do not depend on what else the process has made."""
+    """Makes names that do not depend on what else the process has made."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
         self._taken: set[str] = set()
 
     def named(self, above: str, name: str, kind: str) -> str:
-        """The path of what has a name below `above`; if that is what Keras calls a `kind`, with its place instead."""
+        """Returns the path of a name below `above`. An automatic name of a `kind` is replaced by its place."""
         if not _is_automatic(name, kind):
             return f"{above}{name}"
         stem = f"{above}{name[: name.index(kind) + len(kind)]}"
@@ -157,7 +163,7 @@ class _Names:
         return f"{stem}[{place}]"
 
     def unique(self, path: str) -> str:
-        """The path, with a number if it is taken: two layers may have one name."""
+        """Returns the path, with a number if it is taken. Two layers may have the same name."""
         free, n = path, 0
         while free in self._taken:
             n += 1
@@ -167,12 +173,12 @@ class _Names:
 
 
 def _is_automatic(name: str, kind: str) -> bool:
-    """Whether a name is one that Keras gives to a `kind` by itself: ``dense``, ``dense_14``, ``backward_lstm``."""
+    """Returns True if Keras gives this name to a `kind` automatically: ``dense``, ``dense_14``, ``backward_lstm``."""
     return re.fullmatch(rf"(forward_|backward_)?{re.escape(kind)}(_[0-9]+)?", name) is not None
 
 
 def _snake_case(name: str) -> str:
-    """A class as Keras names its objects: ``MultiHeadAttention`` is ``multi_head_attention``."""
+    """Returns the name that Keras derives from a class: ``multi_head_attention`` for ``MultiHeadAttention``."""
     name = re.sub(r"\W+", "", name)
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
