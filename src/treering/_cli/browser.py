@@ -24,7 +24,7 @@ from ..errors import TreeringError
 from .leaf import describe_node, leaf_lines
 
 # A node shows at most this many children; more are shown in groups, because Textual takes long to unfold them.
-_MOST_CHILDREN = 1000
+_MAX_CHILDREN = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,15 +147,15 @@ def _is_group(node: Node) -> bool:
 
 
 def _grouped(node: Node) -> Node:
-    """Cuts containers with more than `_MOST_CHILDREN` children into groups, in place, and returns the tree."""
+    """Cuts containers with more than `_MAX_CHILDREN` children into groups, in place, and returns the tree."""
     for _, one in [(0, node), *node.walk()]:
-        if len(one.children) > _MOST_CHILDREN:
+        if len(one.children) > _MAX_CHILDREN:
             one.children = [_group(part) for part in _parts(one.children)]
     return node
 
 
 def _parts(children: Sequence[Node]) -> Iterable[Sequence[Node]]:
-    return (children[start : start + _MOST_CHILDREN] for start in range(0, len(children), _MOST_CHILDREN))
+    return (children[start : start + _MAX_CHILDREN] for start in range(0, len(children), _MAX_CHILDREN))
 
 
 def _group(children: Sequence[Node]) -> Node:

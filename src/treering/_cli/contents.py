@@ -223,11 +223,11 @@ def diff(a: str, b: str | None, steps: tuple[int, int] | None, prefix: str | Non
         for path in paths:
             say(click.style(cut(f"{sign} {safe(path)}", columns), fg=colour))
     for path, what in found.changed.items():
-        say(click.style("~", fg="yellow") + f" {safe(path)}: {safe(what)}{_apart(found.values.get(path))}")
+        say(click.style("~", fg="yellow") + f" {safe(path)}: {safe(what)}{_measures(found.values.get(path))}")
     return int(bool(found))
 
 
-def _apart(change: "ValueChange | None") -> str:
+def _measures(change: "ValueChange | None") -> str:
     """Returns the numbers that the description of a change lacks: relative difference and cosine."""
     relative = f", relative {change.relative:.3g}" if change and change.relative is not None else ""
     return relative + (f", cosine {change.cosine:.7g}" if change and change.cosine is not None else "")

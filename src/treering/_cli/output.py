@@ -18,7 +18,7 @@ from .._printable import safe
 
 FAILED = 3  # The exit code of an error that was printed.
 _MAX_BITS = 10_000  # A larger int is printed in hexadecimal: Python refuses to print very long decimals.
-_LEAST_WIDTH = 8  # A cell keeps this many columns, however narrow the terminal is.
+_MIN_COLUMNS = 8  # A cell keeps this many columns, however narrow the terminal is.
 
 
 class _Path(click.Path):
@@ -123,7 +123,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collectio
     texts = [n for n in used if head[n] in left]  # Numbers are never cut: a cut number is another number.
     while space is not None and texts and sum(widths.values()) + 2 * (len(widths) - 1) > space:
         widest = max(texts, key=lambda n: widths[n])
-        if widths[widest] <= _LEAST_WIDTH:
+        if widths[widest] <= _MIN_COLUMNS:
             break
         widths[widest] -= 1
 

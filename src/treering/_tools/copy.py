@@ -135,8 +135,8 @@ def copy_all(
         raise ReplacedError(f"{path}: expected a step, found none: all steps were deleted meanwhile")
     if done.gone:
         _log.warning("%s: steps deleted since the copy began are not copied: %s", path, _few_names(done.gone))
-    if not single and (aside := _run.aside(here, path)):
-        _log.warning("%s: archived steps are not copied: %s", path, few(tuple(aside)))
+    if not single and (archived := _run.aside(here, path)):
+        _log.warning("%s: archived steps are not copied: %s", path, few(tuple(archived)))
     return done
 
 

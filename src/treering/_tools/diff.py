@@ -134,14 +134,14 @@ def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
         if isinstance(a, StatesEntry) or isinstance(b, StatesEntry):
             same = a.type == b.type and _alike(_states(a, x), _states(b, y))
         if not same and isinstance(a, ValueEntry) and isinstance(b, ValueEntry) and a.type == b.type == "iterator":
-            return f"iterator{_first_apart(_states(a, x), _states(b, y), '')}"
+            return f"iterator{_first_difference(_states(a, x), _states(b, y), '')}"
         return None if same else f"{_text(a, x)} → {_text(b, y)}"
     if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
         return f"{describe(a)} → {describe(b)}"
-    apart = _Apart()
+    difference = _Difference()
     for part in _slices(a):
-        apart.add(_bits(x, part), _bits(y, part))
-    return apart.change()
+        difference.add(_bits(x, part), _bits(y, part))
+    return difference.change()
 
 
 def _states(entry: Entry, leaf: Any) -> Any:
@@ -149,17 +149,17 @@ def _states(entry: Entry, leaf: Any) -> Any:
     return leaf if isinstance(leaf, list) or not isinstance(entry, ValueEntry) else entry.decode()
 
 
-def _first_apart(a: Any, b: Any, where: str) -> str:
+def _first_difference(a: Any, b: Any, where: str) -> str:
     """Describes the first difference of two iterator states and its place in them."""
     if type(a) is type(b) and isinstance(a, dict):
         keys = [key for key in a if key not in b or not _alike(a[key], b[key])] + [key for key in b if key not in a]
         if keys and keys[0] in a and keys[0] in b:
-            return _first_apart(a[keys[0]], b[keys[0]], f"{where}[{keys[0]!r}]")
+            return _first_difference(a[keys[0]], b[keys[0]], f"{where}[{keys[0]!r}]")
         return f"{where}: keys {shorten([*a])} → {shorten([*b])}"
     if type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
         for n, (one, other) in enumerate(zip(a, b, strict=True)):
             if not _alike(one, other):
-                return _first_apart(one, other, f"{where}[{n}]")
+                return _first_difference(one, other, f"{where}[{n}]")
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and (a.shape, a.dtype) == (b.shape, b.dtype):
         unequal = np.ascontiguousarray(a).view(f"V{a.itemsize}") != np.ascontiguousarray(b).view(f"V{b.itemsize}")
         return f"{where}: {int(unequal.sum())} of {a.size} values differ"
@@ -174,7 +174,7 @@ def _alike(a: Any, b: Any) -> bool:
     return all(memoryview(one) == memoryview(other) for one, other in zip(*parts, strict=True))
 
 
-class _Apart:
+class _Difference:
     """Accumulates the difference of two arrays slice by slice."""
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ def list_run(
                 rows.append(_uncommitted(store, step, posixpath.join(place, name)))
         rows.sort(key=lambda row: row.step)
         closed = tuple(path for path, _ in closed_in(store, place, {row.path for row in rows}))
-        aside = tuple(_run.aside(store, place))
+        archived = tuple(_run.aside(store, place))
         finished = store.stat(posixpath.join(place, _run.FINISHED)) is not None
         linked = links.to_steps(store, place)
         rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
@@ -111,7 +111,7 @@ def list_run(
             if rows[n].state == "good":
                 break
         rows = _marked(store, place, keep, rows)
-    return Listing(place, tuple(rows), aside, finished, closed)
+    return Listing(place, tuple(rows), archived, finished, closed)
 
 
 def is_run(store: Store, place: str, prefix: str | None = None) -> bool:

@@ -42,7 +42,7 @@ def check_place(run: Directory, paths: Iterable[str], to: str) -> None:
                 "another place"
             )
         if found:
-            _check_apart(here, path, there, posixpath.join(to, found))
+            _check_distinct(here, path, there, posixpath.join(to, found))
 
 
 def copy_verified(path: str, to: str) -> Callable[[], None]:
@@ -66,7 +66,7 @@ def copy_verified(path: str, to: str) -> Callable[[], None]:
 
     def check() -> None:
         OneCopy(here, path, there, target).complete()
-        _check_apart(here, path, there, target)
+        _check_distinct(here, path, there, target)
         if known is None or summary.known_identity(there, target) != known:
             raise MismatchError(f"{target}: expected the copy of {path}, found it gone or replaced; the step stays")
         if {*metrics.names(here, path, known)} - {*metrics.names(there, target, known)}:
@@ -75,7 +75,7 @@ def copy_verified(path: str, to: str) -> Callable[[], None]:
     return check
 
 
-def _check_apart(here: Store, path: str, there: Store, other: str) -> None:
+def _check_distinct(here: Store, path: str, there: Store, other: str) -> None:
     """Raises `MismatchError` if two paths lead to one folder, for instance through two mounts: it is not a copy."""
     on_disks = isinstance(here, stores.Filesystem) and isinstance(there, stores.Filesystem)
     if on_disks and os.path.samestat(os.stat(path), os.stat(other)):

@@ -50,29 +50,29 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
     if foreign:
         others = set(formats.foreign_steps(store, place, set(names), only).values())
         known = {posixpath.basename(one.path) for one in others}.union(names)
-        # A run ignores a damaged step if another format has a valid one of the same number, but it is still damage.
+        # A run ignores a damaged step if it has a valid one of the same number, but it is still damage.
         rest = [name for name in store.list(place) if name not in known]
         others.update(one for _, one in formats.damaged_steps(store, place, rest, only))
         found.update({one.path: one.format for one in sorted(others, key=lambda one: one.path)})
     if native and found and prefix is None:
-        found.update(dict.fromkeys(_beside(store, place, found), "treering"))
+        found.update(dict.fromkeys(_neighbors(store, place, found), "treering"))
     closed = dict(closed_in(store, place, found))
     archived: list[str] = []
-    for aside in run.aside(store, place):
-        if aside in closed:
+    for folder in run.aside(store, place):
+        if folder in closed:
             continue
         try:
-            below = _steps(store, aside, only, None)
+            below = _steps(store, folder, only, None)
         except PermissionError as error:
-            closed[aside] = error
+            closed[folder] = error
             continue
-        archived += [aside, *below.archived] if below.formats or below.closed else []
+        archived += [folder, *below.archived] if below.formats or below.closed else []
         found.update(below.formats)
         closed.update(below.closed)
     return Parts(found, closed, archived)
 
 
-def _beside(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
+def _neighbors(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
     """Yields the native checkpoints next to the steps of a run, such as ``best``. Skips links to steps."""
     linked = {link for names in links.to_steps(store, place).values() for link in names}
     for name in sorted(store.list(place)):
@@ -81,12 +81,12 @@ def _beside(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
             continue
         try:
             with reading(path):
-                there = summary.look(store, path) is not None
+                is_there = summary.look(store, path) is not None
         except PermissionError:  # `closed_in` names it if it may be a step.
             continue
         except UnreadableError:
-            there = True  # The check reports it as damage.
-        if there:
+            is_there = True  # The check reports it as damage.
+        if is_there:
             yield path
 
 

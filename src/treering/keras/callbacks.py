@@ -90,10 +90,10 @@ class ModelCheckpoint(keras.callbacks.Callback):
             ) from None
         self._wait()
         tree = state(_model(self), weights_only=self._weights_only)
-        beside: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if formats.for_path(path, None).name in ("treering", "safetensors"):  # Other formats refuse step and metrics.
-            beside = {"step": self._epoch + 1, "metrics": metrics}
-        self._pending = save_async(path, tree, overwrite=True, **beside)
+            extra = {"step": self._epoch + 1, "metrics": metrics}
+        self._pending = save_async(path, tree, overwrite=True, **extra)
         if self._verbose:
             print(f"\nEpoch {self._epoch + 1}: saving the model to {path}")
 

@@ -30,9 +30,9 @@ from ..stats import Stats, has_stats, stats
 _log = logging.getLogger("treering")
 
 _BINS = 24
-_MOST_HISTOGRAMS = 32  # Each leaf has histograms of at most this many steps.
-_MOST_LEAVES = 2000  # At most this many leaves have statistics.
-_MOST_CHANGES = 2000  # The comparison lists at most this many leaves.
+_MAX_HISTOGRAMS = 32  # Each leaf has histograms of at most this many steps.
+_MAX_LEAVES = 2000  # At most this many leaves have statistics.
+_MAX_CHANGES = 2000  # The comparison lists at most this many leaves.
 _SMALLEST = 1e-4  # A leaf or subtree with a smaller share of all bytes has no rectangle of its own.
 _DIGITS = 5
 _NUMBERS = ("norm", "mean", "std", "low", "high")
@@ -198,7 +198,7 @@ class _Leaves:
                 sizes[path] = max(sizes.get(path, 0), array.nbytes)
         if globs and not sizes:
             raise MismatchError(f"expected arrays named {', '.join(globs)}, found none with numbers")
-        kept = set(sorted(sizes, key=lambda path: -sizes[path])[:_MOST_LEAVES])
+        kept = set(sorted(sizes, key=lambda path: -sizes[path])[:_MAX_LEAVES])
         if len(kept) < len(sizes):
             left = len(sizes) - len(kept)
             size = nbytes(sum(size for path, size in sizes.items() if path not in kept))
@@ -209,7 +209,7 @@ class _Leaves:
         places = {path: n for n, path in enumerate(path for path in sizes if path in kept)}
         self.rows = [_empty(path, len(steps)) for path in places]
         total = sum(array.nbytes for _, found in arrays for path, array in found.items() if path in places)
-        histograms = set(_evenly(len(steps), _MOST_HISTOGRAMS))
+        histograms = set(_evenly(len(steps), _MAX_HISTOGRAMS))
         with bar("reading", total, progress) as moved:
             for n, (step, found) in enumerate(arrays):
                 failed: list[TreeringError] = []
@@ -271,14 +271,14 @@ def _difference(pair: tuple[Row, Row], notes: list[str]) -> dict[str, Any] | Non
         _note(notes, f"steps {a.step} and {b.step} are not compared: {error}")
         return None
     changed = [_change(path, what, found.values.get(path)) for path, what in found.changed.items()]
-    if len(changed) > _MOST_CHANGES:
+    if len(changed) > _MAX_CHANGES:
         _note(
             notes,
-            f"{len(changed):,} leaves differ between {a.step} and {b.step}; the first {_MOST_CHANGES:,} are listed",
+            f"{len(changed):,} leaves differ between {a.step} and {b.step}; the first {_MAX_CHANGES:,} are listed",
         )
     sides = {"a": a.step, "b": b.step, "equal": found.equal, "differing": len(changed)}
     only = {"onlyA": _listed(found.only_a), "onlyB": _listed(found.only_b)}
-    return {**sides, **only, "changed": changed[:_MOST_CHANGES]}
+    return {**sides, **only, "changed": changed[:_MAX_CHANGES]}
 
 
 def _listed(paths: Iterable[str]) -> list[str]:
