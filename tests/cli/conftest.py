@@ -1,4 +1,4 @@
-"""The command, called as from a shell."""
+"""Calls the command as from a shell, but in this process."""
 
 import json
 from typing import Any
@@ -19,6 +19,8 @@ class Result:
 
 @pytest.fixture
 def treering(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Returns a function that runs the command with arguments, and returns its exit code and output."""
+
     def call(*arguments: object) -> Result:
         capsys.readouterr()
         code = main([str(one) for one in arguments])

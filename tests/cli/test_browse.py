@@ -1,4 +1,4 @@
-"""The browser, driven by keys in a terminal that Textual simulates."""
+"""Drives the browser with keys in a terminal that Textual simulates."""
 
 import asyncio
 import pathlib
@@ -44,6 +44,8 @@ def label(app: Browser) -> str:
 
 @pytest.mark.long
 def test_a_checkpoint_is_walked_through_by_keys(run: pathlib.Path) -> None:
+    """Keys move through a checkpoint, unfold nodes and read leaves."""
+
     async def do(app: Browser, pilot: Any) -> None:
         await pilot.press("j")
         names = [label(app)]
@@ -127,7 +129,7 @@ def test_two_checkpoints_are_compared(run: pathlib.Path) -> None:
 @pytest.mark.rare
 @pytest.mark.long
 def test_a_hundred_thousand_leaves_stall_nothing(tmp_path: pathlib.Path) -> None:
-    """Counts what is made, for times are not asserted: nothing takes more nodes at once than a group has."""
+    """No action creates more nodes at once than a group has. Counts nodes, because tests assert no times."""
     tr.save(tmp_path / "c", {f"leaf{n:06}": n for n in range(100_000)})
 
     async def do(app: Browser, pilot: Any) -> None:
@@ -138,7 +140,7 @@ def test_a_hundred_thousand_leaves_stall_nothing(tmp_path: pathlib.Path) -> None
         print(f"found after {time.perf_counter() - begun:.2f} s")
         assert label(app) == "leaf077777  int 77777"
         unfolded = sum(len(node.children) for node in app.side.root.children)
-        assert unfolded == 1000, "one group alone"
+        assert unfolded == 1000, "only one group is unfolded"
 
     drive([tr.open(tmp_path / "c")], do)
 

@@ -1,4 +1,4 @@
-"""The `treering` command, as people and scripts call it."""
+"""The `treering` command, as users and scripts call it."""
 
 import csv
 import os
@@ -48,6 +48,7 @@ def run(tmp_path: pathlib.Path) -> str:
 
 
 def test_ls_shows_what_is_good_pinned_best_latest_and_what_is_not(run: str, treering: Any) -> None:
+    """The notes of ls name valid, damaged, unfinished, pinned, best and latest steps."""
     damaged = pathlib.Path(run, "step-00000003", "treering.json")
     damaged.chmod(0o644)
     damaged.write_bytes(damaged.read_bytes()[:-9])
@@ -120,13 +121,14 @@ def test_a_directory_of_runs_has_a_line_for_each(
     assert treering("verify", tmp_path, "--subset", "10G", "--json").json["part"] == [1, 1]
     (tmp_path / "lost+found").mkdir()
     use_disk(Closed("lost+found"))
-    assert treering("ls", tmp_path).code == 0, "the volume is not the user's"
+    assert treering("ls", tmp_path).code == 0, "lost+found belongs to the file system, not to the user"
     use_disk(Closed("other"))
     found = treering("ls", tmp_path, "--json")
     assert found.code == 3 and [bool(one["error"]) for one in found.json["runs"]] == [True, False]
 
 
 def test_what_may_not_be_read_is_named_and_the_rest_is_done(run: str, treering: Any, use_disk: Any) -> None:
+    """ls, du and verify name a step that this user may not read, do the rest, and end with 3."""
     use_disk(Closed("step-00000002"))
     listed = treering("ls", run, "--json")
     assert listed.code == 3 and [row["state"] for row in listed.json["steps"]] == ["good", "closed", "good", "good"]
@@ -174,6 +176,7 @@ def test_ls_shows_the_steps_of_other_libraries(tmp_path: pathlib.Path, treering:
 
 @pytest.mark.long
 def test_what_prune_deletes_is_what_a_run_with_that_policy_deletes(tmp_path: pathlib.Path, treering: Any) -> None:
+    """prune deletes the same steps as a `Checkpointer` with the same policy."""
     policies = [
         (["last:2"], tr.keep.last(2)),
         (["every:4", "best:1:m:min"], tr.keep.every(4) | tr.keep.best(1, "m", "min")),
@@ -192,7 +195,8 @@ def test_what_prune_deletes_is_what_a_run_with_that_policy_deletes(tmp_path: pat
         assert dry.code == 0 and tr.steps(pruned) == before and "would be deleted" in dry.out
         assert treering("prune", pruned, *texts, "--yes").code == 0
         assert set(tr.steps(pruned)) <= set(before)
-        # A run looks after every save, so it may have deleted what is best by now; nothing that it keeps goes.
+        # A run applies its policy after every save, so it may have deleted a step that is the best by now. It deletes
+        # no step that prune keeps.
         assert set(tr.steps(pruned)) == policy.kept(_saved(before, pruned, treering)) | {8}
         assert set(tr.steps(there)) <= set(tr.steps(pruned)) | set(tr.steps(there))
 
@@ -229,6 +233,7 @@ def test_pins_are_those_of_the_run(run: str, treering: Any) -> None:
 
 
 def test_pin_checks_all_steps_first_and_names_another_librarys(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    """pin marks nothing if one step is missing or of another library."""
     assert treering("pin", run, 2, 9).code == 3 and tr.Checkpointer(run).pinned == [1]
     assert treering("pin", run, 2, "--json").json == {"path": run, "steps": [2], "pinned": [1, 2]}
     tr.save(tmp_path / "flax" / "checkpoint_1", {"w": np.ones(3)}, format="flax")
@@ -258,11 +263,11 @@ def test_every_command_that_names_a_run_takes_its_prefix(tmp_path: pathlib.Path,
         assert missing.code == 3 and ("nosuch-" in missing.err or "pass --prefix 'ema-'" in missing.err), call
         found = treering(*call, "--prefix", "ema-")
         assert found.code == 0, (call, found.err)
-    assert treering("du", run).code == 0, "which sizes whatever is there"
+    assert treering("du", run).code == 0, "du needs no prefix: it sizes every folder"
     assert sorted(os.listdir(run)) == ["best-00000001", "best-00000002", "best-00000003", "rewound-1"]
     assert sorted(os.listdir(tmp_path / "copy")) == ["ema-00000001", "ema-00000002", "ema-00000003"]
     assert os.listdir(tmp_path / "moved") == ["ema-00000002"]
-    assert treering("cp", tmp_path / "c", tmp_path / "d", "--prefix", "ema-").code == 3, "it is no run"
+    assert treering("cp", tmp_path / "c", tmp_path / "d", "--prefix", "ema-").code == 3, "it is not a run"
 
 
 def test_rewind_says_as_json_where_the_steps_are(run: str, treering: Any) -> None:
@@ -274,6 +279,7 @@ def test_rewind_says_as_json_where_the_steps_are(run: str, treering: Any) -> Non
 
 @pytest.mark.long
 def test_rewind_sets_aside_and_gives_the_lock_back(run: str, treering: Any) -> None:
+    """rewind archives the later steps and releases the lock of the run."""
     found = treering("rewind", run, 2)
     assert found.code == 0 and "archived in" in found.err and tr.steps(run) == [1, 2]
     assert "rewound-1" in treering("ls", run).out
@@ -281,12 +287,13 @@ def test_rewind_sets_aside_and_gives_the_lock_back(run: str, treering: Any) -> N
     assert parts == {"step-00000001", "step-00000002", "rewound-1"}
     with tr.Checkpointer(run) as ckpts:
         ckpts.save(3, {"x": 1})
-        ckpts.wait()  # it is the writer from its first save on, not before
+        ckpts.wait()  # A job holds the lock from its first save on.
         assert program("rewind", run, 1).returncode == 3, "another process writes the run"
     assert tr.steps(run) == [1, 2, 3]
 
 
 def test_steps_on_their_way_elsewhere_are_not_changed(tmp_path: pathlib.Path, treering: Any) -> None:
+    """Commands refuse to change a local tier, whose steps are still to be uploaded."""
     with tr.Checkpointer(tmp_path / "far", local=tmp_path / "near", keep_local=None) as ckpts:
         for step in (1, 2):
             ckpts.save(step, {"x": step})
@@ -339,6 +346,7 @@ def test_show_as_json_lists_every_leaf(run: str, treering: Any) -> None:
 
 
 def test_only_what_is_the_same_is_joined() -> None:
+    """show joins siblings in one line only if their leaves have the same shapes and values."""
     tree = {f"layers/{n}/w": np.ones(3 if n != 4 else 2, "float32") for n in range(7)}
     tree |= {f"h_{n}/b": n for n in (1, 2, 5)} | {"w1": 1, "w2": 1, "x/1": np.ones(2), "x/2": np.ones(2, "int8")}
     ckpt = _saved_tree(tree)
@@ -374,7 +382,7 @@ def test_statistics_are_those_of_numpy(tmp_path: pathlib.Path, treering: Any, dt
 
     from treering._tools import stats
 
-    monkeypatch.setattr(stats, "_SLICE_BYTES", 64)  # several slices
+    monkeypatch.setattr(stats, "_SLICE_BYTES", 64)  # Each array has several slices.
     values = np.random.default_rng(0).normal(size=(9, 7)) * 3
     values = np.abs(values) if dtype in ("uint64",) else values
     array = values.astype(np.dtype(dtype))
@@ -409,6 +417,7 @@ def test_statistics_of_nothing_and_of_what_is_no_number(tmp_path: pathlib.Path, 
 
 
 def test_diff_says_how_far_values_are_apart(tmp_path: pathlib.Path, treering: Any) -> None:
+    """diff prints the largest and the relative difference and the cosine."""
     a = {"w": np.arange(4.0), "same": np.ones(2), "gone": 1, "t": np.ones(2, "float32")}
     b = {"w": np.arange(4.0) * [1, 1, 1, -1], "same": np.ones(2), "new": 1, "t": np.ones(3, "float32")}
     tr.save(tmp_path / "a", a)
@@ -480,10 +489,11 @@ def test_verify_names_what_is_deleted_meanwhile(run: str, treering: Any, use_dis
 def test_verify_can_pass_over_what_is_old(
     run: str, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`verify --newer` skips and counts checkpoints that were committed earlier."""
     before = time.time()
     with tr.Checkpointer(run) as ckpts:
         ckpts.save(5, {"x": np.ones(3)})
-    tr.save(tmp_path / "m.safetensors", {"x": np.ones(3)})  # which does not say when it was saved
+    tr.save(tmp_path / "m.safetensors", {"x": np.ones(3)})  # The format records no time of the save.
     monkeypatch.setattr(time, "time", lambda: before + 7 * 86400)
     found = treering("verify", run, "--newer", "7d")
     assert found.code == 0 and "skipped, committed earlier: 4 checkpoints" in found.out and "all good" in found.out
@@ -541,7 +551,7 @@ def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path
     ckpt = tr.open(out)
     assert ckpt.step == 3 and list(ckpt) == ["tok", *(f"layers/{n}/w" for n in range(5))]
     assert {str(ckpt[path].dtype) for path in ckpt} == {"bfloat16"}
-    assert treering("convert", run, out).code == 3, "it is there"
+    assert treering("convert", run, out).code == 3, "the target exists"
     assert treering("convert", run, tmp_path / "c.npz", "--format", "npz").code == 3
     assert treering("convert", run, tmp_path / "d", "--memory-limit", "lots").code == 2
     assert treering("convert", run, tmp_path / "d", "--rename", "a").code == 2
@@ -549,7 +559,7 @@ def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path
                     "--max-shard-size", "200", "--json").json["nbytes"] > 0  # fmt: skip
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     items = ["convert", run, tmp_path / "items", "--format", "orbax", "--composite"]
-    assert treering(*items).code == 3, "there are leaves at the top"
+    assert treering(*items).code == 3, "the tree has leaves at the top"
     assert treering(*items, "--drop", "*").code == 0
     folders = [path.name for path in (tmp_path / "items").iterdir() if path.is_dir()]
     assert sorted(folders) == ["metrics", "params"]
@@ -572,6 +582,7 @@ def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Pa
 
 
 def test_cp_replaces_nothing_unless_it_is_told_to(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    """cp replaces a differing step only with --overwrite."""
     other = tmp_path / "other"
     with tr.Checkpointer(other) as ckpts:
         ckpts.save(2, {"x": 1})
@@ -605,6 +616,8 @@ def test_doctor_leaves_nothing_behind(tmp_path: pathlib.Path, treering: Any) -> 
 
 
 def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: pathlib.Path, treering: Any, use_disk: Any) -> None:
+    """doctor gives advice for each feature that a place lacks."""
+
     class Poor(type(stores.of("/").disk)):  # type: ignore[misc]
         def lock(self, fd: int) -> None:
             return None
@@ -618,7 +631,7 @@ def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: pathlib.Path, tr
     assert "mmap=True" in found
 
 
-# The command as a whole
+# Every command
 
 
 def program(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -697,6 +710,7 @@ def test_a_damaged_checkpoint_is_an_error_without_a_traceback(run: str, treering
 
 @pytest.mark.long
 def test_looking_imports_neither_jax_nor_numpy(run: str) -> None:
+    """Commands that only read manifests import neither JAX nor NumPy, and start quickly."""
     code = f"""
 import sys
 from treering._cli.main import main
@@ -725,7 +739,7 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path, options: list[str
         assert process.wait() == 128 + signal.SIGPIPE
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full disk here")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="expected /dev/full, found none")
 def test_a_full_disk_is_an_error(run: str) -> None:
     for options in ([], ["--json"]):
         with open("/dev/full", "w") as full:
@@ -736,7 +750,7 @@ def test_a_full_disk_is_an_error(run: str) -> None:
 
 @pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.directory"])
 def test_an_interrupt_ends_it_without_a_traceback(run: str, tmp_path: pathlib.Path, module: str) -> None:
-    """Ctrl-C comes while a module is imported: before the command runs, and when it runs."""
+    """Ctrl-C arrives while a module is imported, before the command runs or while it runs."""
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING.format(module=module))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = program("pin", run, 2, env={**os.environ, "PYTHONPATH": path})

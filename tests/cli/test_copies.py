@@ -1,4 +1,4 @@
-"""What cp, convert and rewind do to a run while a job writes or prunes it, and what they say before they do it."""
+"""cp, convert and rewind with a run that a job writes or prunes; existing and damaged copies; dry runs."""
 
 import os
 import pathlib
@@ -41,7 +41,7 @@ def step_of(run: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def change(run: pathlib.Path, step: int, *, size: int | None = None) -> None:
-    """Flips the last bit of a step's array file, or cuts it off."""
+    """Flips the last bit of a step's array file, or truncates the file to `size` bytes."""
     (file,) = step_of(run, step).glob("arrays-*")
     file.chmod(0o644)
     data = bytearray(file.read_bytes()[:size])
@@ -50,7 +50,7 @@ def change(run: pathlib.Path, step: int, *, size: int | None = None) -> None:
 
 
 def files(place: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder, with the times when it was changed."""
+    """Returns every path below a folder with its size and the time of its last change."""
     return {str(path): ((found := path.lstat()).st_mtime_ns, found.st_size) for path in place.rglob("*")}
 
 
@@ -61,7 +61,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def written(tmp_path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int]]:
-    """A run that another process writes, and that process."""
+    """Yields a run that another process writes, and the id of that process."""
     path = save_run(tmp_path / "written", 1, 2)
     command = [sys.executable, "-c", _JOB, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -78,6 +78,7 @@ def written(tmp_path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int]]:
 def test_nothing_comes_into_a_run_that_a_job_writes(
     written: tuple[pathlib.Path, int], run: pathlib.Path, treering: Any, dry: list[str]
 ) -> None:
+    """cp and convert refuse a run that another process writes, and name that process."""
     there, job = written
     before = files(there)
     calls = [
@@ -94,12 +95,13 @@ def test_nothing_comes_into_a_run_that_a_job_writes(
     with pytest.raises(tr.errors.ExistsError, match=f"process {job} on"):
         tr.convert(run, step_of(there, 9))
     assert files(there) == before
-    assert treering("convert", run, there / "model.safetensors", *dry).code == 0, "it is no step"
+    assert treering("convert", run, there / "model.safetensors", *dry).code == 0, "the target is not a step"
 
 
 def test_a_run_is_held_while_steps_come_into_it(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """cp holds the lock of the target while it copies."""
     held: list[int] = []
 
     def moved(self: Copied, nbytes: int) -> None:
@@ -108,7 +110,7 @@ def test_a_run_is_held_while_steps_come_into_it(
 
     monkeypatch.setattr(Copied, "_moved", moved)
     assert treering("cp", run, tmp_path / "other", "--steps", 4).code == 0 and set(held) == {1}
-    assert sorted(os.listdir(tmp_path / "other")) == ["step-00000004"], "the lock is given back"
+    assert sorted(os.listdir(tmp_path / "other")) == ["step-00000004"], "the lock is released"
 
 
 def test_a_job_may_convert_into_its_own_run(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -121,45 +123,48 @@ def test_a_job_may_convert_into_its_own_run(run: pathlib.Path, tmp_path: pathlib
 
 
 def test_nothing_comes_into_a_local_directory(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    """cp and convert refuse to write into a local tier."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         ckpts.save(1, {"x": 1})
-    before = files(near)
-    calls = [["cp", run, near], ["cp", step_of(run, 4), step_of(near, 4)], ["convert", run, step_of(near, 4)]]
+    before = files(local)
+    calls = [["cp", run, local], ["cp", step_of(run, 4), step_of(local, 4)], ["convert", run, step_of(local, 4)]]
     for call in [*calls, [*calls[0], "--dry-run"]]:
         found = treering(*call)
-        assert found.code == 3 and str(far) in found.err, call
-    assert files(near) == before
-    assert treering("cp", near, tmp_path / "copy").code == 0
+        assert found.code == 3 and str(remote) in found.err, call
+    assert files(local) == before
+    assert treering("cp", local, tmp_path / "copy").code == 0
 
 
 def test_steps_on_a_local_disk_count_after_others_came(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
 ) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    with tr.Checkpointer(far, local=near, keep_local=None) as ckpts:
+    """A copy into the remote tier leaves local steps valid that were not uploaded."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         for step in (5, 6, 7, 8):
             ckpts.save(step, {"x": step})
-    removal.delete(stores.of(""), str(step_of(far, 8)))  # as if the job had been killed before it was copied
+    removal.delete(stores.of(""), str(step_of(remote, 8)))  # The job might have been killed before the upload.
     calls = [
-        ["cp", run, far, "--steps", "1..3"],
-        ["cp", step_of(run, 4), step_of(far, 4), "--overwrite"],
-        ["convert", step_of(run, 4), step_of(far, 9), "--overwrite"],
+        ["cp", run, remote, "--steps", "1..3"],
+        ["cp", step_of(run, 4), step_of(remote, 4), "--overwrite"],
+        ["convert", step_of(run, 4), step_of(remote, 9), "--overwrite"],
     ]
     for call in calls:
         assert treering(*call).code == 0
-        assert tr.Checkpointer(far, local=near).copies(8) == [str(step_of(near, 8))], call
+        assert tr.Checkpointer(remote, local=local).copies(8) == [str(step_of(local, 8))], call
 
 
 @pytest.mark.parametrize("command", ["cp", "convert"])
 def test_a_step_that_is_replaced_does_not_come_back_from_a_local_disk(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, command: str
 ) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    with tr.Checkpointer(far, local=near) as ckpts:
+    """A local copy of a step that cp or convert replaced is no longer restored."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    with tr.Checkpointer(remote, local=local) as ckpts:
         ckpts.save(4, {"x": np.zeros(3)})
-    assert treering(command, step_of(run, 4), step_of(far, 4), "--overwrite").code == 0
-    assert tr.Checkpointer(far, local=near).restore()["x"][0] == 4
+    assert treering(command, step_of(run, 4), step_of(remote, 4), "--overwrite").code == 0
+    assert tr.Checkpointer(remote, local=local).restore()["x"][0] == 4
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
@@ -210,6 +215,7 @@ def test_a_copy_of_a_step_that_is_gone_stays(run: pathlib.Path, tmp_path: pathli
 
 
 def test_the_root_of_a_bucket_is_in_no_run(run: pathlib.Path, treering: Any) -> None:
+    """A checkpoint at the root of a bucket is not taken for a step of a run."""
     buckets = ObjectStore()
     buckets.add("copies7://tests7", obstore.store.MemoryStore())
     with stores.using(buckets, "copies7"):
@@ -242,15 +248,16 @@ def test_one_bad_step_does_not_stop_the_others(
     assert set(found.json["left_behind"]) == {str(run / "checkpoint_7"), *(str(step_of(run, n)) for n in (2, 3))}
     assert "checkpoint_7: written by another library; convert it instead" in found.err
     assert "step-00000003: cannot be read by this user" in found.err and "step-00000002" in found.err
-    assert treering("cp", run, copy, "--steps", "1,4").code == 0, "they were not asked for"
+    assert treering("cp", run, copy, "--steps", "1,4").code == 0, "the bad steps were not requested"
 
 
-# Copies that are there already
+# Existing copies
 
 
 def test_what_is_there_is_read_with_overwrite_alone_and_cp_says_so(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
 ) -> None:
+    """cp reads existing copies only with --overwrite, and says so."""
     copy = tmp_path / "copy"
     treering("cp", run, copy)
     change(copy, 2)
@@ -266,6 +273,7 @@ def test_what_is_there_is_read_with_overwrite_alone_and_cp_says_so(
 def test_a_damaged_copy_is_repaired_and_keeps_what_it_alone_has(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
 ) -> None:
+    """`cp --overwrite` repairs a damaged copy, which keeps its own pin and metrics."""
     for number, size in enumerate((None, 1000, 1)):
         copy = tmp_path / f"copy{number}"
         treering("cp", run, copy)
@@ -274,7 +282,7 @@ def test_a_damaged_copy_is_repaired_and_keeps_what_it_alone_has(
         (lost,) = step_of(copy, 3).glob("arrays-*")
         lost.unlink()
         change(copy, 2, size=size)
-        for step in (1, 3):  # what a killed repair leaves
+        for step in (1, 3):  # A killed repair leaves such files.
             (step_of(copy, step) / f".{lost.name}.abcdef.tmp").touch()
         planned = treering("cp", run, copy, "--overwrite", "--dry-run", "--json").json
         found = treering("cp", run, copy, "--overwrite", "--json")
@@ -345,7 +353,7 @@ def test_a_pinned_step_is_not_replaced_by_another(run: pathlib.Path, tmp_path: p
             )
 
 
-# Before anything is done
+# Dry runs
 
 
 def test_dry_runs_say_what_is_done_and_write_nothing(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
@@ -375,7 +383,7 @@ def test_dry_runs_say_what_is_done_and_write_nothing(run: pathlib.Path, tmp_path
         "dry_run": True,
     }
     assert files(tmp_path) == before and treering("convert", copy, out).code == 0
-    assert treering("convert", copy, out, "--dry-run").code == 3, "it is there"
+    assert treering("convert", copy, out, "--dry-run").code == 3, "the target exists"
 
 
 def test_dry_runs_show_what_would_be_left_behind(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:

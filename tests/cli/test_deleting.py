@@ -1,4 +1,4 @@
-"""prune and delete: what is read before, what goes, what stays, and what they say of it."""
+"""prune and delete: the step that is read first, the steps that are deleted or stay, and the messages."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def _run(path: pathlib.Path, steps: Sequence[int], **options: Any) -> pathlib.Pa
 
 
 def _damage(step: pathlib.Path) -> None:
-    """Flips a byte of the largest file, which only reading it shows."""
+    """Flips a byte of the largest file. Only reading the file detects it."""
     file = max((one for one in step.rglob("*") if one.is_file()), key=lambda one: one.stat().st_size)
     file.chmod(0o644)
     data = bytearray(file.read_bytes())
@@ -39,6 +39,7 @@ def _damage(step: pathlib.Path) -> None:
 
 
 def test_prune_keeps_the_newest_step_that_is_good_when_it_is_read(run: pathlib.Path, treering: Any) -> None:
+    """prune reads the newest step that would stay; if it is damaged, the step before stays."""
     _damage(run / "step-00000004")
     for flags in (["--dry-run"], ["--yes"]):
         found = treering("prune", run, "last:1", *flags, "--json")
@@ -46,7 +47,7 @@ def test_prune_keeps_the_newest_step_that_is_good_when_it_is_read(run: pathlib.P
         assert (found.json["deleted"], found.json["verified"], found.json["damaged"]) == ([1, 2], 3, [4])
     assert tr.steps(run) == [3, 4] and np.all(tr.restore(run)["x"] == 3)
     _damage(run / "step-00000003")
-    assert treering("prune", run, "last:1", "--yes").out == "nothing to delete\n", "no step would be good then"
+    assert treering("prune", run, "last:1", "--yes").out == "nothing to delete\n", "no valid step would stay"
     unread = treering("prune", run, "last:1", "--yes", "--no-verify")
     assert "no step was read (--no-verify): the newest that stays may be damaged" in unread.out
     assert unread.out.startswith("1 step deleted") and unread.err == "" and tr.steps(run) == [4]
@@ -63,19 +64,22 @@ def test_the_newest_step_may_be_of_another_library(run: pathlib.Path, treering: 
     assert treering("prune", run, "last:3", "--yes", "--json").json["verified"] == 7
     file = max((run / "7").rglob("*"), key=lambda one: one.stat().st_size)
     file.write_bytes(file.read_bytes()[:-10])
-    assert tr.open(run).step == 7, "which only reading it shows"
+    assert tr.open(run).step == 7, "only reading its arrays detects the damage"
     _damage(run / "step-00000004")
     found = treering("prune", run, "last:1", "--yes", "--json").json
     assert (found["deleted"], found["verified"], found["damaged"]) == ([2], 3, [7, 4])
 
 
 def test_nothing_is_read_where_nothing_would_go(run: pathlib.Path, treering: Any) -> None:
+    """prune reads no arrays if it would delete nothing."""
     _damage(run / "step-00000004")
     found = treering("prune", run, "last:4", "--yes")
     assert (found.out, found.err) == ("nothing to delete\n", "")
 
 
 def test_a_newest_step_that_cannot_be_read_now_ends_it(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    """An I/O error of the newest step that would stay ends prune before it deletes anything."""
+
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "arrays")
 
@@ -118,6 +122,7 @@ def test_steps_that_links_lead_to_stay_and_the_links_are_named(
 
 
 def test_a_step_that_is_a_link_to_another_keeps_that(run: pathlib.Path, treering: Any) -> None:
+    """A step stays if a newer step of the run is a link to it."""
     os.symlink("step-00000001", run / "step-00000009")
     assert treering("prune", run, "last:1", "--yes").code == 0
     assert tr.steps(run) == [1, 9] and tr.verify(run).ok
@@ -153,7 +158,7 @@ def test_what_an_interrupt_leaves_is_said(run: pathlib.Path, treering: Any, monk
     remove = stores.Filesystem.delete_all
 
     def interrupt(self: Any, path: str, names: Any) -> None:
-        if path.endswith("2"):  # its manifest is gone by now
+        if path.endswith("2"):  # Its manifest is deleted by now.
             raise KeyboardInterrupt
         remove(self, path, names)
 
@@ -164,7 +169,7 @@ def test_what_an_interrupt_leaves_is_said(run: pathlib.Path, treering: Any, monk
 
 
 def test_delete_deletes_the_steps_that_are_named(run: pathlib.Path, treering: Any) -> None:
-    assert treering("delete", run, 1).code == 2 and tr.steps(run) == [1, 2, 3, 4], "it cannot ask"
+    assert treering("delete", run, 1).code == 2 and tr.steps(run) == [1, 2, 3, 4], "without a terminal it cannot ask"
     dry = treering("delete", run, 1, 3, "--dry-run")
     assert dry.out.startswith("2 steps would be deleted, ") and tr.steps(run) == [1, 2, 3, 4]
     found = treering("delete", run, 3, 1, "--yes", "--json").json
@@ -199,13 +204,14 @@ def test_delete_leaves_a_good_step(run: pathlib.Path, treering: Any) -> None:
     assert found.code == 3 and "expected a valid step that stays, found none" in found.err
     assert tr.steps(run) == [1, 2, 3, 4]
     assert treering("delete", run, 1, 2, "--yes", "--json").json["verified"] == 4
-    assert treering("delete", run, 3, 4, "--yes", "--no-verify").code == 3, "whose manifest is good is not there either"
-    assert treering("delete", run, 4, "--yes").code == 0 and tr.steps(run) == [3], "nobody writes the run"
+    assert treering("delete", run, 3, 4, "--yes", "--no-verify").code == 3, "no step with a valid manifest would stay"
+    assert treering("delete", run, 4, "--yes").code == 0 and tr.steps(run) == [3], "no process writes the run"
     assert os.listdir(run) == ["step-00000003"], "the lock is released"
 
 
 @pytest.mark.long
 def test_the_newest_step_of_a_job_is_not_deleted_beside_it(run: pathlib.Path) -> None:
+    """delete refuses the newest step of a run while a job writes the run."""
     command = [sys.executable, "-m", "treering", "delete", run, "--yes"]
     with tr.Checkpointer(run) as ckpts:
         ckpts.save(5, {"x": 5})
@@ -285,6 +291,8 @@ def _in_another_process(run: pathlib.Path, *, rewind: int, save: Sequence[int]) 
 def test_steps_that_a_job_saves_anew_while_one_is_read_stay(
     run: pathlib.Path, treering: Any, monkeypatch: Any, flags: list[str]
 ) -> None:
+    """Steps that a job saves again while prune reads are not deleted."""
+
     def meanwhile(self: Any, *args: Any, **options: Any) -> bool:
         monkeypatch.undo()
         _in_another_process(run, rewind=1, save=[2, 3, 4])
@@ -332,6 +340,7 @@ def test_prune_stops_when_the_step_that_stays_has_gone(
 
 
 def test_a_newer_step_of_the_job_may_stay_instead(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    """If the job deletes the step that stays, a newer valid step stays instead."""
     from treering._tools import verify
 
     def retained(path: str, **options: Any) -> Any:
@@ -352,6 +361,8 @@ def test_a_newer_step_of_the_job_may_stay_instead(run: pathlib.Path, treering: A
 def test_a_step_comes_back_if_the_one_that_stays_goes_at_the_same_moment(
     run: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:
+    """prune restores the last manifest if the step that stays disappears during the deletion."""
+
     def both(store: Any, path: str, check: Any) -> Any:
         finish = unpublish(store, path, check)
         monkeypatch.undo()
@@ -369,7 +380,8 @@ def test_a_step_comes_back_if_the_one_that_stays_goes_at_the_same_moment(
 def test_a_second_mount_of_the_run_is_no_other_place(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:
-    os.symlink(run, tmp_path / "mount")  # that the names of folders do not show
+    """`prune --to` refuses the same folder under a second mount."""
+    os.symlink(run, tmp_path / "mount")  # A link stands for the mount: `real_path` no longer resolves it.
     monkeypatch.setattr(stores.Filesystem, "real_path", lambda self, path: path)
     for flag in ("--dry-run", "--yes"):
         found = treering("prune", run, "last:1", "--to", tmp_path / "mount", flag)
@@ -379,6 +391,8 @@ def test_a_second_mount_of_the_run_is_no_other_place(
 def test_a_step_comes_back_if_its_copy_goes_with_it(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:
+    """prune restores the manifest of a moved step if its copy disappears with it."""
+
     def the_same(store: Any, path: str, check: Any) -> Any:
         finish = unpublish(store, path, check)
         (tmp_path / "archive" / "step-00000001" / "treering.json").unlink()

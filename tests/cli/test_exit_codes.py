@@ -16,7 +16,7 @@ from helpers import Closed
 from hostile import flip
 from treering._cli.main import cli
 
-CALLS = {  # as on a good run; {run} is the place, {out} a path at which nothing is
+CALLS = {  # {run} is the place of the column, {out} a free path.
     "ls": "ls {run}",
     "du": "du {run}",
     "show": "show {run}",
@@ -67,7 +67,7 @@ ASKS = {"prune": "prune {run} last:1", "delete": "delete {run} 1"}  # Without a 
 
 
 class Place(NamedTuple):
-    """The directory that a command is called with, and the folders in it that this user may not look into."""
+    """The directory that a command is called with, and the folders in it that this user may not read."""
 
     path: pathlib.Path
     closed: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A run of three steps, to be copied."""
+    """Saves a run of three steps, of which each test takes a copy."""
     place = tmp_path_factory.mktemp("codes") / "run"
     with tr.Checkpointer(place) as ckpts:
         for step in (1, 2, 3):
@@ -123,13 +123,13 @@ SITUATIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], Place]] = {
     "missing": lambda run, path: Place(path),
     "no-run": lambda run, path: made(path, "notes.txt"),
     "empty": lambda run, path: made(path),
-    "finished": lambda run, path: made(path, "finished"),  # a run without steps
+    "finished": lambda run, path: made(path, "finished"),  # A finished run without steps.
     "damaged": lambda run, path: copied(run, path, damaged),
     "closed": lambda run, path: copied(run, path)._replace(closed=("step-00000002",)),
     "closed-run": lambda run, path: copied(run, path)._replace(closed=(path.name,)),
     "foreign": lambda run, path: foreign(path),
     "runs": several,
-    "mixed": lambda run, path: several(run, path, "ema-"),  # one of the runs has steps of several prefixes
+    "mixed": lambda run, path: several(run, path, "ema-"),  # One of the runs has steps of several prefixes.
 }
 
 
@@ -158,7 +158,7 @@ def test_the_table_holds(
         use_disk(Closed(*place.closed))
     found = treering(*words(CALLS[name], place, tmp_path))
     assert found.code == code, found.err or found.out
-    if code in (2, 3) and name not in ("ls", "du", "verify", "prune--to"):  # which do the rest
+    if code in (2, 3) and name not in ("ls", "du", "verify", "prune--to"):  # These do the rest.
         assert found.err and not found.out
     for closed in place.closed:
         assert code not in (1, 3) or closed in found.err + found.out
@@ -169,7 +169,7 @@ def test_wrong_arguments_are_wrong_usage(name: str, run: pathlib.Path, tmp_path:
     call = words(CALLS[name], Place(run), tmp_path)
     empty = ["" if word == str(run) else word for word in call]
     calls = [call[:1], empty, [*call, "--no-such-option"]]
-    if name != "stats":  # which takes any globs
+    if name != "stats":  # It accepts any globs.
         calls.append([*call, "one", "two", "three", "many"])
     for wrong in calls:
         found = treering(*wrong)
@@ -202,10 +202,11 @@ def test_what_cannot_be_understood_is_wrong_usage(
 def test_with_stdin_closed_nobody_is_asked(
     name: str, run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With stdin closed, prune and delete end with 2 instead of asking."""
     place = copied(run, tmp_path / "run")
     monkeypatch.setattr(sys, "stdin", None)
     found = treering(*words(ASKS.get(name, CALLS[name]), place, tmp_path))
-    sys.stdin.close()  # /dev/null
+    sys.stdin.close()  # The command has opened /dev/null.
     if name in ASKS:
         assert found.code == 2 and "cannot ask" in found.err and tr.steps(place.path) == [1, 2, 3]
     else:
@@ -217,6 +218,7 @@ def test_with_stdin_closed_nobody_is_asked(
 def test_a_reader_that_has_gone_is_told_from_success(
     name: str, unbuffered: bool, run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:
+    """If the reader of the output has gone, the exit code is 141 instead of 0."""
     for n, options in enumerate(([], ["--json"])):
         place = copied(run, tmp_path / f"run{n}")
         read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""Folders of runs: what lies in them beside the runs is read, or named."""
+"""Directories of runs: verify reads or names everything in them."""
 
 import pathlib
 from typing import Any
@@ -33,6 +33,7 @@ def _oks(found: Any) -> dict[str, bool]:
 
 
 def test_weights_beside_runs_hide_none(runs: pathlib.Path, treering: Any) -> None:
+    """Weights in a directory of runs do not hide the runs."""
     tr.save(runs / "base.safetensors", {"w": np.ones(4)})
     _damage(runs / "a" / "step-00000002")
     found = treering("verify", runs, "--json")
@@ -44,6 +45,7 @@ def test_weights_beside_runs_hide_none(runs: pathlib.Path, treering: Any) -> Non
 
 
 def test_weights_beside_checkpoints_hide_none(tmp_path: pathlib.Path, treering: Any) -> None:
+    """Weights next to checkpoints do not hide the checkpoints."""
     tr.save(tmp_path / "base.safetensors", {"w": np.ones(4)})
     tr.save(tmp_path / "final", {"w": np.ones(4)})
     _damage(tmp_path / "final")
@@ -62,6 +64,7 @@ def test_checkpoints_beside_runs_are_read(runs: pathlib.Path, treering: Any) -> 
 
 
 def test_what_lies_deeper_is_named(runs: pathlib.Path, treering: Any) -> None:
+    """Folders with runs further below are named as not checked."""
     _run(runs / "group" / "b")
     tr.save(runs / "models" / "w.safetensors", {"w": np.ones(4)})
     _run(runs / "models" / "c")
@@ -93,11 +96,12 @@ def test_a_run_that_has_just_begun_is_no_failure(runs: pathlib.Path, treering: A
     assert str(runs / "c") not in found.out
     (runs / "finished").touch()
     assert "2 runs · " in treering("ls", runs).out and treering("verify", runs).out == found.out
-    assert treering("ls", runs / "c").code == 0, "which is a run if it is called one"
+    assert treering("ls", runs / "c").code == 0, "the user calls it a run"
     assert treering("verify", runs / "b").code == 3
 
 
 def test_a_run_without_a_size_ends_no_subset(runs: pathlib.Path, treering: Any) -> None:
+    """A run of unknown size does not end `verify --subset`."""
     for name in ("x-00000001", "y-00000001"):
         tr.save(runs / "m" / name, {"w": np.ones(4)})
     found = treering("verify", runs, "--subset", "1G", "--json")
@@ -106,6 +110,7 @@ def test_a_run_without_a_size_ends_no_subset(runs: pathlib.Path, treering: Any) 
 
 
 def test_a_bucket_is_such_a_folder(runs: pathlib.Path, treering: Any) -> None:
+    """verify finds runs, checkpoints and weights in a bucket as in a folder."""
     assert treering("cp", runs / "a", "memory://folders/runs/a").code == 0
     tr.save("memory://folders/runs/final", {"w": np.ones(4)})
     tr.save("memory://folders/runs/base.safetensors", {"w": np.ones(4)})

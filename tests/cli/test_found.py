@@ -1,4 +1,4 @@
-"""What an attack on the command has found: mistakes of the first version, each with what shows it."""
+"""Regression tests for defects that a hostile review of the command found."""
 
 import os
 import pathlib
@@ -59,7 +59,7 @@ def test_joined_names_say_which_they_are() -> None:
 
     assert top(*(f"l_{n:02}" for n in range(12))) == ["l_00…11"]
     assert top("a01", "a1") == ["a01", "a1"] and top("0", "00", "2") == ["0", "00", "2"]
-    assert top("a1", "a٣") == ["a1", "a٣"], "that is a digit, too, but not one that people would look for"
+    assert top("a1", "a٣") == ["a1", "a٣"], "only ASCII digits are joined"
     assert top("x9", "x10", "y") == ["x9…10", "y"]
 
 
@@ -80,6 +80,7 @@ def test_prune_looks_again_when_it_has_asked(run: pathlib.Path, treering: Any, m
 
 
 def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    """prune names steps that it cannot delete, deletes the others, and ends with 3."""
     _of_a_later_release(run, 2, "leaf-kind")
     dry = treering("prune", run, "last:1", "--dry-run", "--json")
     assert dry.json["deleted"] == [0, 1, 3] and "step 2 stays: " in dry.err
@@ -211,6 +212,7 @@ def test_outputs_that_are_closed_or_have_another_encoding(run: pathlib.Path) -> 
 
 
 def test_du_counts_all_that_lies_there(run: pathlib.Path, treering: Any) -> None:
+    """du counts every file of a run."""
     (run / "step-00000001" / "treering.json").unlink()
     (run / "notes.txt").write_bytes(b"x" * 1000)
     with tr.Checkpointer(run) as ckpts:
@@ -236,6 +238,7 @@ def test_numbers_are_never_cut(tmp_path: pathlib.Path, capsys: Any, monkeypatch:
 
 
 def test_verify_reports_damage_beside_what_it_cannot_check(run: pathlib.Path, treering: Any) -> None:
+    """verify reports damage also if it cannot check another step."""
     _of_a_later_release(run, 3, "version-2")
     alone = treering("verify", run, "--json")
     assert alone.code == 3 and not alone.json["ok"] and len(alone.json["unsupported"]) == 1
@@ -246,6 +249,7 @@ def test_verify_reports_damage_beside_what_it_cannot_check(run: pathlib.Path, tr
 
 @pytest.mark.parametrize("format", ["safetensors", "orbax", "t5x", "flax"])
 def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeypatch: Any, format: str) -> None:
+    """The parts of `--subset` divide one large array."""
     from treering.formats._shared import reader
     from treering.formats._zarr import leaves
 
@@ -278,6 +282,7 @@ def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeyp
 
 @pytest.mark.long
 def test_what_a_newcomer_tripped_over(tmp_path: pathlib.Path, treering: Any, run: pathlib.Path) -> None:
+    """Errors for typical first mistakes name the expected and the found."""
     assert treering("diff", run, "--steps", 1, 2).code == 1
     assert treering("diff", run, "--steps", 1, 1).code == 0
     assert treering("diff", run).code == 2

@@ -13,8 +13,17 @@ from treering._cli.main import cli
 
 ROOT = pathlib.Path(__file__).parents[2]
 NO_JSON = {"browse", "completion"}
-ANY = {"metrics", "metadata", "leaves", "values", "changed", "failed", "quantiles", "mesh"}  # keys from files
-# `{*: …}` has keys from files, `[…]` is a list; what stands behind a command is how it was called.
+ANY = {
+    "metrics",
+    "metadata",
+    "leaves",
+    "values",
+    "changed",
+    "failed",
+    "quantiles",
+    "mesh",
+}  # Their keys come from files.
+# `{*: …}` has keys from files, `[…]` is a list. The words after a command say how it is called.
 FIELDS = {
     "ls": "{path, finished, set_aside, steps: [{step, path, state, format, created, nbytes, metrics: {*}, pinned, "
     "link, linked_by, deleted, latest}], closed, best}",
@@ -43,7 +52,7 @@ FIELDS = {
     "rewind": "{path, step, set_aside, to, dry_run}",
     "doctor": "[{name, value, unit, advice}]",
 }
-CALLS = {  # on a run whose step 1 is damaged; in the order in which they are made
+CALLS = {  # The run has a damaged step 1. The order matters: some calls change the run.
     "ls": "ls {run} --best loss:min",
     "ls (of several runs)": "ls {runs}",
     "du": "du {run}",
@@ -67,7 +76,7 @@ CALLS = {  # on a run whose step 1 is damaged; in the order in which they are ma
 
 
 def fields(value: Any, name: str = "") -> str:
-    """The field names of a JSON value, as in the table; "" for what has none."""
+    """Returns the field names of a JSON value as in the table, or "" if it has none."""
     if isinstance(value, list):
         return f"[{fields(value[0])}]" if value and isinstance(value[0], dict) else ""
     if not isinstance(value, dict):

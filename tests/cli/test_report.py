@@ -1,4 +1,4 @@
-"""The report of a run: its data, and its page in a real browser where there is one."""
+"""The report of a run: its data, and its page in a real browser if one is installed."""
 
 import base64
 import hashlib
@@ -37,7 +37,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 class _Data(html.parser.HTMLParser):
-    """The data of a page, and all elements in it."""
+    """Collects the data of a page and all its elements."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -130,7 +130,7 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
     found = treering("report", run, "-o", page)
     assert found.code == 3 and "an earlier report" in found.err and page.read_text() == "my own page"
     page.unlink()
-    found = treering("report", run, "-o", run / "step-00000010" / "report.html")  # which deleting the step would leave
+    found = treering("report", run, "-o", run / "step-00000010" / "report.html")  # Deleting the step would leave it.
     assert found.code == 3 and "found the checkpoint" in found.err
     for options, words in [
         (["--compare", "10", "11"], "found 11"),
@@ -145,7 +145,7 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
 
 @pytest.mark.long
 def test_files_beside_weights_are_written_and_replaced(run: pathlib.Path, treering: Any) -> None:
-    """A folder with files of other libraries is a checkpoint, but it belongs to nobody."""
+    """report and cp write into a folder with weights, which is a checkpoint but not only that."""
     for name in ("model.safetensors", "flax_model.msgpack", "streaming_params"):
         folder = run.parent / name.partition(".")[0]
         format = {"format": "fjformer"} if name.startswith("streaming") else {}
@@ -158,7 +158,7 @@ def test_files_beside_weights_are_written_and_replaced(run: pathlib.Path, treeri
         assert treering("cp", run, folder / name).code == 3
     tr.save(run.parent / "o", {"w": np.ones(3)}, format="orbax")
     for output in (["report", run, "-o", run.parent / "o" / "report.html"], ["cp", run, run.parent / "o"]):
-        assert treering(*output).code == 3, "deleting it would delete what lies within"
+        assert treering(*output).code == 3, "deleting the checkpoint would delete the output"
 
 
 def test_the_page_asks_for_nothing_and_names_are_no_markup(run: pathlib.Path, treering: Any) -> None:
@@ -212,7 +212,9 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
     page = (run.parent / "report.html").read_text("utf-8")
     script = f"window.addEventListener('load', () => {{{DRIVER}}});"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = page.replace("script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-")  # or the page would refuse it
+    page = page.replace(
+        "script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-"
+    )  # Otherwise the page refuses the script.
     (tmp_path / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"), "utf-8")
     assert BROWSER
     options = [f"--{name}" for name in ALONE]
@@ -225,7 +227,7 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
     assert match, dumped.stderr[-2000:]
     found = json.loads(html.unescape(match[1]))
     assert found["charts"] == ["loss", "<b>", "constructor", "size", "time since the step before"]
-    assert found["readouts"][:3] == ["80: nan", "", "80: 1"]  # the newest, finite or not
+    assert found["readouts"][:3] == ["80: nan", "", "80: 1"]  # The newest values, finite or not.
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
     assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0
     assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")

@@ -14,20 +14,20 @@ from treering._cli.main import cli
 from treering._cli.wording import in_shell
 
 _SOURCE = pathlib.Path(tr.__file__).parent
-# What no command prints: jobs, their processes, and what they restore into; rules that no command has; help.
+# No command prints the messages of these modules: jobs, processes, templates, rules without an option, and help.
 _NOT_PRINTED = (
     *("testing", "keras", "_processes", "_pytree", "_restore", "_threads", "_core/habits.py"),
     *("_run/checkpointer.py", "_run/collective.py", "_rules/groups.py", "rules.py", "_cli"),
 )
 _PYTHON = re.compile(r"pass [a-z_]+=|\bCheckpointer\b|treering\.(rules|open|save|follow)|=(True|False)\b|math\.inf")
-_OF_PROGRAMS = (  # messages about the caller's program, and one of PyTorch's
+_OF_PROGRAMS = (  # Messages about the caller's program, and one of PyTorch.
     "weights_only=True", "mmap=True maps", "Checkpointer of this process", "another Checkpointer, which",
     "on_exists=", "save_on_preemption=", "rules: expected what",
 )  # fmt: skip
 
 
 def _messages() -> Iterator[tuple[str, str]]:
-    """The texts of the library, with a word for what is put in, and where they are; docstrings are none."""
+    """Yields the texts of the library and their places, with a word for each inserted value. Skips docstrings."""
     for file in sorted(_SOURCE.rglob("*.py")):
         where = file.relative_to(_SOURCE).as_posix()
         if not where.startswith(_NOT_PRINTED):
@@ -43,9 +43,10 @@ def _messages() -> Iterator[tuple[str, str]]:
 
 
 def test_no_message_that_a_command_prints_advises_an_argument_of_python() -> None:
+    """No message that a command prints advises to pass a Python argument."""
     found = [(where, text) for where, text in _messages() if _PYTHON.search(text) and " " in text]
     found = [(where, text) for where, text in found if not any(one in text for one in _OF_PROGRAMS)]
-    assert len(found) > 5, "the pattern finds what it is meant to find"
+    assert len(found) > 5, "the pattern matches real messages"
     left = [(where, said) for where, text in found if _PYTHON.search(said := in_shell(text, cli.commands, ["convert"]))]
     assert left == []
 
