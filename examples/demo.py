@@ -1,8 +1,7 @@
 """Train, get killed in the middle of a save, resume, and end with the same weights to the last bit.
 
-A small character-level transformer learns the text of Python's own standard library. One run is left in
-peace; the other is killed (SIGKILL) while a checkpoint is half written, and started again. Run it with
-`make demo`.
+A small character-level transformer learns the text of Python's own standard library. One run is not interrupted. The
+other is killed (SIGKILL) while a checkpoint is half written, and started again. Run it with `make demo`.
 """
 
 import os
@@ -17,7 +16,7 @@ STEPS, SAVE_EVERY, KILL_AFTER = 50, 10, 25
 
 
 def train(run: str) -> None:
-    """The training program: everything about checkpoints is on the three lines marked below."""
+    """Trains the model. The three marked lines are all that concerns checkpoints."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -57,7 +56,7 @@ def train(run: str) -> None:
 
 
 def half_written(run: pathlib.Path) -> str | None:
-    """A step whose arrays are on the disk while its manifest is not."""
+    """Returns the name of a step whose arrays are on the disk while its manifest is not."""
     for step in sorted(run.glob("step-*")) if run.exists() else ():
         names = os.listdir(step)
         if any(name.startswith("arrays-") for name in names) and "treering.json" not in names:
@@ -66,7 +65,7 @@ def half_written(run: pathlib.Path) -> str | None:
 
 
 def watch(run: pathlib.Path, losses: dict[int, float], kill_after: int | None) -> str | None:
-    """Runs the training program; with `kill_after`, until it can be killed in the middle of a save after that step."""
+    """Runs the training program to its end. With `kill_after`, kills it in the middle of a save after that step."""
     program = [sys.executable, __file__, "train", str(run)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -82,19 +81,19 @@ def watch(run: pathlib.Path, losses: dict[int, float], kill_after: int | None) -
                     break
         else:
             raise SystemExit("the training program failed")
-        while not (name := half_written(run)):  # it saves in the background while it goes on training
+        while not (name := half_written(run)):  # It saves in the background and continues training.
             if process.poll() is not None:
                 raise SystemExit("the training program ended before it could be killed")
             time.sleep(0.0002)
         process.send_signal(signal.SIGKILL)
-    if half_written(run) != name:  # the manifest was put in place in this very instant
+    if half_written(run) != name:  # It was committed just before the kill, so try again.
         return watch(run, losses, kill_after)
     print(f"  killed in the middle of saving {name}")
     return None
 
 
 def plot(losses: dict[int, float], width: int = 60, height: int = 8) -> str:
-    """The loss over the steps, in characters."""
+    """Returns a chart of the loss over the steps, in characters."""
     steps = sorted(losses)
     columns = [losses[steps[i * (len(steps) - 1) // (width - 1)]] for i in range(width)]
     top, bottom = max(columns), min(columns)
@@ -115,7 +114,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="treering-demo-") as folder:
         peaceful, killed = pathlib.Path(folder, "peaceful"), pathlib.Path(folder, "killed")
         losses: dict[int, float] = {}
-        print(f"A run of {STEPS} steps that is left in peace:")
+        print(f"A run of {STEPS} steps without an interruption:")
         expected = watch(peaceful, losses, None)
         print(plot(losses))
         print("\nThe same run, killed with SIGKILL while it saves:")
@@ -123,7 +122,7 @@ def main() -> None:
         print(f"  committed steps: {tr.steps(killed)}; verified: {tr.verify(killed).ok}")
         print("Started again:")
         found = watch(killed, {}, None)
-        print(f"\n  sha256 of the weights, left in peace: {expected}")
+        print(f"\n  sha256 of the weights, uninterrupted: {expected}")
         print(f"  sha256 of the weights, killed once:   {found}")
         print(f"  bit-identical: {found == expected}")
 
@@ -135,7 +134,7 @@ def main() -> None:
             print(f"  {name:40} {tensors[name].dtype} {tensors[name].shape}")
         if found != expected:
             raise SystemExit("the weights differ")
-    print(f"\nAll of it in {time.perf_counter() - begun:.0f} s.")
+    print(f"\nThis took {time.perf_counter() - begun:.0f} s.")
 
 
 if __name__ == "__main__":

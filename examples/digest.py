@@ -1,4 +1,4 @@
-"""A fingerprint of arrays, by which two runs are compared."""
+"""Computes a fingerprint of arrays, which shows if two runs have the same weights."""
 
 import hashlib
 from typing import Any
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def digest(tree: Any) -> str:
-    """The SHA-256 of the bytes of all arrays in a pytree."""
+    """Returns the SHA-256 of the bytes of all arrays in a pytree."""
     sha = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array):  # and no function, as Equinox modules have them
+        if isinstance(leaf, jax.Array):  # Equinox modules also have functions as leaves.
             sha.update(np.asarray(leaf).tobytes())
     return sha.hexdigest()

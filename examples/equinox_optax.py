@@ -1,7 +1,7 @@
-"""An Equinox model, an optax optimizer and a Grain pipeline that go on where they were, to the last bit.
+"""An Equinox model, an optax optimizer and a Grain pipeline that resume to the same bits.
 
-The data iterator is a leaf of the state like any other: a job that is started again gets the batches that the last one
-would have got, shuffled and augmented alike. Kill it whenever you like, and start it again with the same command:
+The data iterator is a leaf of the state like any other. A restarted job gets the batches that the killed one would have
+got, with the same shuffling and augmentation. Kill it at any time, and start it again with the same command:
 
     python examples/equinox_optax.py runs/equinox
 """
@@ -22,7 +22,7 @@ optimizer = optax.adamw(3e-3)
 
 
 def load_data() -> Any:
-    """An endless iterator over noisy points of a sine, float32[32, 2]."""
+    """Makes an endless iterator over noisy points of a sine, float32[32, 2]."""
     x = np.linspace(-3, 3, 1000, dtype=np.float32)
     points = np.stack([x, np.sin(x)], axis=1)
 
@@ -57,8 +57,8 @@ def main(run: str, steps: int) -> None:
             state["model"], state["opt"], loss = train_step(state["model"], state["opt"], next(state["data"]))
             print(f"step {step} loss {loss:.4f}")
             ckpts.save(step, state, metrics={"loss": loss}, force=step == steps)
-            if ckpts.preempted:  # by a SIGTERM: this step is being saved, whatever `save_every` says
-                raise SystemExit("told to stop; start it again to go on")
+            if ckpts.preempted:  # A SIGTERM arrived. This step is being saved even if `save_every` would skip it.
+                raise SystemExit("stopped by SIGTERM; start it again to continue")
         ckpts.finish()
     print("digest", digest(state["model"]))
 

@@ -1,7 +1,7 @@
-"""A process of its own that scores every step of a run of `flax_linen.py`, so that the run keeps the best one.
+"""A separate process that scores every step of a run of `flax_linen.py`, so that the run keeps the best one.
 
-It only reads the parameters and adds a metric; the training job never waits for it. Kill it and start it again: what
-has its score is not scored again. It ends when the run is finished.
+It only reads the parameters and adds a metric. The training job never waits for it. Kill it and start it again: steps
+with a score are not scored again. It ends when the run is finished.
 
     python examples/evaluator.py runs/linen
 """
@@ -23,7 +23,7 @@ def evaluate(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 def main(run: str) -> None:
     x, y = load_data(seed=3, n=1000)
     like = jax.eval_shape(init).params
-    for ckpt in tr.follow(run):  # those that are there, and those that are still to come
+    for ckpt in tr.follow(run):  # It yields existing steps, and then waits for new ones.
         if "val/loss" in ckpt.metrics:
             continue
         loss = evaluate(ckpt.restore(like, at="params"), x, y)

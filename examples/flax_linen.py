@@ -1,6 +1,6 @@
-"""A Flax Linen `TrainState` that goes on where it was, and keeps the step that an evaluator finds best.
+"""A Flax Linen `TrainState` that resumes, in a run that keeps the step with the best score of an evaluator.
 
-Kill it whenever you like, and start it again; `evaluator.py` may run beside it, or not:
+Kill it at any time, and start it again. `evaluator.py` may run at the same time:
 
     python examples/flax_linen.py runs/linen
     python examples/evaluator.py runs/linen
@@ -37,7 +37,7 @@ def init() -> TrainState:
 
 
 def load_data(seed: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Inputs float32[n, 16] and noisy targets float32[n]; of a few, the net soon learns the noise."""
+    """Returns inputs, float32[n, 16], and noisy targets, float32[n]. If `n` is small, the net soon learns the noise."""
     inputs, noise = jax.random.split(jax.random.key(seed))
     x = jax.random.normal(inputs, (n, 16))
     return x, x[:, 0] + jnp.sin(x[:, 1]) + jax.random.normal(noise, (n,))
@@ -55,7 +55,7 @@ def train_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainStat
 
 def main(run: str, steps: int) -> None:
     x, y = load_data(seed=2, n=64)
-    # A step that has no "val/loss" yet is kept, however long the evaluator takes.
+    # A step without "val/loss" is kept, however long the evaluator takes.
     keep = tr.keep.last(2) | tr.keep.best(1, "val/loss", "min")
     with tr.Checkpointer(run, save_every=20, keep=keep, save_on_preemption=True) as ckpts:
         state, step = ckpts.restore_or_init(init)
@@ -64,9 +64,9 @@ def main(run: str, steps: int) -> None:
             state, loss = train_step(state, x, y)
             print(f"step {step} loss {loss:.4f}")
             ckpts.save(step, state, metrics={"loss": loss}, force=step == steps)
-            if ckpts.preempted:  # by a SIGTERM: this step is being saved, whatever `save_every` says
-                raise SystemExit("told to stop; start it again to go on")
-        ckpts.finish()  # tells the evaluator that no step comes any more
+            if ckpts.preempted:  # A SIGTERM arrived. This step is being saved even if `save_every` would skip it.
+                raise SystemExit("stopped by SIGTERM; start it again to continue")
+        ckpts.finish()  # It ends the evaluator's loop: no more steps will come.
     print("digest", digest(state.params))
 
 

@@ -1,7 +1,7 @@
-"""A Flax NNX module and its `nnx.Optimizer`, with batch statistics and dropout, that go on where they were.
+"""A Flax NNX module and its `nnx.Optimizer`, with batch statistics and dropout, that resume.
 
-NNX objects are saved as they are and come back as objects: no `nnx.split`, no `nnx.merge`. The random streams are part
-of the module, so the masks of the dropout continue, too. Kill it whenever you like, and start it again:
+NNX objects are saved and restored as objects, without `nnx.split` and `nnx.merge`. The random streams are part of the
+module, so the masks of the dropout continue too. Kill it at any time, and start it again:
 
     python examples/flax_nnx.py runs/nnx
 """
@@ -35,7 +35,7 @@ def init() -> dict[str, Any]:
 
 
 def batch(step: int) -> tuple[jax.Array, jax.Array]:
-    """Inputs float32[32, 8] and labels int32[32] of a step: the same whenever they are asked for."""
+    """Returns the inputs, float32[32, 8], and labels, int32[32], of a step. They depend on the step only."""
     x = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (32, 8))
     return x, jnp.argmax(x[:, :3] * x[:, 3:6], axis=1)
 
@@ -59,8 +59,8 @@ def main(run: str, steps: int) -> None:
             loss = train_step(state["model"], state["optimizer"], *batch(step))
             print(f"step {step} loss {loss:.4f}")
             ckpts.save(step, state, metrics={"loss": loss}, force=step == steps)
-            if ckpts.preempted:  # by a SIGTERM: this step is being saved, whatever `save_every` says
-                raise SystemExit("told to stop; start it again to go on")
+            if ckpts.preempted:  # A SIGTERM arrived. This step is being saved even if `save_every` would skip it.
+                raise SystemExit("stopped by SIGTERM; start it again to continue")
         ckpts.finish()
     print("digest", digest(nnx.state(state["model"], nnx.Param, nnx.BatchStat)))
 

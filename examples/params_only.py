@@ -1,6 +1,6 @@
-"""The parameters alone, on one device, of a run that eight devices saved with the optimizer's state.
+"""Restores only the parameters, on one device, from a run that eight devices saved with the optimizer's state.
 
-What is not asked for is not read: the optimizer's moments, two thirds of the bytes, stay on the disk.
+The rest is not read: the optimizer's moments, two thirds of the bytes, stay on the disk.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/params_only.py runs/eight --save
     python examples/params_only.py runs/eight
@@ -29,17 +29,17 @@ def init() -> dict[str, Any]:
 
 @jax.jit
 def train_step(state: dict[str, Any]) -> dict[str, Any]:
-    grads = jax.tree.map(jnp.sin, state["params"])  # stand for those of a loss
+    grads = jax.tree.map(jnp.sin, state["params"])  # They stand for the gradients of a loss.
     updates, opt = optimizer.update(grads, state["opt"])
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
 
 def save(run: str) -> Any:
-    """What a training job on all devices does; returns the parameters."""
+    """Trains on all devices and saves, as a job would. Returns the parameters."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def where(path: str, shape: tuple[int, ...], dtype: Any) -> NamedSharding:
-        """Splits the last axis over the devices; numbers are on all of them."""
+        """Splits the last axis over the devices. Scalars are replicated."""
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "model") if shape else PartitionSpec())
 
     with tr.Checkpointer(run) as ckpts:
@@ -50,7 +50,7 @@ def save(run: str) -> Any:
 
 
 def load(run: str) -> Any:
-    """The parameters of the latest step; the shapes alone say what is expected, nothing is initialized."""
+    """Restores the parameters of the latest step. The template has only shapes, so nothing is initialized."""
     like = jax.eval_shape(init)["params"]
     return tr.restore(run, like=like, at="params")
 
@@ -65,6 +65,6 @@ def main(run: str, saving: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="the directory of the checkpoints")
-    parser.add_argument("--save", action="store_true", help="on as many devices as there are")
+    parser.add_argument("--save", action="store_true", help="train and save on all devices")
     options = parser.parse_args()
     main(options.run, options.save)

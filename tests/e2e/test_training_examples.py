@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_and_told_to_stop_ends_with_the_same_bits(name: str
         if number == signal.SIGKILL:
             assert code == -number, complaints
         else:
-            assert code == 1 and "told to stop" in complaints
+            assert code == 1 and "stopped by SIGTERM" in complaints
     assert begun[:2] == [0, 0] and begun[2] >= 20 and begun[2] % 20 == 0
     stopped = tr.steps(run)[-1]
     assert lines[-1].startswith(f"step {stopped} ") and tr.verify(run).ok, "the last completed step is saved"
