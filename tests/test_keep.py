@@ -1,4 +1,4 @@
-"""Retention is a pure function."""
+"""Retention policies, which are pure functions."""
 
 import datetime
 import itertools
@@ -13,7 +13,7 @@ from treering.keep import Saved
 
 
 def saved(*steps: Any, created: Any = None) -> list[Saved]:
-    """Steps, or (step, loss) pairs."""
+    """Makes `Saved` steps from numbers or (step, loss) pairs."""
     pairs = [step if isinstance(step, tuple) else (step, None) for step in steps]
     return [
         Saved(step, {} if loss is None else {"loss": loss}, created[n] if created else 0.0)
@@ -36,7 +36,7 @@ def test_best_in_both_modes_with_ties_and_nan() -> None:
 
 
 def test_steps_without_the_metric_take_the_free_places() -> None:
-    """An evaluator that is late, or down, must not cost the job its steps."""
+    """The job keeps its newest steps if the evaluator is late or down."""
     dropping = keep.best(3, "loss", "min", unscored="drop")
     assert dropping.kept(saved(1, 2, 3, 4, 5)) == {3, 4, 5}
     assert dropping.kept(saved(1, (2, 0.5), 3, (4, 0.1), 5, 6)) == {2, 4, 6}
@@ -52,7 +52,7 @@ def test_every_keeps_the_first_step_at_or_after_each_multiple() -> None:
     assert keep.every(1000).kept(saved(7, 507, 1007, 1507, 2007)) == {7, 1007, 2007}
     assert keep.every(10).kept(saved(*range(1, 40, 2))) == {1, 11, 21, 31}
     assert keep.every(10).kept(saved(3, 47, 48, 50)) == {3, 47, 50}
-    for steps in itertools.combinations(range(14), 5):  # as it is said, and as one step after another is saved
+    for steps in itertools.combinations(range(14), 5):  # Once for all steps, and once after each save.
         wanted = {next(step for step in steps if step >= at) for at in range(0, steps[-1] + 1, 4)}
         assert keep.every(4).kept(saved(*steps)) == wanted
         left: set[int] = set()
@@ -62,11 +62,12 @@ def test_every_keeps_the_first_step_at_or_after_each_multiple() -> None:
 
 
 def test_last_by_time_keeps_what_was_saved_within_it_of_the_newest() -> None:
+    """`last` with a time keeps the steps saved within that time before the newest."""
     hour = datetime.timedelta(hours=1)
     assert keep.last(hour).kept(saved(1, 2, 3, 4, created=[0, 1000, 4000, 4600])) == {2, 3, 4}
     assert keep.last(hour).kept(saved(1)) == {1} and keep.last(hour).kept([]) == set()
     overwritten = keep.last(hour).kept(saved(1, 2, 3, created=[9000, 100, 5000]))
-    assert overwritten == {1, 3}, "what was saved after the newest is no older"
+    assert overwritten == {1, 3}, "a step saved after the newest step is not older than it"
 
 
 def test_every_interval_of_time_keeps_the_first() -> None:
@@ -74,7 +75,7 @@ def test_every_interval_of_time_keeps_the_first() -> None:
     found = keep.every(datetime.timedelta(minutes=1)).kept(saved(*range(6), created=times))
     assert found == {0, 3, 5}
     ahead = keep.every(datetime.timedelta(minutes=1)).kept(saved(1, 2, 3, created=[9e9, 0, 61]))
-    assert ahead == {1, 2, 3}, "a clock that was wrong once starves nobody"
+    assert ahead == {1, 2, 3}, "a clock that was once wrong does not expire the other steps"
 
 
 def test_steps() -> None:

@@ -1,4 +1,4 @@
-"""The callbacks of Keras, in real trainings."""
+"""The Keras callbacks in real trainings."""
 
 import os
 import pathlib
@@ -46,16 +46,16 @@ class _Stop(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("freq", ["epoch", 4])
 def test_an_interrupted_training_ends_as_one_that_was_not(tmp_path: pathlib.Path, freq: Any) -> None:
-    whole = _model()
-    _fit(whole, 5)
+    uninterrupted = _model()
+    _fit(uninterrupted, 5)
     backup = lambda: tk.BackupAndRestore(tmp_path / "run", save_freq=freq)  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
         _fit(_model(), 5, backup(), _Stop())
     resumed = _model()
-    # A save after the last batch of an epoch is one within it, to Keras too: it begins again.
+    # As in Keras, a save after the last batch of an epoch is a save within it: the epoch begins again.
     assert len(_fit(resumed, 5, backup())["loss"]) == (2 if freq == "epoch" else 3)
-    assert _equal(whole, resumed) == (freq == "epoch")
-    assert tr.steps(tmp_path / "run") == []  # deleted at the end, as Keras does
+    assert _equal(uninterrupted, resumed) == (freq == "epoch")
+    assert tr.steps(tmp_path / "run") == []  # They are deleted at the end, as in Keras.
 
 
 @pytest.mark.rare
@@ -69,16 +69,16 @@ class Kill(t.keras.callbacks.Callback):
 t._fit(t._model(), 5, t.tk.BackupAndRestore({str(tmp_path / "run")!r}, double_checkpoint=True), Kill())
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -9
-    whole, resumed = _model(), _model()
-    _fit(whole, 5)
-    assert len(tr.steps(tmp_path / "run")) in (2, 3)  # the fourth may not have been done
+    uninterrupted, resumed = _model(), _model()
+    _fit(uninterrupted, 5)
+    assert len(tr.steps(tmp_path / "run")) in (2, 3)  # The kill may have stopped the fourth save.
     latest = tr.open(tmp_path / "run")
     arrays = next(pathlib.Path(latest.path).glob("*.safetensors"))
-    arrays.write_bytes(arrays.read_bytes()[:-1] + b"\xff")  # then the one before counts
+    arrays.write_bytes(arrays.read_bytes()[:-1] + b"\xff")  # Then the step before is restored.
     before = tr.steps(tmp_path / "run")[-2]
     keep = tk.BackupAndRestore(tmp_path / "run", double_checkpoint=True, delete_checkpoint=False)
     assert len(_fit(resumed, 5, keep)["loss"]) == 5 - before
-    assert _equal(whole, resumed)
+    assert _equal(uninterrupted, resumed)
     assert tr.open(tmp_path / "run").metadata["epoch"] == 5
 
 
@@ -121,7 +121,7 @@ def test_the_best_is_kept_and_the_weights_alone_are_saved(tmp_path: pathlib.Path
 
 
 class Block(keras.layers.Layer):
-    """A layer as Keras' guides write them: with weights that have no names."""
+    """A layer as in the guides of Keras, with weights that have no names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_names_do_not_depend_on_what_is_trainable(tmp_path: pathlib.Path) -> Non
     for mine, theirs in zip(other.weights, saved.weights, strict=True):
         np.testing.assert_array_equal(np.array(mine.value), np.array(theirs.value))
     tr.save(tmp_path / "d", tk.state(saved))
-    with pytest.raises(tr.errors.MismatchError, match="optimizer"):  # whose moments are of other layers
+    with pytest.raises(tr.errors.MismatchError, match="optimizer"):  # The saved moments are of other layers.
         tk.load(other, tmp_path / "d")
 
 
@@ -188,7 +188,7 @@ def test_a_model_that_is_built_again_takes_what_was_saved(tmp_path: pathlib.Path
 
 
 class Pair(keras.Model):
-    """A model whose parts are attributes, made in either order, with optimizers of its own."""
+    """A model with its own optimizers, whose parts are attributes. `turned` makes them in the opposite order."""
 
     def __init__(self, *, turned: bool = False) -> None:
         super().__init__()
@@ -252,7 +252,9 @@ def test_layers_compute_with_what_was_loaded(tmp_path: pathlib.Path) -> None:
 
 
 def test_names_that_look_alike_keep_apart(tmp_path: pathlib.Path) -> None:
-    class Block_2(keras.layers.Dense):  # a name as Keras numbers them
+    """Layers whose names look alike have distinct paths."""
+
+    class Block_2(keras.layers.Dense):  # It looks like an automatic name of Keras.
         pass
 
     class Odd(keras.layers.Layer):
@@ -280,12 +282,15 @@ def test_names_that_look_alike_keep_apart(tmp_path: pathlib.Path) -> None:
 
 
 def test_moments_without_names_do_not_fit_another_choice_of_what_is_trained(tmp_path: pathlib.Path) -> None:
+    """Unnamed optimizer variables do not fit a model that trains other variables."""
     tr.save(tmp_path / "c", tk.state(_blocks("adafactor", frozen=0)))
     with pytest.raises(tr.errors.MismatchError):
         tk.load(_blocks("adafactor", frozen=1), tmp_path / "c")
 
 
 def test_layers_of_one_name_and_copies_in_a_wrapper_keep_apart(tmp_path: pathlib.Path) -> None:
+    """Layers with the same name, and copies in a wrapper, have distinct paths."""
+
     def built() -> Any:
         keras.utils.set_random_seed(1)
         inside = keras.layers.Bidirectional(keras.layers.LSTM(2))
@@ -304,7 +309,7 @@ def test_more_is_better_for_accuracies_and_a_threshold_counts(tmp_path: pathlib.
     class Given(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             logs |= {name: [0.2, 0.6, 0.5, 0.7][epoch] for name in ("val_cosine_similarity", "val_mae", "val_psnr")}
-            logs |= {"phase": "warm", "nothing": None, "many": [1, 2]}  # which are no metrics
+            logs |= {"phase": "warm", "nothing": None, "many": [1, 2]}  # Keras also logs values that are not metrics.
 
     def fit(name: str, monitor: str, **options: Any) -> None:
         model = _model()
@@ -315,7 +320,7 @@ def test_more_is_better_for_accuracies_and_a_threshold_counts(tmp_path: pathlib.
     fit("a", "val_cosine_similarity", initial_value_threshold=0.3)
     fit("b", "val_cosine_similarity", mode="min")
     fit("c", "val_mae")
-    with pytest.raises(tr.errors.MismatchError, match="pass mode="):  # as Keras asks for it
+    with pytest.raises(tr.errors.MismatchError, match="pass mode="):  # Keras demands it too.
         fit("d", "val_psnr")
     fit("e", "val_psnr", mode="max")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a2", "a4", "b1", "c1", "e1", "e2", "e4"]
@@ -326,8 +331,9 @@ def test_every_so_many_batches(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-3", "2-2", "3-1", "3-4"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras' own, of its HDF5 files
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras warns about its own HDF5 files.
 def test_batches_count_where_a_call_makes_several(tmp_path: pathlib.Path) -> None:
+    """`save_freq` counts batches also if one call of Keras covers several."""
     for name, kind in (("mine", tk.ModelCheckpoint), ("keras", keras.callbacks.ModelCheckpoint)):
         (tmp_path / name).mkdir()
         model = _model()

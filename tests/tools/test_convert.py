@@ -1,4 +1,4 @@
-"""Saving checkpoints and converting them; runs that other libraries began."""
+"""Copies and conversions of checkpoints, and runs that other libraries began."""
 
 import pathlib
 from typing import Any
@@ -22,7 +22,7 @@ def state() -> dict[str, Any]:
         "key": jax.random.key(3),
         "step": 2**60,
         "nan": float("nan"),
-        "large": np.random.default_rng(0).random((5000, 1001), dtype=np.float32),  # more than one slice
+        "large": np.random.default_rng(0).random((5000, 1001), dtype=np.float32),  # It has more than one slice.
         "function": len,
     }
 
@@ -93,6 +93,7 @@ def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(tmp_path: pathl
 
 
 def test_a_background_save_in_another_format_keeps_what_was_there_at_the_call(tmp_path: pathlib.Path) -> None:
+    """A background save in another format writes the values at the time of the call."""
     host, device = np.arange(5.0), jnp.arange(6.0)
     pending = tr.save_async(tmp_path / "a.safetensors", {"host": host, "device": device})
     host[:] = 0
@@ -103,6 +104,7 @@ def test_a_background_save_in_another_format_keeps_what_was_there_at_the_call(tm
 
 
 def test_sharded_arrays_go_into_other_formats_whole(tmp_path: pathlib.Path) -> None:
+    """Other formats contain the complete array of a sharded leaf."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
     array = jax.device_put(value, jax.NamedSharding(mesh, jax.P("y", "x")))
@@ -114,6 +116,7 @@ def test_sharded_arrays_go_into_other_formats_whole(tmp_path: pathlib.Path) -> N
 
 
 def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path: pathlib.Path) -> None:
+    """A leaf that a format cannot store is refused before a file is written."""
     for save in (tr.save, lambda *a: tr.save_async(*a).result()):
         with pytest.raises(UnsupportedError) as caught:
             save(tmp_path / "a.safetensors", state())
@@ -125,7 +128,7 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path: path
 def test_what_a_format_cannot_hold_can_be_dropped(tmp_path: pathlib.Path, format: str) -> None:
     tr.save(tmp_path / "a", {"key": jax.random.key(0), "n": 1, "s": "x", "w": np.ones(3)})
     refused: list[str] = []
-    while True:  # as often as the error says so
+    while True:  # Each error names more leaves to drop.
         rules = [tr.rules.drop(name) for name in refused]
         try:
             tr.convert(tmp_path / "a", tmp_path / "b", format=format, rules=rules)
@@ -160,6 +163,7 @@ def test_a_path_of_no_known_format_says_why_each_refuses(tmp_path: pathlib.Path)
 
 @pytest.mark.parametrize("format", ["flax", "t5x", "orbax", "levanter"])
 def test_a_run_of_another_library_goes_on(tmp_path: pathlib.Path, format: str) -> None:
+    """A `Checkpointer` continues a run that another library began."""
     names = {"flax": "checkpoint_{}", "t5x": "checkpoint_{}", "orbax": "{}", "levanter": "step-{}"}
     trees = {
         n: {"w": np.full((3, 4), n, np.float32), "half": np.full(3, n).astype(ml_dtypes.bfloat16)} for n in (0, 30)

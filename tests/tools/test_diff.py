@@ -1,4 +1,4 @@
-"""Comparing."""
+"""Comparisons of checkpoints and live trees."""
 
 import pathlib
 
@@ -65,7 +65,7 @@ def test_imaginary_parts_count(dtype: str) -> None:
 
 
 class _Loader:
-    """A loader of one's own."""
+    """A user's own data loader, whose state is a position and an order."""
 
     def __init__(self, position: int) -> None:
         self.position, self.order = position, np.arange(1000)

@@ -1,4 +1,4 @@
-"""No damage goes unnoticed."""
+"""verify reports all damage, and only damage."""
 
 import errno
 import os
@@ -36,6 +36,7 @@ def test_a_report_names_the_file_the_leaves_and_the_block(tmp_path: pathlib.Path
 
 
 def test_a_run_is_verified_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """verify of a run checks all its steps."""
     for n in range(3):
         tr.save(tmp_path / f"step-{n:08}", {"x": np.zeros(10)})
     report = tr.verify(tmp_path)
@@ -79,6 +80,7 @@ def test_steps_of_other_libraries_are_verified_too(tmp_path: pathlib.Path) -> No
 
 
 def test_the_weights_beside_a_run_are_verified_with_it(tmp_path: pathlib.Path) -> None:
+    """verify of a run also checks weights in the folder of the run."""
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"a": np.ones(3)})
     tr.save(tmp_path / "model.safetensors", {"w": np.ones(100)})
@@ -93,7 +95,7 @@ def test_the_weights_beside_a_run_are_verified_with_it(tmp_path: pathlib.Path) -
 def test_a_step_that_another_host_deletes_or_replaces_is_not_damaged(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], what: str
 ) -> None:
-    """Over NFS a file that is removed elsewhere is stale. Here the removal is real, and the error is made up."""
+    """Over NFS, a file that another host removes is stale. Here the removal is real and the error is simulated."""
     for n in range(3):
         tr.save(tmp_path / f"step-{n:08}", {"x": np.full(10, n)})
 
@@ -129,7 +131,7 @@ def test_a_step_that_another_host_deletes_or_replaces_is_not_damaged(
 
 
 def test_a_step_that_is_being_deleted_is_skipped(tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]) -> None:
-    """Retention removes a manifest first. The directory is still there when `verify` comes to it."""
+    """Retention removes a manifest first, so `verify` may find the directory of a step without it."""
     for n in range(3):
         tr.save(tmp_path / f"step-{n:08}", {"x": np.full(10, n)})
 
@@ -147,7 +149,7 @@ def test_a_step_that_is_being_deleted_is_skipped(tmp_path: pathlib.Path, use_dis
 
 
 def test_damage_that_stays_is_reported_once(tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]) -> None:
-    """A file of a checkpoint that is there, gone: nobody has replaced anything."""
+    """A missing file is damage if no process has replaced or deleted the checkpoint."""
     tr.save(tmp_path / "c", {"x": np.ones(3)})
     next((tmp_path / "c").glob("arrays-*")).unlink()
     (problem,) = tr.verify(tmp_path / "c").problems
