@@ -37,7 +37,7 @@ def check(store: Store, root: str) -> None:
 
 @contextlib.contextmanager
 def writing(store: Store, root: str, prefix: str = run.PREFIX, *, replaces: bool) -> Iterator[None]:
-    """Holds the lock of a run within a `with` block, as its job does. Raises what `check` raises.
+    """Holds the lease of a run within a `with` block, as its job does. Raises what `check` raises.
 
     replaces: True if a step of the run is replaced. The local tiers of its jobs are then ignored from now on; otherwise
         the old step would be uploaded again. Adding steps leaves the local tiers valid.

@@ -186,7 +186,7 @@ class TwoPlaces(NearAndFar):
             try:
                 one.leave()
             except BaseException:  # Release the other lease as well, and return the problem with the upload.
-                _log.exception("%s: the lock of the run was not released", one.root)
+                _log.exception("%s: the lease of the run was not released", one.root)
         return problem
 
     def pin(self, step: int, wanted: bool) -> None:
