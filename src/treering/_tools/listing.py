@@ -149,7 +149,7 @@ def check_run(store: Store, place: str, prefix: str | None = None) -> None:
         elif formats.is_known(store, place):
             found = "expected a run, found one checkpoint"
         else:
-            found = "expected a run, found a folder without steps" if names else "expected a run, found an empty folder"
+            found = "expected a run, found no step in it" if names else "expected a run, found an empty directory"
     raise NotFoundError(f"{place}: {found}{new_run.meant(store, place)}")
 
 
