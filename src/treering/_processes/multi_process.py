@@ -364,7 +364,8 @@ class MultiProcess:
 
         `given` is the time of the last ones before, by `time.monotonic`.
         """
-        if not signs:  # Another process passes them on. Old signs of this one must go, because they would be believed.
+        if not signs:
+            # Another process passes them on. `host.each` uses its interval only if this process has no sign of its own.
             while self._given:
                 self._store.delete(self._given.pop())
             return -math.inf
