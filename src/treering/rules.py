@@ -1,4 +1,4 @@
-"""Changes of names, shapes and values between a checkpoint and a template.
+"""Rules change names, shapes and values between a checkpoint and a template.
 
 >>> from treering import rules
 >>> hf_to_jax = [
@@ -8,9 +8,10 @@
 ... ]
 >>> print(tr.open("model.safetensors").apply(hf_to_jax))
 
-Rules are applied in order, to leaves that are still in the checkpoint: a box of a leaf is made of the boxes that it
-takes, when it is read. Paths and globs are those of `treering.Checkpoint`: ``*`` and ``?`` stay within a component,
-``**`` spans any number of them. A rule that matches nothing is an error, unless it is `optional`.
+Rules are applied in order, while the leaves are still in the checkpoint: when a box of a leaf is read, Treering reads
+the boxes that it is made of and no more. Paths and globs are those of `treering.Checkpoint`: ``*`` and ``?`` match
+within one name of a path, ``**`` matches any number of names. A rule that matches nothing is an error, unless it is
+`optional`.
 """
 
 import math
@@ -33,7 +34,7 @@ from .errors import MismatchError
 if TYPE_CHECKING:
     import numpy as np
 
-# Without `map`: `from treering.rules import *` shadows nothing.
+# `map` is not here, so that `from treering.rules import *` does not shadow Python's own `map`.
 __all__ = [
     "cast",
     "combine",
@@ -94,7 +95,7 @@ def transpose(glob: str, axes: Sequence[int], *, optional: bool = False) -> Rule
         own = tuple(axis + rank if axis < 0 else axis for axis in order)
         if sorted(own) != list(range(rank)):
             raise MismatchError(
-                f"{leaf.entry.path}: an array of shape {list(leaf.array.shape)} has not the axes {axes}"
+                f"{leaf.entry.path}: an array of shape {list(leaf.array.shape)} does not have the axes {axes}"
             )
         return transposed(leaf, own)
 
@@ -136,7 +137,7 @@ def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> 
 def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optional: bool = False) -> Rule:
     """Puts a value before and after arrays along their axes, as `numpy.pad` does; `widths` has a pair for each axis.
 
-    The arrays' dtype must hold the value exactly: `MismatchError` where it would be rounded or wrapped.
+    Raises `MismatchError` if the arrays' dtype cannot hold the value exactly, so that it would be rounded or wrapped.
 
     >>> pad("embed/embedding", ((0, -50257 % 128), (0, 0)))  # a vocabulary that is a multiple of 128
     """
@@ -154,7 +155,7 @@ def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optiona
 
 
 def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rule:
-    """Takes one position along an axis, as ``array[index]`` does; the rest is not read. Arrays of typed keys, too.
+    """Takes one position along an axis, as ``array[index]`` does, also of typed keys. The rest is not read.
 
     >>> take("**", 0)  # of a state that `pmap` replicated: of the shape [8, 3, 4] becomes [3, 4]
     """
@@ -162,7 +163,7 @@ def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rul
     try:
         number = operator.index(index)
     except TypeError:
-        raise MismatchError(f"{text}: expected a whole number, found {index!r}") from None
+        raise MismatchError(f"{text}: expected an integer, found {index!r}") from None
 
     def change(leaf: Leaf) -> Leaf:
         entry = leaf.array
@@ -178,10 +179,10 @@ def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rul
 def wrap_key_data(glob: str, impl: str = "threefry2x32", *, optional: bool = False) -> Rule:
     """Makes typed PRNG keys of their uint32 data, as `jax.random.wrap_key_data` does.
 
-    impl: the name of the keys' implementation, whose size the last axis has: 2 for "threefry2x32", 4 for "rbg" and
-        "unsafe_rbg".
+    impl: the name of the keys' implementation. It says the size of the last axis: 2 for "threefry2x32", 4 for "rbg"
+        and "unsafe_rbg".
 
-    Raises `MismatchError` for other data; restoring raises `UnsupportedError` for an implementation that JAX lacks.
+    Raises `MismatchError` for other data. The restore raises `UnsupportedError` for an implementation that JAX lacks.
 
     >>> wrap_key_data("rng")  # uint32[2], of `jax.random.PRNGKey`, becomes a key of `jax.random.key`
     """
@@ -199,7 +200,7 @@ def wrap_key_data(glob: str, impl: str = "threefry2x32", *, optional: bool = Fal
 
 
 def stack(glob: str, axis: int = 0, *, optional: bool = False) -> Rule:
-    """Puts leaves side by side along a new axis, in the order of the numbers in the place of the first ``*``.
+    """Stacks leaves along a new axis, in the order of the numbers that the first ``*`` matches.
 
     >>> stack("layers/*/kernel")  # layers/0/kernel, layers/1/kernel, … become layers/kernel
     """
@@ -207,7 +208,7 @@ def stack(glob: str, axis: int = 0, *, optional: bool = False) -> Rule:
 
 
 def unstack(glob: str, axis: int = 0, *, optional: bool = False) -> Rule:
-    """The opposite of `stack` with the same glob: takes an axis apart.
+    """Cuts leaves into one leaf for each position of an axis: undoes `stack` with the same glob.
 
     >>> unstack("layers/*/kernel")  # layers/kernel becomes layers/0/kernel, layers/1/kernel, …
     """
@@ -217,9 +218,10 @@ def unstack(glob: str, axis: int = 0, *, optional: bool = False) -> Rule:
 def split(
     pattern: str, new: Sequence[str], axis: int = 0, sizes: Sequence[int] | None = None, *, optional: bool = False
 ) -> Rule:
-    """Cuts leaves apart along an axis, into parts of one size or of the given `sizes`.
+    """Cuts leaves into parts along an axis. The parts have one size, or the given `sizes`.
 
-    pattern: a regular expression that matches the whole path; `new` are the names, ``\\1`` its first group.
+    pattern: a regular expression that matches the entire path.
+    new: the paths of the parts, in which ``\\1`` is the first group of the pattern.
 
     >>> split(r"(.*)/qkv", [r"\\1/query", r"\\1/key", r"\\1/value"], axis=1)
     """
@@ -229,7 +231,7 @@ def split(
 
 
 def concat(patterns: Sequence[str], new: str, axis: int = 0, *, optional: bool = False) -> Rule:
-    """The opposite of `split`: puts leaves one behind the other along an axis, in the order of the patterns.
+    """Concatenates leaves along an axis, in the order of the patterns: undoes `split`.
 
     >>> concat([r"(.*)/query", r"(.*)/key", r"(.*)/value"], r"\\1/qkv", axis=1)
     """
@@ -245,10 +247,12 @@ def combine(
     *,
     optional: bool = False,
 ) -> Rule:
-    """Calls a function on whole arrays, one for each pattern in their order, which become one leaf. Like `map`, costly.
+    """Makes one leaf of several with a function, which gets one entire array for each pattern, in their order.
+
+    This is as costly as `map`: the arrays are read again for each box of the result.
 
     patterns, new: as for `concat`.
-    shape, dtype: those of the results, where they differ from the first array's.
+    shape, dtype: those of the results, if they differ from the first array's.
 
     >>> combine([r"(.*)/lora_a", r"(.*)/lora_b"], r"\\1/delta", lambda a, b: a @ b, shape=(512, 512))
     """
@@ -266,15 +270,15 @@ def combine(
 
 
 def scale(pattern: str, scale: str, dtype: Any, block: Sequence[int] | None = None, *, optional: bool = False) -> Rule:
-    """Multiplies quantized arrays by their scales, box by box; the scales are then gone.
+    """Multiplies quantized arrays by their scales, box by box, and removes the scales.
 
-    pattern: a regular expression that matches the whole path of an array.
-    scale: the path of its scale, ``\\1`` the pattern's first group.
-    dtype: that of the product. It is computed in float32 and rounded once more, to this dtype.
-    block: the shape of the blocks that have a scale each; those at the ends may be smaller. Without it there is one
-        scale for all, or along each axis 1 or as many as the array has.
+    pattern: a regular expression that matches the entire path of an array.
+    scale: the path of its scale, in which ``\\1`` is the first group of the pattern.
+    dtype: the dtype of the product. It is computed in float32 and rounded once more, to this dtype.
+    block: the shape of the blocks that have one scale each; blocks at the ends may be smaller. Without it the scale is
+        a single number, or has along each axis the size 1 or the size of the array.
 
-    Arrays without a scale stay as they are; one of a byte an element (float8, int8, …) is an error then.
+    An array without a scale stays as it is. If it has one byte per element (float8, int8, …) that is an error instead.
 
     >>> scale(r"(.*)\\.weight", r"\\1.weight_scale_inv", "bfloat16", block=(128, 128))
     """
@@ -293,7 +297,10 @@ def map(
     *,
     optional: bool = False,
 ) -> Rule:
-    """Calls a function on whole arrays; `shape` is that of its results where it differs. The last resort."""
+    """Calls a function on entire arrays; `shape` is the shape of its results if it differs.
+
+    This is the last resort, because an entire array is read again for each box of the result.
+    """
 
     text = f"map({glob!r}, …)"
     sizes = None if shape is None else whole_numbers(shape, (), 0, f"{text}, shape={shape!r}")

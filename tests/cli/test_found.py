@@ -290,7 +290,7 @@ def test_what_a_newcomer_tripped_over(tmp_path: pathlib.Path, treering: Any, run
     assert "expected a run, found one checkpoint" in treering("ls", tmp_path / "m.safetensors").err
     nowhere = treering("show", tmp_path / "none").err
     assert nowhere.endswith("More about it: docs/troubleshooting.md#notfounderror\n")
-    with pytest.raises(tr.errors.NotFoundError, match=r"nothing lies at 'params'; there are \w+, \w+"):
+    with pytest.raises(tr.errors.NotFoundError, match=r"nothing is at 'params'; there are \w+, \w+"):
         tr.open(tmp_path / "m.safetensors").at("params")
     with pytest.raises(tr.errors.MismatchError, match=r"no leaf is 'head' itself; 'head/\*\*' matches head/kernel"):
         tr.restore(tmp_path / "m.safetensors", rules=[tr.rules.drop("head")])

@@ -239,7 +239,7 @@ def test_a_part_is_chosen_by_numbers_for_there_are_no_names(tmp_path: Path) -> N
         lambda: tr.restore(path, part, at="b"),
         lambda: tr.restore(path, at="b"),
     ):
-        with pytest.raises(NotFoundError, match=r"nothing lies at 'b'; its leaves have only numbers.*\.select\("):
+        with pytest.raises(NotFoundError, match=r"nothing is at 'b'; its leaves have only numbers.*\.select\("):
             find()
     blank = {**jax.tree.map(np.zeros_like, part), "k": 0.0}
     found = tr.open(path).select(["1", "2", "3"]).restore(blank)
@@ -425,7 +425,7 @@ def test_text_is_the_templates_as_equinox_has_it(tmp_path: Path, caplog: pytest.
     assert eqx.tree_equal(tr.restore(path, like), tr.restore(path, abstract), expected)
     assert not eqx.tree_equal(expected[1], like[1])
     messages = [line for record in caplog.records if "restored" not in (line := record.getMessage())]
-    assert messages == [f"{path}: text and bytes are the template's, for the file has none: {TEXT}"] * 2
+    assert messages == [f"{path}: text and bytes are the template's, because the file has none: {TEXT}"] * 2
     part = [(like[0].norm.axis_name, like[0].norm.weight), "alone"]
     assert eqx.tree_equal(tr.open(path).select("0").restore(part), [("other", saved[0].norm.weight), "alone"])
 

@@ -827,7 +827,7 @@ def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, versio
         tr.restore(path, like={"other": tree})
     with pytest.raises(MismatchError, match=f"{level}/w"):
         tr.restore(path, like={level: tree["params"]}, at="params")
-    with pytest.raises(NotFoundError, match="nothing lies at 'other'"):
+    with pytest.raises(NotFoundError, match="nothing is at 'other'"):
         tr.restore(path, at="other")
     for n, other in enumerate([jnp.arange(3), {"": np.ones(2)}, {"state": np.ones(1), "default": np.ones(2), "x": 1}]):
         ocp1.save(tmp_path / "others" / str(n), other)

@@ -339,7 +339,7 @@ def test_a_position_that_is_not_there(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as run:
         run.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(TREE)))
     own = dataset()
-    with pytest.raises(MismatchError, match=r"missing=\['data'\] takes the template's, and the data starts over with"):
+    with pytest.raises(MismatchError, match=r"missing=\['data'\] keeps the template's, and then the data starts over"):
         tr.restore(tmp_path, like={"state": TREE, "data": own})
     assert tr.restore(tmp_path, like={"state": TREE, "data": own}, missing=["data"])["data"] is own
 

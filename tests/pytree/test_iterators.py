@@ -415,7 +415,7 @@ def test_what_shows_and_compares_large_states(tmp_path: pathlib.Path, capsys: py
         assert shown in capsys.readouterr().out
     with pytest.raises(UnsupportedError, match="data: only the native format holds the state of data iterators"):
         tr.convert(tmp_path / "c", tmp_path / "f", format="safetensors")
-    with pytest.raises(MismatchError, match="data is no array but a iterator"):
+    with pytest.raises(MismatchError, match="data is not an array but a iterator"):
         tr.open(tmp_path / "c").apply([tr.rules.cast("data", "float32")])
 
 

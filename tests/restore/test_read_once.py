@@ -482,7 +482,7 @@ def test_a_process_that_leaves_in_the_middle_is_missed_at_once(tmp_path: pathlib
     (error, _), *others = [results[n].report for n in (1, 0, 2)]
     assert error[0] == own[kind], error
     if kind == "changed":
-        assert "expected what process 2 has read" in error[1]
+        assert "expected the bytes that process 2 has read" in error[1]
     for error, seconds in others:
         assert error[0] == "PeerError" and "process 1" in error[1] and seconds < 20, (error, seconds)
 

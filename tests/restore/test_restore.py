@@ -119,7 +119,7 @@ def test_a_part_by_ellipsis_and_by_at(saved: Any) -> None:
     np.testing.assert_array_equal(found["kernel"], MODEL["params"]["dense"]["kernel"])
     assert tr.restore(path, at="step") == 7
     assert list(tr.restore(path, at="params")) == ["dense"]
-    with pytest.raises(NotFoundError, match="nothing lies at 'param'; closest: params"):
+    with pytest.raises(NotFoundError, match="nothing is at 'param'; closest: params"):
         tr.restore(path, at="param")
 
 
@@ -378,7 +378,9 @@ def test_one_kind_does_not_become_another(saved: Any, value: Any, like: Any) -> 
 
 def test_64_bit_arrays_are_never_truncated_for_jax(saved: Any) -> None:
     path = saved({"x": np.array([2.0**60]), "i": np.array([2**60])})
-    with pytest.raises(MismatchError, match=r"(?s)i: expected int32, for jax_enable_x64 is off.*x: expected float32"):
+    with pytest.raises(
+        MismatchError, match=r"(?s)i: expected int32, because jax_enable_x64 is off.*x: expected float32"
+    ):
         tr.restore(path, sharding=lambda *_: None)
     with jax.enable_x64(True):
         found = tr.restore(path, sharding=lambda *_: None)

@@ -80,7 +80,7 @@ def test_what_cannot_go_where_it_was_is_refused(
     with pytest.raises(MismatchError, match="sharding='save': expected 'saved'"):
         tr.restore(path, sharding="save")
     tr.save(tmp_path / "plain.safetensors", {"a": np.ones(2)})
-    with pytest.raises(MismatchError, match="expected arrays of which the sharding is recorded, found none"):
+    with pytest.raises(MismatchError, match="expected arrays whose sharding is recorded, found none"):
         tr.restore(tmp_path / "plain.safetensors", sharding="saved")
     devices = jax.devices()[:4]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)  # a mock: a machine with fewer devices

@@ -292,7 +292,7 @@ def test_arrays_are_padded_with_values_that_they_can_hold(dtype: str, taken: lis
         assert found.dtype == memory.arrays["x"].dtype
         assert found[0] == value or (found[0] != found[0] and value != value)
     for value in refused:
-        with pytest.raises(MismatchError, match=r"pad\('x', .*: x is of .* in which .* (would|cannot) be"):
+        with pytest.raises(MismatchError, match=r"pad\('x', .*: x is .* in which .* (would|cannot) be"):
             rules.pad("x", [(0, 1)], value).apply(memory.leaves())
 
 
@@ -470,12 +470,12 @@ def test_which_arrays_are_scaled(tmp_path: pathlib.Path) -> None:
     found = tr.restore(tmp_path / "c", rules=[rules.copy("a/s", "c"), *twice, rules.rename("^c$", "a/s")])
     assert_same(found["b"], {"w": values * (numbers(4, 1) / 2)})
     for changes, message in [
-        ([rules.drop("a/s")], "a/w is of one byte an element, and there is no a/s to scale it by"),
+        ([rules.drop("a/s")], "a/w has one byte per element, and there is no a/s to scale it by"),
         ([rules.drop("*/s")], r"scale\('\(\.\*\)/w', .*matches none of the 4 leaves"),
-        ([rules.copy("step", "norm/s")], "norm/s is no array but a int"),
-        ([rules.cast("b/s", "float64")], "b/s is of float64, which float32 does not hold; cast it before"),
-        ([rules.cast("b/w", "int32")], "b/w is of int32, which float32 does not hold"),
-        ([rules.cast("a/s", "complex64")], "a/s is of complex64, which float32 does not hold"),
+        ([rules.copy("step", "norm/s")], "norm/s is not an array but a int"),
+        ([rules.cast("b/s", "float64")], "b/s is float64, which float32 cannot hold exactly; cast it before"),
+        ([rules.cast("b/w", "int32")], "b/w is int32, which float32 cannot hold exactly"),
+        ([rules.cast("a/s", "complex64")], "a/s is complex64, which float32 cannot hold exactly"),
         ([rules.reshape("b/s", (4,))], r"b/w has the shape \[4, 6\] and its scale, b/s, \[4\]; expected one scale, or"),
         ([rules.tile("b/s", 3)], r"b/w has the shape \[4, 6\] and its scale, b/s, \[4, 3\]"),
     ]:
@@ -484,11 +484,14 @@ def test_which_arrays_are_scaled(tmp_path: pathlib.Path) -> None:
     for rule, message in [
         (lambda: rules.scale("b/w", "b/s", "float32", block=(2, 6)), r"a scale for each block of \[2, 6\]"),
         (lambda: rules.scale("b/w", "b/s", "float32", block=(2,)), r"a scale for each block of \[2\]"),
-        (lambda: rules.scale("b/w", "b/s", "float32", block=(0, 6)), "a whole number for each axis, at least 1"),
+        (lambda: rules.scale("b/w", "b/s", "float32", block=(0, 6)), "an integer for each axis, at least 1"),
         (lambda: rules.scale("b/w", "b/s", "int8"), "expected a floating-point dtype, found 'int8'"),
         (lambda: rules.scale("b/w", r"\1", "float32"), "does not fit the pattern"),
         (lambda: rules.scale("(", "s", "float32"), "is not a regular expression"),
-        (lambda: rules.scale("b/.", "b/s", "float32"), "b/s is a scale and has one, b/s; choose a narrower pattern"),
+        (
+            lambda: rules.scale("b/.", "b/s", "float32"),
+            "b/s is a scale, and has the scale b/s; choose a narrower pattern",
+        ),
     ]:
         with pytest.raises(MismatchError, match=message):
             tr.open(tmp_path / "c").apply([rule()])
@@ -520,7 +523,7 @@ def test_a_function_combines_whole_arrays(layers: pathlib.Path, tmp_path: pathli
     for rule, message in [
         (rules.combine(["embed", "lacking"], "x", product), "combine.*: nothing matches 'lacking' for x"),
         (rules.combine(["lacking"], "x", product), "matches none of the 28 leaves"),
-        (rules.combine(["embed", "step"], "x", product), "step is no array but a int"),
+        (rules.combine(["embed", "step"], "x", product), "step is not an array but a int"),
         (rules.combine(["key"], "x", product), "PRNG keys"),
         (
             rules.combine([r"layers/\d+/bias"], "x", product),
@@ -602,46 +605,46 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.rename("(", "x")], "is not a regular expression"),
         (lambda: [rules.rename("embed", r"\1")], "does not fit the pattern"),
         (lambda: [rules.rename(r"layers/\d+/", "layers/")], "two leaves would be called 'layers/"),
-        (lambda: [rules.transpose("embed", (0, 2))], "has not the axes"),
+        (lambda: [rules.transpose("embed", (0, 2))], "does not have the axes"),
         (lambda: [rules.reshape("embed", (7, -1))], r"\[5, 6\] cannot become \[7, -1\]"),
         (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, found 'float99'"),
         (lambda: [rules.cast("embed", object)], "cast.*dtype object; pickled objects are never written"),
-        (lambda: [rules.cast("step", "float32")], "step is no array but a int"),
-        (lambda: [rules.transpose("key", (0,))], "PRNG keys, which can only be renamed or dropped"),
-        (lambda: [rules.stack("layers/**")], "expected a '\\*' in the place of the numbers"),
-        (lambda: [rules.drop("layers/4/*"), rules.stack("layers/*/bias")], "with the numbers from 0"),
+        (lambda: [rules.cast("step", "float32")], "step is not an array but a int"),
+        (lambda: [rules.transpose("key", (0,))], "PRNG keys; rules can only rename, drop or take them"),
+        (lambda: [rules.stack("layers/**")], "expected a '\\*' at the place of the numbers"),
+        (lambda: [rules.drop("layers/4/*"), rules.stack("layers/*/bias")], "with numbers from 0"),
         (lambda: [rules.split("attention/qkv", ["a", "b"], axis=1, sizes=(1, 2))], "has 12 along axis 1"),
         (lambda: [rules.split("embed", ["a", "b"], axis=2)], "axis 2 of 2"),
         (lambda: [rules.concat(["embed", "lacking"], "x")], "nothing matches 'lacking'"),
         (lambda: [rules.concat(["embed", "attention/out"], "x")], "arrays of one shape and dtype"),
         (
             lambda: [rules.tile("embed", (2, 0))],
-            r"tile\('embed', \(2, 0\)\): expected a whole number for each axis, at least 1",
+            r"tile\('embed', \(2, 0\)\): expected an integer for each axis, at least 1",
         ),
-        (lambda: [rules.tile("embed", (2.5,))], "expected a whole number for each axis"),
+        (lambda: [rules.tile("embed", (2.5,))], "expected an integer for each axis"),
         (lambda: [rules.tile("lacking", 2)], "matches none of the 28 leaves"),
-        (lambda: [rules.tile("key", 2)], "PRNG keys, which can only be renamed or dropped"),
-        (lambda: [rules.tile("step", 2)], "step is no array but a int"),
-        (lambda: [rules.pad("embed", ((0, -1), (0, 0)))], "expected a pair of whole numbers for each axis, at least 0"),
-        (lambda: [rules.pad("embed", (1, 2))], "expected a pair of whole numbers for each axis"),
-        (lambda: [rules.pad("embed", ((1,), (1, 2)))], "expected a pair of whole numbers for each axis"),
-        (lambda: [rules.pad("embed", 2)], "expected a pair of whole numbers for each axis"),
+        (lambda: [rules.tile("key", 2)], "PRNG keys; rules can only rename, drop or take them"),
+        (lambda: [rules.tile("step", 2)], "step is not an array but a int"),
+        (lambda: [rules.pad("embed", ((0, -1), (0, 0)))], "expected a pair of integers for each axis, at least 0"),
+        (lambda: [rules.pad("embed", (1, 2))], "expected a pair of integers for each axis"),
+        (lambda: [rules.pad("embed", ((1,), (1, 2)))], "expected a pair of integers for each axis"),
+        (lambda: [rules.pad("embed", 2)], "expected a pair of integers for each axis"),
         (lambda: [rules.pad("embed", ((0, 1),))], r"embed of shape \[5, 6\] needs a pair for each axis"),
-        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 0.1)], r"embed is of bfloat16, in which 0.1 would be 0.10009"),
-        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 1j)], r"embed is of bfloat16, in which 1j cannot be"),
-        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), "a")], r"embed is of bfloat16, in which 'a' cannot be"),
-        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is of bfloat16, in which \[1\] cannot be"),
-        (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is no array but None"),
-        (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys, which can only be renamed or dropped"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 0.1)], r"embed is bfloat16, in which 0.1 would be 0.10009"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), 1j)], r"embed is bfloat16, in which 1j cannot be"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), "a")], r"embed is bfloat16, in which 'a' cannot be"),
+        (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is bfloat16, in which \[1\] cannot be"),
+        (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is not an array but None"),
+        (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys; rules can only rename, drop or take them"),
         (lambda: [rules.take("embed", 5)], r"take\('embed', 5\): embed has 5 along axis 0, no index 5"),
         (lambda: [rules.take("embed", -6)], "has 5 along axis 0, no index -6"),
         (lambda: [rules.take("embed", 0, axis=2)], "axis 2 of 2"),
-        (lambda: [rules.take("embed", 1.0)], "expected a whole number, found 1.0"),
-        (lambda: [rules.take("step", 0)], "step is no array but a int"),
+        (lambda: [rules.take("embed", 1.0)], "expected an integer, found 1.0"),
+        (lambda: [rules.take("step", 0)], "step is not an array but a int"),
         (lambda: [rules.take("key", 0)], "axis 0 of 0"),
         (lambda: [rules.wrap_key_data("embed")], r"embed is bfloat16\[5,6\]; expected uint32 whose last axis has 2"),
-        (lambda: [rules.wrap_key_data("key")], "PRNG keys, which can only be renamed or dropped"),
-        (lambda: ["rename"], "expected what treering.rules makes"),
+        (lambda: [rules.wrap_key_data("key")], "PRNG keys; rules can only rename, drop or take them"),
+        (lambda: ["rename"], "expected rules made by treering.rules"),
         (lambda: [rules.rename(["a"], "b")], r"\['a'\] is not a regular expression"),  # type: ignore[arg-type]
         (
             lambda: [rules.concat(r"layers/(\d+)/bias", "all")],
@@ -653,20 +656,20 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.concat(None, "all")], "expected a list of texts, found None"),  # type: ignore[arg-type]
         (lambda: [rules.combine("embed", "all", np.add)], "combine.*expected a list of texts, found 'embed'"),
         (lambda: [rules.split("embed", "all")], "split.*expected a list of texts, found 'all'"),
-        (lambda: [rules.split("embed", ["a", "b"], sizes="23")], "sizes='23': expected a whole number for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.split("embed", ["a", "b"], sizes="23")], "sizes='23': expected an integer for each axis"),  # type: ignore[arg-type]
         (
             lambda: [rules.transpose("embed", "10")],
-            r"transpose\('embed', '10'\): expected a whole number for each axis",
+            r"transpose\('embed', '10'\): expected an integer for each axis",
         ),  # type: ignore[arg-type]
-        (lambda: [rules.transpose("embed", {1, 0})], "expected a whole number for each axis"),  # type: ignore[arg-type]
-        (lambda: [rules.reshape("embed", "30")], "expected a whole number for each axis"),  # type: ignore[arg-type]
-        (lambda: [rules.reshape("embed", -1)], "expected a whole number for each axis"),  # type: ignore[arg-type]
-        (lambda: [rules.map("embed", np.sum, shape="6")], "shape='6': expected a whole number for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.transpose("embed", {1, 0})], "expected an integer for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.reshape("embed", "30")], "expected an integer for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.reshape("embed", -1)], "expected an integer for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.map("embed", np.sum, shape="6")], "shape='6': expected an integer for each axis"),  # type: ignore[arg-type]
         (
             lambda: [rules.combine(["embed"], "all", np.sum, shape="6")],  # type: ignore[arg-type]
-            "shape='6': expected a whole number for each axis",
+            "shape='6': expected an integer for each axis",
         ),
-        (lambda: [rules.scale("embed", "step", "float32", block="22")], "expected a whole number for each axis"),  # type: ignore[arg-type]
+        (lambda: [rules.scale("embed", "step", "float32", block="22")], "expected an integer for each axis"),  # type: ignore[arg-type]
     ],
 )
 def test_a_rule_that_does_not_fit_says_so_at_once(layers: pathlib.Path, made: Any, message: str) -> None:
@@ -719,7 +722,7 @@ def test_rules_for_many_leaves_pass_over_none_and_functions(
 def test_a_rule_for_none_alone_or_for_none_and_arrays_is_a_mistake(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
     tree = {**LAYERS_WITH_NONE, "layers": [*LAYERS_WITH_NONE["layers"], {"bias": np.ones(2)}]}
     tr.save(tmp_path / "c", tree)
-    with pytest.raises(MismatchError, match="is no array but None"):
+    with pytest.raises(MismatchError, match="is not an array but None"):
         tr.open(tmp_path / "c").apply([rule])
 
 

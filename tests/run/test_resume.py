@@ -104,7 +104,7 @@ def test_other_dtypes_than_those_of_init_are_named(tmp_path: pathlib.Path, caplo
     with caplog.at_level(logging.INFO):
         resumed(tmp_path / "run", init, saved)
     about = {record.levelname: record.getMessage() for record in caplog.records if "is kept" in record.getMessage()}
-    assert "w (init float32, saved bfloat16); dtype='template' takes that of init" in about["WARNING"]
+    assert "w (init float32, saved bfloat16); dtype='template' takes the dtype of init" in about["WARNING"]
     assert "n (init Python int, saved JAX int32)" in about["INFO"] and "same" not in "".join(about.values())
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         state, _ = ckpts.restore_or_init(init, dtype="template")

@@ -1,1 +1,1 @@
-"""From a checkpoint to a pytree."""
+"""Restores a pytree from a checkpoint."""

@@ -1,4 +1,4 @@
-"""An open checkpoint: names and shapes at once, contents on request."""
+"""Defines `Checkpoint`, a checkpoint that is open: its names and shapes are known, its contents are read on request."""
 
 import contextlib
 import datetime
@@ -29,9 +29,9 @@ _MAX_SHOWN_LEAVES = 40  # leaves that a `repr` names
 
 @methods_at_the_caller
 class Checkpoint(Mapping[str, LazyArray | Any]):
-    """A checkpoint, or a part of one, as a mapping from path to leaf. Made by `treering.open`.
+    """A checkpoint, or a part of one, as a mapping from path to leaf. `treering.open` makes it.
 
-    Arrays come as `LazyArray`, other leaves as their values. Print one to see every name and shape.
+    An array is a `LazyArray`, any other leaf is its value. Print a checkpoint to see every name and shape.
     """
 
     def __init__(self, source: Source):
@@ -44,48 +44,51 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
     @property
     def format(self) -> str:
-        """The name of its format."""
+        """The name of the checkpoint's format."""
         return self._source.format
 
     @property
     def step(self) -> int | None:
-        """The step it was saved with, None when it was saved without."""
+        """The step that the checkpoint was saved with, or None if it was saved without a step."""
         return self._source.step
 
     def _numbered(self, step: int) -> "Checkpoint":
-        """Returns this checkpoint as a step of a run: copied directories count by their names."""
-        with contextlib.suppress(AttributeError):  # a source may tell its step only
+        """Sets the step that a run knows this checkpoint by, and returns the checkpoint.
+
+        In a run the name of a directory says its step, even if the directory was copied from another step.
+        """
+        with contextlib.suppress(AttributeError):  # Some sources have a `step` that cannot be set.
             cast(Any, self._source).step = step
         return self
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics saved with it."""
+        """The metrics that were saved with the checkpoint."""
         return dict(self._source.metrics)
 
     @property
     def metadata(self) -> Any:
-        """The value that was passed as `metadata=`; tuples have become lists."""
+        """The value that was passed to the save as `metadata=`. Tuples have become lists."""
         return self._source.metadata
 
     @property
     def created(self) -> datetime.datetime | None:
-        """The time of the commit, in UTC; None where the format does not record it."""
+        """The time of the commit, in UTC, or None if the format does not record it."""
         return self._source.created
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the disk, of the whole checkpoint."""
+        """The size of the entire checkpoint on disk, in bytes, even if this is a part of it."""
         return self._source.nbytes
 
     def __getitem__(self, path: str) -> LazyArray | Any:
         entry = self._source.entries.get(path) or self._source.entries.get(meant(path, self._source.entries))
         if entry is None:
             check_whole(self._lost_above(path))
-            near = closest(path, list(self._source.entries))
+            similar = closest(path, list(self._source.entries))
             inside = sum(below(name, path) is not None for name in self._source.entries)
             hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
-            hint = hint or (f"; the closest name is {near}" if near else "")
+            hint = hint or (f"; the closest name is {similar}" if similar else "")
             raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
         check_whole([entry])
         return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._source, entry)
@@ -97,7 +100,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return len(self._source.entries)
 
     def _lost_above(self, path: str) -> Iterator[Entry]:
-        """The lost tree that a path may belong to."""
+        """Yields the damaged parts that a path may be in; the names of their leaves are not known."""
         return (
             entry
             for name, entry in self._source.entries.items()
@@ -105,9 +108,9 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         )
 
     def at(self, path: str) -> "Checkpoint":
-        """The part below a path, with paths relative to it.
+        """Returns the part of the checkpoint below a path. Its paths are relative to that path.
 
-        Raises `NotFoundError` when there is none, and `MismatchError` for anything but a path.
+        Raises `NotFoundError` if the checkpoint has no such part, and `MismatchError` if `path` is not text.
         """
         if not isinstance(path, str):
             raise MismatchError(f"at={path!r:.100}: expected a path within the checkpoint, as text")
@@ -125,23 +128,25 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             if level and (rest := below(path, level)) is not None:
                 return self.at(rest)
             places = dict.fromkeys(name[:i] for name in self._source.entries for i, c in enumerate(name) if c == "/")
-            near = closest(path, [*places, *self._source.entries])
+            similar = closest(path, [*places, *self._source.entries])
             top = tuple(dict.fromkeys(name.partition("/")[0] for name in self._source.entries))
-            hint = f"; closest: {near}" if near else f"; there are {few(top)}" if any(top) else ""
+            hint = f"; closest: {similar}" if similar else f"; there are {few(top)}" if any(top) else ""
             if self._source.positional:
                 hint = (
-                    "; its leaves have only numbers; restore into a template of the whole and take the part of it, or "
-                    "choose leaves: tr.open(path).select(['4', '5']).restore(part)"
+                    "; its leaves have only numbers; restore into a template of the entire tree and take the part of "
+                    "it, or choose leaves: tr.open(path).select(['4', '5']).restore(part)"
                 )
-            raise NotFoundError(f"{self.path}: nothing lies at {path!r}{hint}")
+            raise NotFoundError(f"{self.path}: nothing is at {path!r}{hint}")
         return Checkpoint(part_of(self._source, entries, skeleton, path))
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
-        """The leaves whose paths fit: ``*`` within a component, ``**`` over any number of them.
+        """Returns the leaves whose paths match a glob, or one of several globs.
 
-        A damaged part whose leaves' names are not known is among them where any of these could fit.
-        Raises `NotFoundError` when there are none, and `MismatchError` for anything but globs. Of several globs, one
-        that fits nothing is logged.
+        ``*`` matches within one name of a path, ``**`` matches any number of names. The names of the leaves in a
+        damaged part may be unknown; such a part is selected if a glob could match a leaf in it. If only some of the
+        globs match nothing, they are logged.
+
+        Raises `NotFoundError` if no leaf matches, and `MismatchError` if `glob` is neither text nor a list of it.
         """
         given = [glob] if isinstance(glob, str) else list(glob) if isinstance(glob, Iterable) else [glob]
         if not all(isinstance(one, str) for one in given):
@@ -150,8 +155,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         entries = {path: entry for path, entry in self._source.entries.items() if fits(path, entry, globs)}
         idle = [one for one in globs if not any(fits(path, entry, one) for path, entry in entries.items())]
         if idle or not entries:
-            near = closest(idle[0], list(self._source.entries)) if idle else None
-            shown = few(tuple(self._source.entries)) + (f"; the closest name is {near}" if near else "")
+            similar = closest(idle[0], list(self._source.entries)) if idle else None
+            shown = few(tuple(self._source.entries)) + (f"; the closest name is {similar}" if similar else "")
             problem = f"{self.path}: none of {len(self)} leaves fits {few(tuple(idle))!r}, found {shown}"
             if not entries:
                 raise NotFoundError(problem)
@@ -159,15 +164,18 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return Checkpoint(part_of(self._source, entries, None))
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
-        """The leaves as `treering.rules` change them, when they are read. Print it to see every name and shape.
+        """Returns the leaves as `treering.rules` change them. Print the result to see every name and shape.
 
-        Raises `MismatchError` for a rule that fits no leaf, or does not fit the leaves that it finds.
+        The rules change names and shapes now, and contents when a leaf is read.
+
+        Raises `MismatchError` for a rule that matches no leaf, or that cannot change the leaves that it matches.
         """
         from .._core import views
         from .._rules.base import apply
 
         leaves = apply(rules, views.leaves_of(self._source.entries))
-        # Leaves without names go by their order, unless rules give them names, or change bytes of an unknown dtype.
+        # Leaves without names are matched by their order, until rules name or reorder them. Once a rule changes bytes
+        # whose dtype the format does not record, the template can no longer say the dtype of these bytes.
         numbered = self._source.positional and [path for path in self._source.entries if path in leaves] == list(leaves)
         known = all(leaf.plain for path, leaf in leaves.items() if path in self._source.ambiguous_dtypes)
         view = views.View(whole_of(self._source), leaves, positional=numbered and known)
@@ -176,10 +184,10 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return Checkpoint(part_of(view, view.entries, skeleton, below_of(self._source)))
 
     def abstract(self) -> Any:
-        """Nested containers of `jax.ShapeDtypeStruct` (and values): a template without reading an array.
+        """Returns nested containers of `jax.ShapeDtypeStruct` and of values, as a template. Reads no array.
 
-        Arrays of a dtype that JAX does not have (64 bits while `jax_enable_x64` is off; dates and texts) are NumPy's:
-        they take no memory, and come back as NumPy's.
+        Some arrays have a dtype that JAX lacks: 64 bits while `jax_enable_x64` is off, dates, and texts. In their
+        place the template has NumPy arrays that take no memory, so they are restored as NumPy arrays.
         """
         import jax
         import numpy as np
@@ -227,7 +235,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         read: Literal["each", "once"] | None = None,
         max_expansion: float = expansion.MOST,
     ) -> Any:
-        """The tree, shaped like `like`. See `treering.restore`."""
+        """Returns the tree, shaped like `like`. `treering.restore` describes the arguments."""
         options: RestoreOptions = {
             "at": at,
             "rules": rules,

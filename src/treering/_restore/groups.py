@@ -1,4 +1,4 @@
-"""Groups of leaves that are read together: the boxes of each that are wanted, and where they go."""
+"""Divides the leaves of a restore into groups that are read together, so that each group fits the memory limit."""
 
 import functools
 import itertools
@@ -21,7 +21,10 @@ from .targets import Target, fits
 
 
 def in_groups(targets: Sequence[Target], limit: int | None) -> Iterator[list[int]]:
-    """The numbers of the leaves to read, in groups that fit a limit of bytes; without one they are all in one."""
+    """Yields the numbers of the leaves to read, in groups of at most `limit` bytes; without a limit in one group.
+
+    A leaf that is larger than the limit is a group of its own.
+    """
     numbers = [n for n, target in enumerate(targets) if target.entry is not None]
     if limit is None:
         yield from [numbers] if numbers else []
@@ -41,17 +44,22 @@ def in_groups(targets: Sequence[Target], limit: int | None) -> Iterator[list[int
 
 
 class Group:
-    """Leaves that are read together, by their `numbers`: the boxes `wanted` of them, and where they go."""
+    """Leaves that are read together.
+
+    numbers: the positions of these leaves among all leaves of the template.
+    wanted: the boxes to read, in the order of the leaves.
+    """
 
     def __init__(self, targets: Sequence[Target], places: Sequence[Where], numbers: list[int]):
         self.numbers = numbers
         self.wanted: list[tuple[ArrayEntry, Box]] = []
         self._targets, self._final = targets, places
-        self._places: list[Where] = []  # of the arrays that are read: of typed keys those of their data
-        self._counts: list[int] = []  # of the boxes of each
+        self._places: list[Where] = []  # of the arrays that are read; for typed keys the place of their data
+        self._counts: list[int] = []  # of the boxes of each leaf
         last: Where = None
         alone, shape, box = True, (), whole(())
-        for n in numbers:  # thousands may follow one another that have one shape and go to one place
+        # Thousands of leaves in a row may have one shape and one place, so what the last leaf needed is kept.
+        for n in numbers:
             target, place = targets[n], places[n]
             entry: Any = target.entry
             if target.make == "key":
@@ -71,7 +79,7 @@ class Group:
             self._places.append(place)
 
     def put(self, paths: Sequence[str], found: Sequence[np.ndarray], values: list[Any]) -> list[jax.Array]:
-        """Puts what was read among the values; returns the arrays that may still be on their way to a device."""
+        """Writes what was read into `values`. Returns the JAX arrays, whose transfers may not have finished."""
         with gc_paused():
             arrays = iter(found)
             in_jax: list[int] = []
@@ -100,7 +108,7 @@ class Group:
 
 
 def entry_of(target: Target) -> ArrayEntry:
-    """The array of the checkpoint that a target is made of, which has one."""
+    """Returns the entry of a target that is made of an array of the checkpoint."""
     entry = target.entry
     assert entry is not None
     return entry
@@ -123,7 +131,7 @@ def _cast(array: np.ndarray, target: Target, path: str) -> np.ndarray:
 
 
 def on_host(array: np.ndarray, target: Target) -> Any:
-    """What a target that stays on the host is, of an array of its dtype."""
+    """Returns the value of a target that stays on the host, made of an array of the target's dtype."""
     if target.make == "number":
         return target.value(array)
     if target.make == "numpy-scalar":
@@ -133,7 +141,7 @@ def on_host(array: np.ndarray, target: Target) -> Any:
 
 @devices.explicit()
 def as_key(data: Any, entry: ArrayEntry) -> Any:
-    """Key data as a typed key. Raises `UnsupportedError` for an implementation that is not registered here."""
+    """Returns key data as a typed key. Raises `UnsupportedError` if JAX does not know the key implementation."""
     try:
         return jax.random.wrap_key_data(data, impl=entry.impl)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The initial state of a job, or only its shapes."""
+"""Makes the initial state of a job, or only the shapes of it, from the caller's function `init`."""
 
 import functools
 import logging
@@ -19,15 +19,15 @@ _ARRAY = object()
 
 
 class _Untraceable(Exception):
-    """Says why `init` cannot be traced, and whether tracing it has left tracers behind."""
+    """`init` cannot be traced. The text says why, `left_tracers` says if tracing left tracers in the program."""
 
     def __init__(self, why: str, *, left_tracers: bool = False):
         super().__init__(why)
         self.left_tracers = left_tracers
 
 
-class _Apart:
-    """The tree of `init` as `flax.split` gives it, with its JAX arrays apart from everything else."""
+class _SeparateArrays:
+    """The tree of `init` as `flax.split` returns it, with its JAX arrays in a list of their own."""
 
     def __init__(self, split: flax.Split):
         leaves, self._treedef = walk.flatten(split.tree)
@@ -43,13 +43,13 @@ class _Apart:
 
 
 class Initial:
-    """The template that `init` gives a resumed job: its tree with a `jax.ShapeDtypeStruct` for every JAX array.
+    """The template of a resumed job: the tree that `init` returns, with a `jax.ShapeDtypeStruct` for each JAX array.
 
-    `init` is traced, which computes nothing. If tracing fails, or leaves a tracer in a function or a static value of
-    the tree, `init` is called instead and a warning says so.
+    Treering traces `init`, which computes nothing. If tracing fails, or leaves a tracer in a function or a static
+    value of the tree, Treering calls `init` instead and logs a warning.
 
-    split: the tree without NNX graph objects, as `init` made it; see `flax.split`. `walked` is it, flattened.
-    called: whether `init` was called. Then the sharding of every array is known. A traced array has the sharding that
+    split: the tree without NNX graph objects, as `init` made it; see `flax.split`. `walked` is the same, flattened.
+    called: True if `init` was called. Then the sharding of every array is known. A traced array has the sharding that
         its type says, or none.
     """
 
@@ -62,19 +62,19 @@ class Initial:
             _log.warning("init cannot be traced, so it is called for the shapes of the state: %s", error)
             self.split, self.called = self._from_call(), True
         self.walked = walk.walk_split(self.split)
-        self.split = self.split._replace(objects={})  # which hold arrays, or tracers
+        self.split = self.split._replace(objects={})  # The objects would keep arrays or tracers alive.
 
     def _from_call(self) -> flax.Split:
         split = flax.split(self._init())
-        apart = _Apart(split)
-        if any(isinstance(array, core.Tracer) for array in apart.arrays):
+        separate = _SeparateArrays(split)
+        if any(isinstance(array, core.Tracer) for array in separate.arrays):
             walked = walk.walk_split(split)
             check_no_tracers(walked.paths, walked.leaves, "init")
-        return apart.with_arrays([_shape(array) for array in apart.arrays])
+        return separate.with_arrays([_shape(array) for array in separate.arrays])
 
     @functools.cached_property
     def places(self) -> Sequence[_place.Where]:
-        """The place of each leaf in the state that `init` returns, which is called for that if it was only traced."""
+        """The place of each leaf in the state that `init` returns. Calls `init` if it was only traced before."""
         split = self.split if self.called else self._from_call()
         if not self.called:
             _check_same(walk.walk(split.tree), self.walked)
@@ -83,49 +83,52 @@ class Initial:
 
 
 def first(init: Callable[[], Any], sharding: Any = None) -> Any:
-    """Returns what `init` returns, in the first job of a run; with a `sharding`, its JAX arrays are made there.
+    """Returns the state that `init` makes, for the first job of a run. With a `sharding`, JAX arrays are made there.
 
-    A resumed job takes the traced tree for its template. Raises `MismatchError` if tracing `init` gives another tree
-    than calling it. If `init` cannot be traced, its arrays are made first and moved then.
+    If `init` cannot be traced, its arrays are made first and moved afterwards.
+
+    Raises `MismatchError` if tracing `init` gives another tree than calling it. A resumed job would take the traced
+    tree for its template, so the first job fails at once instead.
     """
-    tree = init() if sharding is None else None  # first, so that what init caches holds arrays
+    tree = init() if sharding is None else None  # before tracing, so that whatever init caches holds arrays
     try:
         traced = _traced(init)
     except _Untraceable as error:
         _log.info("init cannot be traced, so a resumed job will call it: %s", error)
         if sharding is None:
-            if error.left_tracers:  # where arrays were
+            if error.left_tracers:  # Tracing put them where the first call had left arrays.
                 del tree
                 tree = init()
             return tree
-        apart = _Apart(flax.split(init()))
-        places = _array_places(sharding, apart.with_arrays([_shape(array) for array in apart.arrays]))
-        moved = [one if to is None else jax.device_put(one, to) for one, to in zip(apart.arrays, places, strict=True)]
-        return _joined(apart.with_arrays(moved))
+        separate = _SeparateArrays(flax.split(init()))
+        arrays = separate.arrays
+        places = _array_places(sharding, separate.with_arrays([_shape(array) for array in arrays]))
+        moved = [one if to is None else jax.device_put(one, to) for one, to in zip(arrays, places, strict=True)]
+        return _joined(separate.with_arrays(moved))
     if sharding is None:
         _check_same(walk.walk(flax.split(tree).tree), walk.walk(traced.tree))
         return tree
-    made: list[_Apart] = []
+    made: list[_SeparateArrays] = []
 
-    def arrays() -> list[Any]:
-        made[:] = [_Apart(flax.split(init()))]
+    def make_arrays() -> list[Any]:
+        made[:] = [_SeparateArrays(flax.split(init()))]
         return made[0].arrays
 
-    new = jax.jit(arrays, out_shardings=_array_places(sharding, traced))()
+    new = jax.jit(make_arrays, out_shardings=_array_places(sharding, traced))()
     return _joined(made[0].with_arrays(new))
 
 
 def _traced(init: Callable[[], Any]) -> flax.Split:
     """Returns the tree of `init` with a shape for every JAX array. Raises `_Untraceable`."""
-    made: list[_Apart] = []
+    made: list[_SeparateArrays] = []
 
-    def arrays() -> list[Any]:
-        made[:] = [_Apart(flax.split(init()))]
+    def make_arrays() -> list[Any]:
+        made[:] = [_SeparateArrays(flax.split(init()))]
         return made[0].arrays
 
     try:
-        shapes = jax.eval_shape(arrays)
-    except Exception as error:  # if tracing is not the reason, calling init fails again
+        shapes = jax.eval_shape(make_arrays)
+    except Exception as error:  # If `init` itself is at fault, it fails again when it is called, and that is raised.
         raise _Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     split = made[0].with_arrays(shapes)
     if holder := find_tracer([split.tree, split.graphdef, init]):
@@ -135,7 +138,7 @@ def _traced(init: Callable[[], Any]) -> flax.Split:
 
 
 def _array_places(sharding: Any, split: flax.Split) -> list[_place.Where]:
-    """Returns the place that `sharding` has for each JAX array of a template (see `_place.resolve`)."""
+    """Returns the place that `sharding` gives each JAX array of a template; see `_place.resolve`."""
     walked = walk.walk(split.tree)
     shaped = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in walked.leaves]
     places = _place.resolve(sharding, split.tree, walked.paths, walked.leaves, lambda: shaped)

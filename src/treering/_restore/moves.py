@@ -1,4 +1,7 @@
-"""Suggests rules that keep leaves which a checkpoint has under other paths, and say what to do with the rest."""
+"""Suggests rules for leaves that a checkpoint has under other paths than the template.
+
+The rules rename and copy these leaves. The suggestion also says what to do with the leaves that only one side has.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +27,10 @@ _T5 = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
 def moved(
     walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, reordered: bool
 ) -> Iterator[Cause]:
-    """Yields rules for all leaves that are found elsewhere; `reordered` says that containers are of another class."""
+    """Yields rules for all leaves that the checkpoint has under other paths.
+
+    reordered: True if containers of the two sides have different classes, as after an optax chain was reordered.
+    """
     if not all(is_plain(path, entries) for path in entries):
         return
     yield from _moved(walked, walked, entries, skeleton, policy, reordered)
@@ -45,8 +51,11 @@ def _moved(
     policy: Policy,
     reordered: bool,
 ) -> Iterator[Cause]:
-    """Yields rules that make a checkpoint's leaves those of `there`: the template, with levels for boxes if need be."""
-    most = 0
+    """Yields rules that turn the leaves of a checkpoint into those of `there`.
+
+    there: the template, as `walked` or with the levels that a format writes for boxes of Flax.
+    """
+    most = 0  # leaves that a spelling has found; another spelling has to find more to be worth a suggestion
     for text, calls in _spellings(entries, there.paths):
         try:
             leaves = renamed(calls, entries)
@@ -68,7 +77,7 @@ def _moved(
 
 
 def _spellings(entries: Mapping[str, Entry], paths: Sequence[str]) -> Iterator[tuple[str, list[Call]]]:
-    """Yields rules for all names that may have to come before others: none first."""
+    """Yields rules that change the spelling of all names, with a text that says why. The first has no rules."""
     yield "", []
     if any(_T5.match(path) for path in entries):
         from ..formats.t5_names import T5_TO_T5X
@@ -85,7 +94,11 @@ def _moves(found: Origins) -> bool:
 
 
 def _first(found: Origins) -> dict[str, str]:
-    """The path of the template for each leaf that is found; the others that have the same one are copies."""
+    """Returns the one path of the template that each found leaf moves to.
+
+    Several paths of the template may have the same origin. The leaf stays at its own path if that is one of them;
+    the other paths become copies.
+    """
     first = {there: path for path, there in found.sources.items() if path == there}
     for path, there in found.sources.items():
         if path not in found.copied:
@@ -94,7 +107,7 @@ def _first(found: Origins) -> dict[str, str]:
 
 
 def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> list[Call] | None:
-    """The rules that make each leaf of its origin; None for more of them than anyone would read."""
+    """Returns the rules that make each leaf of its origin, or None for more than `_MAX_CALLS` of them."""
     first = _first(found)
     leaves = wanted(walked)
     in_the_way = [path for path in entries if path in leaves and path not in first and not is_absent(entries[path])]
@@ -115,7 +128,7 @@ def _calls(walked: Walk, entries: Mapping[str, Entry], found: Origins) -> list[C
 
 
 def _texts(found: Origins) -> Iterator[str]:
-    """Says what is suggested and what may be meant instead."""
+    """Yields texts that say how the two sides differ, and which other reading is possible."""
     first = _first(found)
     heads = dict.fromkeys(differing_heads(there, path) for there, path in first.items() if there != path)
     for old, new in list(heads)[:2]:
@@ -130,13 +143,13 @@ def _texts(found: Origins) -> Iterator[str]:
         yield f"{path!r} may have been shared with {other!r}, or else it is new"
     counts = {path: first[there] for path, there in found.sources.items() if path in found.counted}
     for path, other in list(counts.items())[:1]:
-        yield f"{path!r} goes on from {other!r}" if path != other else f"{path!r} goes on"
+        yield f"{path!r} continues {other!r}" if path != other else f"{path!r} continues"
     for head in found.doubtful[:1]:
         yield f"what is below {head!r} would fit as well"
 
 
 def _gives(made: Leaves, leaves: Leaves, found: Origins, walked: Walk) -> bool:
-    """Returns whether rules make each leaf of its origin, and no other leaf of the template."""
+    """Returns True if the rules make each leaf of its origin, and make no other leaf of the template."""
     for path in wanted(walked):
         there = found.sources.get(path)
         if there is None and path in made and not is_absent(made[path].entry):
@@ -149,7 +162,10 @@ def _gives(made: Leaves, leaves: Leaves, found: Origins, walked: Walk) -> bool:
 def _cause(
     walked: Walk, names: Mapping[str, str], made: Leaves, found: Origins, texts: Sequence[str], calls: tuple[Call, ...]
 ) -> Cause:
-    """The rules, and globs of the template's own `names` and of what is left."""
+    """Returns the cause with its rules, and with globs for the leaves that only one side has.
+
+    names: the template's own path for each path of `walked`.
+    """
     skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
     known = set(walked.paths)
     missing = [names[path] for path in wanted(walked) if path not in found.sources]
@@ -164,7 +180,7 @@ def _cause(
 
 
 def _globs(paths: Sequence[str], everything: Iterable[str]) -> tuple[str, ...]:
-    """Globs that match these paths and no others: of whole containers, where they are all that is in them."""
+    """Returns globs that match these paths and no others, with one glob for a container if all its leaves are given."""
     inside = set(paths)
     mixed = {place for path in everything if path not in inside for place in above(path)}
     found: dict[str, None] = {}
@@ -175,7 +191,10 @@ def _globs(paths: Sequence[str], everything: Iterable[str]) -> tuple[str, ...]:
 
 
 def _copies(copies: Mapping[str, str], there: Sequence[str]) -> list[tuple[str, str]] | None:
-    """The sources and destinations: of containers, where all that is in one is copied. None for too many."""
+    """Returns the sources and destinations of copies, or None for more than `_MAX_CALLS` of them.
+
+    A container is one copy if all its leaves are copied.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for dst, src in copies.items():
         groups.setdefault(differing_heads(src, dst), []).append(dst)

@@ -1,6 +1,7 @@
-"""The states of optimizers within a tree: named tuples such as optax's ``ScaleByAdamState``.
+"""Finds the states of optimizers within a tree: named tuples such as optax's ``ScaleByAdamState``.
 
-The same state of another chain lies elsewhere. What lies in another class, or in another field, means something else.
+In another chain the same state has another path. A leaf of another class, or of another field, means something else,
+even if its shape is the same.
 """
 
 import collections
@@ -10,11 +11,16 @@ from typing import NamedTuple
 from .._core.leaf_paths import above, below
 from .._core.skeleton import Node, Skeleton, containers
 
-_COUNTS = frozenset(("count", "gradient_step"))  # of updates, which are the same in all states of one optimizer
+_COUNTS = frozenset(("count", "gradient_step"))  # fields that count updates, equal in all states of one optimizer
 
 
 class State(NamedTuple):
-    """Where a leaf lies: the kind of the innermost state, the state's path, and the leaf's path in it."""
+    """The innermost state that a leaf is in.
+
+    kind: the class of the state, or the names in it if classes are not known.
+    place: the path of the state.
+    rest: the path of the leaf within the state.
+    """
 
     kind: Hashable
     place: str
@@ -22,19 +28,19 @@ class State(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The name of the state's field in which the leaf lies."""
+        """The name of the state's field that contains the leaf."""
         return self.rest.partition("/")[0]
 
     @property
     def is_count(self) -> bool:
-        """Whether the leaf counts updates."""
+        """True if the leaf counts updates."""
         return self.field in _COUNTS
 
 
 class States:
     """The states of a template and of a checkpoint, by the paths of their leaves.
 
-    Their kind is the class, or the names in them if one side has no classes.
+    The kind of a state is its class. If one side does not record classes, it is the set of the names in the state.
     """
 
     def __init__(self, template: Iterable[str], like: Skeleton, found: Iterable[str], skeleton: Skeleton | None):
@@ -53,7 +59,7 @@ class States:
         self.template, self.found = _states(template, ours), _states(found, theirs)
 
     def may_become(self, found: str, wanted: str) -> bool:
-        """Returns whether a leaf of the checkpoint means the same as a leaf of the template, as far as states go."""
+        """Returns False if their states show that the leaves of the two sides differ in meaning."""
         theirs, ours = self.found.get(found), self.template.get(wanted)
         if theirs and ours:
             alike = theirs.kind == ours.kind
@@ -72,7 +78,7 @@ class States:
 
 
 def grouped(states: Mapping[str, State]) -> dict[tuple[Hashable, str], dict[str, str]]:
-    """The leaves of each state: its kind and path, and the leaves' paths by those within it."""
+    """Returns the leaves of each state: for its kind and path, the leaves' paths by their paths within the state."""
     groups: dict[tuple[Hashable, str], dict[str, str]] = {}
     for path, state in states.items():
         groups.setdefault((state.kind, state.place), {})[state.rest] = path
@@ -80,12 +86,15 @@ def grouped(states: Mapping[str, State]) -> dict[tuple[Hashable, str], dict[str,
 
 
 def _is_state(names: frozenset[str]) -> bool:
-    """Whether a container without a class has the names of a state: NNX and state dicts keep no more of one."""
+    """Returns True if a container without a class has the names of a state; NNX and state dicts keep only these."""
     return not names.isdisjoint(_COUNTS) or "trace" in names
 
 
 def _classes(skeleton: Skeleton) -> dict[str, str]:
-    """The classes of states, by path. By convention their names end in State; parameters may be named tuples too."""
+    """Returns the classes of states, by path.
+
+    Parameters may be named tuples too. By convention only the classes of states have names that end in State.
+    """
     return {
         path: node.name
         for _, path, node in containers(skeleton)
@@ -94,7 +103,7 @@ def _classes(skeleton: Skeleton) -> dict[str, str]:
 
 
 def _names(paths: Collection[str]) -> dict[str, frozenset[str]]:
-    """The names in each container."""
+    """Returns the names in each container, by its path."""
     found: dict[str, set[str]] = collections.defaultdict(set)
     for path in paths:
         for place in ("", *above(path)):

@@ -1,4 +1,4 @@
-"""The keyword arguments of restoring, as type checkers see them."""
+"""Declares the keyword arguments of a restore for type checkers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -29,7 +29,7 @@ class RestoreOptions(ReadOptions, total=False):
 
 
 def check(options: Mapping[str, Any], call: str) -> None:
-    """Raises `TypeError` for an unknown option of restoring, even where nothing is restored yet."""
+    """Raises `TypeError` for an unknown option, so that a job fails at its start and not at its first restore."""
     known = RestoreOptions.__required_keys__ | RestoreOptions.__optional_keys__
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"{call} has no argument {', '.join(unknown)}; expected {', '.join(sorted(known))}")

@@ -1,4 +1,4 @@
-"""Finds the leaves of a template that a checkpoint has under other paths."""
+"""Finds the leaves of a template that a checkpoint has under other paths, for the suggestion in an error."""
 
 import collections
 import re
@@ -29,18 +29,21 @@ from .targets import Differs, target_of
 
 _MAX_COMPARED_LEAVES = 20_000
 _MAX_ALIKE = 20  # leaves of the checkpoint that are compared for each end of a path
-_MOST = 0.9  # of the parameters that one side has alone: a level of as many can have another name
+_MIN_RENAMED_SHARE = 0.9  # of the parameters that only one side has; a level that holds as many may be renamed
 _POSITIONS = re.compile(r"pos|wpe|type|segment|patch|time", re.IGNORECASE)  # embeddings that no head is tied to
 _HEAD = re.compile(r"head|logits|unemb|output|decod|classif", re.IGNORECASE)
 _EMBEDDING = re.compile(r"emb|wte|token|vocab|lookup|shared", re.IGNORECASE)
 
 
 class Origins(NamedTuple):
-    """The path in the checkpoint for paths of the template.
+    """The origin of each leaf of a template, as far as it is clear.
 
-    `untied` are paths with the one that they probably shared their array with when it was saved; `copied` are all that
-    begin as copies for that reason, `turned` those of them that are transposed. `counted` are counts of updates, which
-    the checkpoint has for something else. `doubtful` are beginnings of other paths that fit as well.
+    sources: the path in the checkpoint, by the path in the template.
+    untied: a leaf that probably shared the array of another leaf when it was saved, with the path of that leaf.
+    copied: all leaves that become copies because of `untied`, including those of optimizer states.
+    turned: those of `copied` that are transposed.
+    counted: counts of updates that take the value of another count.
+    doubtful: beginnings of other paths that would match as well.
     """
 
     sources: dict[str, str]
@@ -65,7 +68,7 @@ class _Search:
         self.doubtful: list[str] = []
 
     def fits(self, path: str, found: str) -> bool:
-        """Whether the template's leaf can be made of the checkpoint's."""
+        """Returns True if the template's leaf can be made of the checkpoint's."""
         try:
             target_of(path, self.leaves[path], self.entries[found], self.dtype, numbers_are_arrays=True)
         except Differs:
@@ -76,13 +79,16 @@ class _Search:
         return [path for path in self.leaves if path not in self.sources]
 
     def in_place(self) -> None:
-        """Leaves under the same path."""
+        """Finds leaves under the same path."""
         for path in self.leaves:
             if path in self.entries and self.states.may_become(path, path) and self.fits(path, path):
                 self.sources[path] = path
 
     def in_states(self) -> None:
-        """Leaves of states of the same kind: of the only one that has them, or of the one whose path is most alike."""
+        """Finds leaves of optimizer states in states of the same kind.
+
+        If several states of that kind have the leaf, the one with the most similar path is the origin.
+        """
         ours, theirs = grouped(self.states.template), grouped(self.states.found)
         used = set(self.sources.values())
         claims: dict[str, list[str]] = collections.defaultdict(list)
@@ -102,13 +108,13 @@ class _Search:
                 if len(best) == 1:
                     claims[others[best[0]][rest]].append(path)
         for found, paths in claims.items():
-            if len(paths) == 1:  # or it is not known whose it is
+            if len(paths) == 1:  # If several leaves claim one origin, it is unknown which of them it belongs to.
                 self.sources[paths[0]] = found
         for (kind, place), leaves in ours.items():
             others = {at: there for (other, at), there in theirs.items() if other == kind}
             arrays = [path for path in leaves.values() if _rank(self.leaves[path])]
             origins = {self.sources[path] for path in arrays if path in self.sources}
-            if arrays and not origins:  # a state that starts over begins with its own numbers
+            if arrays and not origins:  # A new state starts with its own count, not with the count of another state.
                 continue
             for rest, path in leaves.items():
                 having = [
@@ -123,7 +129,10 @@ class _Search:
                     self.sources[path] = others[best[0]][rest]
 
     def with_levels(self) -> None:
-        """Leaves whose paths have more or fewer levels, or parts of a name, in one place."""
+        """Finds leaves whose paths have more or fewer names, or another name, in one place at their beginning.
+
+        Each pair of beginnings gets a vote from every leaf that it would explain, and those with most votes come first.
+        """
         used = set(self.sources.values())
         rest = self.rest()[:_MAX_COMPARED_LEAVES]
         by_end: dict[str, list[str]] = collections.defaultdict(list)
@@ -134,13 +143,13 @@ class _Search:
         votes: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
         for path in rest:
             for end in ends(path):
-                near = False
+                has_voted = False
                 for found in by_end.get(end, ())[:_MAX_ALIKE]:
                     heads = found[: len(found) - len(end)], path[: len(path) - len(end)]
                     if may_be_levels(*heads) and self.states.may_become(found, path) and self.fits(path, found):
                         votes[heads][path] = found
-                        near = True
-                if near:
+                        has_voted = True
+                if has_voted:  # Shorter ends have less in common with the path.
                     break
         series = {numberless(head) for path in self.sources if self.sources[path] == path for head in _heads(path)}
         moved: set[str] = set()
@@ -148,12 +157,15 @@ class _Search:
         theirs = sum(path not in self.states.found and path not in used for path in self.entries)
         for heads, pairs in sorted(votes.items(), key=lambda vote: (-len(vote[1]), *map(is_average, vote[0]))):
             old, new = heads
-            # An average is not what it is of; and where other layers stay, one does not take the place of another.
+            # An average of the parameters is not an origin of the parameters. While other layers of a series keep their
+            # numbers, one layer does not move to the number of another.
             if (old and new and is_copy(old) != is_copy(new)) or (
                 is_renumbered(old, new) and numberless(old) in series
             ):
                 continue
-            are_most = len(pairs) >= min(ours, theirs) * _MOST and (len(pairs) > 1 or moved.intersection(heads))
+            are_most = len(pairs) >= min(ours, theirs) * _MIN_RENAMED_SHARE and (
+                len(pairs) > 1 or moved.intersection(heads)
+            )
             if not are_most and not is_level(old, new):
                 continue
             moved.update(heads)
@@ -169,7 +181,10 @@ class _Search:
                     theirs -= found not in self.states.found
 
     def counts(self) -> None:
-        """Counts of updates that the template has more of, such as that of a new schedule."""
+        """Finds an origin for counts of updates that only the template has, such as the count of a new schedule.
+
+        All counts of one optimizer are equal, so another count of it says the value.
+        """
         places = {found: path for path, found in self.sources.items()}
         inside = collections.Counter(one.place for one in self.states.found.values())
         for path in self.rest():
@@ -178,7 +193,7 @@ class _Search:
                 continue
             names = self.states.names[state.place]
             if len(names) > 1 and names.isdisjoint(("hyperparams", "gradient_step")):
-                continue  # such as that of an average, which corrects its bias by it
+                continue  # Such a state uses the count itself: a new average corrects its bias by its own count.
             having = {
                 places.get(found, found): found
                 for found, one in self.states.found.items()
@@ -193,7 +208,7 @@ class _Search:
                 self.counted.add(path)
 
     def shared(self) -> None:
-        """A matrix that was another one when the checkpoint was saved, as a head that was tied to an embedding."""
+        """Finds matrices that were one array with another when saved, such as a head that was tied to an embedding."""
         rest = [path for path in self.rest() if path not in self.states.template]
         for path in rest:
             shape = _shape(self.leaves[path])
@@ -246,7 +261,7 @@ def origins(walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | Non
 
 
 def wanted(walked: Walk) -> dict[str, Any]:
-    """The template's leaves that take something from a checkpoint."""
+    """Returns the template's leaves that take something from a checkpoint, by path."""
     pairs = zip(walked.paths, walked.leaves, strict=True)
     return {path: leaf for path, leaf in pairs if leaf is not None and leaf is not ... and not is_function(leaf)}
 
@@ -256,7 +271,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _heads(path: str) -> Iterator[str]:
-    """What a path begins with, to the end of each of its names."""
+    """Yields the beginnings of a path, up to the end of each of its names."""
     names = names_of(path)
     return ("".join(names[:n]) for n in range(1, len(names) + 1))
 

@@ -1,4 +1,4 @@
-"""Levels of paths that a checkpoint and a template have otherwise, in the same way in many places."""
+"""Suggests a cause when the paths of a checkpoint and of a template differ by the same levels in many places."""
 
 import collections
 import itertools
@@ -12,8 +12,8 @@ from .policy import Policy
 from .suggestion import Call, Cause, is_plain
 
 _SAMPLE = 8  # missing leaves that are compared with all others
-_MAX_COMPARED_LEAVES = 5000  # other leaves that they are compared with
-_TRIED = 6  # suggestions
+_MAX_COMPARED_LEAVES = 5000  # other leaves that each of the sample is compared with
+_TRIED = 6  # suggestions that are tried at most, as each applies rules to all leaves
 _NUMBER = re.compile(r"\d+")
 
 
@@ -38,7 +38,7 @@ def elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: Policy) -> lis
     series = {numberless(path) for path in wanted if path in entries}
 
     def is_one_of_many(change: tuple[str, ...]) -> bool:
-        """Whether a layer would take the place of another one of several, of which the rest stay where they are."""
+        """Returns True if the change would renumber one layer of a series whose other layers keep their numbers."""
         return is_renumbered(*change[-2:]) and any(numberless(change[-2]) in path for path in series)
 
     likely = sorted(
@@ -49,7 +49,10 @@ def elsewhere(walked: Walk, entries: Mapping[str, Entry], policy: Policy) -> lis
 
 
 def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The changes that may have turned `found` into `wanted`: kind and parts of each; the number of equal names."""
+    """Yields the changes that may have turned `found` into `wanted`.
+
+    Each is the kind of the change with its details, and the number of names that the two paths have in common.
+    """
     a, b = wanted.split("/"), found.split("/")
     shorter = min(len(a), len(b))
     if found.endswith(f"/{wanted}"):
@@ -82,7 +85,10 @@ def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def _change(kind: str, *said: str, ruled: bool) -> Cause:
-    """The cause that a change points to."""
+    """Returns the cause for a change that `_changes` has found, with the arguments that undo it.
+
+    ruled: True if the caller gave rules. An `at=` would change the paths that these see, so another rule is suggested.
+    """
     if kind in ("at", "below"):
         levels = said[0].count("/") + 1
         more = f"has {'one level' if levels == 1 else f'{levels} levels'} more"
@@ -99,7 +105,7 @@ def _change(kind: str, *said: str, ruled: bool) -> Cause:
     if kind == "end":
         text = f"each path of the {'checkpoint' if old else 'template'} has {old or new!r} at its end"
         if old in ("value", "raw_value"):
-            text = f"it looks like Flax NNX or partitioned Linen, of which others save a level {old!r} for each leaf"
+            text = f"it looks like Flax NNX or partitioned Linen, where other libraries save a level {old!r} per leaf"
         call = Call.of("rename", f"/{re.escape(old)}$", "") if old else Call.of("rename", "$", f"/{_literal(new)}")
         return Cause(text, rules=(call,))
     if kind == "numbered":

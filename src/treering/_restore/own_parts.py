@@ -1,4 +1,4 @@
-"""A part of a tree that only one side has, or that differs as a whole: a new head, another optimizer."""
+"""Suggests a cause when all differences are in one part of the tree, such as a new head or another optimizer."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from .suggestion import Call, Cause, is_plain
 
 
 def own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Difference]) -> Iterator[Cause]:
-    """A part of the tree in which all differences lie: a new head, another optimizer."""
+    """Yields causes for a part of the tree that contains all differences, such as a new head or another optimizer."""
     if len(differences) < 2:
         return
     paths = [one.path for one in differences]
@@ -24,15 +24,16 @@ def own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Differ
         inside = [path for path in everything if matches(path, glob)]
         if len(inside) == len(everything):
             continue
-        text = f"all of it lies below {place!r}, where the template can keep its own"
+        text = f"all differences are below {place!r}, where the template can keep its own"
         if all(one.found in ABSENT for one in leaves):
             part = "a part of " if any(path in entries for path in inside) else ""
             yield Cause(f"the checkpoint lacks {part}{place!r}", missing=(glob,))
         elif all(one.expected in ABSENT for one in leaves):
             part = "a part of " if any(matches(path, glob) for path in walked.paths) else ""
             yield Cause(f"the template lacks {part}{place!r}", extra=(glob,))
-        whole = len(leaves) < len(differences) or not fitting.intersection(inside)
-        if whole and all(is_plain(path, entries) for path in inside):
+        # Dropping the checkpoint's part would also lose leaves in it that match, so it is suggested only without any.
+        differs_entirely = len(leaves) < len(differences) or not fitting.intersection(inside)
+        if differs_entirely and all(is_plain(path, entries) for path in inside):
             there = any(matches(path, glob) for path in walked.paths)
             own = text if there else f"the template lacks {place!r}"
             yield Cause(own, rules=(Call.of("drop", glob),), missing=(glob,) if there else ())
@@ -43,7 +44,7 @@ def own(walked: Walk, entries: Mapping[str, Entry], differences: Sequence[Differ
 
 
 def _globs(paths: Sequence[str], everything: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The names that all the paths have in common, and a glob for each."""
+    """Yields the containers that all these paths are in, and a glob for each."""
     parts = [path.split("/") for path in paths]
     head: list[str] = []
     for names in zip(*parts, strict=False):
@@ -61,5 +62,5 @@ def _globs(paths: Sequence[str], everything: Collection[str]) -> Iterator[tuple[
 
 
 def _is_all(place: str, around: str, everything: Collection[str]) -> bool:
-    """Whether a container has nothing but another."""
+    """Returns True if everything in the container `around` is in the container `place`."""
     return all(below(path, place) is not None for path in everything if below(path, around) is not None)

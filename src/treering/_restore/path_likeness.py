@@ -1,4 +1,4 @@
-"""What two paths have in common, by their names: at the beginning, at the end, or with more in one place."""
+"""Compares paths by their names: what they have in common at the beginning and at the end, and what differs."""
 
 import itertools
 import re
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 _BOUNDARY = re.compile(r"/|\.|~1")
 _AVERAGE = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa|mu|nu|target)(?:$|[/._])", re.IGNORECASE)
 _COPY = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa)(?:$|[/._])", re.IGNORECASE)
-_NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with what ends it
+_NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with the separator after it
 
 
 def ends(path: str) -> Iterator[str]:
-    """The ends of a path, the longest first."""
+    """Yields the ends of a path, the longest first, which is the path itself."""
     yield path
     for found in _BOUNDARY.finditer(path):
         yield path[found.end() :]
 
 
 def is_copy(head: str) -> bool:
-    """Returns whether a path begins as that of an average of the parameters, which has their names and shapes."""
+    """Returns True if a path begins like that of an average of the parameters, which has their names and shapes."""
     return _COPY.search(head) is not None
 
 
 def is_average(head: str) -> bool:
-    """Returns whether a path begins as that of something that is computed of the parameters."""
+    """Returns True if a path begins like that of something computed from the parameters: an average or a moment."""
     return _AVERAGE.search(head) is not None
 
 
@@ -42,12 +42,13 @@ def is_level(old: str, new: str) -> bool:
 
 
 def common(a: str, b: str) -> str:
-    """What two paths begin with, to the end of a name."""
+    """Returns the beginning that two paths have in common, up to the end of a name."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     return a[: max((found.end() for found in _BOUNDARY.finditer(a[:same])), default=0)]
 
 
 def lead(a: str, b: str) -> int:
+    """Returns the number of names that two paths have in common at their beginning."""
     return _alike(a.split("/"), b.split("/"))
 
 
@@ -56,12 +57,15 @@ def _alike(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def is_near(a: str, b: str) -> bool:
-    """Whether two leaves can be those of one optimizer: below one name, or in a tree that is the optimizer's."""
+    """Returns True if two leaves may belong to one optimizer.
+
+    They do if their paths begin with the same name, or if the entire tree may be that of the optimizer.
+    """
     return lead(a, b) > 0 or a.partition("/")[0].isdecimal() or "/" not in a or "/" not in b
 
 
 def most_alike(place: str, places: Sequence[str]) -> list[str]:
-    """The places that have most names in common with one, at the beginning and at the end."""
+    """Returns those of `places` that have the most names in common with `place`, at the beginning and at the end."""
     names = place.split("/")
 
     def alike(other: str) -> tuple[int, int]:
@@ -78,13 +82,13 @@ def numberless(path: str) -> str:
 
 
 def is_renumbered(old: str, new: str) -> bool:
-    """Returns whether two paths differ in their numbers alone; 00 and 0 are the same."""
+    """Returns True if two paths differ, and only in their numbers; 00 and 0 are the same number."""
     numbers = ([int(number) for number in re.findall(r"\d+", path)] for path in (old, new))
     return numberless(old) == numberless(new) and next(numbers) != next(numbers)
 
 
 def differing_heads(there: str, path: str) -> tuple[str, str]:
-    """What is different at the beginnings of two paths, to the end of a name."""
+    """Returns the beginnings of two paths without the names that they have in common at their ends."""
     a, b = names_of(there), names_of(path)
     same = 0
     while same < min(len(a), len(b)) and a[-1 - same] == b[-1 - same]:

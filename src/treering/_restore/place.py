@@ -1,4 +1,4 @@
-"""Makes JAX arrays of host arrays: chooses the sharding of each, and transfers them in one batch."""
+"""Makes JAX arrays of host arrays: chooses the sharding of each array, and transfers them in one batch."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from .._pytree import flax, jax_private
 from .._pytree.walk import flatten
 from ..errors import MismatchError
 
-Where = Sharding | None  # None: the default device, uncommitted
+Where = Sharding | None  # None stands for the default device; JAX may move such an uncommitted array
 IN_JAX = ("jax", "key")  # values of `Target.make` that give a JAX array
 _MAX_LINES = 20  # arrays that an error names
 UNCOMMITTED = object()  # a wish for the default device
@@ -26,8 +26,8 @@ def resolve(
 ) -> list[Where]:
     """Returns the place of every leaf.
 
-    wish: what the caller passed; see `wishes`.
-    arrays: gives shaped things, and None for leaves that are no arrays.
+    wish: what the caller passed as `sharding=`; see `wishes`.
+    arrays: returns for each leaf an object with the shape and dtype, and None for a leaf that is not an array.
     """
     return concrete(wishes(wish, template, paths, leaves, arrays), paths, arrays)
 
@@ -35,10 +35,12 @@ def resolve(
 def wishes(
     wish: Any, template: Any, paths: Sequence[str], leaves: Sequence[Any], arrays: Callable[[], Sequence[Any]]
 ) -> list[Any]:
-    """Returns for every leaf the sharding or `PartitionSpec` that is wished for, or None.
+    """Returns for every leaf the sharding or `PartitionSpec` that the caller wishes, or None.
 
     wish: None (the template's own), one sharding or `PartitionSpec`, a function of (path, shape, dtype), or a pytree of
-        such that is a prefix of the template.
+        shardings that is a prefix of the template.
+
+    Raises `MismatchError` for anything else.
     """
     if wish is None:
         boxed = (flax.partitioning(template) if ambient_mesh() else None) or [None] * len(leaves)
@@ -59,13 +61,13 @@ def wishes(
 
 
 def concrete(wished: Sequence[Any], paths: Sequence[str], arrays: Callable[[], Sequence[Any]]) -> list[Where]:
-    """Returns the places that are wished for, on real devices; without a wish the mesh that is set, if any.
+    """Returns the place of every leaf on real devices: as wished, or else on the mesh that is set, if any.
 
-    Raises `MismatchError` for what is no place, and for arrays that cannot be spread as wished.
+    Raises `MismatchError` for a wish that is not a place, and for arrays that JAX cannot spread as wished.
     """
     mesh = ambient_mesh()
-    known: dict[Where, Where] = {}  # so that equal ones are one, though JAX makes one for each array
-    meant: dict[Any, Where] = {}  # by shardings that were wished for
+    known: dict[Where, Where] = {}  # JAX makes a sharding for each array; here equal ones become one object
+    meant: dict[Any, Where] = {}  # places by the sharding that was wished
     places: list[Where] = []
     for one, path in zip(wished, paths, strict=True):
         if one is None and mesh is None:
@@ -84,9 +86,12 @@ def concrete(wished: Sequence[Any], paths: Sequence[str], arrays: Callable[[], S
 
 
 def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Raises `MismatchError` for arrays that JAX cannot spread as wished: of other ranks, or not evenly divisible."""
+    """Raises `MismatchError` for arrays that JAX cannot spread as wished.
+
+    Such an array has too few axes for the spec, or an axis that the mesh does not divide evenly.
+    """
     problems: list[str] = []
-    ranks: dict[PartitionSpec, int] = {}  # of specs that have too many axes for some array
+    ranks: dict[PartitionSpec, int] = {}  # axes that each spec needs which has too many for some array
     for place, path, array in zip(places, paths, arrays, strict=True):
         if array is not None and isinstance(place, NamedSharding):
             try:
@@ -109,8 +114,8 @@ def _check_shapes(places: Sequence[Where], paths: Sequence[str], arrays: Sequenc
 
 
 def _own(leaf: Any) -> Any:
-    """The template's own sharding; an uncommitted array stays uncommitted, whatever mesh is set."""
-    if type(leaf) is np.ndarray:  # first, for asking whether it is one of JAX's takes long
+    """Returns the template's own sharding, or None. An uncommitted array stays uncommitted, even if a mesh is set."""
+    if type(leaf) is np.ndarray:  # tested first, because the test for an array of JAX is slow
         return None
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return UNCOMMITTED
@@ -121,13 +126,16 @@ def ambient_mesh() -> Any:
     """Returns the mesh that `jax.set_mesh` has set, or None."""
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # within a trace, such as that of an `init` which itself restores something
+    except ValueError:  # raised while JAX traces, for example an `init` that restores something itself
         return None
     return None if mesh.empty else mesh
 
 
 def _concrete(wish: Any, mesh: Any, path: str) -> Where:
-    """A sharding on real devices: specs and abstract meshes are taken to the mesh that is set."""
+    """Returns a sharding on real devices. A spec or an abstract mesh refers to the mesh that is set.
+
+    Raises `MismatchError` if no mesh is set for it, if it does not fit the mesh, and for anything but a sharding.
+    """
     if wish is UNCOMMITTED:
         return None
     if wish is None:
@@ -148,7 +156,10 @@ def _concrete(wish: Any, mesh: Any, path: str) -> Where:
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
-    """A JAX array to be made of one host array per box; of none when all its devices are other processes'."""
+    """A JAX array that is still to be made, of one host array per box.
+
+    It needs no host array here if all its devices belong to other processes.
+    """
 
     where: Any
     shape: tuple[int, ...]
@@ -159,18 +170,18 @@ class Item(msgspec.Struct, frozen=True, gc=False):
 
 @functools.lru_cache(maxsize=1024)
 def one_device(where: Sharding) -> Any:
-    """The device where an array with this sharding is one buffer; None if there are several, or another process's."""
+    """Returns the device if an array with this sharding is one buffer on a device of this process, or else None."""
     one = isinstance(where, SingleDeviceSharding) or where.num_devices == 1
     return next(iter(where.device_set)) if one and where.is_fully_addressable else None
 
 
 def of_key_data(where: Where) -> Where:
-    """The sharding of the data of typed keys, which has one more axis; None where that cannot be known."""
+    """Returns the sharding for the data of typed keys, which have one more axis, or None if it cannot be derived."""
     return where if where is None or isinstance(where, NamedSharding) or one_device(where) else None
 
 
 def boxes(where: Where, shape: tuple[int, ...]) -> list[Box]:
-    """The distinct boxes of an array that the devices of this process need."""
+    """Returns the distinct boxes of an array that the devices of this process need."""
     if where is None:
         return [whole(shape)]
     indices = where.addressable_devices_indices_map(shape).values()
@@ -178,26 +189,27 @@ def boxes(where: Where, shape: tuple[int, ...]) -> list[Box]:
 
 
 def put(items: Sequence[Item]) -> list[jax.Array]:
-    """Makes the JAX arrays, of adopted instead of copied memory where the backend can."""
+    """Makes the JAX arrays. A backend that can adopts the memory of the host arrays instead of copying it."""
     if not items:
         return []
     put_shards = jax_private.put_shards()
     try:
         return _put_publicly(items) if put_shards is None else _put_quickly(items, put_shards)
-    except (AttributeError, TypeError):  # it is another function by now
+    except (AttributeError, TypeError):  # This version of JAX has changed the private function.
         return _put_publicly(items)
 
 
 def _put_quickly(items: Sequence[Item], put_shards: Callable[..., jax.Array]) -> list[jax.Array]:
-    """Puts arrays by the function in which `jax.device_put` ends, which takes a tenth of the time.
+    """Makes the arrays with the private function that `jax.device_put` calls last, in a tenth of the time.
 
-    Of 5,000 small arrays, the way there costs 65 of 75 ms. It makes sharded and weakly typed arrays in one go.
+    For 5,000 small arrays, `jax.device_put` spends 65 of 75 ms before it calls that function. The function also makes
+    sharded and weakly typed arrays directly.
     """
     free = jax.device_put(np.zeros(0, np.int8)).sharding
     out: list[jax.Array] = []
     last, device = free, one_device(free)
     alike, aval = items[0], _aval(items[0].shape, items[0].dtype, items[0].weak, free)
-    for item in items:  # of which thousands may be alike and go to one device
+    for item in items:  # Thousands in a row may have one shape and one device, so the last type is reused.
         where = free if item.where is None else item.where
         moved = where is not last
         if moved:
@@ -244,12 +256,12 @@ def _aval(shape: tuple[int, ...], dtype: np.dtype[Any], weak: bool, where: Shard
 
 
 def _weaken(array: jax.Array) -> jax.Array:
-    """An array, given a weak type, for which JAX has no public way either."""
+    """Returns the array with a weak type. JAX has no public function for that either."""
     return _remade(array, weak=True, committed=array.committed)
 
 
 def uncommitted(array: jax.Array) -> jax.Array:
-    """Returns an array that stays where it is and that JAX may move, for which JAX has no public way."""
+    """Returns the array uncommitted: it stays where it is, and JAX may move it. JAX has no public function for that."""
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))

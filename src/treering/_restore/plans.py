@@ -35,10 +35,13 @@ _OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar"
 
 
 class Plan(NamedTuple):
-    """The fate of each leaf, known before anything is read; `asked` are the paths that the template asks for.
+    """What each leaf becomes, decided before anything is read. Leaves are known by their position in `paths`.
 
-    `layouts` has the layouts of arrays that are not row-major. `uncommitted` are arrays that have a device without
-    being committed to it. `aliases` maps a leaf to the earlier one that is the same array object.
+    asked: returns the paths of the leaves that the template wants from the checkpoint.
+    build: makes the tree of the leaves' values.
+    layouts: the layouts of arrays that are not row-major.
+    uncommitted: the arrays that have a device without being committed to it.
+    aliases: maps a leaf to the earlier leaf that is the same array object.
     """
 
     source: Source
@@ -54,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def without_template(source: Source, policy: Policy, name: str, sharding: Any) -> Plan:
-    """Plans nested containers of NumPy arrays, or of JAX arrays where `sharding` says."""
+    """Plans nested containers of NumPy arrays, or of JAX arrays at the places that `sharding` says."""
     entries, skeleton = source.entries, source.skeleton
     as_saved = isinstance(sharding, str)
     to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
@@ -74,7 +77,10 @@ def without_template(source: Source, policy: Policy, name: str, sharding: Any) -
 
 
 def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> Plan:
-    """Plans a tree shaped like `like`. An `Initial` resumes a job: saved kinds and places override the template's."""
+    """Plans a tree shaped like `like`.
+
+    An `Initial` as `like` means that a job is resumed: kinds and places are those that were saved, not the template's.
+    """
     split = like.split if isinstance(like, Initial) else flax.split(like)
     walked = like.walked if isinstance(like, Initial) else walk.walk_split(split)
     check_no_tracers(walked.paths, walked.leaves, name)
@@ -119,7 +125,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
 
 
 def _cast(source: Source, entries: Mapping[str, Entry]) -> frozenset[str]:
-    """Returns the leaves that were saved in another dtype than they had, by the argument `dtype` of the save."""
+    """Returns the paths of the leaves that the save cast to another dtype because of its argument `dtype`."""
     records = ((path, source.sharding(entry)) for path, entry in entries.items() if isinstance(entry, ArrayEntry))
     return frozenset(path for path, record in records if record and record.get("cast"))
 
@@ -127,7 +133,11 @@ def _cast(source: Source, entries: Mapping[str, Entry]) -> frozenset[str]:
 def _with_places(
     plan: Plan, walked: walk.Walk, template: Any, sharding: Any, initial: Initial | None, name: str
 ) -> Plan:
-    """Returns the plan with the place of each leaf: what `sharding` says, else what was saved, else the template's."""
+    """Returns the plan with the place of each leaf.
+
+    A place that `sharding` gives comes first. A resumed job and ``sharding='saved'`` then take the saved place. The
+    place in the template comes last.
+    """
     paths, leaves, targets = walked.paths, walked.leaves, plan.targets
     entries = [plan.entries.get(path) for path in paths]
     arrays = functools.cache(lambda: [_shaped(target) for target in plan.targets])
@@ -137,7 +147,7 @@ def _with_places(
         sharding, template, paths, leaves, arrays if initial else lambda: [_on_request(target) for target in targets]
     )  # fmt: skip
     if as_saved or initial:
-        recorded = as_saved or records_kinds(plan.source)  # of a foreign format, init says where arrays go
+        recorded = as_saved or records_kinds(plan.source)  # A foreign format records no places, so `init` says them.
         saved = saved_places.saved_places(
             plan.source, entries if recorded else [None] * len(entries), targets, exactly=not as_saved
         )
@@ -163,9 +173,9 @@ def _with_places(
 
 
 def _moved(plan: Plan, wishes: Sequence[Any], name: str) -> list[Target]:
-    """Returns the targets, in JAX for the NumPy leaves of the template that `sharding` places.
+    """Returns the targets; a NumPy leaf of the template becomes a JAX array if `sharding` gives it a place.
 
-    Raises `MismatchError` for a dtype that JAX does not have.
+    Raises `MismatchError` for a dtype that JAX lacks.
     """
     targets = list(plan.targets)
     differences: list[Difference] = []
@@ -183,15 +193,18 @@ def _moved(plan: Plan, wishes: Sequence[Any], name: str) -> list[Target]:
 
 
 def _on_request(target: Target) -> Any:
-    """Returns the shape and dtype of an array for a function that is passed as `sharding`, or None."""
+    """Returns the shape and dtype that a function passed as `sharding` sees, or None if the leaf is not an array.
+
+    It sees NumPy leaves too, because it may move them to JAX.
+    """
     if target.make in _NUMPY and target.entry is not None:
         return _shape_and_dtype(target.entry.shape, target.dtype)
     return _shaped(target)
 
 
 def _with_aliases(plan: Plan) -> Plan:
-    """Returns the plan with one array for all leaves that were one JAX array, and that go to one place."""
-    if isinstance(plan.source, View):
+    """Returns the plan with one array for all leaves that were one JAX array when saved and go to one place."""
+    if isinstance(plan.source, View):  # Rules may have made different leaves of one array.
         return plan
     arrays = [n for n, target in enumerate(plan.targets) if target.make in _place.IN_JAX and target.entry is not None]
     first: dict[Any, int] = {}
@@ -217,7 +230,7 @@ def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) 
         _log.log(
             logging.WARNING if resumed else logging.INFO,
             "%s: %d static values differ from those of the job that saved: %s; the program's are kept, because static "
-            "values are a part of it. Keep what changes during training in an array or a Variable",
+            "values are a part of the program. Keep a value that changes during training in an array or a Variable",
             name,
             len(found),
             few(tuple(found)),
@@ -225,12 +238,12 @@ def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) 
 
 
 def _asks(leaf: Any) -> bool:
-    """Whether a leaf of a template asks for something of the checkpoint."""
+    """Returns True if a leaf of a template takes something from the checkpoint."""
     return leaf is not None and leaf is not ... and not is_function(leaf)
 
 
 def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:
-    """Whether all of a template lies at a level, and nothing of what was found."""
+    """Returns True if all paths of a template are below `level`, and no path in the checkpoint is."""
     here = [below(path, level) is not None for path in template]
     return bool(here) and all(here) and all(below(path, level) is None for path in found)
 
@@ -249,7 +262,7 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: S
 
 
 def _as_seen(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
-    """An array with the shape that its user sees: of typed keys, the data has one more axis."""
+    """Returns the entry with the shape that users see. The data of typed keys has one more axis than the keys."""
     return _shape_and_dtype(entry.shape[:-1], dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
 
 

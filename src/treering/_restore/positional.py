@@ -1,4 +1,4 @@
-"""Checkpoints without names: their leaves are those of a template, in order."""
+"""Gives names to the leaves of a checkpoint that has none: they are those of the template, in the same order."""
 
 import logging
 from typing import Any
@@ -21,25 +21,26 @@ _SCALARS = (bool, int, float, complex)
 
 
 def named(source: Source, walked: Walk, name: str) -> views.View:
-    """The leaves of a positional source, or the chosen ones of them, under the paths of the template's, of their kinds.
+    """Returns the leaves of a positional source, or of a part of it, under the paths of the template.
 
-    Only arrays and numbers have a record; text and bytes are the template's own, which is logged. Bytes whose dtype the
-    format does not give are of the template's dtype.
-    Raises `MismatchError` when the counts differ, and for ``...``, which may stand for any number of records.
+    Only arrays and numbers have a record. Text and bytes are taken from the template, and Treering logs that. Where
+    the format does not record a dtype, the bytes have the dtype of the template.
+
+    Raises `MismatchError` if the counts differ, and for ``...``, which may stand for any number of records.
     """
     entries, reader = source.entries, whole_of(source)
     if skipped := tuple(path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...):
         raise MismatchError(
-            f"{name}: expected the whole model as the template, found ... at {few(skipped)}; the {len(entries)} "
-            "records have no names, so it is unknown how many of them to skip; put the shapes of what was saved there "
-            "in its place, as equinox.filter_eval_shape makes them"
+            f"{name}: expected the entire model as the template, found ... at {few(skipped)}; the {len(entries)} "
+            "records have no names, so it is unknown how many of them to skip; put the shapes of the saved leaves "
+            "there instead, as equinox.filter_eval_shape makes them"
         )
     wanted = [(path, leaf) for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _has_record(leaf)]
     if len(wanted) != len(entries):
         shown = _first_difference(wanted, list(entries.values()))
         raise MismatchError(
             f"{name}: expected the {len(wanted)} arrays and numbers of the template, found {len(entries)} "
-            f"records, which have no names{shown}; restore into the very model that was saved"
+            f"records, which have no names{shown}; restore into the same model that was saved"
         )
     leaves: dict[str, views.Leaf] = {}
     for (path, leaf), entry, record in zip(wanted, entries.values(), views.leaves_of(entries).values(), strict=True):
@@ -49,7 +50,7 @@ def named(source: Source, walked: Walk, name: str) -> views.View:
         value = leaf if type(leaf) in (str, bytes) else None
         leaves[path] = views.Leaf(ValueEntry(path, *encode(value)))
     if text := [path or "(root)" for path in rest if leaves[path].entry.type != "none"]:
-        _log.info("%s: text and bytes are the template's, for the file has none: %s", name, ", ".join(text))
+        _log.info("%s: text and bytes are the template's, because the file has none: %s", name, ", ".join(text))
     return views.View(reader, {path: leaves[path] for path in walked.paths})
 
 
@@ -74,5 +75,5 @@ def _first_difference(wanted: list[tuple[str, Any]], entries: list[Entry]) -> st
         shape = tuple(getattr(leaf, "shape", ()))
         if isinstance(entry, ArrayEntry) and shape != entry.shape:
             first = path or "(root)"
-            return f"; the first that differs is {first}, {list(shape)} against {describe(entry)} (record {n})"
+            return f"; the first difference is {first}: expected {list(shape)}, found {describe(entry)} (record {n})"
     return ""

@@ -1,7 +1,7 @@
-"""What errors say where the position of a data iterator is at stake: none proposes to lose one.
+"""Writes the hints of errors about data iterators, so that no hint proposes to lose the position of one.
 
-The hint about any other leaf may say how to do without. An iterator that keeps the template's state begins its data
-anew, and no error would tell.
+For any other leaf a hint may say how to restore without it. An iterator that keeps the template's state would start
+its data from the beginning, and the job would not notice.
 """
 
 import re
@@ -22,9 +22,11 @@ _ALL = re.compile(r"(?:missing='template'|extra='ignore') or ")
 
 
 class Elsewhere(NamedTuple):
-    """What a checkpoint has outside the leaves that are restored: iterators, and what cannot be read here.
+    """What a checkpoint has outside the part that is restored.
 
-    `at` is the path of the part that is restored.
+    iterators: the paths of iterators.
+    left_out: descriptions of what cannot be read here.
+    at: the path of the part that is restored.
     """
 
     iterators: Sequence[str] = ()
@@ -33,19 +35,19 @@ class Elsewhere(NamedTuple):
 
     @classmethod
     def of(cls, source: Source) -> "Elsewhere":
-        """What the checkpoint has outside a source that is a part of it."""
+        """Returns what the checkpoint has outside a source, which may be a part of it."""
         chosen = {entry.path for entry in source.entries.values()}
         rest = [path for path in in_entries(whole_of(source).entries) if path not in chosen]
         return cls(rest, left_out(source), below_of(source))
 
 
 def in_entries(entries: Mapping[str, Entry]) -> list[str]:
-    """The paths of the iterators among entries."""
+    """Returns the paths of the iterators among entries."""
     return [path for path, entry in entries.items() if entry.type == "iterator"]
 
 
 def _in_template(walked: Walk) -> dict[str, Any]:
-    """The iterators of a template, by path."""
+    """Returns the iterators of a template, by path."""
     leaves = zip(walked.paths, walked.leaves, strict=True)
     return {path: leaf for path, leaf in leaves if iterators.is_iterator(type(leaf))}
 
@@ -53,9 +55,10 @@ def _in_template(walked: Walk) -> dict[str, Any]:
 def with_hints(
     differences: Sequence[Difference], walked: Walk, entries: Mapping[str, Entry], elsewhere: Elsewhere
 ) -> list[Difference]:
-    """The differences, with hints of their own for iterators that only one side has.
+    """Returns the differences, with hints of their own for iterators that only one side has.
 
-    Then no hint about another leaf names an argument that means all leaves.
+    If there is such an iterator, no hint about another leaf names an argument that means all leaves: the user would
+    lose the position with it.
     """
     wanted = _in_template(walked)
     free = [path for path in in_entries(entries) if path not in wanted]
@@ -68,7 +71,7 @@ def with_hints(
         if one.path in absent:
             hint = _missing(one.path, absent, free, entries, elsewhere)
         elif one.expected in ABSENT and one.path in free:
-            hint = "put the iterator in this place of the template: it goes on where it was saved"
+            hint = "put the iterator in this place of the template: it continues from its saved position"
         elif holder is not None:
             hint = f"it may be a part of the state of the iterator at {holder!r}"
         else:
@@ -80,15 +83,16 @@ def with_hints(
 def _missing(
     path: str, absent: Mapping[str, Any], free: Sequence[str], entries: Mapping[str, Entry], elsewhere: Elsewhere
 ) -> str:
-    """The hint about an iterator of a template for which the checkpoint has nothing in its place.
+    """Returns the hint about an iterator of the template that the checkpoint does not have at this path.
 
-    `absent` has all of these, `free` the paths of the checkpoint's iterators for which the template has nothing.
+    absent: all iterators of the template that the checkpoint does not have at their paths.
+    free: the paths of the checkpoint's iterators that the template does not have.
     """
     leaf, at = absent[path], f"{elsewhere.at}/{path}".strip("/")
     if free:
         hint = f"the checkpoint has the state of an iterator at {few(tuple(map(repr, free)))}"
         old, new = f"^{re.escape(free[0])}$", path.replace("\\", "\\\\")
-        rule = f"rules=[tr.rules.rename({old!r}, {new!r})] takes that"
+        rule = f"rules=[tr.rules.rename({old!r}, {new!r})] restores it"
         return f"{hint}: {rule if len(free) == len(absent) == 1 else 'put the iterator there'}"
     if elsewhere.iterators:
         listed = few(tuple(map(repr, elsewhere.iterators)))
@@ -102,11 +106,11 @@ def _missing(
         )
     if elsewhere.left_out:
         return (
-            f"the checkpoint has what cannot be read here, {', '.join(elsewhere.left_out)}: where that is its "
-            "position, restore it with the library that wrote it, and put `...` in its place"
+            f"the checkpoint has data that cannot be read here, {', '.join(elsewhere.left_out)}: if that is the "
+            "iterator's position, restore it with the library that wrote it, and put `...` in its place"
         )
     what = "its random numbers start" if iterators.is_generator(type(leaf)) else "the data starts"
-    return f"missing='template' or missing=[{path!r}] takes the template's, and {what} over with that"
+    return f"missing='template' or missing=[{path!r}] keeps the template's, and then {what} over"
 
 
 def loses(walked: Walk, entries: Mapping[str, Entry], given: Policy, proposed: Policy) -> bool:

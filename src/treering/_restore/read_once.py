@@ -1,8 +1,8 @@
-"""Reading in several processes what more than one of them needs: one reads it and sends it to the others.
+"""Reads data that several processes need only once: one process reads it and sends it to its peers.
 
-Orbax restores so, too: one replica reads, and a sum over all replicas, to which the others give zeros, brings it to
-them. Here every process reads a share, of arrays that are split along other axes as well, and integers are moved from
-device to device. Which arrays are read so is decided in `shared_reads`.
+Orbax does this too: one replica reads, and the other replicas get the data through a sum in which theirs are zeros.
+Treering differs in three ways: every process reads a share, the arrays may be split along any axes, and devices send
+the bytes to each other as integers. The module `shared_reads` decides which arrays are read this way.
 """
 
 import bisect
@@ -33,20 +33,22 @@ from ..errors import PeerError, TreeringError
 from ..stores.buffers import adoptable, round_up
 from ..stores.read_errors import ReplacedError
 
-_MOST, _LEAST = 2 << 20, 32 << 10  # bytes that a process sends at a time
-_MOST_MEMBERS = 1024  # processes that read together; among more, so many of them
-_UNIT = 16  # bytes, at multiples of which parts of a message begin; the first such is its seal
-_WHOLE, _FAILED = 1, 2
-_LOOKS, _LOOK_SECONDS = 20, 0.1  # after a transfer that failed
+_MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES = 2 << 20, 32 << 10
+_MAX_MEMBERS = 1024  # processes that read together; more processes form several circles
+_UNIT = 16  # bytes; parts of a message begin at multiples of it, and its first unit is the seal
+_COMPLETE, _FAILED = 1, 2
+_CHECKS, _CHECK_SECONDS = 20, 0.1  # after a transfer that failed: how often peers are asked for the reason
 
 Wanted = Sequence[tuple[ArrayEntry, Box]]
 Own = tuple[Box, np.ndarray]  # a box that this process wants, and the memory for it
 
 
 class How(NamedTuple):
-    """An array without a layout, which is whole in all processes, or one of which boxes are read by their holders.
+    """How processes read an array together.
 
-    With a layout and `together`, all of these processes read the array, and each gets its boxes.
+    Without a layout every process needs all of the array, and those in `together` read it.
+    With a layout, the holders of each box read that box. With a layout and `together`, the processes in `together`
+    read all of the array, and each receives its boxes.
     """
 
     layout: Layout | None
@@ -54,7 +56,7 @@ class How(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A box of an array that several processes read together; each needs its boxes of the layout (None: all of it)."""
+    """A box that several processes read together. Each needs its boxes of the layout, or without a layout all of it."""
 
     entry: ArrayEntry
     box: Box
@@ -62,7 +64,10 @@ class _Item(NamedTuple):
 
 
 class _Slab(NamedTuple):
-    """A part of an item that is read at once."""
+    """A part of an item that is read at once.
+
+    item: the position of the item in its exchange.
+    """
 
     item: int
     box: Box
@@ -70,10 +75,10 @@ class _Slab(NamedTuple):
 
 
 class ReadTogether:
-    """Reads boxes of which some are also needed by other processes; see `treering.formats.Source.read`.
+    """Reads boxes, some of which other processes need too; see `treering.formats.Source.read`.
 
     All processes of the call make one, and call `read` for the same leaves in the same order. Messages take about
-    `room` bytes of memory, but no less than 96 KiB for each process of an exchange.
+    `room` bytes of memory, but at least 96 KiB for each process of an exchange.
     """
 
     def __init__(self, call: Call, source: Source, how: Mapping[str, How | None], room: int):
@@ -82,11 +87,11 @@ class ReadTogether:
         self._connected: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of exchanges
 
     def read(self, wanted: Wanted, *, verify: bool = True, mmap: bool | None = None) -> list[np.ndarray]:
-        """The boxes, in the order in which they are wanted.
+        """Returns the boxes, in the order in which they are wanted.
 
-        What fails here is raised only when all that the others wait for is sent, and then nobody goes on.
+        A read error is raised only after this process has sent what its peers wait for. Then all processes raise.
 
-        Raises `TogetherError` when another process has failed, and `PeerError` when one is gone.
+        Raises `TogetherError` if another process has failed, and `PeerError` if one has ended.
         """
         groups: dict[tuple[bool, tuple[int, ...]], dict[_Item, list[Own]]] = {}
         found: list[Any] = [None] * len(wanted)
@@ -99,13 +104,14 @@ class ReadTogether:
                 item = _Item(entry, whole(entry.shape) if how.together else box, how.layout if how.together else None)
                 found[n] = adoptable(box_shape(box), dtypes.to_numpy(entry.dtype))
                 groups.setdefault((item.layout is not None, members), {}).setdefault(item, []).append((box, found[n]))
-        # All go by one order of the groups, so that no two wait for one another.
+        # All processes take the groups in one order, so that no two of them wait for one another.
         exchanges = [
             _Exchange(self._call, self._source, members, own, verify, self._reads, self._room)
             for (_, members), own in sorted(groups.items(), key=operator.itemgetter(0))
         ]
         self._reads += 1
-        consistency.check_all_well(self._call)  # from here on nobody fails before what the others wait for is sent
+        # From here on a process that fails sends what its peers wait for before it raises.
+        consistency.check_all_well(self._call)
         for exchange in exchanges:
             if exchange.kind not in self._connected:
                 exchange.connect()
@@ -113,7 +119,7 @@ class ReadTogether:
         error: Exception | None = None
         for exchange in exchanges:
             error = exchange.run(error)
-        if error:
+        if error:  # A replaced checkpoint is not a failure: all processes have to start again on the new one.
             raise TogetherError(error, decided=False) if isinstance(error, ReplacedError) else error
         rest = [n for n, array in enumerate(found) if array is None]
         try:
@@ -126,7 +132,10 @@ class ReadTogether:
 
 
 class _Exchange:
-    """Reads some items together with other processes: `own` has them all, and the memory that is to be filled."""
+    """Reads some items together with the processes in `members`.
+
+    own: all items, each with the boxes that this process wants and the memory to fill.
+    """
 
     def __init__(
         self,
@@ -145,20 +154,29 @@ class _Exchange:
         self._own = [own[item] for item in self._items]
         self._alike = self._items[0].layout is None
         self.kind = self._alike, members
-        # What came in this round and the last; what is sent in this one and the next, to each if they differ.
+        # The messages in memory: those received in this round and the last, and those sent in this round and the next.
+        # A process sends one message to all members if they need the same bytes, and else one to each.
         held = 2 * len(members) + 2 if self._alike else 3 * len(members)
-        self._most = min(max(room // held, _LEAST), _MOST)
-        self._unit = max(self._most // 8, _LEAST // 2)  # messages of few different sizes, for each is compiled
+        self._limit = min(max(room // held, _MIN_MESSAGE_BYTES), _MAX_MESSAGE_BYTES)
+        # JAX compiles a transfer for each size of a message, so sizes are rounded up to few different ones.
+        self._unit = max(self._limit // 8, _MIN_MESSAGE_BYTES // 2)
         self._slabs = self._cut()
-        self._rounds = deal([slab.nbytes for slab in self._slabs], len(members), self._most, first)
+        self._rounds = deal([slab.nbytes for slab in self._slabs], len(members), self._limit, first)
         self._error: Exception | None = None
 
     def connect(self) -> None:
-        """Sends nothing to all: backends connect processes when they first send, and do not wait for them for long."""
+        """Sends an empty message to all members, so that they connect now.
+
+        Backends connect processes at the first transfer, and then do not wait long for a process that is late.
+        """
         self._send(np.zeros((self._rows, self._unit // 4), np.uint32))
 
     def run(self, error: Exception | None) -> Exception | None:
-        """Fills the memory. Returns the first error of reading, or the one given, with which nothing is read."""
+        """Fills the memory. Returns the first read error, or None.
+
+        With an `error` of an earlier exchange, this process reads nothing, sends only that it has failed, and returns
+        that error.
+        """
         self._error = error
         messages = ahead([functools.partial(self._message, one) for one in self._rounds])
         for dealt, message in zip(self._rounds, messages, strict=True):
@@ -177,12 +195,14 @@ class _Exchange:
         except TreeringError:
             raise
         except (ValueError, RuntimeError) as error:
-            for _ in range(_LOOKS):  # the others say which of them has ended, and why; the transfer does not know
+            # The transfer does not know which process has ended, and why. The peers' own reports do: `check_all`
+            # raises a clearer error as soon as one arrives.
+            for _ in range(_CHECKS):
                 self._call.check_all()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_CHECK_SECONDS)
             raise PeerError(
-                f"{self._source.path}: processes {few(tuple(map(str, self._members)))} read it together, and what one "
-                f"of them was to send did not come: {error}"
+                f"{self._source.path}: processes {few(tuple(map(str, self._members)))} read it together, and the data "
+                f"of one of them did not arrive: {error}"
             ) from error
 
     @property
@@ -190,7 +210,7 @@ class _Exchange:
         return 1 if self._alike else len(self._members)
 
     def _cut(self) -> list[_Slab]:
-        """The slabs of all items, in the order of the disk."""
+        """Returns the slabs of all items, in the order in which they are on disk."""
         found: list[tuple[Any, _Slab]] = []
         for n, item in enumerate(self._items):
             size = dtypes.itemsize(item.entry.dtype)
@@ -204,7 +224,7 @@ class _Exchange:
         return [slab for _, slab in sorted(found, key=operator.itemgetter(0))]
 
     def _message(self, dealt: Sequence[Sequence[int]]) -> np.ndarray:
-        """What this process sends in a round, read from the disk; after an error only that there is one."""
+        """Reads and returns the message that this process sends in a round. After an error it says only that."""
         size = _UNIT + max(map(self._nbytes, dealt))
         message = np.zeros((self._rows, round_up(size, self._unit) // 4), np.uint32)
         numbers = dealt[self._me]
@@ -218,18 +238,21 @@ class _Exchange:
             except Exception as error:
                 self._error = error
         for own in message.view(np.uint8):
-            _seal(own, self._call.index, whole=not self._error)
+            _seal(own, self._call.index, is_complete=not self._error)
         return message
 
     def _take(self, sender: int, numbers: Sequence[int], message: np.ndarray) -> None:
-        """Copies what came from one process to where it belongs; of one that has failed all will hear at the end."""
+        """Copies the message of one process to the memory that it is for.
+
+        Skips the message of a process that has failed. That process raises its error at the end, and then all do.
+        """
         process = self._members[sender]
-        if (is_whole := _sealed(message, process)) is None:
+        if (is_complete := _sealed(message, process)) is None:
             raise PeerError(
-                f"{self._source.path}: expected what process {process} has read, found other bytes in what came from "
-                "it; nothing is restored"
+                f"{self._source.path}: expected the bytes that process {process} has read, found other bytes in its "
+                "message; nothing is restored"
             )
-        if not is_whole:
+        if not is_complete:
             return
         for n, part, memory in self._parts(numbers, 0 if self._alike else self._me, message):
             for box, array in self._own[self._slabs[numbers[n]].item]:
@@ -237,8 +260,8 @@ class _Exchange:
                     array[slices(common, box)] = memory[slices(common, part)]
 
     def _parts(self, numbers: Sequence[int], row: int, message: np.ndarray) -> Iterator[tuple[int, Box, np.ndarray]]:
-        """The parts of slabs in a row of messages: which of the `numbers`, its box, and its place in the message."""
-        at = _UNIT  # behind the seal
+        """Yields the parts of slabs in a message: the position in `numbers`, the box, and its memory in the message."""
+        at = _UNIT  # after the seal
         for n, number in enumerate(numbers):
             slab = self._slabs[number]
             dtype = dtypes.to_numpy(self._items[slab.item].entry.dtype)
@@ -248,7 +271,7 @@ class _Exchange:
                 yield n, part, memory
 
     def _received(self, slab: _Slab, row: int) -> list[Box]:
-        """The parts of a slab that one process needs."""
+        """Returns the boxes of a slab that one process needs."""
         layout = self._items[slab.item].layout
         if layout is None:
             return [slab.box]
@@ -257,7 +280,7 @@ class _Exchange:
         return [common for n in cells if (common := intersect(layout.boxes[n], slab.box)) is not None]
 
     def _nbytes(self, numbers: Sequence[int]) -> int:
-        """The size of the largest message that a process sends of these slabs."""
+        """Returns the size in bytes of the largest message that a process sends of these slabs, without its seal."""
         if self._alike:
             return sum(round_up(self._slabs[n].nbytes, _UNIT) for n in numbers)
         sizes = dict.fromkeys(self._members, 0)
@@ -272,31 +295,34 @@ class _Exchange:
         return max(sizes.values())
 
 
-def _seal(message: np.ndarray, process: int, *, whole: bool) -> None:
-    """Begins a message with what makes sure that it arrives: its checksum, whether it is whole, and whose it is."""
-    message[8] = _WHOLE if whole else _FAILED
+def _seal(message: np.ndarray, process: int, *, is_complete: bool) -> None:
+    """Writes the seal of a message: its checksum, if the sender could read all of it, and which process sends it."""
+    message[8] = _COMPLETE if is_complete else _FAILED
     message[12:16].view(np.uint32)[0] = process
     message[:8].view(np.uint64)[0] = xxhash.xxh3_64_intdigest(message[8:].data)
 
 
 def _sealed(message: np.ndarray, process: int) -> bool | None:
-    """Whether a message of a process is whole; None for one that is not as that process has sent it."""
+    """Returns True if a message is complete, False if its sender has failed, and None if its bytes were changed."""
     good = message[:8].view(np.uint64)[0] == xxhash.xxh3_64_intdigest(message[8:].data)
-    if not good or message[12:16].view(np.uint32)[0] != process or message[8] not in (_WHOLE, _FAILED):
+    if not good or message[12:16].view(np.uint32)[0] != process or message[8] not in (_COMPLETE, _FAILED):
         return None
-    return bool(message[8] == _WHOLE)
+    return bool(message[8] == _COMPLETE)
 
 
 def circle(processes: tuple[int, ...], index: int) -> tuple[int, ...]:
-    """Those of some processes that process `index`, one of them, reads together with: no more than memory bears."""
-    if len(processes) <= _MOST_MEMBERS:
+    """Returns those of `processes` that process `index`, one of them, reads together with.
+
+    They are limited because each process holds a message of every member in memory.
+    """
+    if len(processes) <= _MAX_MEMBERS:
         return processes
-    circles = -(-len(processes) // _MOST_MEMBERS)
+    circles = -(-len(processes) // _MAX_MEMBERS)
     edges = [len(processes) * n // circles for n in range(circles + 1)]
     n = bisect.bisect_right(edges, processes.index(index)) - 1
     return processes[edges[n] : edges[n + 1]]
 
 
 def _holders(layout: Layout, box: Box) -> tuple[int, ...]:
-    """The processes that have a box of a layout."""
+    """Returns the processes that hold a box of a layout."""
     return tuple(layout.holders[next(layout.boxes.overlapping(box))])

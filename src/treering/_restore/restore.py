@@ -1,4 +1,4 @@
-"""Restoring: plan, read, place, and the tree again."""
+"""Restores a tree: plans what each leaf becomes, reads the arrays, places them, and builds the tree."""
 
 import functools
 import logging
@@ -30,9 +30,9 @@ from .policy import Policy
 from .targets import Target
 
 _log = logging.getLogger("treering")
-_BUDGET = 256 << 20  # bytes of host memory in use at a time, where arrays pass through it
-_SHARE, _MOST_TOGETHER = 128 << 20, 8 << 30  # bytes for each process to read at a time, and for all of them
-_MESSAGES = 64 << 20  # bytes of it, at most, for what processes that read together send to one another
+_BUDGET = 256 << 20  # bytes of host memory in use at a time, if arrays only pass through it to a device
+_SHARE, _MAX_TOGETHER = 128 << 20, 8 << 30  # bytes read at a time: by each process, and by all of them at most
+_MESSAGES = 64 << 20  # bytes of the budget, at most, for messages between processes that read together
 
 
 @devices.explicit()
@@ -50,10 +50,12 @@ def restore(
     read: str | None = None,
     max_expansion: float = expansion.MOST,
 ) -> Any:
-    """The tree of a source in the shape of `like`, or as nested containers when that is None.
+    """Returns the tree of a source in the shape of `like`, or as nested containers if that is None.
 
-    In this order: match the leaves, read and place them, unflatten. With a `call`, all processes of the job do this
-    together. With an `Initial` as `like`, a job is resumed: every leaf gets the kind and the place that were saved.
+    Everything is matched before anything is read, so that a wrong template fails at once. With a `call`, all processes
+    of the job restore together. An `Initial` as `like` resumes a job: every leaf gets its saved kind and place.
+
+    Raises `MismatchError` if the template or an argument does not fit the source.
     """
     begun = time.perf_counter()
     if read not in (None, "each", "once"):
@@ -69,20 +71,24 @@ def restore(
         )
     expansion.check(source, (target.entry for target in plan.targets if target.entry), name, max_expansion)
     values = _values(plan, verify, mmap, memory_limit, progress, read, call)
-    source.check_present()  # of a bucket, what was not read is looked for now
-    values = _with_what_is_there(plan, values, moved=like is not None and sharding is not None)
+    source.check_present()  # In a bucket, files that were not read may be missing without an error until now.
+    values = _finished(plan, values, moved=like is not None and sharding is not None)
     with gc_paused():
         tree = plan.build(values)
     if _log.isEnabledFor(logging.INFO):
         filled = tuple(path for path, target in zip(plan.paths, plan.targets, strict=True) if target.filled)
-        _tell(plan.source, name, plan.entries, plan.asked(), filled, begun)
+        _log_restored(plan.source, name, plan.entries, plan.asked(), filled, begun)
     return tree
 
 
-def _with_what_is_there(plan: Plan, values: list[Any], *, moved: bool) -> list[Any]:
-    """Sets iterators to their states; with `moved`, puts what `missing` took from the template where the rest goes."""
+def _finished(plan: Plan, values: list[Any], *, moved: bool) -> list[Any]:
+    """Returns the values with their layouts and aliases, and sets the iterators to their states.
+
+    moved: True to also put leaves that `missing` kept from the template where `sharding` places them.
+    """
+    # This changes the caller's iterators in place, so it waits until nothing else can fail to be read.
     for path, target in zip(plan.paths, plan.targets, strict=True):
-        if target.state:  # in place, and so only now that everything else is there
+        if target.state:
             iterators.put_back(path, target.value, *target.state)
     if moved:
         values = [
@@ -102,7 +108,7 @@ def _with_what_is_there(plan: Plan, values: list[Any], *, moved: bool) -> list[A
     return values
 
 
-def _tell(
+def _log_restored(
     reader: Source,
     name: str,
     entries: Mapping[str, Entry],
@@ -110,7 +116,7 @@ def _tell(
     filled: tuple[str, ...],
     begun: float,
 ) -> None:
-    """Logs which leaves were restored, from where, and which were not."""
+    """Logs how many leaves were restored, from which checkpoint, and which were not."""
     used = set(asked)
     left = tuple(path for path, entry in entries.items() if path not in used and entry.type not in NO_ARRAY)
     step = "" if reader.step is None else f"step {reader.step}, "
@@ -135,34 +141,35 @@ def _values(
     budget = _BUDGET if limit is None else limit
     room = int(min(_MESSAGES, budget // 4))
     if limit is None and call and call.count > 1 and not passing and _as_they_are(plan):
-        # What is read is what is returned: no memory is saved by reading little at a time.
-        budget = max(budget, min(_SHARE * call.count, _MOST_TOGETHER))
+        # The arrays that are read are the ones that are returned, so reading less at a time would save no memory.
+        budget = max(budget, min(_SHARE * call.count, _MAX_TOGETHER))
     with gc_paused():
         joint = shared_reads.shared(
             call, plan.source, targets, places, read, alike=[budget, passing, verify], room=room
         )
     reader = joint or plan.source
-    # Mapped arrays need no memory, so all of them are one group, and one mapping, unless a progress bar is shown.
+    # Mapped arrays take no memory, so all of them are one group and one mapping, except to show progress.
     free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
-    # What is sent has room beside the default, for where one group ends and the next begins blocks are read twice.
+    # Messages come on top of the default budget: smaller groups would read more blocks twice, at the ends of groups.
     left = budget if limit is None else budget - room
     most = None if free else left if joint else budget // 2 if passing else budget
     with gc_paused():
         groups = [Group(targets, places, numbers) for numbers in in_groups(targets, most)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
-    read_group = devices.explicit()(reader.read)  # in another thread too, for a rule may compute with JAX
+    read_group = devices.explicit()(reader.read)  # in whichever thread reads; rules may compute with JAX
     jobs = [functools.partial(read_group, group.wanted, verify=verify, mmap=mmap) for group in groups]
-    # While one group is on its way to the devices the next one is read, but never by what other processes wait for.
+    # The next group is read while this one is on its way to the devices. Processes that read together do not do that:
+    # they wait for one another, so they must not read in a second thread.
     found = ahead(jobs) if passing and joint is None else (job() for job in jobs)
     with _progress.bar("restoring", total, progress) as moved:
         for group in groups:
-            there = group.put(plan.paths, next(found), values)
-            if passing:  # the memory that they pass through is free only then
-                jax.block_until_ready(there)
+            arrays = group.put(plan.paths, next(found), values)
+            if passing:  # The host memory of this group is free only after its transfers.
+                jax.block_until_ready(arrays)
             if progress:
                 moved(sum(entry_of(targets[n]).nbytes for n in group.numbers))
     for n, target in enumerate(targets):
-        if target.entry is None and target.make != "value":  # an int where the template has a 0-d array
+        if target.entry is None and target.make != "value":  # a saved Python number where the template has a 0-d array
             array = dtypes.cast(np.array(target.value), target.dtype)
             if target.make == "jax":
                 (values[n],) = _place.put([_place.Item(places[n], (), array.dtype, target.weak, [array])])
@@ -172,7 +179,7 @@ def _values(
 
 
 def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
-    """Whether arrays only pass through host memory, on their way to a device."""
+    """Returns True if arrays only pass through host memory, on their way to a device."""
     wanted = {id(place): place for target, place in zip(targets, places, strict=True) if target.make == "jax"}
     platforms = {device.platform for place in wanted.values() if place is not None for device in place.device_set}
     if None in wanted.values():
@@ -181,7 +188,7 @@ def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
 
 
 def _as_they_are(plan: Plan) -> bool:
-    """Whether no array is made of another one that has to be in memory meanwhile."""
+    """Returns True if no array is made of another array that would have to be in memory at the same time."""
     if isinstance(plan.source, View):
         return False
     arrays = ((target.entry, target.dtype) for target in plan.targets if target.entry is not None)

@@ -1,4 +1,4 @@
-"""What a leaf of a resumed job is: the type, dtype and weak type that it was saved with."""
+"""Gives each leaf of a resumed job the type, dtype and weak type that it was saved with."""
 
 import logging
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ _SCALARS = frozenset((bool, int, float, complex, str, bytes))
 
 
 def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> Target:
-    """Returns the target that has the saved kind. The template's leaf only says the shape.
+    """Returns the target that has the saved kind. The template's leaf says only the shape.
 
-    asked: the argument `dtype` of the restore, which goes before the saved dtype.
+    asked: the argument `dtype` of the restore, which takes precedence over the saved dtype.
 
-    Raises `Differs` for another shape, and for text where the other is none.
+    Raises `Differs` for another shape, and if only one of the two is text.
     """
     shape = _shape_of(leaf)
     if isinstance(entry, ValueEntry):
@@ -54,15 +54,18 @@ def _shape_of(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _shape_as(leaf: Any, entry: ArrayEntry) -> tuple[int, ...]:
-    """Returns the shape that a leaf must have for an entry: of typed keys, or of their data, as the leaf has it."""
+    """Returns the shape that a leaf must have for an entry.
+
+    For typed keys it depends on the leaf: the data of keys has one more axis than the keys.
+    """
     dtype = getattr(leaf, "dtype", None)
     keys = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     return entry.shape[:-1] if keys and (entry.type == "key" or entry.dtype == "uint32") else entry.shape
 
 
 def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[Target]) -> None:
-    """Logs the leaves whose saved kind is not the one that `init` gives: another dtype at WARNING, the rest at INFO."""
-    known: dict[Any, tuple[str, bool]] = {}  # by what decides it, of which thousands of leaves are alike
+    """Logs the leaves that were saved as another kind than `init` gives: another dtype at WARNING, the rest at INFO."""
+    known: dict[Any, tuple[str, bool]] = {}  # texts by kind, because thousands of leaves may be of one kind
     found: dict[bool, list[str]] = {True: [], False: []}
     for path, leaf, target in zip(paths, leaves, targets, strict=True):
         kind, make = type(leaf), target.make
@@ -85,11 +88,11 @@ def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets:
                 "dtype" if is_dtype else "kind of leaf",
                 len(listed),
                 few(tuple(listed)),
-                "; dtype='template' takes that of init" if is_dtype else "",
+                "; dtype='template' takes the dtype of init" if is_dtype else "",
             )
 
 
-_Kind = tuple[str, Any, bool]  # what it is, its dtype, whether that is weak
+_Kind = tuple[str, Any, bool]  # a name, the dtype, and True for a weak type
 
 
 def _has_kind(leaf: Any, target: Target) -> bool:
@@ -112,8 +115,8 @@ def _kind_made(target: Target) -> _Kind:
 
 
 def _change(own: _Kind, saved: _Kind) -> tuple[str, bool]:
-    """Returns how two kinds differ, or "", and whether they are two dtypes."""
-    if own == saved or (saved[1] is None and saved[0] == "JAX"):  # a key, which only has to have the shape
+    """Returns a text that says how two kinds differ, or "", and True if their dtypes differ."""
+    if own == saved or (saved[1] is None and saved[0] == "JAX"):  # `saved` is a key, which only needs the same shape
         return "", False
     both = own[1] is not None and saved[1] is not None
     if both and np.dtype(own[1]) != saved[1]:

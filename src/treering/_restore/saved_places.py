@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint were, as this job can place them."""
+"""Finds the places that the arrays of a checkpoint had when they were saved, on the devices of this job."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,12 @@ _log = logging.getLogger("treering")
 
 
 class SavedPlaces(NamedTuple):
-    """The wishes of `place.concrete` that follow from what was saved, None for leaves of which nothing was saved.
+    """The saved places of leaves. Dictionaries and sets have the positions of leaves as keys.
 
-    `layouts` are those that are not row-major, by the number of their leaf. `uncommitted` are leaves that have a device
-    or a layout without being committed to it. `problems` says of leaves why this job cannot place them where they were.
+    wishes: what `place.concrete` takes; None for a leaf of which no place was saved.
+    layouts: the layouts that are not row-major.
+    uncommitted: the leaves that have a device or a layout without being committed to it.
+    problems: texts that say why this job cannot place a leaf where it was.
     """
 
     wishes: list[Any]
@@ -35,10 +37,10 @@ class SavedPlaces(NamedTuple):
 def saved_places(
     source: Source, entries: Sequence[Entry | None], targets: Sequence[Target], *, exactly: bool
 ) -> SavedPlaces:
-    """Returns where the arrays of a template's leaves were. For `exactly` see `placements.follow`."""
+    """Returns the places that the arrays of a template's leaves had. `placements.follow` describes `exactly`."""
     found = SavedPlaces([None] * len(targets), {}, set(), {})
     mesh = ambient_mesh()
-    known: dict[int, tuple[Any, Placement | str]] = {}  # by the record, which is held so that no other gets its id
+    known: dict[int, tuple[Any, Placement | str]] = {}  # by the id of a record, kept alive so that no other gets the id
     spread: dict[tuple[int, tuple[int, ...]], str] = {}
     for n, (entry, target) in enumerate(zip(entries, targets, strict=True)):
         if target.make not in IN_JAX or not isinstance(entry, ArrayEntry) or (record := source.sharding(entry)) is None:
@@ -81,7 +83,7 @@ def _why_not(sharding: NamedSharding, shape: tuple[int, ...]) -> str:
 
 
 def check(found: SavedPlaces, source: Source, paths: Sequence[str], targets: Sequence[Target], name: str) -> None:
-    """Raises `MismatchError` for arrays that cannot go where they were, and if no array has a recorded place."""
+    """Raises `MismatchError` if arrays cannot go where they were, or if no array has a recorded place."""
     if found.problems:
         raise MismatchError(
             f"{name}: sharding='saved': expected a job that has every saved place, found "
@@ -90,7 +92,7 @@ def check(found: SavedPlaces, source: Source, paths: Sequence[str], targets: Seq
     placed = any(target.make in IN_JAX for target in targets) or not records_kinds(source)
     if placed and all(wish is None for wish in found.wishes):
         raise MismatchError(
-            f"{name}: sharding='saved': expected arrays of which the sharding is recorded, found none; pass shardings"
+            f"{name}: sharding='saved': expected arrays whose sharding is recorded, found none; pass shardings"
         )
 
 
@@ -107,12 +109,12 @@ def resumed(
     initial: Initial,
     name: str,
 ) -> list[Any]:
-    """Returns the wishes of a resumed job: the saved place of each array, and that of `init` where there is none.
+    """Returns the wishes of a resumed job: the saved place of each array, or else its place in the template.
 
-    own: what the template says of each leaf.
-    wished: what the argument `sharding` says of each leaf, which goes before all else.
+    own: the place of each leaf in the template, which comes from tracing `init`.
+    wished: the place that the argument `sharding` gives each leaf. It takes precedence.
 
-    If an array has neither, `init` is called to see where it places it. All of that is logged.
+    If an array has no place at all, `init` is called to see where it places the array. All of this is logged.
     """
     wishes = [mine if saved is None else saved for saved, mine in zip(found.wishes, own, strict=True)]
     unknown = [n for n, target in enumerate(targets) if wishes[n] is None and wished[n] is None and _is_array(target)]
@@ -125,7 +127,7 @@ def resumed(
             len(problems),
             _listed(problems, paths),
         )
-    if jax.device_count() == 1:  # where an array can only go to the one device
+    if jax.device_count() == 1:  # Every array goes to the only device, so its place need not be known.
         unknown = [n for n in unknown if n in problems]
     if unknown:
         if not initial.called:
@@ -144,7 +146,7 @@ def _is_array(target: Target) -> bool:
 
 
 def log_moves(name: str, paths: Sequence[str], saved: SavedPlaces, own: Sequence[Any]) -> None:
-    """Logs the arrays that a resumed job has where they were saved although `init` says another place."""
+    """Logs the arrays that a resumed job places as they were saved, although `init` says another place."""
     moved = tuple(
         f"{path or '(root)'} (init {mine}, saved {wish})"
         for path, wish, mine in zip(paths, saved.wishes, own, strict=True)
@@ -171,7 +173,7 @@ def warn_if_gathered(
     targets: Sequence[Target],
     wishes: Sequence[Any],
 ) -> None:
-    """Logs the arrays that were spread over devices and that neither the template nor `sharding=` places."""
+    """Logs the arrays that were spread over devices, and that neither the template nor `sharding=` gives a place."""
     if jax.device_count() == 1 or None not in wishes:
         return
     gathered = tuple(
@@ -199,7 +201,7 @@ def template_layouts(leaves: Sequence[Any]) -> Iterator[tuple[int, tuple[int, ..
     """Yields the number and the layout of each template leaf that has a layout other than row-major."""
     for n, leaf in enumerate(leaves):
         if type(leaf) is jax.ShapeDtypeStruct:
-            layout = None if leaf.sharding is None else _order(leaf)  # a layout comes with a sharding
+            layout = None if leaf.sharding is None else _order(leaf)  # A layout always comes with a sharding.
         elif getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
             layout = layout_of(leaf)
         else:
@@ -215,7 +217,7 @@ def _order(leaf: jax.ShapeDtypeStruct) -> Layout:
 
 
 def laid_out(array: Any, order: tuple[int, ...]) -> Any:
-    """Returns a JAX array with its axes in an order from major to minor, in the same place."""
+    """Returns a JAX array in the same place with the layout `order`, which names the axes from major to minor."""
     from jax.experimental.layout import Format
     from jax.experimental.layout import Layout as DeviceLayout
 

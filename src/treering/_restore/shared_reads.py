@@ -1,4 +1,4 @@
-"""What several processes read together when they restore: they agree on it before anything is read."""
+"""Decides which arrays several processes read together when they restore. They agree before anything is read."""
 
 import functools
 import itertools
@@ -27,10 +27,10 @@ from .read_once import How, ReadTogether
 from .targets import Target
 
 _log = logging.getLogger("treering")
-_CHECKED = 1 << 20  # bytes that are read and checked together
-_WORTH = 1.05  # times what is needed, up to which each process may as well read for itself
-_MOST_RECEIVERS = 1024  # processes; among more of them, who gets which part of an array would take too long to work out
-_NO_IDENTITY = "its arrays lie in the files in chunks, or in other ways in which several processes would each read all"
+_CHECKED = 1 << 20  # bytes of one checksum, which are always read together
+_MAX_REREAD_RATIO = 1.05  # of bytes read to bytes needed; up to it each process may as well read for itself
+_MAX_RECEIVERS = 1024  # processes; for more it would take too long to work out which one gets which part of an array
+_NO_IDENTITY = "its files store arrays in chunks, or in other ways in which several processes would each read all"
 
 _Found = Mapping[str, tuple[ArrayEntry, Layout | None]]
 
@@ -45,13 +45,14 @@ def shared(
     alike: Sequence[Any],
     room: int,
 ) -> ReadTogether | None:
-    """A source that reads once for all processes of a call; None when each process is to read for itself.
+    """Returns a source that reads once for all processes of a call, or None if each process reads for itself.
 
-    read: "once", "each", or None for "once" when several processes need the same bytes, and no host has them at hand.
-    alike: what else must be the same in all processes for them to make the same steps.
+    read: "once", "each", or None. None means "once" if several processes need the same bytes and the checkpoint is not
+        on a local disk.
+    alike: other values that must be equal in all processes, because they then take the same steps.
     room: bytes of memory for messages, the same in all processes.
 
-    Raises `MismatchError` and `UnsupportedError` when "once" is asked for and cannot be.
+    Raises `MismatchError` or `UnsupportedError` if "once" is asked for and not possible.
     """
     if call is None or call.count == 1:
         return None
@@ -62,10 +63,10 @@ def shared(
     }
     how = _plan(source, found, call.count)
     elsewhere = [path for path, (_, layout) in found.items() if layout and owner(layout) not in (None, call.index)]
-    near = read is None and stores.of(source.path).is_local(source.path)
+    is_local = read is None and stores.of(source.path).is_local(source.path)
     state = {
         "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*alike, room, *_rows(source, found, how)])),
-        "read": read or ("each" if near else None),
+        "read": read or ("each" if is_local else None),
         "problem": "" if source.identity else _NO_IDENTITY,
         "elsewhere": elsewhere,
         "together": any(how.values()),
@@ -73,7 +74,7 @@ def shared(
     chosen = consistency.decide(call, source.identity, state, functools.partial(_choose, source.path))
     if chosen is None:
         return None
-    # Not before: where JAX has no devices yet it makes them when it is asked for them, which all processes must do.
+    # This must come last. `can_exchange` may make JAX create its devices, which all processes have to do together.
     if not call.gather_and_decide(devices.can_exchange(), functools.partial(_can, source.path, asked=chosen["asked"])):
         return None
     for path in chosen["left out"]:
@@ -82,9 +83,10 @@ def shared(
 
 
 def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The arrays that each process reads for itself although they read together; None when they do not.
+    """Returns what process 0 decides, or None if each process reads for itself.
 
-    And whether it was asked for that they do.
+    "left out" are the arrays that each process reads for itself all the same, because only one process needs them.
+    "asked" is True if a caller asked for reading once, so that it is an error if that is not possible.
     """
     wishes = {state["read"] for state in states}
     if "each" in wishes:
@@ -93,41 +95,45 @@ def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     differing = next((n for n, state in enumerate(states) if state["plan"] != states[0]["plan"]), None)
     problem = next((state["problem"] for state in states if state["problem"]), "")
     if problem:
-        return _apart(path, problem, asked=asked)
+        return _separate(path, problem, asked=asked)
     if differing is not None:
         problem = f"process {differing} restores other leaves, or with other shardings or options, than process 0"
-        return _apart(path, problem, asked=asked, kind=MismatchError)
+        return _separate(path, problem, asked=asked, kind=MismatchError)
     if not any(state["together"] for state in states):
         return None
     return {"left out": sorted({one for state in states for one in state["elsewhere"]}), "asked": asked}
 
 
 def _can(path: str, problems: Sequence[str], *, asked: bool) -> bool:
-    """Whether the devices of all processes can exchange what is read."""
+    """Returns True if the devices of all processes can exchange data."""
     if problem := next(filter(None, problems), ""):
-        _apart(path, problem, asked=asked)
+        _separate(path, problem, asked=asked)
     return not problem
 
 
-def _apart(path: str, problem: str, *, asked: bool, kind: type[TreeringError] = UnsupportedError) -> None:
-    """Lets each process read for itself, or raises an error where it was asked for that they read together."""
+def _separate(path: str, problem: str, *, asked: bool, kind: type[TreeringError] = UnsupportedError) -> None:
+    """Logs that each process reads for itself, or raises `kind` if a caller asked for reading once."""
     if asked:
         raise kind(f"{path}: read='once': {problem}; read='each' lets every process read for itself")
     _log.info("%s: every process reads for itself: %s", path, problem)
 
 
 def _plan(source: Source, found: _Found, count: int) -> dict[str, How | None]:
-    """How each array is read."""
+    """Returns how the processes read each array together; None for an array that each reads for itself."""
     how = {path: _how(source, entry, layout, count) for path, (entry, layout) in found.items()}
     if any(how.values()):
-        for path, (entry, layout) in found.items():  # what is small lies in blocks that are read with the rest
+        # Small arrays share blocks with other arrays, so reading them with the rest costs no extra bytes.
+        for path, (entry, layout) in found.items():
             if how[path] is None and layout and 0 < entry.nbytes < _CHECKED * len(layout.boxes):
                 how[path] = _together(layout)
     return how
 
 
 def _rows(source: Source, found: _Found, how: Mapping[str, How | None]) -> Iterator[Any]:
-    """What must be the same of each array in all processes: what it is, what it is made of, where it goes, how."""
+    """Yields for each array what must be equal in all processes.
+
+    That is its path, dtype and shape, the arrays that rules make it of, its layout, and how it is read.
+    """
     for path, (entry, layout) in found.items():
         made_of = [[one.path, box] for one, box in source.origins(path)] if isinstance(source, View) else []
         split = layout is not None and owner(layout) is None
@@ -137,7 +143,7 @@ def _rows(source: Source, found: _Found, how: Mapping[str, How | None]) -> Itera
 
 
 def _layout(target: Target, where: Where) -> Layout | None:
-    """The spread of an array over processes; None for one that each process has for itself."""
+    """Returns how an array is spread over processes, or None for an array that each process has for itself."""
     if target.make == "key":
         where = _place.of_key_data(where)
     if where is None or target.make not in _place.IN_JAX or _place.one_device(where):
@@ -153,7 +159,10 @@ def _text(layout: Layout) -> str:
 
 
 def _how(source: Source, entry: ArrayEntry, layout: Layout | None, count: int) -> How | None:
-    """How an array is read together; None when each process may as well read its boxes."""
+    """Returns how processes read an array together, or None if each process may as well read its own boxes.
+
+    A few boxes are enough to estimate how many bytes would be read more than once, or in vain.
+    """
     if not math.prod(entry.shape):
         return None
     if layout is None:
@@ -162,28 +171,31 @@ def _how(source: Source, entry: ArrayEntry, layout: Layout | None, count: int) -
     some = sorted({0, len(layout.boxes) // 2, len(layout.boxes) - 1})
     size = dtypes.itemsize(entry.dtype)
     needed = size * sum(math.prod(box_shape(layout.boxes[n])) for n in some)
-    waste = sum(_beside(source, entry, layout.boxes[n], size) for n in some) / needed
-    if times * (1 + waste) <= _WORTH:
+    waste = sum(_bytes_around(source, entry, layout.boxes[n], size) for n in some) / needed
+    if times * (1 + waste) <= _MAX_REREAD_RATIO:
         return None
-    if waste > _WORTH - 1 and (how := _together(layout)):
+    if waste > _MAX_REREAD_RATIO - 1 and (how := _together(layout)):
         return how
     return How(layout, None) if times > 1 else None
 
 
 def _together(layout: Layout) -> How | None:
     everyone = _held(layout)[1]
-    return How(layout, everyone) if 1 < len(everyone) <= _MOST_RECEIVERS else None
+    return How(layout, everyone) if 1 < len(everyone) <= _MAX_RECEIVERS else None
 
 
 @functools.lru_cache(maxsize=1024)
 def _held(layout: Layout) -> tuple[float, tuple[int, ...]]:
-    """By how many processes a box of a layout is held on the average, and all that hold any."""
+    """Returns how many processes hold a box of a layout on average, and all processes that hold any box."""
     everyone = tuple(sorted(set(itertools.chain.from_iterable(set(layout.holders)))))
     return sum(map(len, layout.holders)) / len(layout.boxes), everyone
 
 
-def _beside(source: Source, entry: ArrayEntry, box: Box, itemsize: int) -> int:
-    """About how many bytes are read with a box that are not in it; whole pieces are taken to lie side by side."""
+def _bytes_around(source: Source, entry: ArrayEntry, box: Box, itemsize: int) -> int:
+    """Returns about how many bytes outside a box are read with it.
+
+    A piece that is entirely in the box adds none: pieces are assumed to follow each other in the file.
+    """
     found = 0
     for _, piece in pieces(source, entry, box):
         inner = intersect(piece, box)

@@ -1,4 +1,4 @@
-"""A suggestion of an error about a template: arguments of a restore, as they are written and as they are tried."""
+"""Holds a suggestion for an error about a template: arguments of a restore, as text and in a form to try them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from .policy import Policy
 
 
 class Call(NamedTuple):
-    """What stands in a list of rules, as it is written, and the rules that it makes."""
+    """One item in a list of rules, as the user would write it, and the rules that it makes."""
 
     text: str
     rules: tuple[Rule, ...]
@@ -60,9 +60,9 @@ class Cause:
         )
 
     def leaves(self, entries: Mapping[str, Entry]) -> Leaves:
-        """The checkpoint's leaves with these arguments; `source` of each is its path without them.
+        """Returns the checkpoint's leaves under these arguments. `source` of each leaf is its path in the checkpoint.
 
-        Raises `TreeringError` if a rule does not fit.
+        Raises `TreeringError` if a rule cannot be applied.
         """
         if self.at:
             entries = {path: entry for path, entry in entries.items() if below(path, self.at) is not None}
@@ -70,23 +70,26 @@ class Cause:
         return {below(path, self.at) or "": leaf for path, leaf in leaves.items()} if self.at else leaves
 
     def skeleton(self, skeleton: Skeleton | None) -> Skeleton | None:
-        """The checkpoint's skeleton with these arguments, which rules leave unknown."""
+        """Returns the checkpoint's skeleton under these arguments, or None with rules, which may change it."""
         return None if skeleton is None or self.rules else subtree(skeleton, self.at) if self.at else skeleton
 
 
 def renamed(calls: Sequence[Call], entries: Mapping[str, Entry]) -> Leaves:
-    """The leaves that rules make of a checkpoint's. Raises `TreeringError` if a rule does not fit."""
+    """Returns the leaves that rules make of a checkpoint's. Raises `TreeringError` if a rule cannot be applied."""
     leaves = views.leaves_of({path: entry.at(path) for path, entry in entries.items()})
     return apply([rule for call in calls for rule in call.rules], leaves)
 
 
 def is_plain(path: str, entries: Mapping[str, Entry]) -> bool:
-    """Returns whether rules see a leaf under this path, which may have a level that shows nowhere else."""
+    """Returns True if rules see the leaf under this path.
+
+    They do not if the checkpoint's own path has a level for a box of Flax, which this path hides.
+    """
     return path not in entries or entries[path].path.endswith(path)
 
 
 def _joined(given: Any, globs: str | tuple[str, ...]) -> Any:
-    """A list of globs with more; a value that allows everything stays."""
+    """Returns the globs that were given together with more of them. A value that allows everything stays."""
     if isinstance(globs, str) or not globs or given in ("template", "ignore"):
         return globs if isinstance(globs, str) else given
     return tuple(dict.fromkeys((*(() if given == "error" else given), *globs)))

@@ -1,4 +1,4 @@
-"""Decides what one leaf of a template becomes from the checkpoint's entry in its place, or why it cannot."""
+"""Decides what a leaf of a template becomes from the checkpoint's entry at its path, or why it cannot be restored."""
 
 import functools
 from typing import Any, Literal, NoReturn
@@ -15,14 +15,17 @@ from .._processes import coordinator
 from .._pytree import iterators
 
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
-_ON_HOST = (np.ndarray, np.generic)  # made once: a union of classes takes longer to make than to ask
+_ON_HOST = (np.ndarray, np.generic)  # made once, because making a union of classes is slower than `isinstance`
 
 
 class Target(msgspec.Struct, frozen=True, gc=False):
-    """The result for a leaf.
+    """What a leaf becomes.
 
-    `make` is its kind: an array of `dtype` on the host or in JAX, a scalar, a key; a number of the Python type `value`;
-    or `value` is the leaf itself.
+    make: the kind: an array of `dtype` on the host or in JAX, a scalar, or a key. With "number" it is a number of the
+        Python type `value`, with "value" it is `value` itself.
+    entry: the array of the checkpoint that it is made of, if any.
+    state: the state of the iterator that `value` is then.
+    filled: True if `value` is the template's, because the checkpoint has none.
     """
 
     make: Literal["numpy", "numpy-scalar", "jax", "key", "number", "value"]
@@ -30,16 +33,16 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     dtype: Any = None
     weak: bool = False
     value: Any = None
-    state: tuple[Any] | None = None  # for the value, which is an iterator
-    filled: bool = False  # whether the value is the template's, because the checkpoint has none
+    state: tuple[Any] | None = None
+    filled: bool = False
 
 
 class Differs(Exception):
-    """expected, found, what would allow it"""
+    """A leaf cannot be restored. The arguments say what was expected, what was found, and what would allow it."""
 
 
 def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> Target:
-    """The target of a leaf and an entry; `asked` is the argument `dtype`. Raises `Differs`."""
+    """Returns the target of a leaf and an entry; `asked` is the argument `dtype`. Raises `Differs` if there is none."""
     if type(leaf) in _SCALARS:
         if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
             return Target("value", value=entry.decode())
@@ -66,7 +69,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
             _differ(_shape_text(leaf), entry, "a typed key is no plain array" if entry.type == "key" else hint)
         if isinstance(leaf, np.character):
             found = dtypes.to_numpy(entry.dtype)
-            want = found if found.kind == want.kind else want  # of any length
+            want = found if found.kind == want.kind else want  # Texts may have any length.
         dtype, value = _dtype_for(want, entry.dtype, asked), None
         if isinstance(dtype, str):
             _differ(_shape_text(leaf), entry, dtype.format(path=path))
@@ -78,7 +81,10 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
 
 
 def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np.dtype[Any]:
-    """The dtype of the 0-d array that a Python number becomes. Raises `Differs` where it would lose digits unasked."""
+    """Returns the dtype of the 0-d array that a Python number becomes.
+
+    Raises `Differs` for another kind of number, and if it would lose digits without `dtype=` allowing that.
+    """
     expected, value = _shape_text(leaf), entry.decode()
     of_kind = {"bool": want.kind == "b", "int": dtypes.is_integer(want), "complex": want.kind == "c"}
     if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and dtypes.is_float(want)):
@@ -97,18 +103,21 @@ def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np
 
 @functools.lru_cache(maxsize=512)
 def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | str:
-    """The dtype of an array stored as `found` where the template has `want`, or a text that says why it has none."""
+    """Returns the dtype that an array stored as `found` gets if the template has `want`.
+
+    If it cannot be converted, returns a text that says what to do, which may contain ``{path}``.
+    """
     have = dtypes.to_numpy(found)
     if dtypes.is_float(have) and asked not in (None, "template"):
         return np.dtype(asked)
     if have == want.newbyteorder("<") or dtypes.widens(have, want):
         return want
     if dtypes.is_integer(have) and dtypes.is_integer(want):
-        return want  # tested value by value when it is read
+        return want  # `groups._cast` tests the values when the array is read.
     if dtypes.is_float(have) and dtypes.is_float(want):
         return want if asked == "template" else "dtype='template' narrows floats to the template's"
     rule = f"tr.rules.cast({{path!r}}, {want.name!r})"
-    return f"one kind of number does not become another; use {found} in the template, or {rule}"
+    return f"one kind of number is not converted to another; use {found} in the template, or {rule}"
 
 
 def _key_target(path: str, leaf: Any, entry: Entry) -> Target:
@@ -117,7 +126,7 @@ def _key_target(path: str, leaf: Any, entry: Entry) -> Target:
     if not isinstance(entry, ArrayEntry) or entry.type != "key":
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         is_data = isinstance(entry, ArrayEntry) and (entry.dtype, entry.shape) == ("uint32", data.shape)
-        rule = f"; tr.rules.wrap_key_data({path!r}, {impl!r}) makes them of their data" if is_data else ""
+        rule = f"; tr.rules.wrap_key_data({path!r}, {impl!r}) makes keys of this data" if is_data else ""
         _differ(expected, entry, f"only typed keys become typed keys{rule}")
     if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
         _differ(expected, entry, "shapes and key implementations must be equal")
@@ -126,7 +135,7 @@ def _key_target(path: str, leaf: Any, entry: Entry) -> Target:
 
 @functools.lru_cache(maxsize=64)
 def _key_impl(dtype: Any) -> str:
-    """The name of a key dtype's implementation, which JAX gives for keys alone and not for their dtype."""
+    """Returns the name of a key dtype's implementation. JAX gives it only for keys, so a key is traced."""
     names: list[str] = []
     jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
     return names[0]
@@ -135,7 +144,7 @@ def _key_impl(dtype: Any) -> str:
 def _iterator_target(path: str, leaf: Any, entry: Entry) -> Target:
     index, count = coordinator.position()
     if not isinstance(entry, ValueEntry) or entry.type != "iterator":
-        _differ(f"the state of a {type(leaf).__name__}", entry, "only iterators take it, and nothing else does")
+        _differ(f"the state of a {type(leaf).__name__}", entry, "an iterator takes only the saved state of an iterator")
     state, saved = iterators.of_process(entry, index, count)
     if saved != count:
         _differ(
@@ -148,7 +157,12 @@ def _iterator_target(path: str, leaf: Any, entry: Entry) -> Target:
 
 
 def missing_target(path: str, leaf: Any, entry: Entry | None, *, allowed: bool) -> Target:
-    """The template's own leaf where the checkpoint has none, or None or a function. Raises `Differs`."""
+    """Returns the template's own leaf, for a path at which the checkpoint has nothing, None, or a function.
+
+    allowed: True if the argument `missing` allows that.
+
+    Raises `Differs` if it is not allowed, and for a leaf of the template that is only a shape.
+    """
     found = NOTHING if entry is None else NONE if entry.type == "none" else FUNCTION
     expected = type(leaf).__name__ if type(leaf) in _SCALARS else _shape_text(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -160,7 +174,7 @@ def missing_target(path: str, leaf: Any, entry: Entry | None, *, allowed: bool) 
 
 
 def _is_number(entry: ArrayEntry, kind: type) -> bool:
-    """Whether an array is one that a Python number becomes, and gives it back without loss."""
+    """Returns True if an array is a single number that converts to the Python type without loss."""
     if entry.shape:
         return False
     dtype = dtypes.to_numpy(entry.dtype)
@@ -170,7 +184,7 @@ def _is_number(entry: ArrayEntry, kind: type) -> bool:
 
 
 def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Whether integers survive a change of width."""
+    """Returns True if all values fit an integer dtype."""
     if not values.size:
         return True
     wide = values.astype(np.int64) if values.dtype.kind == "V" else values
@@ -179,7 +193,7 @@ def fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
 
 
 def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
-    """Raises `Differs` when JAX, as it is set up, does not have a dtype."""
+    """Raises `Differs` if JAX lacks a dtype, or has it only with `jax_enable_x64`, which is off."""
     allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
     if allowed == dtype:
         return
@@ -187,16 +201,16 @@ def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
         raise Differs("a dtype that JAX has", describe(found), "restore it into a NumPy array")
     if isinstance(found, ArrayEntry) and found.dtype == dtype.name:
         hint = "switch it on, or restore into NumPy"
-        raise Differs(f"{allowed.name}, for jax_enable_x64 is off", describe(found), hint)
+        raise Differs(f"{allowed.name}, because jax_enable_x64 is off", describe(found), hint)
     raise Differs(
-        f"{dtype.name}{why or ' (the template has it)'}, which JAX has not while jax_enable_x64 is off",
+        f"{dtype.name}{why or ' (the template has it)'}, which JAX lacks while jax_enable_x64 is off",
         describe(found),
         f"use {allowed.name}, or switch it on",
     )
 
 
 def is_of_jax(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX, as it is set up, has a dtype."""
+    """Returns True if JAX has a dtype with the present setting of `jax_enable_x64`."""
     return _canonical(dtype, jax.config.read("jax_enable_x64")) == dtype
 
 

@@ -1,1 +1,1 @@
-"""Changes of leaves by path."""
+"""Implements the rules of `treering.rules`, which change leaves by path."""

@@ -1,4 +1,7 @@
-"""The common parts of rules: their protocol, and finding and replacing leaves."""
+"""Contains what all rules share: their protocol, and functions that find, check and replace leaves.
+
+In this package `text` is the rule as the user would write it, for errors.
+"""
 
 import contextlib
 import re
@@ -20,12 +23,12 @@ class Rule(Protocol):
     """A change of leaves by path."""
 
     def apply(self, leaves: Leaves) -> Leaves:
-        """The leaves after the change. Raises `MismatchError`."""
+        """Returns the leaves after the change. Raises `MismatchError` if they do not fit the rule."""
         ...
 
 
 def check_list(rules: Any) -> None:
-    """Raises `MismatchError` for anything but a list of rules, such as a single one."""
+    """Raises `MismatchError` for anything but a list of rules, such as a single rule."""
     if hasattr(rules, "apply"):
         raise MismatchError(f"rules: expected a list, found one rule, {rules!r}; put it in brackets")
     if isinstance(rules, str) or not isinstance(rules, Sequence):
@@ -37,7 +40,7 @@ def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
     check_list(rules)
     for rule in rules:
         if not hasattr(rule, "apply"):
-            raise MismatchError(f"rules: expected what treering.rules makes, found {rule!r}")
+            raise MismatchError(f"rules: expected rules made by treering.rules, found {rule!r}")
         leaves = rule.apply(leaves)
     return leaves
 
@@ -45,7 +48,11 @@ def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
 def replaced(
     text: str, leaves: Leaves, members: Mapping[str, str], made: Mapping[str, list[tuple[str, Leaf]]]
 ) -> Leaves:
-    """The leaves, with the members of each group replaced by what is made of it, in the place of the first member."""
+    """Returns the leaves with each group replaced by the leaves made of it, at the position of its first member.
+
+    members: the name of the group, by the path of a leaf that is in one.
+    made: the new leaves with their paths, by the name of the group.
+    """
     out: list[tuple[str, Leaf]] = []
     done: set[str] = set()
     for path, leaf in leaves.items():
@@ -58,7 +65,7 @@ def replaced(
 
 
 def collected(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
-    """Leaves by their new paths. Raises `MismatchError` for two with one path."""
+    """Returns leaves by their new paths. Raises `MismatchError` if two leaves have one path."""
     out: Leaves = {}
     for path, leaf in pairs:
         path = canonical(path)
@@ -71,6 +78,7 @@ def collected(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
 
 
 def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
+    """Raises `MismatchError` if a rule that is not optional has found nothing. The message helps to correct a glob."""
     if not found and not optional:
         shown = ", ".join(list(leaves)[:5]) + (", …" if len(leaves) > 5 else "")
         escapes = " (in a key, / is written ~1 and ~ is written ~0)" if any("~" in path for path in leaves) else ""
@@ -86,13 +94,13 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
 
 
 def fitting(leaves: Leaves, glob: str) -> list[str]:
-    """The paths that a glob fits, and those of lost trees in which it could fit a leaf."""
+    """Returns the paths that a glob matches, and the paths of damaged parts in which it could match a leaf."""
     globs = all_meant(glob, leaves)
     return [path for path, leaf in leaves.items() if fits(path, leaf.entry, globs)]
 
 
 def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
-    """Raises `CorruptError` where the names of leaves that a rule may change are not known."""
+    """Raises `CorruptError` if a rule may change leaves of a damaged part, because their names are not known."""
     for path, leaf in leaves.items():
         if is_lost_tree(entry := leaf.entry) and fits(path, entry, glob):
             within = f"{path}/**" if path else "**"
@@ -101,21 +109,24 @@ def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
 
 
 def none_of(leaves: Iterable[Leaf]) -> Leaf | None:
-    """Returns the first leaf if all are None or functions, which rules pass over: they carry no data."""
+    """Returns the first leaf if all of them are None or functions. Rules skip such leaves, as they have no data."""
     found = list(leaves)
     return found[0] if all(is_absent(leaf.entry) for leaf in found) else None
 
 
 def array(leaf: Leaf, text: str, *, or_keys: bool = False) -> Leaf:
-    """The leaf, if it is an array. Raises `MismatchError` for others, `CorruptError` for one that cannot be read."""
+    """Returns the leaf, which must be an array.
+
+    Raises `MismatchError` for any other leaf, also for typed keys unless `or_keys`, and `CorruptError` for a leaf that
+    cannot be read.
+    """
     check_whole([leaf.entry])
     if not isinstance(leaf.entry, ArrayEntry):
         what = "None" if leaf.entry.type == "none" else f"a {leaf.entry.type}"
-        raise MismatchError(f"{text}: {leaf.entry.path} is no array but {what}; choose a narrower pattern")
+        raise MismatchError(f"{text}: {leaf.entry.path} is not an array but {what}; choose a narrower pattern")
     if leaf.entry.type == "key" and not or_keys:
         raise MismatchError(
-            f"{text}: {leaf.entry.path} is an array of PRNG keys, which can only be renamed or dropped, "
-            "and indexed by take"
+            f"{text}: {leaf.entry.path} is an array of PRNG keys; rules can only rename, drop or take them"
         )
     return leaf
 
@@ -131,21 +142,23 @@ def check_alike(leaves: Sequence[Leaf], text: str, but: int | None = None) -> No
 
 
 def level_of(glob: str, text: str) -> int:
+    """Returns the position of the first ``*`` among the names of a glob. Raises `MismatchError` if it is not clear."""
     parts = glob.split("/")
     if "*" not in parts or "**" in parts[: parts.index("*")]:
-        raise MismatchError(f"{text}: expected a '*' in the place of the numbers, with no '**' before it")
+        raise MismatchError(f"{text}: expected a '*' at the place of the numbers, with no '**' before it")
     return parts.index("*")
 
 
 def axis_of(axis: int, rank: int, text: str) -> int:
+    """Returns the axis counted from 0. Raises `MismatchError` for one that an array of `rank` axes does not have."""
     if not -rank <= axis < rank:
         raise MismatchError(f"{text}: axis {axis} of {rank}")
     return axis % rank
 
 
 def dtype_text(dtype: Any, text: str) -> str:
-    """The name of the dtype that a rule is to make."""
-    import ml_dtypes  # noqa: F401  # which gives NumPy names such as bfloat16
+    """Returns the name of the dtype that a rule makes. Raises `MismatchError` for a dtype that cannot be stored."""
+    import ml_dtypes  # noqa: F401  # Importing it teaches NumPy names such as bfloat16.
     import numpy as np
 
     from .._core.dtypes import to_text
@@ -159,9 +172,10 @@ def dtype_text(dtype: Any, text: str) -> str:
 
 
 def texts(given: Any, text: str) -> tuple[str, ...]:
-    """Returns texts that were given as a list. Raises `MismatchError` for one text, which would be taken by letters.
+    """Returns the texts of a list as a tuple.
 
-    It also does so for a set, which has no order.
+    Raises `MismatchError` for a single text, which would otherwise be a list of its letters, and for a set, which has
+    no order.
     """
     found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes | Set) else ()
     if not found or not all(isinstance(one, str) for one in found):
@@ -171,7 +185,10 @@ def texts(given: Any, text: str) -> tuple[str, ...]:
 
 
 def whole_numbers(given: Any, shape: tuple[int, ...], least: int | None, text: str) -> Any:
-    """The numbers given for each axis, one or of some `shape`, as tuples. Raises `MismatchError` below `least`."""
+    """Returns the integers given for each axis as tuples: one integer per axis, or an array of `shape` per axis.
+
+    Raises `MismatchError` for anything else, and for a number below `least`.
+    """
     import numpy as np
 
     try:
@@ -186,14 +203,14 @@ def whole_numbers(given: Any, shape: tuple[int, ...], least: int | None, text: s
         or not found.ndim
         or (least is not None and (found < least).any())
     ):
-        what = "a pair of whole numbers" if shape else "a whole number"
+        what = "a pair of integers" if shape else "an integer"
         limit = "" if least is None else f", at least {least}"
         raise MismatchError(f"{text}: expected {what} for each axis{limit}")
     return tuple(tuple(row) for row in found.tolist()) if shape else tuple(found.tolist())
 
 
 def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
-    """A value in a leaf's dtype, as a 0-d array. Raises `MismatchError` if the dtype cannot hold it exactly."""
+    """Returns a value in a leaf's dtype, as a 0-d array. Raises `MismatchError` if it cannot be held exactly."""
     import numpy as np
 
     from .._core import dtypes
@@ -209,7 +226,7 @@ def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
             found = dtypes.cast(given, dtype)
             shown = f"would be {_scalar(found)!r}"
     if found is None or not _same(_scalar(found), _scalar(given)):
-        raise MismatchError(f"{text}: {leaf.entry.path} is of {leaf.array.dtype}, in which {value!r} {shown}")
+        raise MismatchError(f"{text}: {leaf.entry.path} is {leaf.array.dtype}, in which {value!r} {shown}")
     return found
 
 
@@ -221,10 +238,11 @@ def _scalar(array: "np.ndarray") -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))
+    return bool(a == b or (a != a and b != b))  # two NaNs count as the same
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
+    """Compiles a regular expression. Raises `MismatchError` if it is not one."""
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
@@ -232,6 +250,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def expanded(expand: Callable[[], str], new: str) -> str:
+    """Returns what `expand` makes of a replacement. Raises `MismatchError` if `new` names a group that is not there."""
     try:
         return expand()
     except (re.error, IndexError) as error:

@@ -1,4 +1,4 @@
-"""Rules that change leaves one by one."""
+"""Implements the rules that change leaves one by one."""
 
 import dataclasses
 import functools
@@ -66,11 +66,12 @@ class Each:
 
     def apply(self, leaves: Leaves) -> Leaves:
         fit = fitting(leaves, self.glob)
-        named = all_meant(self.glob, leaves)  # for one without data that is named by itself, the rule is a mistake
+        # Leaves without data are skipped if a wildcard matches them. A rule that names such a leaf itself is a mistake.
+        named = all_meant(self.glob, leaves)
         arrays = [path for path in fit if path in named or not is_absent(leaves[path].entry)]
         fit = arrays or ([] if self.optional else fit)
         check_any(fit, self.optional, self.text, leaves)
-        # One that cannot be read stays what it is: reading it raises.
+        # A damaged leaf stays as it is: reading it raises an error that says why.
         found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
         return {
             path: self.change(array(leaf, self.text, or_keys=self.or_keys)) if path in found else leaf
@@ -79,7 +80,7 @@ class Each:
 
 
 def _copied(path: str, leaf: Leaf, source: str) -> str | None:
-    """The path of a leaf relative to the copied `source`, None where it lies elsewhere."""
+    """Returns the path of a leaf relative to the copied `source`, or None if the leaf is not in it."""
     if is_lost_tree(leaf.entry) and below(source, path) is not None:
-        return ""  # the source would be a part of it
+        return ""  # The source is somewhere in this damaged part, so the copy is damaged too.
     return below(path, source)

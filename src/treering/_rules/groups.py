@@ -1,4 +1,4 @@
-"""Rules that make one leaf of several, or several of one."""
+"""Implements the rules that make one leaf of several, or several of one."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class Stack:
         made: dict[str, Leaf] = {}
         for name, group in groups.items():
             if sorted(group) != list(range(len(group))):
-                raise MismatchError(f"{text}: expected {name} with the numbers from 0, found {sorted(group)[:5]}…")
+                raise MismatchError(f"{text}: expected {name} with numbers from 0, found {sorted(group)[:5]}…")
             if none := none_of(leaves[path] for path in group.values()):
                 made[name] = none
                 continue
@@ -81,7 +81,7 @@ class Unstack:
 
 
 def _numbered(path: str, level: int, count: int) -> list[str]:
-    """The paths with each number from 0 at a level of a path."""
+    """Returns `count` paths, with the numbers from 0 inserted at a level of a path."""
     names = path.split("/")
     return ["/".join([*names[:level], str(n), *names[level:]]) for n in range(count)]
 
@@ -165,7 +165,7 @@ def _grouped(
     text: str,
     optional: bool,
 ) -> Leaves:
-    """One leaf made of those that match each of the patterns and that expand `new` to the same path."""
+    """Returns the leaves with one leaf for each group: those that match the patterns and expand `new` to one path."""
     check_known(leaves, text)
     groups: dict[str, dict[int, str]] = {}
     for n, pattern in enumerate(patterns):
@@ -179,8 +179,8 @@ def _grouped(
     made: dict[str, list[tuple[str, Leaf]]] = {}
     for name, group in groups.items():
         if len(group) != len(patterns):
-            lacking = next(p.pattern for n, p in enumerate(patterns) if n not in group)
-            raise MismatchError(f"{text}: nothing matches {lacking!r} for {name}, found only {sorted(group.values())}")
+            pattern = next(p.pattern for n, p in enumerate(patterns) if n not in group)
+            raise MismatchError(f"{text}: nothing matches {pattern!r} for {name}, found only {sorted(group.values())}")
         own = [leaves[group[n]] for n in range(len(group))]
         none = none_of(own) if list(group.values()) != [pattern.pattern for pattern in patterns] else None
         made[name] = [(name, none or make(name, [array(leaf, text) for leaf in own]))]
@@ -208,9 +208,9 @@ class Scale:
         scales = set(found.values())
         for path, scale in wanted.items():
             if path in scales and path in found:
-                raise MismatchError(f"{text}: {path} is a scale and has one, {scale}; choose a narrower pattern")
+                raise MismatchError(f"{text}: {path} is a scale, and has the scale {scale}; choose a narrower pattern")
             if path not in scales and path not in found and _is_quantized(leaves[path].entry):
-                raise MismatchError(f"{text}: {path} is of one byte an element, and there is no {scale} to scale it by")
+                raise MismatchError(f"{text}: {path} has one byte per element, and there is no {scale} to scale it by")
         made = {
             path: self._made(array(leaves[path], text), array(leaves[scale], text), text)
             for path, scale in found.items()
@@ -221,14 +221,14 @@ class Scale:
         for one in (leaf.array, scale.array):
             if not _fits_float32(dtypes.to_numpy(one.dtype)):
                 raise MismatchError(
-                    f"{text}: {one.path} is of {one.dtype}, which float32 does not hold; cast it before"
+                    f"{text}: {one.path} is {one.dtype}, which float32 cannot hold exactly; cast it before"
                 )
         shape, found = leaf.array.shape, scale.array.shape
         if self.block is None and math.prod(found) == 1:
             found = (1,) * len(shape)
             scale = reshaped(scale, found)
         if self.block is None:
-            expected = "one scale, or along each axis 1 or as many as the array has"
+            expected = "one scale, or along each axis the size 1 or the size of the array"
             fits = len(found) == len(shape) and all(own in (1, n) for own, n in zip(found, shape, strict=True))
             block = tuple(max(n, 1) if own == 1 else 1 for own, n in zip(found, shape, strict=False))
         else:
@@ -244,7 +244,7 @@ class Scale:
 
 
 def _is_quantized(entry: Entry) -> bool:
-    """Whether an entry is an array of one byte an element, which probably needs a scale."""
+    """Returns True if an entry is an array with one byte per element, which probably needs a scale."""
     if not isinstance(entry, ArrayEntry) or isinstance(entry, LostEntry) or entry.type == "key":
         return False
     dtype = dtypes.to_numpy(entry.dtype)
@@ -252,7 +252,7 @@ def _is_quantized(entry: Entry) -> bool:
 
 
 def _fits_float32(dtype: "np.dtype[Any]") -> bool:
-    """Whether float32 has all values of a dtype."""
+    """Returns True if float32 can hold all values of a dtype."""
     import numpy as np
 
     return (dtype.itemsize <= 2 and dtypes.is_integer(dtype)) or dtypes.widens(dtype, np.dtype(np.float32))
