@@ -1,10 +1,10 @@
-"""Text from files as terminals can show it: what does not print, such as an escape sequence, is shown by its code."""
+"""Makes text from files safe to show in a terminal: characters that do not print are shown by their codes."""
 
 from typing import Any
 
 
 def safe(text: object) -> str:
-    """Returns text as one line without anything that a terminal obeys."""
+    """Returns text as one line without control characters, which a terminal would obey."""
     text = str(text)
     if text.isprintable():
         return text
@@ -12,12 +12,12 @@ def safe(text: object) -> str:
 
 
 def safe_lines(text: object) -> str:
-    """Returns several lines of text, each as by `safe`."""
+    """Returns several lines of text, each of them made safe by `safe`."""
     return "\n".join(safe(line) for line in str(text).split("\n"))
 
 
 def escape_record(record: Any) -> bool:
-    """Escapes the message of a log record, as a filter of a logger. Lets every record through."""
+    """Escapes the message of a log record. It is the filter of a logger, and lets every record pass."""
     message = record.getMessage()
     if (shown := safe_lines(message)) != message:
         record.msg, record.args = shown, None

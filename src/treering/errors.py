@@ -1,4 +1,4 @@
-"""Everything Treering raises on purpose.
+"""Defines every error that Treering raises on purpose.
 
     TreeringError
     ├── NotFoundError      (also FileNotFoundError)   there is no checkpoint at this path
@@ -9,11 +9,11 @@
     ├── UnsupportedError   (also TypeError)           a leaf, dtype, format or version this release cannot handle
     ├── RequestError       (also OSError)             a store refused a request, or did not answer as it should
     ├── SaveError          (also OSError)             a save failed; the cause is its ``__cause__``
-    └── PeerError          (also ConnectionError)     another process of the job is gone or did not make the call
+    └── PeerError          (also ConnectionError)     another process of the job has ended or did not make the call
 
-A message says where, what was expected, what was found, and what to do. What the system cannot read any
-more (a bad sector, a checksum of the file system's own) is a `CorruptError`. Other errors of the file system while
-reading (permission denied, too many open files) are Python's own, with the path.
+A message says where, what was expected, what was found, and what to do. If the system can no longer read a file (a bad
+sector, a checksum of the file system), that is a `CorruptError`. Other errors of the file system while reading
+(permission denied, too many open files) are Python's own, with the path.
 """
 
 from typing import ClassVar, NamedTuple
@@ -36,7 +36,7 @@ class TreeringError(Exception):
 
 
 class NotFoundError(TreeringError, FileNotFoundError):
-    """There is no checkpoint, step or leaf of that name."""
+    """No checkpoint, step or leaf has that name."""
 
     entry = "notfounderror"
 
@@ -44,7 +44,7 @@ class NotFoundError(TreeringError, FileNotFoundError):
 
 
 class ExistsError(TreeringError, FileExistsError):
-    """A save would replace something; nothing was written."""
+    """A save would replace something that exists. Nothing was written."""
 
     entry = "existserror"
 
@@ -66,8 +66,8 @@ class Difference(NamedTuple):
 class MismatchError(TreeringError, ValueError):
     """A checkpoint and a template, or an argument, do not fit together.
 
-    Where a template does not fit, the message gives the likely cause, and groups leaves that differ in the same way;
-    `differences` has each by itself.
+    If a template does not fit, the message gives the likely cause, and groups leaves that differ in the same way.
+    `differences` lists each leaf by itself.
     """
 
     entry = "mismatcherror"
@@ -76,7 +76,7 @@ class MismatchError(TreeringError, ValueError):
 
 
 class CorruptError(TreeringError):
-    """The bytes on the disk are not those that were saved, or cannot be read. Nothing was returned."""
+    """The bytes on disk are not those that were saved, or cannot be read. Nothing was returned."""
 
     entry = "corrupterror"
 
@@ -102,16 +102,16 @@ class SaveError(TreeringError, OSError):
 
 
 class RequestError(TreeringError, OSError):
-    """A store refused a request, or did not answer it as it should. It says nothing about what is there."""
+    """A store refused a request, or did not answer it as it should. So it is unknown if the object exists."""
 
     entry = "requesterror"
-    _reason: str = ""  # what the store's own code makes of it; see `stores.objects.bucket`
+    _reason: str = ""  # how the store's own code classifies the error; see `stores.objects.bucket`
 
     __str__ = TreeringError.__str__
 
 
 class PeerError(TreeringError, ConnectionError):
-    """Another process of the job is gone, or did not make the collective call that this one made."""
+    """Another process of the job has ended, or did not make the collective call that this process made."""
 
     entry = "peererror"
 

@@ -479,7 +479,7 @@ def test_an_array_of_another_shape_can_be_the_templates(tmp_path: pathlib.Path, 
 def test_a_template_of_shapes_is_told_where_values_come_from(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"params": params()})
     like = jax.eval_shape(lambda: {"params": params(20)})
-    with pytest.raises(MismatchError, match=r"where there is an array and not only a shape, as in init\(\)") as caught:
+    with pytest.raises(MismatchError, match=r"if it has an array and not only a shape, as init\(\) has") as caught:
         tr.restore(tmp_path / "c", like)
     (line,) = lines_of(caught.value)
     restore = line.partition("can keep its own: ")[2]

@@ -1,1 +1,1 @@
-"""The plain things that everything else is made of: names, boxes, entries, views."""
+"""Defines the basic parts of a checkpoint that all other modules use: paths, boxes, entries, trees and views."""

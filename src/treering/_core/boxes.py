@@ -1,6 +1,6 @@
-"""Global arrays and their pieces: index arithmetic, no I/O.
+"""Computes with the boxes of arrays. It does no I/O.
 
-A box is the half-open range of a piece along each axis: ``((start, stop), …)``.
+A box is the half-open range of a piece of an array along each axis: ``((start, stop), …)``.
 """
 
 import bisect
@@ -20,37 +20,37 @@ Box = tuple[tuple[int, int], ...]
 
 @functools.lru_cache(maxsize=1024)
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box of the entire array."""
+    """Returns the box of an entire array."""
     return tuple((0, size) for size in shape)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a tuple of slices with step 1, as JAX describes shards."""
+    """Returns the box of a tuple of slices with step 1, as JAX describes shards."""
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
+    """Returns the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, None when it is empty."""
+    """Returns the common part of two boxes, or None if it is empty."""
     common = tuple((max(p, q), min(r, s)) for (p, r), (q, s) in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def slices(box: Box, origin: Box) -> tuple[slice, ...]:
-    """A box as slices of an array that itself lies at `origin`."""
+    """Returns a box as slices of an array that is itself the box `origin`."""
     return tuple(slice(start - o, stop - o) for (start, stop), (o, _) in zip(box, origin, strict=True))
 
 
 def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[tuple[int, int]]:
-    """The byte ranges of a box within a C-ordered array; ranges with less than `gap` bytes between are joined."""
+    """Yields the byte ranges of a box within a C-ordered array. Ranges less than `gap` bytes apart become one."""
     if not all(stop > start for start, stop in box):
         return
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    # Below the first axis whose rows are shorter than the gap, everything between first and last is read.
+    # From the first axis whose rows are no longer than the gap, everything from the first to the last byte is one range.
     split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
     outer = box[:split]
     first = sum(start * stride for (start, _), stride in zip(box[split:], strides[split:], strict=True))
@@ -69,17 +69,23 @@ def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iter
 
 
 def rows_apart(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[Box]:
-    """The parts of a box of a C-ordered array that have no gaps so large within: its rows, when they lie apart."""
+    """Yields the parts of a box of a C-ordered array that have no gap of `gap` bytes or more in them.
+
+    These are the rows of the box, if they are separate in memory.
+    """
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
     if all(bounds == (0, size) for bounds, size in zip(box[split:], shape[split:], strict=True)):
-        split = max(split - 1, 0)  # whole rows touch one another
+        split = max(split - 1, 0)  # complete rows follow each other without a gap
     for outer in _positions(box[:split]):
         yield (*((n, n + 1) for n in outer), *box[split:])
 
 
 def in_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes of at most `limit` bytes, where single elements allow, whose contents one after the other are the array."""
+    """Yields boxes of at most `limit` bytes whose contents, one after the other, are the array in C order.
+
+    A box has at least one element, even if that is larger than the limit.
+    """
     if not shape:
         yield ()
         return
@@ -113,7 +119,7 @@ class Cells(Sequence[Box]):
 
     @classmethod
     def of(cls, boxes: Sequence[Box]) -> "tuple[Cells, Sequence[int]]":
-        """The grid that the boxes are the cells of, and for each cell which of the boxes it is.
+        """Returns the grid whose cells are these boxes, and for each cell the number of its box.
 
         Raises `ValueError` for boxes that overlap or leave holes.
         """
@@ -127,7 +133,7 @@ class Cells(Sequence[Box]):
         return grid, [numbers[box] for box in grid]
 
     def overlapping(self, box: Box) -> Iterator[int]:
-        """The numbers of the cells that have elements of a box."""
+        """Yields the numbers of the cells that have elements of a box."""
         axes = [
             range(bisect.bisect_right(axis, start) - 1, bisect.bisect_left(axis, stop)) if start < stop else ()
             for axis, (start, stop) in zip(self.cuts, box, strict=True)
@@ -139,7 +145,7 @@ class Cells(Sequence[Box]):
             yield number
 
     def sizes(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """The number of elements of each cell."""
+        """Returns the number of elements of each cell."""
         import numpy as np
 
         lengths = [np.diff(np.array(axis, np.int64)) for axis in self.cuts]
@@ -173,7 +179,10 @@ class Cells(Sequence[Box]):
 
 
 def _positions(box: Box) -> Iterator[tuple[int, ...]]:
-    """Every position in a box, without a list of any of its sides, which may be absurdly long."""
+    """Yields every position in a box.
+
+    `itertools.product` would make a list of each side, and a damaged file may claim a side of any length.
+    """
     if not box:
         yield ()
         return
@@ -193,7 +202,7 @@ def _offsets(box: Box, strides: Sequence[int]) -> Iterator[int]:
 
 
 def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
-    """The distinct shards of an array that lie here, each once however often it is replicated."""
+    """Returns the distinct shards of an array on the devices of this process, each once even if it is replicated."""
     found: dict[Box, Any] = {}
     for shard in array.addressable_shards:
         box = box_of(shard.index, array.shape)
@@ -203,9 +212,10 @@ def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
 
 
 def describe(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
-    """A `NamedSharding` as JSON: axis sizes and the spec. Others are not described; their boxes suffice.
+    """Returns a `NamedSharding` as JSON: the sizes of the mesh axes, and the spec.
 
-    Nor are those whose axes have other names than text, which JSON cannot tell apart.
+    Returns None for other shardings, because their boxes say enough, and for axis names that are not text, because
+    JSON would turn them into text.
     """
     mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
     if mesh is None or spec is None:

@@ -1,4 +1,4 @@
-"""Leaves and differences as text for people: like ones together, and no more of them than fit a screen."""
+"""Describes leaves and differences as text for people. Similar ones are one line, so that they fit on a screen."""
 
 import math
 import re
@@ -12,13 +12,13 @@ from .readable import nbytes
 
 NOTHING = "nothing"
 NONE, FUNCTION = "None", "a function"
-ABSENT = (NOTHING, NONE, FUNCTION)  # what a leaf without data is in a difference
+ABSENT = (NOTHING, NONE, FUNCTION)  # texts in a difference for a leaf that has no data
 _MAX_LINES = 20  # lines
 _NUMBER = re.compile(r"\d+")
 
 
 def describe(entry: Entry) -> str:
-    """An entry in a few characters: ``float32[2,3]``, ``int``, ``key<threefry2x32>[]``."""
+    """Returns an entry in a few characters: ``float32[2,3]``, ``int``, ``key<threefry2x32>[]``."""
     if isinstance(entry, LostEntry):
         return "lost"
     if isinstance(entry, ValueEntry):
@@ -29,12 +29,12 @@ def describe(entry: Entry) -> str:
 
 
 def value_text(entry: ValueEntry) -> str:
-    """Returns the value of a leaf for people to read; of states in array files the size, so that none is read."""
+    """Returns the value of a leaf for people to read. For states in array files it is their size: nothing is read."""
     return nbytes(entry.nbytes) if isinstance(entry, StatesEntry) else shorten(entry.decode())
 
 
 def shorten(value: Any) -> str:
-    """A value for people to read: not more than 60 characters, and no number that Python refuses to print."""
+    """Returns a value for people to read, in at most 60 characters. Python refuses to print very long integers."""
     if type(value) is int and abs(value) >> 200:
         return f"({value.bit_length()} bits)"
     text = repr(value)
@@ -42,7 +42,10 @@ def shorten(value: Any) -> str:
 
 
 def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
-    """The hint to rules that turn an array of shape `found` into one of shape `wanted`, or take the template's."""
+    """Returns the hint for an array of shape `found` where the template has the shape `wanted`.
+
+    It names a rule that makes one shape of the other, if there is one, and how to keep the template's array.
+    """
     change = ""
     if sorted(found) == sorted(wanted):
         rest, axes = list(range(len(found))), list[int]()
@@ -59,7 +62,7 @@ def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has
         change = f"tr.rules.pad({path!r}, {widths}) fills it up with zeros, "
     own = f"tr.rules.drop({path!r}) with missing=[{path!r}] takes the template's"
     if not has_value:
-        own += ", where there is an array and not only a shape, as in init()"
+        own += ", if it has an array and not only a shape, as init() has"
     return f"shapes must be equal; {change}{own}"
 
 
@@ -71,7 +74,7 @@ def mismatch(
     likely: str = "",
     what: str = "does not fit the template",
 ) -> MismatchError:
-    """The error about differences between a checkpoint's paths and a template's; `likely` is their cause."""
+    """Returns the error about the differences between a checkpoint and a template. `likely` is their likely cause."""
     count = f"{len(differences):,} difference{'s' if len(differences) > 1 else ''}"
     lines = [f"{name}: the checkpoint {what}: {count}"]
     if likely:
@@ -88,7 +91,7 @@ def mismatch(
 
 
 def _grouped(differences: Iterable[Difference]) -> Iterator[list[Difference]]:
-    """Groups of differences that say the same of paths which differ in numbers alone."""
+    """Yields groups of differences that say the same, of paths that differ only in their numbers."""
     groups: dict[tuple[str, ...], list[Difference]] = {}
     for one in differences:
         hint = one.hint.replace(repr(one.path), "")
@@ -99,8 +102,8 @@ def _grouped(differences: Iterable[Difference]) -> Iterator[list[Difference]]:
 def _line(group: Sequence[Difference], known: Sequence[str], everything: Iterable[str]) -> str:
     first = group[0]
     if len(group) == 1:
-        near = closest(first.path, known) if first.found == NOTHING else None
-        return str(first._replace(found=f"{NOTHING} (closest: {near})") if near else first)
+        similar = closest(first.path, known) if first.found == NOTHING else None
+        return str(first._replace(found=f"{NOTHING} (closest: {similar})") if similar else first)
     glob = _glob([one.path for one in group])
     paths = {one.path for one in group}
     exact = all(path in paths for path in everything if matches(path, glob))
@@ -110,7 +113,7 @@ def _line(group: Sequence[Difference], known: Sequence[str], everything: Iterabl
 
 
 def _glob(paths: Sequence[str]) -> str:
-    """Paths that differ in numbers, with a ``*`` in the place of each number that is not the same in all."""
+    """Returns a glob for paths that differ in numbers: a ``*`` replaces each number that is not the same in all."""
     numbers = [_NUMBER.findall(path) for path in paths]
     same = iter([len(set(column)) == 1 for column in zip(*numbers, strict=True)])
     return _NUMBER.sub(lambda found: found[0] if next(same) else "*", paths[0])

@@ -1,6 +1,6 @@
-"""Dtypes as text, and as they are stored in a safetensors file.
+"""Converts dtypes to text, and says how a safetensors file stores them.
 
-The text is NumPy's (or ml_dtypes') name. Sizes are known here without NumPy, so that a checkpoint can be
+The text is the name that NumPy or ml_dtypes uses. Sizes are known here without NumPy, so that a checkpoint can be
 listed without importing it.
 """
 
@@ -34,7 +34,8 @@ SAFETENSORS = {
     "int64": ("I64", 8),
     "uint64": ("U64", 8),
 }
-# Not known to safetensors: stored as U8, one byte an element, or with a last axis of the element's bytes.
+# safetensors does not have these dtypes. They are stored as U8: with one byte per element, or with a last axis that has
+# the bytes of an element.
 _ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
 _WIDE = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
 _OF_NUMPY = {name for name in SAFETENSORS if not name.startswith(("float8", "bfloat16"))} | {"complex128"}
@@ -44,9 +45,9 @@ _SIZED = re.compile(rf"(datetime64|timedelta64)(?:{_UNIT})?|<U([1-9]\d{{0,7}})|\
 
 @functools.lru_cache(maxsize=512)
 def stored_as(text: str) -> tuple[str, int, bool]:
-    """(safetensors dtype, bytes per element, whether a last axis of bytes is added) of a dtype's text.
+    """Returns the safetensors dtype, the bytes per element, and True if a last axis of bytes is added.
 
-    Raises `UnsupportedError` for a dtype this version of the format does not know.
+    Raises `UnsupportedError` for a dtype that this version of the format does not know.
     """
     if text in SAFETENSORS:
         return *SAFETENSORS[text], False
@@ -60,26 +61,26 @@ def stored_as(text: str) -> tuple[str, int, bool]:
 
 
 def widest(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
-    """The type in which numbers of a dtype are calculated with; those of ml_dtypes have kinds of their own."""
+    """Returns the type in which to compute with numbers of a dtype. It also knows the dtypes of ml_dtypes."""
     import numpy as np
 
     return np.complex128 if "complex" in dtype.name else np.float64
 
 
 def itemsize(text: str) -> int:
-    """Bytes per stored element."""
+    """Returns the bytes per stored element."""
     return stored_as(text)[1]
 
 
 @functools.lru_cache(maxsize=512)
 def to_numpy(text: str) -> "np.dtype[Any]":
-    """The (little-endian) NumPy dtype."""
+    """Returns the NumPy dtype of a text, in little-endian byte order. Raises `UnsupportedError` for an unknown one."""
     import numpy as np
 
     stored_as(text)
     if text in _OF_NUMPY:
         return np.dtype(text)
-    import ml_dtypes  # which takes as long to load as a whole checkpoint to open
+    import ml_dtypes  # imported late: loading it takes as long as opening a checkpoint
 
     try:
         return np.dtype(getattr(ml_dtypes, text, None) or text)
@@ -89,7 +90,7 @@ def to_numpy(text: str) -> "np.dtype[Any]":
 
 @functools.lru_cache(maxsize=512)
 def to_text(dtype: "np.dtype[Any]") -> str:
-    """The text of a NumPy dtype of any byte order. Raises `UnsupportedError` when it cannot be stored."""
+    """Returns the text of a NumPy dtype of any byte order. Raises `UnsupportedError` if it cannot be stored."""
     if dtype.kind == "T":
         raise UnsupportedError(f"dtype {dtype}; use fixed-width text (astype('U')) or bytes")
     little = dtype.newbyteorder("<")
@@ -106,8 +107,11 @@ def to_text(dtype: "np.dtype[Any]") -> str:
 
 
 def asked(dtype: Any) -> "np.dtype[Any]":
-    """The dtype that floats are to become. Raises `MismatchError`, and `UnsupportedError` for another kind."""
-    import ml_dtypes  # noqa: F401  # which gives NumPy names such as bfloat16
+    """Returns the dtype that the caller wants for floats.
+
+    Raises `MismatchError` if it is not a dtype, and `UnsupportedError` if it is not a floating-point dtype.
+    """
+    import ml_dtypes  # noqa: F401  # Importing it teaches NumPy names such as bfloat16.
     import numpy as np
 
     try:
@@ -115,23 +119,23 @@ def asked(dtype: Any) -> "np.dtype[Any]":
     except TypeError:
         raise MismatchError(f"dtype={dtype!r}: expected a floating-point dtype") from None
     if not is_float(found):
-        raise UnsupportedError(f"dtype={found}: expected a floating-point dtype, for only such leaves are cast")
+        raise UnsupportedError(f"dtype={found}: expected a floating-point dtype, because only such leaves are cast")
     return found
 
 
 def is_float(dtype: "np.dtype[Any]") -> bool:
-    """Whether a dtype is a real floating-point one, bfloat16 and the smaller ones included."""
+    """Returns True for a real floating-point dtype, including bfloat16 and the smaller ones."""
     return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
 
 
 def is_integer(dtype: "np.dtype[Any]") -> bool:
-    """Whether a dtype is an integer one, int4 and int2 included."""
+    """Returns True for an integer dtype, including int4 and int2."""
     return dtype.kind in "iu" or (dtype.kind == "V" and "int" in dtype.name)
 
 
 @functools.lru_cache(maxsize=512)
 def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
-    """Whether every value of the float or complex dtype `old` is one of `new` too, signs of zeros included."""
+    """Returns True if `new` has every value of the float or complex dtype `old`, including the signs of zeros."""
     import numpy as np
 
     if old.kind == "c" and new.kind == "c":
@@ -150,7 +154,7 @@ def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
 
 
 def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
-    """`astype`, also between the small dtypes that have no casts to one another; C-ordered."""
+    """Returns the array in another dtype, C-ordered. It also converts between small dtypes, which `astype` cannot."""
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and the user asked for narrowing
@@ -160,7 +164,7 @@ def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[A
 
 
 def whole_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """An array's values with every bit of their bytes defined: integers below 8 bits are sign-extended."""
+    """Returns an array whose bytes have only defined bits: integers of less than 8 bits are sign-extended."""
     if array.dtype.kind != "V" or not is_integer(array.dtype):
         return array
     import numpy as np

@@ -1,7 +1,7 @@
-"""The entries of a checkpoint's leaves, which readers, writers and templates share.
+"""Defines the entries of a checkpoint's leaves, which readers, writers and templates share.
 
-An array leaf is described by its dtype (as text, so that listing needs no NumPy) and global shape; any
-other leaf is a value that travels inside the manifest.
+The entry of an array has its dtype, as text so that listing needs no NumPy, and its global shape. Any other leaf is a
+value, which is stored in the manifest.
 """
 
 import math
@@ -38,46 +38,46 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the array as it is stored, without those of the file around it."""
+        """The size of the stored array in bytes, without the file's header."""
         from .dtypes import itemsize
 
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def at(self, path: str) -> "ArrayEntry":
-        """This array under another path."""
+        """Returns this entry under another path."""
         return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)
 
 
 class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
-    """A leaf, or everything below a path, that should be there and cannot be read.
+    """A damaged leaf or a damaged part of the tree: it should exist and cannot be read.
 
-    It looks like an array, so that any code that reads it fails with a `CorruptError` that says why. With `tree` it may
-    stand for any leaves at and below its path.
+    It looks like an array, so that any code that reads it fails with a `CorruptError` that says why. With `tree` it
+    stands for unknown leaves at and below its path.
     """
 
     why: tuple[str, ...] = ()
     tree: bool = False
 
     def at(self, path: str) -> "LostEntry":
-        """This loss under another path."""
+        """Returns this entry under another path."""
         return lost(path, *self.why, tree=self.tree)
 
 
 class ValueEntry(
     msgspec.Struct, array_like=True, tag_field="leaf", tag="value", frozen=True, gc=False, forbid_unknown_fields=True
 ):
-    """A leaf that is no array. `value` is in the tagged form of `encode`."""
+    """A leaf that is not an array. `value` is in the tagged form of `encode`."""
 
     path: str
     type: ValueType
     value: Any = None
 
     def at(self, path: str) -> "ValueEntry":
-        """This value under another path."""
+        """Returns this entry under another path."""
         return ValueEntry(path, self.type, self.value)
 
     def decode(self) -> Any:
-        """The Python value; None for functions, which have no value here, and the states of iterators."""
+        """Returns the Python value: None for a function, and for an iterator the list of its states."""
         if self.type == "iterator":
             from .states import decoded
 
@@ -86,36 +86,38 @@ class ValueEntry(
 
 
 class StatesEntry(ValueEntry, tag="states", frozen=True, gc=False):
-    """The states of an iterator that lie in array files, one after another as bytes, and are read on request.
+    """The states of an iterator that are stored in array files, one after another as bytes. They are read on request.
 
-    `value` has their lengths in bytes, process by process; `read` returns the state of a process.
+    value: their lengths in bytes, by process.
+    read: reads and returns the state of a process.
     """
 
     read: Callable[[int], Any] | None = None
 
     def at(self, path: str) -> "StatesEntry":
-        """These states under another path."""
+        """Returns this entry under another path."""
         return StatesEntry(path, self.type, self.value, self.read)
 
     def decode(self) -> list[Any]:
-        """Reads the states of all processes. Raises what reading an array raises."""
+        """Reads the states of all processes. Raises the same errors as reading an array."""
         return [self.state(process) for process in range(len(self.value))]
 
     def state(self, process: int) -> Any:
-        """Reads the state of a process. Raises what reading an array raises."""
+        """Reads the state of a process. Raises the same errors as reading an array."""
         assert self.read is not None
         return self.read(process)
 
-    dtype = property(lambda self: "uint8")  # of all of them as one array, which is how they are stored
+    # All states together are stored as one array of bytes, so the entry has the dtype and shape of that array.
+    dtype = property(lambda self: "uint8")
     shape = property(lambda self: (self.nbytes,))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all states."""
+        """The size of all states in bytes."""
         return sum(self.value)
 
     def box(self, process: int) -> "Box":
-        """The part of the array that is the state of a process."""
+        """Returns the box of the array that is the state of a process."""
         begin = sum(self.value[:process])
         return ((begin, begin + self.value[process]),)
 
@@ -124,12 +126,15 @@ Entry = ArrayEntry | ValueEntry
 
 
 def is_absent(entry: Entry | None) -> bool:
-    """Returns True for None and functions, which carry no data, and where there is no entry."""
+    """Returns True for None and functions, which have no data, and if `entry` is None."""
     return entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
 
 
 def step_number(step: Any) -> int:
-    """A step as an int. Raises `MismatchError` for anything but an integer from 0 to 2^53, the exact range of JSON."""
+    """Returns a step as an int.
+
+    Raises `MismatchError` for anything but an integer from 0 to 2^53, the range that all readers of JSON hold exactly.
+    """
     try:
         number = operator.index(step)
     except TypeError:
@@ -140,24 +145,24 @@ def step_number(step: Any) -> int:
 
 
 def lost(path: str, *why: str, tree: bool = False) -> LostEntry:
-    """The entry of a leaf that should lie at a path, or with `tree` of leaves at or below it, and cannot be read."""
+    """Returns the entry of a leaf that cannot be read, or with `tree` of all leaves at and below its path."""
     return LostEntry(path, "numpy", "uint8", (), "", why, tree)
 
 
 def is_lost_tree(entry: Entry | None) -> TypeGuard[LostEntry]:
-    """Whether an entry stands for leaves whose names are not known."""
+    """Returns True if an entry stands for a damaged part of the tree, whose leaves are not known by name."""
     return isinstance(entry, LostEntry) and entry.tree
 
 
 def fits(path: str, entry: Entry, globs: str | Iterable[str]) -> bool:
-    """Whether a leaf's path fits one of the globs; where a tree is lost, whether that of a leaf of it could."""
+    """Returns True if one of the globs matches a leaf's path, or could match a leaf in a damaged part of the tree."""
     if not is_lost_tree(entry):
         return matches(path, globs)
     return any(may_match_below(path, glob) for glob in ((globs,) if isinstance(globs, str) else globs))
 
 
 def covered(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
-    """Whether a leaf's path fits one of the globs; where a tree is lost, whether one fits all of it or is its path."""
+    """Returns True if one of the globs matches a leaf's path. For a damaged part one has to match all of it."""
     if not is_lost_tree(entry):
         return matches(path, globs)
     candidates = (globs,) if isinstance(globs, str) else globs
@@ -165,9 +170,9 @@ def covered(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
 
 
 def check_whole(entries: Iterable[Entry]) -> None:
-    """Raises a `CorruptError` that says which of these entries cannot be read, and why."""
+    """Raises a `CorruptError` if some of these entries cannot be read. It says which, and why."""
     entries = list(entries)
-    if LostEntry not in set(map(type, entries)):  # of thousands
+    if LostEntry not in set(map(type, entries)):  # a fast test for the usual case of thousands of sound entries
         return
     if reasons := tuple(dict.fromkeys(why for entry in entries if isinstance(entry, LostEntry) for why in entry.why)):
         listed = "\n".join(reasons[:5])

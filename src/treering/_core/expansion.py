@@ -1,7 +1,7 @@
-"""A bound for what a checkpoint expands to: bytes of its arrays for each byte that is stored.
+"""Limits how many bytes of memory a restore may use for each byte that is stored.
 
-A small file can claim a lot: many leaves may be one array, and compressed zeros take next to nothing. Neither is
-damage, so that the bound can be lifted.
+A small file can claim very large arrays: many leaves may share one array, and compressed zeros take almost no space.
+Neither is damage, so the caller can lift the limit.
 """
 
 import math
@@ -13,8 +13,8 @@ from .entries import ArrayEntry
 from .readable import nbytes
 from .source import Source, expands
 
-MOST = 100.0  # bytes for each that is stored
-_FREE = 64 << 20  # bytes that any checkpoint may expand to
+MOST = 100.0  # bytes in memory for each stored byte
+_FREE = 64 << 20  # bytes that every checkpoint may use, even beyond that ratio
 
 
 def check_bound(most: Any) -> None:
@@ -24,7 +24,7 @@ def check_bound(most: Any) -> None:
 
 
 def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float) -> None:
-    """Raises `MismatchError` if arrays of a source expand beyond a bound: `most` bytes for each that is stored."""
+    """Raises `MismatchError` if arrays of a source take more than `most` bytes for each stored byte."""
     check_bound(most)
     if not expands(source) or most == math.inf:
         return
@@ -32,6 +32,6 @@ def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float)
     if total > max(most * source.nbytes, _FREE):
         raise MismatchError(
             f"{name}: expected arrays of at most {most:g} times the {nbytes(source.nbytes)} that are stored, found "
-            f"{nbytes(total)}. Many leaves may be one array, or compress well. If you trust this checkpoint, pass "
-            "max_expansion=math.inf"
+            f"{nbytes(total)}. Many leaves may share one array, or the arrays compress well. If you trust this "
+            "checkpoint, pass max_expansion=math.inf"
         )

@@ -1,4 +1,4 @@
-"""Answers calls that other checkpoint libraries have and this one spells differently: the error ends with our call."""
+"""Helps users who write the calls of other checkpoint libraries: the error ends with the call of Treering."""
 
 import numbers
 import re
@@ -10,7 +10,8 @@ from ..errors import MismatchError, TreeringError
 _LAST, _EVERY, _BEST = "keep=tr.keep.last(3)", "keep=tr.keep.every(1000)", "keep=tr.keep.best(3, 'loss', 'min')"
 _PARTLY = "missing='template', extra='ignore'"
 
-# Keyword arguments, and the arguments that say the same here; "" for what is always done, or is the state itself.
+# Keyword arguments of other libraries, and the arguments of Treering that say the same. "" means that Treering always
+# does it, or that the argument is the state itself.
 _RUN = {
     **dict.fromkeys(("max_to_keep", "preservation_policy"), _LAST),
     **dict.fromkeys(("keep_period", "force_keep_period", "keep_every_n_steps"), _EVERY),
@@ -52,7 +53,8 @@ _RESTORE = {
     **dict.fromkeys(("orbax_transforms", "strict", "transforms", "transforms_default_to_original"), _PARTLY),
     **dict.fromkeys(("float_dtype", "restore_dtype"), "dtype='bfloat16'"),
 }
-# Public calls by their qualified name: the call, with a place for arguments, and the keyword arguments of others.
+# Public calls by their qualified name: the call, with a place for arguments, and the keyword arguments that other
+# libraries have for it.
 CALLS = {
     "Checkpointer.__init__": ("tr.Checkpointer(run{})", _RUN),
     "Checkpointer.save": ("ckpts.save(step, state{})", {**_SAVE, "overwrite": "on_exists='overwrite'"}),
@@ -63,12 +65,12 @@ CALLS = {
     "restore": ("tr.restore(path, state{})", _RESTORE),
     "Checkpoint.restore": ("ckpt.restore(state{})", _RESTORE),
 }
-_RESTORES_STEPS = {  # whose template comes where others have the step
+_RESTORES_STEPS = {  # calls that take the template as the argument that is the step in other libraries
     "Checkpointer.restore": "ckpts.restore(state, step=step)",
     "restore": "tr.restore(run, state, step=step)",
 }
 
-# Attributes of a `Checkpointer`, and of the module.
+# Attributes that a `Checkpointer` or the module has in other libraries, and the calls of Treering.
 OF_RUN = {
     "all_steps": "ckpts.steps",
     "best_checkpoint": "ckpts.best_step('loss', 'min')",
@@ -106,14 +108,17 @@ OF_MODULE = {
 
 
 def answer(message: str, call: str) -> str:
-    """An error's message that ends with the call to write instead."""
+    """Returns the message of an error, with the call to write instead at its end."""
     return f"{message}; in Treering: {call}"
 
 
 def attribute(owner: object, name: str, calls: Mapping[str, str]) -> Any:
-    """Raises the `AttributeError` of a `__getattr__`, with our call if the attribute is another library's."""
+    """Raises the `AttributeError` of a `__getattr__`, with the call of Treering if another library has the attribute.
+
+    An error within a property of the owner is raised as it is.
+    """
     try:
-        return object.__getattribute__(owner, name)  # Python's own error, and that within a property
+        return object.__getattribute__(owner, name)  # raises Python's own error again
     except AttributeError as error:
         if error.name != name or name not in calls:
             raise
@@ -121,7 +126,7 @@ def attribute(owner: object, name: str, calls: Mapping[str, str]) -> Any:
 
 
 def of_leaf(leaf_type: type) -> str:
-    """Advice for a leaf that is an argument of Orbax's; "" for others."""
+    """Returns advice for a leaf that is an argument object of Orbax, or ""."""
     if not _is_of_orbax(leaf_type):
         return ""
     call = "ckpts.restore(state, step=step)" if "Restore" in leaf_type.__name__ else "ckpts.save(step, state)"
@@ -135,9 +140,9 @@ def explain(
     given: Sequence[object],
     options: Mapping[str, object],
 ) -> None:
-    """Adds our call to the error of a public call that was given another library's arguments.
+    """Adds the call of Treering to the error of a public call that was given the arguments of another library.
 
-    Raises a `TypeError` instead of a `MismatchError` about the name of an argument.
+    Raises a `TypeError` instead if the error is a `MismatchError` about the name of an argument.
     """
     name = function.__qualname__
     if name not in CALLS or not error.args:
@@ -166,7 +171,7 @@ def _is_of_orbax(kind: type) -> bool:
 
 
 def _arguments(texts: Any) -> str:
-    """The arguments, each once; policies of what to keep become one."""
+    """Returns the text of the arguments, each once. Several `keep=` become one, joined by ``|``."""
     kept: dict[str, None] = {}
     others: dict[str, None] = {}
     for text in filter(None, texts):

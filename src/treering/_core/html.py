@@ -1,4 +1,4 @@
-"""Checkpoints and reports as HTML, for notebooks: what is nested folds, and a click copies a path."""
+"""Writes checkpoints and reports as HTML for notebooks. Containers can be folded, and a click copies a path."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -8,10 +8,10 @@ from .entries import ArrayEntry, Entry
 from .outline import Node, outline
 from .readable import count, nbytes
 
-_MAX_NODES = 2000  # of a tree that are shown
-_OPEN_LEVELS = 1  # of the tree that are unfolded
+_MAX_NODES = 2000  # nodes of a tree that are shown; more would make a notebook slow
+_OPEN_LEVELS = 1  # levels of a tree that are unfolded at first
 
-# Within an element of its own, so that it changes nothing else on the page.
+# All rules name an element with a class of its own, so that they change nothing else on the page.
 _STYLE = (
     "<style>.treering{font-family:monospace;font-size:90%}.treering details,.treering .leaf{margin-left:1.2em}"
     ".treering summary{cursor:pointer;margin-left:-1.1em}.treering .path{cursor:copy;font-weight:bold}"
@@ -21,34 +21,34 @@ _COPY = 'onclick="event.preventDefault();navigator.clipboard.writeText(this.titl
 
 
 def text(value: object) -> str:
-    """Text from a file, as HTML that shows it and is nothing else."""
+    """Returns text from a file as HTML that shows it. Markup in the text has no effect."""
     return escape(safe(value))
 
 
 def path(full: str, shown: str) -> str:
-    """A path that a click copies, under a shorter name."""
+    """Returns a path that is shown by a shorter name, and that a click copies."""
     return f'<span class="path" title="{text(full)}" {_COPY}>{text(shown)}</span>'
 
 
 def page(title: str, *parts: str) -> str:
-    """What a notebook shows of one object."""
+    """Returns the HTML that a notebook shows for one object."""
     return f'{_STYLE}<div class="treering"><div><b>{text(title)}</b></div>{"".join(parts)}</div>'
 
 
 def line(*parts: str) -> str:
-    """A line of text."""
+    """Returns a line of text, with a dot between its parts."""
     return f"<div>{text(' · '.join(part for part in parts if part))}</div>"
 
 
 def table(rows: Mapping[str, object] | Sequence[tuple[str, object]]) -> str:
-    """Names and values."""
+    """Returns a table of names and values."""
     pairs = rows.items() if isinstance(rows, Mapping) else rows
     cells = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in pairs)
     return f"<table>{cells}</table>"
 
 
 def listed(title: str, items: Sequence[tuple[str, str]]) -> str:
-    """Paths, and what is said of each, that unfold below a title; nothing where there are none."""
+    """Returns a list of paths, each with a text, that unfolds below a title. Returns "" for no paths."""
     if not items:
         return ""
     lines = [f'<div class="leaf">{path(one, one)}<span class="what">{text(what)}</span></div>' for one, what in items]
@@ -58,7 +58,7 @@ def listed(title: str, items: Sequence[tuple[str, str]]) -> str:
 
 
 def tree(entries: Mapping[str, Entry], what: Callable[[Entry], str]) -> str:
-    """The leaves by path, nested, those that are alike as one; `what` is said of each."""
+    """Returns the leaves as a tree. Similar siblings are one node. `what` returns the text for a leaf."""
     left = _MAX_NODES
 
     def shown(node: Node, level: int) -> str:

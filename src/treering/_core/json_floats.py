@@ -1,7 +1,7 @@
-"""Floats that JSON cannot write, in JSON of any shape: text in their places, and the list of these places.
+"""Writes floats that JSON cannot express, in JSON of any shape: as text, with a list of the places of these texts.
 
-A place is a JSON Pointer (RFC 6901). No text of the user's is mistaken for a float, and a reader that does not know the
-list finds text.
+A place is a JSON Pointer (RFC 6901). Because of the list, no text of the user is mistaken for a float. A reader that
+does not know the list finds text.
 """
 
 import math
@@ -17,7 +17,7 @@ _INDEX = re.compile("0|[1-9][0-9]*")
 
 
 def as_text(value: Any, place: str, places: list[str]) -> Any:
-    """The value with text for every NaN and infinity in it. Their places are appended to `places`."""
+    """Returns the value with text for every NaN and infinity in it. Appends their places to `places`."""
     if isinstance(value, dict):
         return {name: as_text(part, f"{place}/{key_text(name)}", places) for name, part in value.items()}
     if isinstance(value, list):
@@ -29,7 +29,7 @@ def as_text(value: Any, place: str, places: list[str]) -> Any:
 
 
 def as_floats(value: Any, places: Iterable[str]) -> Any:
-    """The inverse of `as_text`; changes the value. Raises `ValueError` for a place without the text of such a float."""
+    """Undoes `as_text`, in the value itself, and returns it. Raises `ValueError` if a place has no text of a float."""
     top: Any = {"": value}
     for place in places:
         part, key, text = top, "", None

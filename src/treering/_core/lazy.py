@@ -1,4 +1,4 @@
-"""An array that is still in its checkpoint."""
+"""Defines `LazyArray`, an array that is still in its checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-_COPIED_BYTES = 16 << 20  # bytes
+_COPIED_BYTES = 16 << 20  # slices of up to so many bytes are copied
 
 
 class LazyArray:
-    """An array that is still in its checkpoint. Slicing reads what the slice needs, and checks it.
+    """An array that is still in its checkpoint. Slicing reads only what the slice needs, and checks it.
 
     >>> ckpt["params/w"][100:200, :]
     """
@@ -31,17 +31,17 @@ class LazyArray:
         return self._entry
 
     def part(self, box: Box) -> "LazyPart":
-        """A box of the array, which is read when it becomes a NumPy array."""
+        """Returns a box of the array, which is read when it becomes a NumPy array."""
         return LazyPart(self._reader, self._entry, box)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape. Typed PRNG keys are shown as their uint32 data."""
+        """The global shape. Typed PRNG keys have the shape of their uint32 data."""
         return self._entry.shape
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """The NumPy dtype, ml_dtypes' for those that NumPy lacks."""
+        """The NumPy dtype. For dtypes that NumPy lacks it is the one of ml_dtypes."""
         return dtypes.to_numpy(self._entry.dtype)
 
     @property
@@ -56,26 +56,26 @@ class LazyArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the disk."""
+        """The size of the array on disk, in bytes."""
         return self.size * dtypes.itemsize(self._entry.dtype)
 
     @property
     def sharding(self) -> "jax.sharding.NamedSharding | None":
-        """The sharding of the array when it was saved, on a mesh without devices; None when it had none."""
+        """The sharding of the array when it was saved, on a mesh without devices, or None if it had none."""
         return recorded_sharding(self.place)
 
     @property
     def place(self) -> "Mapping[str, Any] | None":
-        """Where the array was when it was saved, as its checkpoint records it."""
+        """The place of the array when it was saved, as the checkpoint records it."""
         return self._reader.sharding(self._entry)
 
     def __getitem__(self, index: Any) -> Any:
-        """Basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
+        """Reads a part of the array by basic indexing as in NumPy: integers, slices with any step, and an ellipsis."""
         box, rest = _bounds(index, self.shape)
         (array,) = self._reader.read([(self._entry, box)])
-        # With an ellipsis NumPy returns an array, even of no axes, and never a scalar.
+        # With an ellipsis NumPy always returns an array, even one without axes, and never a scalar.
         found = array[(*rest, ...)] if ... in (index if isinstance(index, tuple) else (index,)) else array[rest]
-        # A small slice must not keep the whole file mapped.
+        # A small slice must not keep an entire file mapped.
         return found.copy() if found.nbytes <= _COPIED_BYTES else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
@@ -117,7 +117,7 @@ def recorded_sharding(place: "Mapping[str, Any] | None") -> "jax.sharding.NamedS
         mesh = AbstractMesh(tuple(place["mesh"].values()), tuple(place["mesh"]), axis_types=types)
         spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in place["spec"]))
         return NamedSharding(mesh, spec)
-    except Exception:  # the file may say anything, and JAX has many errors for it
+    except Exception:  # The file may contain anything, and JAX raises many kinds of errors for it.
         return None
 
 
@@ -128,7 +128,7 @@ class LazyPart:
         self._reader, self._entry, self._box = reader, entry, box
 
     def part(self, box: Box) -> "LazyPart":
-        """A box of this one, by places within it."""
+        """Returns a box within this box. Its bounds count from the start of this box."""
         inner = tuple((first + a, first + b) for (first, _), (a, b) in zip(self._box, box, strict=True))
         return LazyPart(self._reader, self._entry, inner)
 
@@ -136,11 +136,12 @@ class LazyPart:
         import numpy as np
 
         (array,) = self._reader.read([(self._entry, self._box)])
-        return np.ascontiguousarray(array, dtype).reshape(array.shape)  # which makes one without axes have one
+        # `ascontiguousarray` gives an array without axes one axis, so the shape is set again.
+        return np.ascontiguousarray(array, dtype).reshape(array.shape)
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...]]:
-    """The box that a basic index needs, and the index of the result within that box."""
+    """Returns the box that a basic index needs, and the index of the result within that box."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if sum(part is ... for part in parts) > 1 or len([p for p in parts if p is not ...]) > len(shape):
         raise IndexError(f"{index!r} does not fit an array of shape {list(shape)}")
@@ -161,7 +162,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], 
             box.append((first, last + 1))
             rest.append(slice(None, None, positions.step))
         elif hasattr(part, "__index__") and not isinstance(part, bool):
-            position = range(size)[part]  # IndexError where NumPy raises it
+            position = range(size)[part]  # raises IndexError as NumPy does
             box.append((position, position + 1))
             rest.append(0)
         else:

@@ -1,8 +1,8 @@
-"""Key paths as text: ``params/layers/0/kernel``.
+"""Writes the paths of leaves as text, such as ``params/layers/0/kernel``, and matches them with globs.
 
-A dict key, an attribute and an index read the same. ``/`` and ``~`` inside a key are escaped as in
-JSON Pointer (RFC 6901): ``~1`` and ``~0``. The root's path is the empty string. Unless another path reads so, a path
-is also found as people write it, without escapes: Haiku's ``mlp~1~0~1linear_0/w`` as ``mlp/~/linear_0/w``.
+Dict keys, attributes and indices look the same in a path. ``/`` and ``~`` inside a key are escaped as in JSON Pointer
+(RFC 6901): ``~1`` and ``~0``. The root's path is the empty string. A path is also found as people write it, without
+escapes, unless another path is written like that: Haiku's ``mlp~1~0~1linear_0/w`` as ``mlp/~/linear_0/w``.
 """
 
 import difflib
@@ -15,12 +15,13 @@ from typing import Any
 from .._printable import safe
 from ..errors import MismatchError, UnsupportedError
 
-# `pathlib` and `os.path` make one slash of a URL's two; a single letter is a drive of Windows.
+# The second form is what `pathlib` and `os.path` make of a URL: they drop a slash. A single letter before the colon is
+# a drive of Windows and not a URL.
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def key_text(key: object) -> str:
-    """One key as a path component. Raises `UnsupportedError` for other key types."""
+    """Returns a key as a component of a path. Raises `UnsupportedError` for a type that keys may not have."""
     if type(key) is str:
         if "~" in key or "/" in key:
             key = key.replace("~", "~0").replace("/", "~1")
@@ -47,12 +48,15 @@ def key_text(key: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text as Python writes it within a tuple, but with two escapes alone, which do not depend on Python's release."""
+    """Returns text as Python writes it within a tuple, but escapes only backslashes and single quotes.
+
+    Python's own `repr` escapes more, and what it escapes depends on Python's release.
+    """
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def key_texts(keys: Sequence[object]) -> list[str]:
-    """The keys of one container as path components, all at once where none needs to be changed."""
+    """Returns the keys of one container as path components. Tests all keys at once, as most need no change."""
     if set(map(type, keys)) == {str}:
         texts: list[Any] = list(keys)
         text = "".join(texts)
@@ -62,19 +66,22 @@ def key_texts(keys: Sequence[object]) -> list[str]:
 
 
 def join(parent: str, component: str, *, root: bool) -> str:
-    """The path of a child; `root` says that `parent` is the root (an empty key also has an empty path)."""
+    """Returns the path of a child.
+
+    root: True if `parent` is the root. Its path alone does not say that: the path of an empty key is empty, too.
+    """
     return component if root else f"{parent}/{component}"
 
 
 def split(path: str) -> list[str]:
-    """The components of a path with their escapes undone."""
+    """Returns the components of a path without escapes."""
     if "~" not in path:
         return path.split("/")
     return [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")]
 
 
 def below(path: str, at: str) -> str | None:
-    """`path` relative to `at`, or None when it does not lie there."""
+    """Returns `path` relative to `at`, or None if it is not at or below `at`."""
     if not at:
         return path
     if path == at:
@@ -95,19 +102,20 @@ def _compile(glob: str) -> re.Pattern[str]:
 
 
 def written(path: str) -> str:
-    """A path as people write it, without escapes."""
+    """Returns a path as people write it, without escapes."""
     return "/".join(split(path)) if "~" in path else path
 
 
 def canonical(path: str) -> str:
-    """A path in its one form, from a text in which ``~`` may stand for itself: ``a~b`` is ``a~0b``."""
+    """Returns the path that a text means in which ``~`` may stand for itself: ``a~0b`` for ``a~b``."""
     return "/".join(map(key_text, split(path))) if "~" in path else path
 
 
 def matches(path: str, globs: str | Iterable[str]) -> bool:
-    """Whether a path fits one of the globs: ``*`` and ``?`` stay within a component, ``**`` spans any number.
+    """Returns True if one of the globs matches a path.
 
-    Where there are wildcards in a glob, a path also fits as people write it; for one without see `meant`.
+    ``*`` and ``?`` match within a component, ``**`` matches any number of components. A glob with wildcards may also
+    match the path as people write it. `meant` does that for a glob without wildcards.
     """
     candidates = (globs,) if isinstance(globs, str) else globs
     if "~" not in path:
@@ -119,40 +127,42 @@ def matches(path: str, globs: str | Iterable[str]) -> bool:
 
 
 def matches_exactly(path: str, glob: str) -> bool:
-    """Whether a path with its escapes fits a glob."""
+    """Returns True if a glob matches a path with its escapes."""
     return _compile(glob).fullmatch(path + "/") is not None
 
 
 def has_wildcards(glob: str) -> bool:
-    """Returns True if a glob means more than one path."""
+    """Returns True if a glob has wildcards, so that it may match several paths."""
     return "*" in glob or "?" in glob
 
 
 def meant(text: str, paths: Collection[str]) -> str:
-    """The path among `paths` that a text means: itself, or else the only one that people write so. Globs stay globs.
+    """Returns the path that a text means: the text itself, or else the only path that people write like that.
 
-    Raises `MismatchError` where several paths are written so.
+    Returns a text with wildcards as it is.
+
+    Raises `MismatchError` if several of the paths are written like that.
     """
     if has_wildcards(text) or text in paths:
         return text
     found = tuple(path for path in paths if "~" in path and written(path) == text)
     if len(found) > 1:
-        raise MismatchError(f"{text!r}: expected one path, found several that are written so: {few(found)}; give one")
+        raise MismatchError(f"{text!r}: expected one path, found several that it may mean: {few(found)}; give one")
     return found[0] if found else text
 
 
 def all_meant(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
-    """The paths that one glob or several mean, as `meant` finds each."""
+    """Returns the path that each of one or several globs means; see `meant`."""
     return [meant(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
 
 
 def above(path: str) -> list[str]:
-    """The paths of the containers around a path, but for the root."""
+    """Returns the paths of the containers around a path, except the root, the outermost first."""
     return [path[:n] for n, character in enumerate(path) if character == "/"]
 
 
 def may_match_below(path: str, glob: str) -> bool:
-    """Whether the glob could match the path or any below it."""
+    """Returns True if the glob could match the path, or a path below it."""
     return not path or any(_may_match_below(parts, glob) for parts in (path.split("/"), written(path).split("/")))
 
 
@@ -169,7 +179,7 @@ def _may_match_below(parts: Sequence[str], glob: str) -> bool:
 
 
 def closest(path: str, names: Sequence[str]) -> str | None:
-    """The name most like `path`, for error messages."""
+    """Returns the name that is most similar to `path`, for error messages, or None if none is similar enough."""
     leaf = path.rsplit("/", 1)[-1]
     same_ending = [n for n in names if n.rsplit("/", 1)[-1] == leaf]
     pool = same_ending if 0 < len(same_ending) <= 2000 else names[:2000]
@@ -178,11 +188,12 @@ def closest(path: str, names: Sequence[str]) -> str | None:
 
 
 def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str:
-    """A file system path as absolute text, so that a later change of directory does not matter.
+    """Returns a file system path as absolute text, so that a later change of directory does not matter.
 
-    ``~`` at its beginning is the user's home. A URL of one of these schemes stays as it is, but for slashes at its end.
-    Raises `MismatchError` for anything but a path, and `UnsupportedError` for any other URL, which would name a local
-    folder if it were taken for a path.
+    ``~`` at its beginning is the user's home. A URL with one of the schemes stays as it is, without slashes at its end.
+
+    Raises `MismatchError` for anything but a path, and `UnsupportedError` for any other URL, which would otherwise be
+    the name of a local folder.
     """
     try:
         text = os.fsdecode(path)
@@ -208,5 +219,5 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
 
 
 def few(names: tuple[str, ...]) -> str:
-    """The first five names of a list, and the number of the others. Names from files cannot control a terminal."""
+    """Returns the first five names, and the number of the rest. Names from files cannot control a terminal."""
     return ", ".join(map(safe, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""The tree of a checkpoint for people: nested, sizes added up, and layers that are alike as one."""
+"""Builds the tree of a checkpoint for people to read: nested, with total sizes, and similar layers as one node."""
 
 import dataclasses
 import math
@@ -15,9 +15,12 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 @dataclasses.dataclass
 class Node:
-    """A leaf or a container. `name` is its key, ``0…23`` for `alike` siblings that are the same but for a number.
+    """A leaf or a container, or several siblings that differ only in a number.
 
-    `leaves` and `nbytes` count those of all of them; `path` and `entry` are those of the first.
+    name: the key, or for several siblings a text such as ``0…23``.
+    alike: the number of siblings.
+    path, entry: those of the first sibling.
+    leaves, nbytes, values: totals of all siblings. `values` counts elements of arrays.
     """
 
     name: str
@@ -27,10 +30,10 @@ class Node:
     alike: int = 1
     leaves: int = 0
     nbytes: int = 0
-    values: int = 0  # elements of arrays
+    values: int = 0
 
     def walk(self, depth: int = 0) -> "Iterator[tuple[int, Node]]":
-        """All nodes below this one in order, and how deep they lie."""
+        """Yields all nodes below this one in order, each with its depth."""
         stack = [(depth, child) for child in reversed(self.children)]
         while stack:
             level, node = stack.pop()
@@ -41,9 +44,9 @@ class Node:
 def outline(
     entries: Mapping[str, Entry], *, collapse: bool = True, about: Callable[[ArrayEntry], object] = lambda entry: None
 ) -> Node:
-    """The tree of leaves by path. With `collapse`, siblings that differ in a number alone are one node.
+    """Returns the tree of leaves by path. With `collapse`, siblings that differ only in a number are one node.
 
-    about: what is said of an array beside its dtype and shape; arrays of which other things are said are not alike.
+    about: returns what is said of an array in addition to its dtype and shape. Arrays with another text are not alike.
     """
     root = Node("", "")
     places: dict[str, Node] = {"": root}
@@ -57,7 +60,7 @@ def outline(
 
 
 def _place(places: dict[str, Node], path: str) -> Node:
-    """The node of a path, made with all above it."""
+    """Returns the node of a path. Makes it, and the nodes above it that do not exist yet."""
     missing = [path]
     while (above := _above(missing[-1])) not in places:
         missing.append(above)
@@ -71,16 +74,16 @@ def _place(places: dict[str, Node], path: str) -> Node:
 
 
 def _above(path: str) -> str:
-    """The path above; from so many levels on, names are not taken apart."""
+    """Returns the path of the container. Below `_MAX_LEVELS` levels the rest of a path is a single name."""
     above = path.rpartition("/")[0]
     return "/".join(path.split("/", _MAX_LEVELS)[:_MAX_LEVELS]) if above.count("/") >= _MAX_LEVELS else above
 
 
 def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
-    """Adds sizes up from below, and joins what is alike if `about` says what that is."""
+    """Adds up sizes from the leaves to the root. With `about`, also joins siblings that are alike."""
     order = [root, *(node for _, node in root.walk())]
     kinds: dict[int, Hashable] = {}
-    numbers: dict[Hashable, int] = {}  # a kind is compared often: a number stands for it
+    numbers: dict[Hashable, int] = {}  # kinds are large and compared often, so each gets a number
     for node in reversed(order):
         entry = node.entry
         own: Hashable = None
@@ -93,7 +96,7 @@ def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
                 own = (own, about and repr(about(entry)))
             elif isinstance(entry, StatesEntry):
                 node.nbytes = entry.nbytes
-                own = (own, entry.path)  # they are not compared
+                own = (own, entry.path)  # States are never alike, because comparing them would mean to read them.
             else:
                 own = (own, repr(entry.value))
         for child in node.children:
@@ -107,7 +110,10 @@ def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
 
 
 def _joined(children: list[Node], kinds: Mapping[int, Hashable]) -> list[Node]:
-    """Siblings whose names differ in a number and whose trees are the same, joined where the first of them stood."""
+    """Returns the siblings, with those joined whose names differ only in a number and whose trees are equal.
+
+    The joined node has the position of the first of them.
+    """
     groups: dict[Hashable, list[Node]] = {}
     for child in children:
         match = _NUMBERED.fullmatch(child.name)
@@ -125,7 +131,7 @@ def _joined(children: list[Node], kinds: Mapping[int, Hashable]) -> list[Node]:
 
 
 def _joint_name(names: list[str]) -> str | None:
-    """One name for names that differ in a number: ``h0…3,7``. None where it would not say which they are."""
+    """Returns one name for names that differ in a number, such as ``h0…3,7``, or None if it would be ambiguous."""
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     digits = [match[2] for match in matches]
     widths = {len(text) for text in digits}
@@ -137,7 +143,7 @@ def _joint_name(names: list[str]) -> str | None:
 
 
 def _ranges(numbers: list[int], width: int) -> str:
-    """Numbers as people write them: ``0…3,5,7…9``; of many parts the first and the last."""
+    """Returns numbers as people write them: ``0…3,5,7…9``. Of more than five parts, some in the middle are left out."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""A part of a source: the leaves that are chosen of it, and their tree."""
+"""Defines a part of a source: some of its leaves, and their tree."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -9,12 +9,12 @@ from .source import Source
 
 
 class Part:
-    """Some leaves of a source, by names of their own, and their tree; in everything else it is that source.
+    """Some leaves of a source under names of their own, and their tree. Everything else is that of the source.
 
-    The entries keep the paths by which the source reads them, so that choosing costs nothing when they are read.
+    The entries keep the paths by which the source reads them, so a part adds no work when they are read.
     """
 
-    level = ""  # see the reader of Orbax; a part was chosen below it
+    level = ""  # The reader of Orbax may have a level. A part is chosen below it, so it has none.
 
     def __init__(self, whole: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, below: str):
         self.whole, self.entries, self.skeleton, self.below = whole, entries, skeleton, below
@@ -26,21 +26,21 @@ class Part:
 
 
 def part_of(source: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, below: str = "") -> Source:
-    """The part of a source that has these entries; `below` is the path in it to which their names are relative."""
+    """Returns the part of a source that has these entries. Their names are relative to the path `below`."""
     return cast("Source", Part(whole_of(source), entries, skeleton, "/".join(filter(None, [below_of(source), below]))))
 
 
 def whole_of(source: Source) -> Source:
-    """The source that a part is of."""
+    """Returns the source that a part belongs to, or the source itself if it is not a part."""
     return source.whole if isinstance(source, Part) else source
 
 
 def below_of(source: Source) -> str:
-    """The path to which the names of a part are relative; "" for a source that is no part."""
+    """Returns the path to which the names of a part are relative, or "" for a source that is not a part."""
     return source.below if isinstance(source, Part) else ""
 
 
 def name_of(source: Source) -> str:
-    """The path of a source and, for a part, what it is of it, as messages have it."""
+    """Returns the path of a source for messages. For a part it also says which part."""
     below = below_of(source)
     return source.path + (f", at {below}" if below else "")

@@ -1,4 +1,4 @@
-"""A checkpoint, or a part of one, as text and as HTML: the names and shapes of its leaves."""
+"""Shows a checkpoint, or a part of one, as text and as HTML: the names and shapes of its leaves."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from .source import Source
 
 
 def text(source: Source, most: int) -> str:
-    """The names and shapes of so many leaves, one a line."""
+    """Returns the names and shapes of at most `most` leaves, one per line."""
     entries = source.entries
     step = "" if source.step is None else f", step {source.step}"
     head = f"Checkpoint {safe(name_of(source))} ({source.format}{step}, {len(entries)} leaves)"
@@ -20,7 +20,7 @@ def text(source: Source, most: int) -> str:
     lines = []
     for path, entry in shown.items():
         value = "" if isinstance(entry, ArrayEntry) else f" {value_text(entry)}"
-        if entry.type == "function":  # only its name is recorded, which may be any text
+        if entry.type == "function":  # The file has only its name, which may be any text.
             value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
         lines.append(f"  {safe(path) or '(root)':{min(width, 60)}}  {safe(describe(entry))}{value}")
     if more := len(entries) - len(shown):
@@ -29,7 +29,7 @@ def text(source: Source, most: int) -> str:
 
 
 def page(source: Source) -> str:
-    """What a notebook shows."""
+    """Returns the HTML that a notebook shows."""
 
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):

@@ -1,4 +1,4 @@
-"""Numbers and text from files as people read them."""
+"""Formats numbers and text from files for people to read."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 
 
 def nbytes(count: float | None) -> str:
-    """A number of bytes with three digits and a decimal unit: ``1.53 GB``."""
+    """Returns a number of bytes with three digits and a decimal unit: ``1.53 GB``."""
     if count is None:
         return ""
     for unit in _UNITS:
@@ -21,7 +21,7 @@ def nbytes(count: float | None) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number with so many digits, an int with all of them."""
+    """Returns a number with `digits` significant digits; an int with all of its digits."""
     if isinstance(value, int):
         return f"{value:,}"
     if not math.isfinite(value):
@@ -31,7 +31,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def count(many: int, one: str, several: str = "") -> str:
-    """A number of things: ``1 leaf``, ``5,012 leaves``."""
+    """Returns a number of things: ``1 leaf``, ``5,012 leaves``."""
     return f"{many:,} {one if many == 1 else several or one + 's'}"
 
 

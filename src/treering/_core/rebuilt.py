@@ -1,4 +1,4 @@
-"""The tree of leaves that rules have renamed, dropped or made of others: containers that they left alone stay."""
+"""Builds the tree of leaves that rules have renamed, dropped or made of others. It keeps containers without changes."""
 
 import logging
 from collections.abc import Mapping
@@ -12,11 +12,13 @@ _log = logging.getLogger("treering")
 def rebuilt(
     sources: Mapping[str, str], skeleton: Skeleton | None, *, keep_empty: bool
 ) -> tuple[list[str], Skeleton, tuple[str, ...]]:
-    """Leaves in the order of their tree, its skeleton, and the containers whose order is only inferred.
+    """Returns the leaves in the order of their tree, its skeleton, and the containers whose order is only inferred.
 
-    sources: maps each path to that of the leaf which it is, or is made of, in the tree with `skeleton`; in the order of
-    that tree. A container all of whose leaves lie in one of that tree is that one, with its kind, its keys and (with
-    `keep_empty`) its empty containers; without some of its leaves it keeps the order of the others.
+    sources: for each path, the path of the leaf that it is or is made of in the old tree, in the order of that tree.
+    skeleton: the old tree.
+
+    If all leaves of a container come from one old container, it is that container: it has the same kind, the same keys
+    and, with `keep_empty`, the same empty containers. If some of its leaves are gone, the rest keep their order.
     """
     known: dict[str, Node] = {}
     leaves: list[str] = []
@@ -28,12 +30,15 @@ def rebuilt(
     with_leaves = places(leaves)
     origins = _origins(sources)
     guessed: list[str] = []
-    empty: dict[str, str] = {}  # by path, where it was
+    empty: dict[str, str] = {}  # old paths of empty containers by their new paths
 
     def log_lost_keys(at: str) -> None:
         before = known.get(at)
         if before is not None and before.kind == "dict" and any(not isinstance(key, str) for key in before.children()):
-            _log.warning("%s: its keys were no text; with names that rules put there, they become it", at or "(root)")
+            _log.warning(
+                "%s: some of its keys were not text; because rules add names to it, all its keys become text",
+                at or "(root)",
+            )
 
     def describe(at: str, names: list[str]) -> tuple[Node, list[str]]:
         origin = origins.get(at)
@@ -55,11 +60,15 @@ def rebuilt(
         if not new and node.kind in ("list", "tuple", "positional") and left == was[: len(left)]:
             return Node(node.kind, node.name, len(left)), left
         found, order = inferred(at, [*left, *new])
-        if not new and node.kind not in ("list", "tuple", "positional"):  # whose keys may be no text
+        if not new and node.kind not in (
+            "list",
+            "tuple",
+            "positional",
+        ):  # The keys of such a container may not be text.
             keys = dict(zip(was, node.names(), strict=True))
             kind = "dict" if node.kind == "dict" else "object"
             return Node(kind, node.name, [keys[name] for name in left]), left
-        if new and (node.kind != "dict" or node.name):  # a class has an order of its own
+        if new and (node.kind != "dict" or node.name):  # A class has an order of its own, which new names do not have.
             guessed.append(at)
         log_lost_keys(at)
         return found, order
@@ -69,7 +78,10 @@ def rebuilt(
 
 
 def _origins(sources: Mapping[str, str]) -> dict[str, str | None]:
-    """The former path of each container, by the places of its leaves below it; None where they come from several."""
+    """Returns the old path of each container, or None if its leaves come from several containers.
+
+    A leaf says the old path of a container if it has the same number of names below it as before.
+    """
     found: dict[str, str | None] = {}
     for path, source in sources.items():
         parts, was = path.split("/"), source.split("/")

@@ -1,7 +1,7 @@
-"""A tree without its leaves: the skeleton.
+"""Defines the skeleton: a tree without the contents of its leaves.
 
-It is a list of nodes in pre-order, flat so that neither depth nor a hostile file can exhaust a recursive parser. A leaf
-is 0 in it.
+It is a list of nodes in pre-order, in which a leaf is 0. The list is flat, so that no deep tree and no hostile file can
+exhaust a recursive parser.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,26 +15,26 @@ from .values import EXACT, decode, encode
 
 LEAF = 0
 _TEXT = {str}
-_KEY_BITS = 12_000  # of an integer: 3,000 hexadecimal digits; beyond 4,300 decimal ones Python writes none into a path
+_KEY_BITS = 12_000  # of an integer key, 3,000 hexadecimal digits; Python refuses to write one of 4,300 decimal digits
 
 
 class Node(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A container. `keys` are its keys, or the number of its children where these are numbered."""
+    """A container. `keys` are its keys, or the number of its children if these are numbered."""
 
     kind: Literal["dict", "list", "tuple", "namedtuple", "object", "positional"]
     name: str
     keys: list[Any] | Annotated[int, msgspec.Meta(ge=0)]
 
     def count(self) -> int:
-        """The number of children."""
+        """Returns the number of children."""
         return self.keys if isinstance(self.keys, int) else len(self.keys)
 
     def names(self) -> Sequence[Any]:
-        """The keys as they are written; none where children are numbered."""
+        """Returns the keys as they are written, or none if the children are numbered."""
         return () if isinstance(self.keys, int) else self.keys
 
     def children(self) -> Sequence[Any]:
-        """The keys as Python values."""
+        """Returns the keys as Python values."""
         if isinstance(self.keys, int):
             return range(self.keys)
         return self.keys if {*map(type, self.keys)} <= _TEXT else [_decode_key(key) for key in self.keys]
@@ -44,12 +44,12 @@ Skeleton = Sequence[Node | int]
 
 
 def encode_key(key: Any) -> Any:
-    """A key as `Node.keys` has it."""
+    """Returns a key as it is written in `Node.keys`. Raises `UnsupportedError` for a key that cannot be written."""
     if type(key) is str:
         return key
     if type(key) is int and key.bit_length() > _KEY_BITS:
         raise UnsupportedError(f"a key is an int of {key.bit_length()} bits; expected at most {_KEY_BITS}")
-    key_text(key)  # refuses other types by name
+    key_text(key)  # raises the error for other types
     if type(key) is tuple:
         return ["tuple", [encode_key(part) for part in key]]
     kind, value = encode(key)
@@ -63,13 +63,14 @@ def _decode_key(key: Any, kinds: Collection[str] = ("int", "float", "bytes", "tu
         if key[0] == "tuple" and isinstance(key[1], list):
             return tuple(_decode_key(part, ("int", "float")) for part in key[1])
         found = decode(*key)
-        if key[0] == "float" or encode_key(found) == key:  # one way to write each, but 1 is as good as 1.0
+        # A key may be written in one way only. Floats are an exception, because JSON writers may write 1.0 as 1.
+        if key[0] == "float" or encode_key(found) == key:
             return found
     raise CorruptError(f"manifest: {key!r:.100} is not a key")
 
 
 def containers(skeleton: Skeleton) -> Iterator[tuple[int, str, Node | int]]:
-    """Every place of the skeleton, leaves included, with its position and path."""
+    """Yields every node of the skeleton, including leaves, with its position and path."""
     stack: list[tuple[str, bool]] = [("", True)]
     for position, node in enumerate(skeleton):
         if not stack:
@@ -81,7 +82,7 @@ def containers(skeleton: Skeleton) -> Iterator[tuple[int, str, Node | int]]:
 
 
 def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
-    """The part of the skeleton below the path `at`, or None where there is no such place."""
+    """Returns the part of the skeleton at the path `at`, or None if the skeleton does not have this path."""
     begin = next((position for position, path, _ in containers(skeleton) if path == at), None)
     if begin is None:
         return None
@@ -89,7 +90,7 @@ def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
 
 
 def end_of(skeleton: Skeleton, begin: int) -> int:
-    """The position behind the tree that begins at a position."""
+    """Returns the position after the tree that begins at a position."""
     open_places, end = 1, begin
     while open_places:
         node = skeleton[end]
@@ -99,10 +100,14 @@ def end_of(skeleton: Skeleton, begin: int) -> int:
 
 
 def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
-    """Nested dicts, lists and tuples around the values; named tuples and objects become dicts."""
+    """Returns nested dicts, lists and tuples around the values. Named tuples and objects become dicts.
+
+    Raises `CorruptError` if the skeleton is not a tree or has another number of leaves.
+    """
     rest = list(values)
     stack: list[Any] = []
-    for node in reversed(skeleton):  # with few calls, for there may be as many containers as leaves
+    # There may be as many containers as leaves, so this loop makes few calls.
+    for node in reversed(skeleton):
         if isinstance(node, int):
             if not rest:
                 raise CorruptError("manifest: the tree has more leaves than are listed")
@@ -111,7 +116,7 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
         keys = node.keys
         if type(keys) is list:
             count = len(keys)
-            # Of one child, as most small ones are.
+            # Most small containers have one child, so they have a faster way.
             if count == 1 and stack and type(keys[0]) is str and node.kind in ("dict", "object", "namedtuple"):
                 stack[-1] = {keys[0]: stack[-1]}
                 continue
@@ -141,16 +146,19 @@ Describe = Callable[[str, list[str]], tuple[Node, list[str]]]  # a container by 
 def assemble(
     paths: Iterable[str], describe: Describe, bare: Callable[[str], Skeleton] = lambda path: ()
 ) -> tuple[list[str], list[Node | int]]:
-    """The tree of leaves at paths: the paths in its order, and its skeleton.
+    """Returns the tree that has leaves at these paths: the paths in the order of the tree, and its skeleton.
 
-    `describe` returns the node of each container, and its children in order; `bare` returns the skeleton of a child
-    without leaves. Names are as in paths, escaped. Raises `UnsupportedError` for a leaf that is a container.
+    describe: returns the node of a container and its children in order, for its path and the names in it. Names are
+        escaped, as in paths.
+    bare: returns the skeleton of a child that has no leaves.
+
+    Raises `UnsupportedError` if one path is a leaf and a container.
     """
     given = list(paths)
     if given == [""]:
         return given, [LEAF]
     root: dict[str, Any] = {}
-    places: dict[str, Any] = {}  # containers by path, for siblings follow one another
+    places: dict[str, Any] = {}  # containers by path; siblings follow each other, so most paths are found here
     for path in given:
         parent, inside, last = path.rpartition("/")
         place = places.get(parent) if inside else root
@@ -181,7 +189,7 @@ def assemble(
             node, names = describe(at, list(value))
             skeleton.append(node)
             inside = [value.get(name) for name in names]
-            if set(map(type, inside)) == {str}:  # leaves alone, which are most places
+            if set(map(type, inside)) == {str}:  # only leaves, as in most containers
                 order += inside
                 skeleton += [LEAF] * len(inside)
             else:
@@ -192,10 +200,10 @@ def assemble(
 
 
 def inferred(at: str, names: list[str], *, lists: bool = True, sort: bool = True) -> tuple[Node, list[str]]:
-    """A container of which only the names in it are known, and these names in its order.
+    """Returns the node of a container of which only the names are known, and these names in its order.
 
-    It is a list where they are the numbers from 0 (and `lists`), else a dict, whose keys are in the order of their
-    numbers where all are numbers, and else sorted, as JAX does.
+    With `lists`, it is a list if the names are the numbers from 0. Otherwise it is a dict. Its keys are in the order of
+    their numbers if all are numbers, and else sorted as JAX sorts them.
     """
     numbers = bool(names) and all(map(_is_number, names))
     plain = not any("~" in name for name in names)
@@ -213,14 +221,17 @@ def _is_number(name: str) -> bool:
 
 
 def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
-    """Nested dicts and lists from paths alone, for selections and for formats that record no tree; see `inferred`."""
+    """Returns nested dicts and lists that are inferred from paths alone; see `inferred`.
+
+    This is for selected leaves and for formats that record no tree.
+    """
     given = dict(zip(paths, values, strict=True))
     order, skeleton = assemble(given, inferred)
     return build(skeleton, [given[path] for path in order])
 
 
 def places(paths: Iterable[str]) -> set[str]:
-    """The paths and those of all containers around them."""
+    """Returns the paths and those of all containers around them, except the root."""
     found: set[str] = set()
     for path in paths:
         while path and path not in found:

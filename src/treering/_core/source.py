@@ -1,4 +1,7 @@
-"""The source that a tree is read from: an open checkpoint, a view of one, or a live tree."""
+"""Defines the protocol `Source`: an open checkpoint, a view of one, or a live tree, from which leaves are read.
+
+The functions below ask for what only some sources have, and return a default for the rest.
+"""
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Problem(NamedTuple):
-    """Damage: the file, the leaves it touches, and the number of the 1 MiB block (None: the file as a whole)."""
+    """Damage of a file: the leaves it affects, and the number of the 1 MiB block, or None for the entire file."""
 
     file: str
     leaves: tuple[str, ...]
@@ -28,13 +31,13 @@ class Problem(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The `number`-th of so many equal shares of some bytes, from 1 on."""
+    """One of `parts` equal shares of some bytes. `number` counts from 1."""
 
     number: int
     parts: int
 
     def of(self, nbytes: int) -> tuple[int, int]:
-        """Where it begins and ends."""
+        """Returns the first byte of the share, and the byte after its last."""
         return nbytes * (self.number - 1) // self.parts, nbytes * self.number // self.parts
 
 
@@ -42,9 +45,9 @@ WHOLE = Share(1, 1)
 
 
 class Source(Protocol):
-    """An open checkpoint of some format: a catalogue of entries by path, and their contents on request.
+    """An open checkpoint of some format: its entries by path, and their contents on request.
 
-    `skeleton` is None where the format records no tree.
+    `skeleton` is None if the format records no tree.
     """
 
     @property
@@ -58,7 +61,7 @@ class Source(Protocol):
     @property
     def step(self) -> int | None: ...
     @property
-    def metrics(self) -> Mapping[str, float]: ...  # which may be looked for when they are asked for first
+    def metrics(self) -> Mapping[str, float]: ...  # some formats read them only when they are first used
     @property
     def metadata(self) -> Any: ...
     @property
@@ -66,38 +69,38 @@ class Source(Protocol):
 
     @property
     def created(self) -> datetime.datetime | None:
-        """The time of the commit, in UTC; None where it is not known."""
+        """The time of the commit, in UTC, or None if it is not known."""
         ...
 
     @property
     def identity(self) -> str:
-        """A text that changes when the checkpoint is replaced by another, as far as the format tells.
+        """A text that changes when another checkpoint replaces this one, as far as the format can tell.
 
-        "" where that is not known, or where processes had better not divide what they read of it.
+        "" if that is not known, or if processes should not divide the reading of it.
         """
         ...
 
     @property
     def positional(self) -> bool:
-        """Whether leaves have no names, only numbers: they are those of a template, in order."""
+        """True if leaves have only numbers as names. Then they are the leaves of a template, in its order."""
         ...
 
     @property
     def numbers_are_arrays(self) -> bool:
-        """Whether Python's numbers were saved as arrays without axes, so that a template's `float` takes one."""
+        """True if Python numbers were saved as arrays without axes, so that a `float` in a template takes one."""
         ...
 
     @property
     def ambiguous_dtypes(self) -> frozenset[str]:
-        """The paths of `uint8` arrays whose real dtype may be any of that size: only a template says which."""
+        """The paths of `uint8` arrays that may have had any dtype of that size. Only a template says which."""
         ...
 
     def check_present(self) -> None:
-        """Raises `CorruptError` unless every file is there in its full size, as far as a quick look shows."""
+        """Raises `CorruptError` if a file is missing or has the wrong size, as far as a quick check shows."""
         ...
 
     def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
-        """Returns where an array was when it was saved, as JSON, or None if that is not recorded.
+        """Returns the place of an array when it was saved, as JSON, or None if that is not recorded.
 
         `{"mesh": {axis: size}, "spec": [...]}` is a mesh and a `PartitionSpec`. The native format records more; see
         "Placement" in `docs/format.md`.
@@ -105,13 +108,13 @@ class Source(Protocol):
         ...
 
     def can_mmap(self, requested: bool | None) -> bool:
-        """Whether arrays come as views of the mapped files, which take no memory."""
+        """Returns True if `read` returns views of mapped files, which take no memory."""
         ...
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> "list[np.ndarray]":
-        """The boxes of the arrays, each in memory that is the caller's to change."""
+        """Reads boxes of arrays, each into memory that the caller may change."""
         ...
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
@@ -120,9 +123,9 @@ class Source(Protocol):
 
 
 def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
-    """The pieces in which a part of an array lies on the disk: the number of the file, and the box of each.
+    """Returns the pieces on disk that have a part of an array: the number of the file and the box of each piece.
 
-    Each is one run of bytes in C order. A source has no need to know: without a method `pieces` it is one piece.
+    A piece is one run of bytes in C order. For a source without a method `pieces` the array is one piece.
     """
     own = getattr(source, "pieces", None)
     return own(entry, box) if own else [(0, whole(entry.shape))]
@@ -131,20 +134,20 @@ def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]
 def records_kinds(source: Source) -> bool:
     """Returns True if a source records the type, dtype and weak type that every leaf had in its job.
 
-    A source has no need to: without an attribute `records_kinds` only a template says what a leaf becomes.
+    For a source without an attribute `records_kinds`, only a template says the kind of a leaf.
     """
     return getattr(source, "records_kinds", False)
 
 
 def arrays_of(source: Source) -> Iterator[ArrayEntry]:
-    """The arrays of a source."""
+    """Yields the entries of the arrays of a source."""
     return (entry for entry in source.entries.values() if isinstance(entry, ArrayEntry))
 
 
 def expands(source: Source) -> bool:
-    """Returns whether the arrays of a source may be more bytes than are stored; see `expansion`.
+    """Returns True if the arrays of a source may take more bytes than are stored; see `expansion`.
 
-    A source has no need to know: without an attribute `expands` they may be.
+    This is assumed for a source without an attribute `expands`.
     """
     return getattr(source, "expands", True)
 
@@ -155,9 +158,9 @@ def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
 
 
 def left_out(source: Source) -> Sequence[str]:
-    """Returns descriptions of what a checkpoint has beside its leaves and cannot be read here, such as a data iterator.
+    """Returns descriptions of data besides the leaves that cannot be read here, such as a data iterator.
 
-    A source has no need to: without an attribute `left_out` it has nothing of the kind.
+    A source without an attribute `left_out` has no such data.
     """
     return getattr(source, "left_out", ())
 
@@ -165,17 +168,17 @@ def left_out(source: Source) -> Sequence[str]:
 def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
     """Returns for each leaf the path of the first leaf that was the same array object when it was saved.
 
-    A source has no need to know: without a method `origin` every leaf is its own.
+    For a source without a method `origin`, every leaf was an object of its own.
     """
     origin = getattr(source, "origin", None)
     return [origin(path) for path in paths] if origin else paths
 
 
-ABOUT = ("step", "metrics", "metadata")  # what is recorded beside a tree
+ABOUT = ("step", "metrics", "metadata")  # attributes of a source that are recorded together with a tree
 
 
 class Written(NamedTuple):
-    """The result of writing: bytes on the disk, and the seconds of its parts."""
+    """The result of a write: the bytes on disk, and the seconds that each stage took."""
 
     nbytes: int
     write_seconds: float

@@ -1,6 +1,6 @@
-"""The states of data iterators, as JSON: `values` with containers and small NumPy arrays.
+"""Writes the states of data iterators as JSON: the values of `values`, with containers and small NumPy arrays.
 
-A large state is packed: its JSON, and after it the bytes and the arrays that are in the state.
+A large state is packed: its JSON is followed by the bytes objects and the arrays that are in the state.
 """
 
 import base64
@@ -14,20 +14,20 @@ from ..errors import CorruptError, UnsupportedError
 from . import dtypes
 from .values import decode, encode, from_base64, is_shape
 
-MAX_STATE_BYTES = 1 << 20  # bytes of a packed state that the manifest holds, to which process 0 adds those of all
+MAX_STATE_BYTES = 1 << 20  # of a packed state in the manifest, to which process 0 adds the states of all processes
 _MAX_DEPTH = 100
-_LENGTH = 8  # bytes before the JSON of a packed state, which are its length
+_LENGTH = 8  # bytes before the JSON of a packed state, which hold the length of the JSON
 Packed = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Rest:
-    """The bytes of a packed state that are not used yet."""
+    """The bytes of a packed state that have not been used yet."""
 
     def __init__(self, data: memoryview):
         self._data, self._at = data, 0
 
     def take(self, nbytes: Any) -> memoryview:
-        """Returns the next bytes. Raises `ValueError` if there are fewer, or `nbytes` is no number of bytes."""
+        """Returns the next bytes. Raises `ValueError` if there are fewer, or if `nbytes` is not a number of bytes."""
         if type(nbytes) is not int or not 0 <= nbytes <= self.left:
             raise ValueError(f"{nbytes!r} bytes of {self.left}")
         self._at += nbytes
@@ -39,7 +39,7 @@ class _Rest:
 
 
 def pack(state: Any) -> Packed:
-    """Returns a state as bytes in memory of their own. Raises `UnsupportedError` for what has no place in a state."""
+    """Returns a state as bytes, in new memory. Raises `UnsupportedError` for a value that a state cannot contain."""
     parts: list[Any] = []
     text = msgspec.json.encode(encode_state(state, "", 0, parts))
     parts = [len(text).to_bytes(_LENGTH, "little"), text, *parts]
@@ -47,7 +47,7 @@ def pack(state: Any) -> Packed:
 
 
 def unpack(data: Packed, parse: Callable[[bytes], Any] = msgspec.json.decode) -> Any:
-    """Returns the state that was packed. Raises `CorruptError` for other bytes, and what `parse` raises."""
+    """Returns the state that was packed. Raises `CorruptError` for other bytes, and the errors of `parse`."""
     rest = _Rest(np.ascontiguousarray(data).data)
     try:
         text = rest.take(int.from_bytes(rest.take(_LENGTH), "little"))
@@ -60,11 +60,15 @@ def unpack(data: Packed, parse: Callable[[bytes], Any] = msgspec.json.decode) ->
 
 
 def decoded(value: Any) -> list[Any]:
-    """The states, one per process or a single one for all."""
+    """Returns the states, one per process or a single one for all processes."""
     return [decode_state(state, 0) for state in of_processes(value)[1]]
 
 
 def of_processes(value: Any) -> tuple[str, list[Any]]:
+    """Returns the two parts of the value of an iterator's entry: "each" or "all", and the list of states.
+
+    Raises `CorruptError` for any other value.
+    """
     try:
         kind, states = value
         if isinstance(states, list) and ((kind == "all" and len(states) == 1) or (kind == "each" and states)):
@@ -75,9 +79,11 @@ def of_processes(value: Any) -> tuple[str, list[Any]]:
 
 
 def encode_state(value: Any, where: str, depth: int, apart: list[Any] | None = None) -> Any:
-    """Returns a part of a state as JSON. Bytes and the elements of arrays are added to `apart`, if given.
+    """Returns a part of a state as JSON. If `apart` is given, bytes and the elements of arrays are appended to it.
 
-    Raises `UnsupportedError` for what has no place in a state, and says where it is.
+    where: the place in the state, for errors.
+
+    Raises `UnsupportedError` for a value that a state cannot contain.
     """
     if depth > _MAX_DEPTH:
         raise UnsupportedError(f"an iterator whose state is nested more than {_MAX_DEPTH} levels deep")
@@ -112,12 +118,12 @@ def encode_state(value: Any, where: str, depth: int, apart: list[Any] | None = N
 
 
 def _has_numpy(key: Any) -> bool:
-    """Whether a key is a NumPy scalar or a tuple with one: which keys are equal to it, only NumPy knows."""
+    """Returns True if a key is a NumPy scalar, or a tuple with one. Only NumPy knows which keys are equal to it."""
     return any(map(_has_numpy, key)) if isinstance(key, tuple) else isinstance(key, np.generic)
 
 
 def decode_state(value: Any, depth: int, apart: _Rest | None = None) -> Any:
-    """The inverse of `encode_state`. Raises `CorruptError` for other JSON, and if `apart` has too few bytes."""
+    """Undoes `encode_state`. Raises `CorruptError` for other JSON, and if `apart` has too few bytes."""
     try:
         kind, content = value
         if depth > _MAX_DEPTH:

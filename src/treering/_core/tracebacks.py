@@ -1,4 +1,4 @@
-"""Cuts the tracebacks of mistakes, so that they end at the user's call."""
+"""Shortens the tracebacks of mistakes, so that they end at the user's call."""
 
 import contextlib
 import functools
@@ -23,27 +23,27 @@ class _WithoutFrames:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, _MISTAKES) and all(frame in _OURS for frame in _folders(traceback)):
-            error.__traceback__ = None  # Python adds the frames from here on
+            error.__traceback__ = None  # Python adds the frames above this one while the error goes up.
 
 
 def _folders(traceback: TracebackType | None) -> Iterator[str]:
-    """The file of each frame's code; `_HERE` for all files of this library."""
+    """Yields the file of each frame's code, with `_HERE` for all files of this library."""
     while traceback:
         file = traceback.tb_frame.f_code.co_filename
         yield _HERE if file.startswith(_HERE) else file
         traceback = traceback.tb_next
 
 
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # of the whole library
-_OURS = {_HERE, contextlib.__file__}  # others are the user's: a function that was passed to the library
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the folder of the library
+_OURS = {_HERE, contextlib.__file__}  # Any other frame is the user's, such as a function passed to the library.
 _without_frames = _WithoutFrames()
 
 
 def at_the_caller(function: F) -> F:
-    """A public call whose errors about its arguments show no frames of this library; causes stay.
+    """Makes a public call whose errors about its arguments show no frames of this library. Causes stay.
 
-    The objects that those frames hold (templates, readers, a `Checkpointer`) are released with them. An error
-    about another library's arguments ends with our call.
+    This also releases the objects that those frames hold: templates, readers, a `Checkpointer`. An error about the
+    arguments of another library ends with the call of Treering.
     """
 
     @functools.wraps(function)

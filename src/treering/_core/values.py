@@ -1,7 +1,7 @@
-"""Python's values as JSON and back.
+"""Writes Python values as JSON, and reads them.
 
-Values are tagged, because JSON alone would lose the difference between 1 and 1.0, the infinities, NaN payloads and
-integers beyond 2^53.
+Values are tagged with their type. JSON alone would lose the difference between 1 and 1.0, the infinities, the bits of
+NaNs, and integers beyond 2^53.
 """
 
 import base64
@@ -13,11 +13,11 @@ from typing import Any, Literal
 from ..errors import CorruptError, UnsupportedError
 
 ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function", "iterator"]
-EXACT = 1 << 53  # up to here every integer is a double, as which many readers of JSON take numbers
+EXACT = 1 << 53  # Many readers of JSON take numbers as doubles, which hold every integer up to here.
 
 
 def is_shape(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether an array can have a shape, in NumPy, where bytes are counted in 63 bits, as in any other library."""
+    """Returns True if an array can have this shape in NumPy. Like other libraries, NumPy holds sizes in 63 bits."""
     size = itemsize
     for length in shape:
         size *= length or 1
@@ -25,7 +25,7 @@ def is_shape(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def from_base64(text: str) -> bytes:
-    """The bytes that a text stands for. Raises `ValueError` unless it is the text that encoding them gives."""
+    """Returns the bytes of a base64 text. Raises `ValueError` if encoding them gives another text."""
     found = base64.b64decode(text, validate=True)
     if base64.b64encode(found).decode() != text:
         raise ValueError("bits that base64 does not use are not 0")
@@ -33,7 +33,7 @@ def from_base64(text: str) -> bytes:
 
 
 def encode_float(x: float) -> float | str:
-    """A finite float as itself, any other as text; a NaN with its own bits is ``nan:<16 hex digits>``."""
+    """Returns a finite float as it is, and any other as text. A NaN with unusual bits is ``nan:<16 hex digits>``."""
     if math.isfinite(x):
         return x
     bits = struct.pack(">d", x)
@@ -43,7 +43,7 @@ def encode_float(x: float) -> float | str:
 
 
 def decode_float(x: Any) -> float:
-    """The inverse of `encode_float`."""
+    """Undoes `encode_float`. Raises `ValueError` for any other text."""
     if isinstance(x, str):
         if x.startswith("nan:"):
             found = struct.unpack(">d", bytes.fromhex(x[4:]))[0]
@@ -52,15 +52,15 @@ def decode_float(x: Any) -> float:
             return found
         if x not in ("nan", "inf", "-inf"):
             raise ValueError(f"{x!r} is not a number")
-    elif type(x) not in (int, float):
+    elif type(x) not in (int, float):  # JSON writers may write 1.0 as 1
         raise ValueError(f"{x!r} is not a number")
     return float(x)
 
 
 def encode(value: Any) -> tuple[ValueType, Any]:
-    """A Python value as (type, JSON). Exact types only: a subclass would not come back as itself.
+    """Returns the type and the JSON of a Python value.
 
-    Raises `UnsupportedError` for anything else.
+    Raises `UnsupportedError` for any other type. A subclass is refused too, because it would not be restored as itself.
     """
     kind = type(value)
     if value is None:
@@ -85,7 +85,7 @@ def encode(value: Any) -> tuple[ValueType, Any]:
 
 
 def decode(kind: str, value: Any) -> Any:
-    """The inverse of `encode`. Raises `CorruptError` when the value does not have its type."""
+    """Undoes `encode`. Raises `CorruptError` if the value does not have its type."""
     try:
         if kind == "bool" and isinstance(value, bool):
             return value

@@ -1,4 +1,4 @@
-"""Leaves that are made of other leaves when they are read: box by box, so that no more is read than is wanted."""
+"""Makes leaves of other leaves when they are read, box by box, so that no more is read than is wanted."""
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,27 +17,33 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """The entries and boxes of the checkpoint to read for a box of a leaf, and the function that makes the box."""
+    """The entries and boxes of the checkpoint to read for a box of a leaf, and the function that makes that box."""
 
     needs: "list[tuple[Any, Box]]"
     make: "Callable[[list[np.ndarray]], np.ndarray]"
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A leaf of a view: `plan` is None for a leaf that is no array, `plain` is True for the checkpoint's own."""
+    """A leaf of a view.
+
+    plan: plans how to read a box; None for a leaf that is not an array.
+    plain: True for a leaf of the checkpoint without changes.
+    source: the path of the (first) leaf of the checkpoint that this one is made of.
+    in_place: True if each element is made of the element at the same position.
+    """
 
     entry: Entry
     plan: Callable[[Box], Plan] | None = None
     plain: bool = False
-    source: str = ""  # the path of the (first) leaf of the checkpoint that this one is made of
-    in_place: bool = False  # whether each of its elements is made of the one in the same place
+    source: str = ""
+    in_place: bool = False
 
     def at(self, path: str) -> "Leaf":
-        """This leaf under another path."""
+        """Returns this leaf under another path."""
         return Leaf(self.entry.at(path), self.plan, self.plain, self.source, self.in_place)
 
     def made(self, plan: Callable[[Box], Plan], *, in_place: bool = False, **changed: Any) -> "Leaf":
-        """A leaf made of this one; `in_place` when each of its elements is made of the one in the same place."""
+        """Returns a leaf that is made of this one, with some fields of its entry changed."""
         entry = self.array
         fields = {
             "path": entry.path,
@@ -62,7 +68,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
-    """The leaves of a checkpoint as they are, named by the keys of the mapping."""
+    """Returns the leaves of a checkpoint without changes, named by the keys of the mapping."""
 
     def leaf(path: str, entry: Entry) -> Leaf:
         if isinstance(entry, ValueEntry) and not isinstance(entry, StatesEntry):
@@ -74,7 +80,7 @@ def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
 
 
 def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
-    """The leaf with its axes in another order, as `numpy.transpose` has it."""
+    """Returns the leaf with its axes in another order, like `numpy.transpose`."""
 
     def plan(box: Box) -> Plan:
         source: list[Any] = [None] * len(box)
@@ -87,7 +93,7 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
 
 
 def cast(leaf: Leaf, dtype: str) -> Leaf:
-    """The leaf's values in another dtype."""
+    """Returns the leaf with its values in another dtype."""
 
     def plan(box: Box) -> Plan:
         inner = leaf.plan_of(box)
@@ -97,7 +103,7 @@ def cast(leaf: Leaf, dtype: str) -> Leaf:
 
 
 def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
-    """The leaf's bytes as another dtype of the same size."""
+    """Returns the leaf with its bytes as another dtype of the same size."""
 
     def plan(box: Box) -> Plan:
         inner = leaf.plan_of(box)
@@ -107,12 +113,12 @@ def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
 
 
 def wrapped(leaf: Leaf, impl: str) -> Leaf:
-    """The leaf's uint32 data as typed keys of an implementation, which have one axis less."""
+    """Returns the leaf's uint32 data as typed keys of an implementation, which have one axis less."""
     return leaf.made(leaf.plan_of, type="key", impl=impl)
 
 
 def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: bool = False) -> Leaf:
-    """A range of the leaf along an axis; with `drop_axis` its only position there."""
+    """Returns a range of the leaf along an axis. With `drop_axis` it is the position `start`, without the axis."""
 
     def plan(box: Box) -> Plan:
         own = (start, start + 1) if drop_axis else (box[axis][0] + start, box[axis][1] + start)
@@ -127,7 +133,7 @@ def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: 
 
 
 def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
-    """The leaf again and again along each axis. Where a box reaches over an end of it, all of that axis is read."""
+    """Returns the leaf repeated along each axis. If a box crosses the end of a repetition, all of that axis is read."""
     old = leaf.array.shape
 
     def plan(box: Box) -> Plan:
@@ -152,7 +158,7 @@ def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
 
 
 def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -> Leaf:
-    """The leaf with as many elements of one value before and after it along each axis."""
+    """Returns the leaf with a value before and after it along each axis. `widths` has the numbers of these elements."""
     old = leaf.array.shape
     inside = tuple((before, before + size) for (before, _), size in zip(widths, old, strict=True))
 
@@ -191,7 +197,7 @@ class View:
         self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
         self.identity = reader.identity
         self.step: int | None = reader.step
-        self._metrics: Mapping[str, float] | None = None  # those of the reader
+        self._metrics: Mapping[str, float] | None = None  # None: those of the reader, which may read them late
         self.metadata: Any = reader.metadata
         self.numbers_are_arrays = reader.numbers_are_arrays
         self.expands = expands(reader)
@@ -213,25 +219,25 @@ class View:
         self._metrics = numbers
 
     def source(self, path: str) -> str:
-        """The path, in the source below all views, of the (first) leaf that a leaf is made of."""
+        """Returns the path, in the source below all views, of the (first) leaf that a leaf is made of."""
         found = self.leaves[path].source
         return self._reader.source(found) if isinstance(self._reader, View) else found
 
     def is_elementwise(self, path: str) -> bool:
-        """Whether each element of an array is made of the one in the same place, in the source below all views."""
+        """Returns True if each element is made of the one at the same position, in the source below all views."""
         leaf = self.leaves[path]
         below = not isinstance(self._reader, View) or self._reader.is_elementwise(leaf.source)
         return below and (leaf.plain or leaf.in_place)
 
     def origins(self, path: str) -> "list[tuple[ArrayEntry, Box]]":
-        """The entries and boxes that an array is made of, in the source below all views."""
+        """Returns the entries and boxes that an array is made of, in the source below all views."""
         needs = self.leaves[path].plan_of(whole(self.leaves[path].array.shape)).needs
         if not isinstance(self._reader, View):
             return needs
         return [origin for entry, _ in needs for origin in self._reader.origins(entry.path)]
 
     def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
-        """This view with other leaves of the same source; step, metrics and metadata stay."""
+        """Returns this view with other leaves of the same source. Step, metrics and metadata stay."""
         view = View(self._reader, leaves, skeleton)
         view.step, view._metrics, view.metadata, view.guessed = self.step, self._metrics, self.metadata, self.guessed
         return view
@@ -256,14 +262,14 @@ class View:
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
         arrays = list(each(plans, found))
-        owners: dict[str, str] = {}  # a leaf that a rule has copied becomes two arrays that share no memory
+        owners: dict[str, str] = {}  # If a rule has copied a leaf, the two arrays must not share memory.
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
                 arrays[n] = arrays[n].copy()
         return arrays
 
     def pieces(self, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
-        """See `treering._core.source.pieces`; what is made of other leaves counts as one piece."""
+        """Returns the pieces of an array; see `source.pieces`. An array made of other leaves counts as one piece."""
         leaf = self.leaves[entry.path]
         if leaf.plan is None or not (leaf.plain or leaf.in_place):
             return [(0, whole(entry.shape))]
@@ -275,7 +281,7 @@ class View:
 
 
 def each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
-    """The result of each plan, from its part of the arrays that were read for all of them."""
+    """Yields the result of each plan, made of its share of the arrays that were read for all plans."""
     rest = iter(arrays)
     for plan in plans:
         yield plan.make([next(rest) for _ in plan.needs])

@@ -1,4 +1,4 @@
-"""Leaves that are made of several others."""
+"""Makes leaves of several other leaves."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
-    """Leaves of one shape and dtype side by side along a new axis."""
+    """Returns leaves of one shape and dtype, stacked along a new axis."""
 
     def plan(box: Box) -> Plan:
         rest = box[:axis] + box[axis + 1 :]
@@ -36,12 +36,12 @@ def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
 
 
 def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
-    """Leaves one behind the other along an axis that they have."""
+    """Returns leaves, concatenated along an axis."""
     ends = [0]
     for leaf in leaves:
         ends.append(ends[-1] + leaf.array.shape[axis])
     shape = leaves[0].array.shape
-    whole = (*shape[:axis], ends[-1], *shape[axis + 1 :])
+    new_shape = (*shape[:axis], ends[-1], *shape[axis + 1 :])
 
     def plan(box: Box) -> Plan:
         parts: list[tuple[Box, Plan]] = []
@@ -59,11 +59,11 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
 
         return Plan([need for _, one in parts for need in one.needs], make)
 
-    return leaves[0].made(plan, path=path, shape=whole)
+    return leaves[0].made(plan, path=path, shape=new_shape)
 
 
 def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
-    """The leaf times a scale for each block of it, computed in float32 and cast to `dtype`."""
+    """Returns the leaf times a scale for each block of it, computed in float32 and cast to `dtype`."""
 
     def plan(box: Box) -> Plan:
         if not math.prod(box_shape(box)):
@@ -76,7 +76,7 @@ def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
 
             product, factors = (dtypes.cast(array, np.dtype(np.float32)) for array in each(inner, arrays))
             for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
-                if last - first > 1:  # one for all is broadcast
+                if last - first > 1:  # a single factor is broadcast
                     factors = factors.take(np.arange(start, stop) // size - first, axis)
             product *= factors
             return dtypes.cast(product, dtypes.to_numpy(dtype))
@@ -94,7 +94,7 @@ def mapped(
     dtype: str,
     hint: str,
 ) -> Leaf:
-    """The result of a function of whole leaves, which are read again for every box of it."""
+    """Returns the result of a function of entire leaves. These are read again for each box of it."""
 
     def plan(box: Box) -> Plan:
         inner = [leaf.plan_of(whole(leaf.array.shape)) for leaf in leaves]
@@ -102,7 +102,8 @@ def mapped(
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            # Copies: in a save of a live tree these are its own arrays, and are passed again for the next box.
+            # The function gets copies, because it may change them. A save of a live tree passes the tree's own arrays,
+            # and passes them again for the next box.
             found = np.asarray(function(*(array.copy() for array in each(inner, arrays))))
             expected = dtypes.to_numpy(dtype)
             if found.shape != shape or found.dtype != expected:
@@ -110,7 +111,7 @@ def mapped(
                     f"{path}: expected {expected}{list(shape)} from the function of a rule, found "
                     f"{found.dtype}{list(found.shape)}; {hint}"
                 )
-            return found[(*slices(box, whole(shape)), ...)]  # and not a scalar, where there are no axes
+            return found[(*slices(box, whole(shape)), ...)]  # The ellipsis makes it an array even without axes.
 
         return Plan([need for one in inner for need in one.needs], make)
 

@@ -1,4 +1,4 @@
-"""Leaves in another shape: finds the rows of the old shape that hold a box of the new one."""
+"""Makes leaves of another shape. It finds the rows of the old shape that contain a box of the new shape."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
-    """The leaf in another shape of the same size.
+    """Returns the leaf in another shape of the same size.
 
-    Axes that make up one another form a group, so that a box along other axes reads no more than itself; within a
-    group, the rows between the first and the last wanted element are read.
+    Old and new axes that become each other form a group. Within a group, all rows between the first and the last
+    wanted element are read. Groups are independent, so a box along other axes reads nothing more.
     """
     old = leaf.array.shape
 
@@ -23,7 +23,7 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
         if not math.prod(box_shape(box)):
             return Plan([], lambda arrays: empty(box_shape(box), leaf.array.dtype))
         source: list[tuple[int, int]] = []
-        sizes, skipped = [], []  # of each group: elements that are read, and those of them before the first wanted one
+        sizes, skipped = [], []  # of each group: the elements that are read, and how many come before the first wanted
         groups = _groups(old, shape)
         for before, after in groups:
             first = _flat([start for start, _ in box[after]], shape[after])
@@ -38,7 +38,7 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
             import numpy as np
 
             flat = np.ascontiguousarray(inner.make(arrays)).reshape(-1)
-            steps = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]  # elements from one of a group to the next
+            steps = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]  # elements between neighbors in a group
             begin = sum(count * step for count, step in zip(skipped, steps, strict=True))
             strides = [
                 flat.itemsize * step * math.prod(shape[axis + 1 : after.stop])
@@ -53,7 +53,7 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
 
 
 def _flat(position: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of elements, in C order, before a position."""
+    """Returns the number of elements before a position, in C order."""
     found = 0
     for index, size in zip(position, shape, strict=True):
         found = found * size + index
@@ -61,7 +61,10 @@ def _flat(position: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """The axes of two shapes of one size, not 0, in the smallest groups that are of one size in both."""
+    """Returns the axes of two shapes of one size, in the smallest groups that have the same size in both.
+
+    The size must not be 0.
+    """
     found: list[tuple[slice, slice]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -74,7 +77,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, sli
 
 
 def _covering(shape: tuple[int, ...], first: int, last: int) -> Box:
-    """The smallest box whose elements lie side by side in C order and hold those from `first` to `last`."""
+    """Returns the smallest box whose elements are contiguous in C order and include those from `first` to `last`."""
     low, high = _position(first, shape), _position(last, shape)
     differ = next((axis for axis in range(len(shape)) if low[axis] != high[axis]), len(shape))
     return tuple(

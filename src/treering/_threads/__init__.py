@@ -1,1 +1,1 @@
-"""Threads and what they share."""
+"""Starts threads, and contains what threads share."""

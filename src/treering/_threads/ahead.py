@@ -1,4 +1,4 @@
-"""Doing the next thing while the caller is busy with the one before."""
+"""Does the next job in a thread while the caller works with the result of the last one."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Job:
-    """Work that is done in a thread of its own, or where none can be started at once.
+    """Work in a thread of its own. If the system allows no more threads, it is done at once in the calling thread.
 
-    `daemon`: a program that ends does not wait for it.
+    daemon: True if a program that ends does not wait for the work.
     """
 
     def __init__(self, work: Callable[[], Any], *, daemon: bool = False):
@@ -35,11 +35,11 @@ class Job:
         self._done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is done, at most `timeout` seconds; returns whether it is."""
+        """Waits until the work is done, at most `timeout` seconds. Returns True if it is done."""
         return self._done.wait(timeout)
 
     def result(self) -> Any:
-        """What the work returned. Raises what it raised."""
+        """Waits for the work, and returns its result or raises its error."""
         self._done.wait()
         if self._error:
             raise self._error
@@ -47,9 +47,9 @@ class Job:
 
 
 def ahead(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """The results of jobs, in order: while the caller works with one, the next job is done in a thread.
+    """Yields the results of jobs, in order. While the caller works with one, a thread does the next job.
 
-    Raises what a job raises, when its turn comes. When the caller stops early, no job goes on.
+    The error of a job is raised when its turn comes. If the caller stops early, no job is left running.
     """
     upcoming = Job(jobs[0]) if jobs else None
     try:
@@ -58,7 +58,7 @@ def ahead(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
             result = upcoming.result()
             upcoming = Job(jobs[n + 1]) if n + 1 < len(jobs) else None
             yield result
-            del result  # or the caller would hold two
+            del result  # Otherwise two results would be in memory while the next one is awaited.
     finally:
         if upcoming:
             upcoming.wait()

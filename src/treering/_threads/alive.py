@@ -1,4 +1,4 @@
-"""Objects that still exist, for those who must reach all of them: after a fork, or at the next claim of a run."""
+"""Keeps track of objects that still exist, so that a fork or the next claim of a run can reach all of them."""
 
 import weakref
 from typing import Generic, TypeVar
@@ -7,15 +7,15 @@ T = TypeVar("T")
 
 
 class Alive(Generic[T]):
-    """A weak set that threads may go through while others add to it, which breaks the iteration of a `WeakSet`."""
+    """A weak set that threads may iterate over while other threads add to it. That would break a `WeakSet`."""
 
     def __init__(self) -> None:
         self._by_id: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
     def add(self, one: T) -> None:
-        """Adds an object, until it is collected."""
+        """Adds an object. It stays in the set until it is collected."""
         self._by_id[id(one)] = one
 
     def all(self) -> list[T]:
-        """The objects of this moment."""
+        """Returns the objects that exist now."""
         return [one for ref in self._by_id.valuerefs() if (one := ref()) is not None]

@@ -1,4 +1,4 @@
-"""Types that are decoded in several threads."""
+"""Prepares types that several threads decode."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 def learn(*types: Any) -> None:
-    """Has msgspec look at types, called when their module is imported.
+    """Makes msgspec prepare types now. The module that defines them calls this when it is imported.
 
-    It does so when the first of them is decoded, and two threads that begin with one at a moment crash (msgspec 0.22).
+    Otherwise msgspec prepares a type when it is first decoded, and two threads that do so at once crash (msgspec 0.22).
     """
     for one in types:
         msgspec.json.Decoder(one)

@@ -1,17 +1,18 @@
-"""An event that happens once and that threads wait for."""
+"""Defines `Latch`, an event that happens once and that threads wait for."""
 
 import contextlib
 import threading
 import time
 
-_MAX_WAIT_SECONDS = 0.5  # seconds; at most this long after `set` a waiter that missed it goes on
+_MAX_WAIT_SECONDS = 0.5  # A thread that was not woken by `set` notices it after this time at most.
 
 
 class Latch:
     """A `threading.Event` that an interrupt at any moment cannot break.
 
-    `Event` is written in Python: ctrl-C right after it took its lock leaves the lock held, and every thread that sets
-    or awaits the event hangs for ever. Here a lock written in C wakes the waiting threads, and none depends on it.
+    `Event` is written in Python. A ctrl-C right after it took its lock leaves the lock held, and every thread that sets
+    or awaits the event hangs forever. Here a lock written in C wakes the waiting threads. A thread that it does not
+    wake looks at the flag again after a moment.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class Latch:
         self._gate.acquire()
 
     def is_set(self) -> bool:
-        """Whether `set` was called."""
+        """Returns True if `set` was called."""
         return self._happened
 
     def set(self) -> None:
@@ -29,16 +30,16 @@ class Latch:
         self._open()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the latch is set, at most `timeout` seconds; returns whether it is."""
+        """Waits until the latch is set, at most `timeout` seconds. Returns True if it is set."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._happened:
             left = _MAX_WAIT_SECONDS if end is None else min(_MAX_WAIT_SECONDS, end - time.monotonic())
             if left <= 0:
                 break
             if self._gate.acquire(timeout=left):
-                self._open()
+                self._open()  # so that the next waiting thread wakes too
         return self._happened
 
     def _open(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is open already
+        with contextlib.suppress(RuntimeError):  # raised if the gate is open already
             self._gate.release()

@@ -1,8 +1,8 @@
-"""Starting threads, and a pool of them that work on one task together.
+"""Starts threads, and defines a pool of threads that work on one task together.
 
-Plain threads, started early: Python refuses both executors and new threads once the main thread has
-ended, and a save that is under way then must still finish. They are not daemons, so the interpreter waits
-for them; the code that makes a `ThreadPool` must close it.
+The threads are plain ones and start early. Once the main thread has ended, Python refuses executors and new threads,
+but a save that is running then must still finish. The threads are not daemons, so the interpreter waits for them, and
+the code that makes a `ThreadPool` must close it.
 """
 
 import _thread
@@ -16,16 +16,16 @@ from ..errors import SaveError
 from .latch import Latch
 
 _READERS = 4  # reads in flight
-_INLINE = 4  # jobs; fewer are not worth a thread
+_INLINE = 4  # jobs; up to so many are faster without a thread
 
 
 def start(*threads: threading.Thread) -> None:
-    """Starts threads, one after the other. After an interrupt some may begin later, or never; none hangs.
+    """Starts threads, one after the other. After an interrupt some may start later or never, but none hangs.
 
-    Raises `SaveError` when the system allows no more of them.
+    `Thread.start` waits in Python code. A ctrl-C right after it took a lock leaves the lock held; then the new thread
+    waits for it forever, and so does the end of the program. So a helper thread calls it, which gets no interrupts.
 
-    `Thread.start` waits in Python code: ctrl-C right after it took a lock leaves the lock held, and the new thread
-    waits for it for ever, and so does the end of the program. Here a helper thread, which gets no interrupts, calls it.
+    Raises `SaveError` if the system allows no more threads.
     """
     errors: list[BaseException] = []
     started = Latch()
@@ -52,7 +52,7 @@ def start(*threads: threading.Thread) -> None:
 
 
 class ThreadPool:
-    """A pool of `size` threads, including the one that calls `run`; the others end after the `with` block."""
+    """A pool of `size` threads. The thread that calls `run` is one of them; the rest end after the `with` block."""
 
     def __init__(self, size: int, name: str = "treering"):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -60,9 +60,9 @@ class ThreadPool:
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
 
     def start(self, *others: threading.Thread) -> None:
-        """Starts `others`, then the threads of the pool. Where the system allows no more, fewer threads do the work.
+        """Starts `others`, then the threads of the pool. If the system allows no more, fewer threads do the work.
 
-        Raises `SaveError` when not all of `others` can be started.
+        Raises `SaveError` if not all of `others` can be started.
         """
         try:
             start(*others, *self._threads)
@@ -72,7 +72,7 @@ class ThreadPool:
                 raise
 
     def run(self, work: Callable[[], None]) -> None:
-        """Calls `work()` in every thread at once, in the context of the caller; returns when all are done.
+        """Calls `work()` in every thread at once, in the context of the caller. Returns when all threads are done.
 
         Raises the first error.
         """
@@ -80,7 +80,9 @@ class ThreadPool:
             work()
             return
         errors: list[BaseException] = []
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()  # in C: an interrupt leaves no lock of it held
+        done: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # written in C, so an interrupt leaves none of its locks held
         context = contextvars.copy_context()
 
         def guarded() -> None:
@@ -114,11 +116,11 @@ class ThreadPool:
     def _work(self) -> None:
         while task := self._tasks.get():
             task()
-            del task  # or its memory would stay until the next one comes
+            del task  # Otherwise its memory would stay until the next task arrives.
 
 
 def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _READERS) -> None:
-    """Does all jobs in a few threads. Raises the first error; jobs that are not begun by then are not done."""
+    """Does all jobs in a few threads. Raises the first error, and then starts no more jobs."""
     if len(jobs) <= 1 or (threads == _READERS and len(jobs) <= _INLINE):
         for job in jobs:
             work(job)
@@ -144,4 +146,4 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _RE
             pool.start()
             pool.run(loop)
         finally:
-            rest = iter(())  # after an interrupt as well, which this thread alone gets
+            rest = iter(())  # Only this thread gets an interrupt, so it has to stop the others.

@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector while thousands of leaves are handled."""
+"""Pauses Python's garbage collector while Treering handles thousands of leaves."""
 
 import contextlib
 import gc
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disables collection within the block: nothing made there is garbage, and a search costs as much as the work."""
+    """Disables garbage collection within the block.
+
+    The objects made there are not garbage, and searching them would take as long as the work itself.
+    """
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,7 @@
-"""Calls in the middle of another one, in the same thread: from a signal's handler, or a function of a rule."""
+"""Refuses calls in the middle of another call of the same thread, which would wait for it forever.
+
+A signal handler or the function of a rule can make such a call.
+"""
 
 import sys
 from collections.abc import Callable
@@ -14,24 +17,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def alone(function: F) -> F:
-    """Marks a function, or a method of an object that writes a run, within which no other call can be made."""
+    """Marks a function, or a method of an object that writes a run, during which no other call may be made."""
     _alone.add(function.__code__)
     return function
 
 
 def calls_back(function: F) -> F:
-    """Marks a function that calls the user's code, which may make other calls: nothing waits meanwhile."""
+    """Marks a function that calls the user's code. That code may make other calls, because none has to wait for it."""
     _open.add(function.__code__)
     return function
 
 
 def refuse_within(name: str, owner: object = None) -> None:
-    """Raises `MismatchError` when the calling function was called in the middle of one alone.
+    """Raises `MismatchError` if the calling function was called in the middle of a function marked with `alone`.
 
-    It would wait for that one, which cannot go on before the signal's handler, or the function of a rule, returns.
-    Of methods, those of `owner` count.
-    Containers that flatten themselves and iterators that tell their state may make calls of their own.
-    The stack is looked at, and nothing is noted down: no interrupt can leave anything behind.
+    The caller would wait for that function. It cannot continue before the signal handler, or the function of a rule,
+    has returned. Methods count only if they are those of `owner`. Containers that flatten themselves, and iterators
+    that return their state, may make calls of their own; see `calls_back`.
+
+    This looks at the stack and keeps no record, so an interrupt can leave nothing behind.
     """
     frame = sys._getframe(1).f_back
     while frame and frame.f_code not in _open:
