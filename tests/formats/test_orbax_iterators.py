@@ -177,7 +177,7 @@ def test_states_in_other_files(tmp_path: Path, ending: str) -> None:
     new = Pickled("{}")
     tr.restore(tmp_path / "run", like={"state": STATE, "data": new})
     assert new.n == data.n and tr.open(tmp_path / "run")["data"] == [data.get_state()]
-    with pytest.raises(MismatchError, match=r"data: this .*Iterator does not take the state that was saved"):
+    with pytest.raises(MismatchError, match=r"data: this .*Iterator does not accept the saved state"):
         tr.restore(tmp_path / "run", like={"state": STATE, "data": dataset()})
 
 

@@ -133,7 +133,7 @@ def test_generators_of_random_numbers_go_on(tmp_path: pathlib.Path, kind: str) -
         draw(other), draw(other)
         assert tr.restore(tmp_path / "c", like={"rng": other, "w": np.ones(1)})["rng"] is other
         assert draw(other) == expected
-    with pytest.raises(MismatchError, match="rng: this Stateful does not take the state that was saved"):
+    with pytest.raises(MismatchError, match="rng: this Stateful does not accept the saved state"):
         tr.restore(tmp_path / "c", like={"rng": Stateful(), "w": np.ones(1)})
 
 
@@ -150,13 +150,13 @@ def test_what_a_numpy_generator_spawns_is_not_spawned_again(
         assert other.spawn(1)[0].random() == expected
     assert "spawned" not in caplog.text
     tr.restore(tmp_path / "c", like={"rng": other})
-    assert "had spawned 2 others when it was saved and has now spawned 3" in caplog.text
+    assert "had spawned 2 generators when it was saved and has now spawned 3" in caplog.text
 
 
 def test_a_generator_does_not_take_the_state_of_another_kind(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"rng": np.random.default_rng(3)})
     other = np.random.Generator(np.random.Philox(3))
-    with pytest.raises(MismatchError, match=r"rng: this Generator does not take .* saved: .*Philox"):
+    with pytest.raises(MismatchError, match=r"rng: this Generator does not accept the saved state: .*Philox"):
         tr.restore(tmp_path / "c", like={"rng": other})
 
 
@@ -249,7 +249,7 @@ def test_what_does_not_fit(tmp_path: pathlib.Path) -> None:
         def load_state_dict(self, state: Any) -> None:
             raise KeyError("position")
 
-    with pytest.raises(MismatchError, match=r"data: this Refuses does not take the state that was saved: KeyError"):
+    with pytest.raises(MismatchError, match=r"data: this Refuses does not accept the saved state: KeyError"):
         tr.restore(tmp_path / "c", like={"data": Refuses(), "x": 1})
 
 

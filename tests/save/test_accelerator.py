@@ -90,7 +90,7 @@ def test_pageable_memory_is_taken_where_pinned_is_refused(
     saved = state(6)
     with caplog.at_level(logging.WARNING, "treering"):
         tr.save_async(tmp_path / "c", saved).result()
-    assert double.requests and caplog.text.count("pageable is used: RESOURCE_EXHAUSTED") == 1
+    assert double.requests and caplog.text.count("pageable memory is used: RESOURCE_EXHAUSTED") == 1
     assert not any(map(cached, saved.values()))
     assert_saved(tmp_path / "c", saved)
 

@@ -50,7 +50,7 @@ def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iter
     if not all(stop > start for start, stop in box):
         return
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    # From the first axis whose rows are no longer than the gap, everything from the first to the last byte is one range.
+    # From the first axis whose rows are no longer than the gap, everything from the first to the last byte is joined.
     split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
     outer = box[:split]
     first = sum(start * stride for (start, _), stride in zip(box[split:], strides[split:], strict=True))

@@ -1,1 +1,1 @@
-"""Pytrees and their leaves."""
+"""Flattens pytrees, describes their leaves, and copies their arrays to host memory."""

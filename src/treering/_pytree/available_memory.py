@@ -1,23 +1,26 @@
-"""How much of the host's memory copies may take where nobody has said so."""
+"""Decides how much of the host's memory copies may take if the caller sets no limit."""
 
 import contextlib
 import os
 from collections.abc import Callable, Collection
 
-_SHARE = 4  # of what is available
-_LEFT = 8  # of all memory: other processes of a job may take theirs on this host at the same time
-_LEAST = 256 << 20  # bytes, however little is available: a save that holds less would hardly move
+_SHARE = 4  # copies may take one part in so many of the available memory
+_LEFT = 8  # one part in so many of all memory stays free, because other processes of a job may need it
+_LEAST = 256 << 20  # bytes that copies may take even if less is available: with less a save would hardly progress
 _CGROUP, _OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
-_NAMES: dict[str, tuple[str, str, Collection[str]]] = {  # by version: of limit, use, and what of that is the page cache
+# The names of the limit, of the use, and of the page cache within the use, for control groups of version 2 and 1.
+_NAMES: dict[str, tuple[str, str, Collection[str]]] = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
 
 def ceiling(copies: int) -> int | None:
-    """The most bytes of copies to hold at a time, of so many in all: a quarter of what is available to this process.
+    """Returns the most bytes of copies to hold at a time: a quarter of the memory available to this process.
 
-    None when all of them fit, or where the system does not say what is available.
+    copies: the bytes of all copies.
+
+    Returns None if all of them fit, or if the system does not say how much is available.
     """
     found = available() if copies > _LEAST else None
     limit = None if found is None else max(found // _SHARE, _LEAST)
@@ -25,44 +28,50 @@ def ceiling(copies: int) -> int | None:
 
 
 def shared_room(copies: int) -> Callable[[int], bool] | None:
-    """What to ask before more is copied, of so many bytes in all, while other processes on this host do the same.
+    """Returns the function to ask before more is copied while other processes on this host copy too.
 
-    None where all of them are few.
+    copies: the bytes of all copies.
+
+    Returns None if these are so few that there is no need to ask.
     """
     return has_room if copies > _LEAST else None
 
 
 def has_room(nbytes: int) -> bool:
-    """Whether an eighth of all memory is left, of the host and of the container, when so many bytes more are taken.
+    """Returns True if an eighth of the memory of the host and of the container stays free when `nbytes` more are taken.
 
-    True where the system does not say.
+    Returns True if the system does not say.
     """
     return all(left - nbytes >= most // _LEFT for left, most in _rooms())
 
 
 def available() -> int | None:
-    """Bytes of memory that this process can take without swapping: of the host, or of its container."""
+    """Returns the bytes of memory that this process can take from the host or its container without swapping.
+
+    Returns None if the system does not say.
+    """
     return min((left for left, _ in _rooms()), default=None)
 
 
 def _rooms() -> list[tuple[int, int]]:
-    """What is left of the memory of the host, and of the groups that this process is in, and what they have in all."""
+    """Returns the free and the total bytes of the host's memory, and of the control groups that this process is in."""
     host: list[tuple[int, int]] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = dict(line.split(":", 1) for line in _lines("/proc/meminfo"))
         left, most = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
         host.append((left, most))
     if not host:
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # what is free is less than what is available
+        # Systems without /proc say only how much is free. More is available, because caches can be dropped.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             page = os.sysconf("SC_PAGE_SIZE")
             host.append((os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page))
     return host + _of_container()
 
 
 def _of_container() -> list[tuple[int, int]]:
-    """The same of the control groups that this process is in, of version 2 or 1; those without a limit left out.
+    """Returns the same for the control groups of this process that have a limit, of version 2 or 1.
 
-    A group has no more than those above it. Within a container the host's path of a group may lead nowhere.
+    A group is also limited by the groups above it. Within a container, the path of a group may not exist.
     """
     found: list[tuple[int, int]] = []
     with contextlib.suppress(OSError, ValueError):
@@ -79,7 +88,7 @@ def _room(folder: str, limit: str, used: str, cached: Collection[str]) -> tuple[
     with contextlib.suppress(OSError, ValueError):
         numbers = (int(_lines(os.path.join(folder, name))[0]) for name in (limit, used))
         of_files = (line.split() for line in _lines(os.path.join(folder, "memory.stat")))
-        cache = sum(int(value) for name, value in of_files if name in cached)  # the system lets go of it when asked
+        cache = sum(int(value) for name, value in of_files if name in cached)  # the system drops it if memory is needed
         most, taken = numbers
         return max(most - taken + cache, 0), most
     return None

@@ -1,7 +1,8 @@
-"""Boxes that do not show in Treering's paths, and are levels in what other libraries write.
+"""Converts between paths without and with a level for each box of Flax.
 
-Orbax has ``a/kernel/value`` for the Variable ``a/kernel`` of an NNX state; Orbax and Flax have it for a Linen parameter
-with partitioning. Only the tree says where there are boxes: the template of a restore, or the tree that is saved.
+Such a box wraps one value. Treering's paths do not show it, but other libraries write it as a level. Orbax writes
+``a/kernel/value`` for the Variable ``a/kernel`` of an NNX state; Orbax and Flax do so for a Linen parameter with
+partitioning. Only a tree says where boxes are: the template of a restore, or the tree that is saved.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ SHOWN = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes th
 
 
 def shown(path: str, boxes: Boxes, kinds: Collection[str]) -> str:
-    """A path as it is where boxes of these kinds are levels."""
+    """Returns a path with levels for boxes of these kinds."""
     parts = _names("", boxes, kinds)
     place = ""
     for n, part in enumerate(path.split("/") if path else ()):
@@ -27,7 +28,7 @@ def shown(path: str, boxes: Boxes, kinds: Collection[str]) -> str:
 
 
 def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> Skeleton:
-    """The skeleton of a tree in which boxes of these kinds are levels."""
+    """Returns the skeleton of a tree in which boxes of these kinds are levels."""
     found: list[Node | int] = []
     for _, path, node in containers(skeleton):
         found += [Node("object", "", [name]) for name in _names(path, boxes, kinds)]
@@ -36,15 +37,16 @@ def shown_skeleton(skeleton: Skeleton, boxes: Boxes, kinds: Collection[str]) -> 
 
 
 def named(walked: Walk, entries: Mapping[str, _T]) -> Mapping[str, _T]:
-    """The leaves of a checkpoint under the names that a tree has for them."""
+    """Returns the leaves of a checkpoint under the paths that a tree has for them, without levels for its boxes."""
     names = {there: path for path, there in hidden(walked.paths, walked.boxes, entries).items()}
     return {names.get(path, path): entry for path, entry in entries.items()} if names else entries
 
 
 def hidden(paths: Iterable[str], boxes: Boxes, names: Container[str]) -> dict[str, str]:
-    """The paths of a tree whose name with levels for boxes is among `names`, and that name; {} if no more are found so.
+    """Returns the paths of a tree whose path with levels for boxes is among `names`, each with that name.
 
-    All paths are decided together: a tree in a box may have a key that is called like the box's level.
+    Returns {} unless more paths are found that way than without levels. All paths are decided together, because a tree
+    in a box may have a key with the same name as the box's level.
     """
     best: dict[str, str] = {}
     if boxes:

@@ -1,4 +1,4 @@
-"""All that depends on the device: where arrays lie, how they come to the host, which transfers JAX lets through."""
+"""Contains everything that depends on devices: copies to the host, transfers between processes, transfer guards."""
 
 import contextlib
 import functools
@@ -16,14 +16,14 @@ from .._threads.ahead import Job
 _log = logging.getLogger("treering")
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-_CHECK_SECONDS = 0.25  # between looks at the other processes while something is sent
-_OF_IMPLICIT_ONES = ("disallow", "log")  # and not "disallow_explicit"
+_CHECK_SECONDS = 0.25  # between checks of the peers during a transfer
+_OF_IMPLICIT_ONES = ("disallow", "log")  # guard levels that concern only implicit transfers; not "disallow_explicit"
 
 
 def start_copies(arrays: list[Any]) -> Iterator[Any]:
-    """Begins all device-to-host copies at once, into pinned memory where the backend has it and grants it.
+    """Starts all device-to-host copies at once, in pinned memory if the backend has it and grants it.
 
-    Yields them in order. None of them is the caller's own, with which its host copy would stay: see `fetched`.
+    Yields the copies in order. No copy is the caller's own object, which would keep its host copy; see `fetched`.
     """
     originals = dict(enumerate(arrays))
     pinned = {n: where for n, a in enumerate(arrays) if isinstance(a, jax.Array) and (where := _pinned(a.sharding))}
@@ -44,13 +44,13 @@ def start_copies(arrays: list[Any]) -> Iterator[Any]:
     refused = False
     arrays.reverse()
     while arrays:
-        array, n = arrays.pop(), next(numbers)  # and let go of it: what was collected is not to be held twice
+        array, n = arrays.pop(), next(numbers)  # removed from the list, so that memory is free after the caller uses it
         original = originals.pop(n)
         if n in pinned:
             try:
                 array.block_until_ready()
             except RuntimeError as error:
-                if not refused:  # once, for thousands may follow
+                if not refused:  # logged once, because thousands of arrays may be refused
                     _report_refusal(error)
                 refused = True
                 array = _alias(original)
@@ -63,22 +63,25 @@ def _moved(arrays: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def fetched(array: Any) -> np.ndarray:
-    """The values of an array on the host. JAX would keep a copy of them as long as the caller's object lives."""
+    """Returns the values of an array on the host.
+
+    It asks for them through another object: JAX keeps a host copy as long as the object that was asked exists.
+    """
     return np.asarray(_alias(array) if isinstance(array, jax.Array) else array)
 
 
 def _alias(array: jax.Array) -> jax.Array:
-    """The same array as another object."""
+    """Returns the same array as another object."""
     parts = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def _report_refusal(error: RuntimeError) -> None:
-    _log.warning("expected pinned host memory for copies from devices, which was refused; pageable is used: %s", error)
+    _log.warning("pinned host memory for copies from devices was refused; pageable memory is used: %s", error)
 
 
 def _pinned(sharding: Any) -> Any:
-    """The same sharding in pinned host memory; None on CPUs and where there is no such memory."""
+    """Returns the same sharding in pinned host memory, or None for CPUs and devices without such memory."""
     device = next(iter(sharding.device_set))
     if device.platform == "cpu" or all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
         return None
@@ -86,17 +89,18 @@ def _pinned(sharding: Any) -> Any:
 
 
 def part_of(array: jax.Array, box: Sequence[tuple[int, int]]) -> jax.Array:
-    """A box of an array, cut out on its device. Values are moved, whatever they are: nothing looks for NaN in them.
+    """Returns a box of an array, cut out on its device.
 
-    Indices are of 64 bits: those of 32 wrap around beyond 2^31 elements, without an error.
+    JAX's checks for NaN and infinity are off, because the values are only moved. Indices have 64 bits, because 32-bit
+    indices wrap around beyond 2^31 elements without an error.
     """
     with jax.enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
         return jax.lax.dynamic_slice(array, [np.int64(start) for start, _ in box], box_shape(tuple(box)))
 
 
 def on_host(sharding: jax.sharding.Sharding) -> bool:
-    """Whether arrays of this sharding lie in memory of the host, of a CPU device's or an accelerator's."""
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # which takes longer to look up than to ask
+    """Returns True if arrays of this sharding are in host memory, as on a CPU or in an accelerator's host memory."""
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # Looking it up in a cache would take longer.
         (device,) = sharding.device_set
         return device.platform == "cpu" or sharding.memory_kind in _HOST_KINDS
     return _all_on_host(sharding)
@@ -108,11 +112,11 @@ def _all_on_host(sharding: jax.sharding.Sharding) -> bool:
 
 
 def can_exchange() -> str:
-    """Why the devices of several processes can send one another nothing now; "" where they can."""
+    """Returns why the devices of several processes cannot send data to each other now, or "" if they can."""
     try:
         jax.sharding.get_mesh()
     except ValueError:
-        return "within a function that is traced nothing can be sent"
+        return "devices cannot send data within a function that is traced"
     collectives = getattr(jax.config, "jax_cpu_collectives_implementation", None)
     if jax.default_backend() == "cpu" and not collectives:
         return "the CPU devices of this job cannot send anything: jax_cpu_collectives_implementation is not set"
@@ -120,15 +124,15 @@ def can_exchange() -> str:
 
 
 def exchange(messages: np.ndarray, processes: tuple[int, ...], check: Callable[[], None]) -> np.ndarray:
-    """Sends messages from device to device, and returns those that came: a row of words for each of the processes.
+    """Sends messages from device to device, and returns the received ones: a row of words for each of the processes.
 
-    messages: uint32, shape (1, words) for one that all of them get, (number of processes, words) for one for each. They
-        move as integers, and nothing is computed with them: every bit arrives as it is.
-    processes: the indices of those that make this call, ascending, each with messages of this shape.
-    check: called a few times a second while this waits, for the backend may wait for ever; may raise.
+    messages: uint32, with the shape (1, words) for one message to all processes, or (number of processes, words) for
+        one message to each. They are moved as integers without any computation, so every bit arrives as it is.
+    processes: the indices of the processes that make this call, ascending, each with messages of this shape.
+    check: called a few times a second, because the backend may wait forever. It may raise.
 
-    The thread of the caller waits, so that no other collective of this process comes between. Raises `ValueError` or
-    `RuntimeError` when one of the processes is gone.
+    The thread of the caller waits, so that this process runs no other collective at the same time. Raises `ValueError`
+    or `RuntimeError` if one of the processes has ended.
     """
     job = Job(functools.partial(_sent, messages, processes), daemon=True)
     while not job.wait(_CHECK_SECONDS):
@@ -138,7 +142,7 @@ def exchange(messages: np.ndarray, processes: tuple[int, ...], check: Callable[[
 
 @contextlib.contextmanager
 def _plain(mesh: Mesh) -> Iterator[None]:
-    """JAX as it is by default, whatever the caller has set, but for the mesh, which has to be that of what is sent."""
+    """Sets JAX's options to their defaults, even if the caller has set others, and the mesh to that of the messages."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
         stack.enter_context(jax.debug_nans(False))
@@ -152,9 +156,9 @@ def _sent(messages: np.ndarray, processes: tuple[int, ...]) -> np.ndarray:
     mesh, send = _exchange(processes, len(messages) == 1)
     (own,) = (device for device in mesh.local_devices)
     with _plain(mesh):
-        there = NamedSharding(mesh, PartitionSpec("processes"))
+        by_process = NamedSharding(mesh, PartitionSpec("processes"))
         part = jax.device_put(messages[None], own)
-        sent = jax.make_array_from_single_device_arrays((len(processes), *messages.shape), there, [part])
+        sent = jax.make_array_from_single_device_arrays((len(processes), *messages.shape), by_process, [part])
         (shard,) = send(sent).addressable_shards
         came = np.asarray(shard.data)
     if came.size != len(processes) * messages.shape[1]:
@@ -164,20 +168,20 @@ def _sent(messages: np.ndarray, processes: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _exchange(processes: tuple[int, ...], same: bool) -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
-    """A mesh of one device of each process, and the function that brings rows to where they go."""
+    """Returns a mesh of one device of each process, and the compiled function that moves rows to their receivers."""
     first: dict[int, Any] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)
     mesh = Mesh(np.array([first[process] for process in processes]), ("processes",))
     if same:
         return mesh, jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    there = NamedSharding(mesh, PartitionSpec("processes"))
-    return mesh, jax.jit(lambda rows: rows.swapaxes(0, 1), out_shardings=there)
+    by_process = NamedSharding(mesh, PartitionSpec("processes"))
+    return mesh, jax.jit(lambda rows: rows.swapaxes(0, 1), out_shardings=by_process)
 
 
 @contextlib.contextmanager
 def explicit() -> Iterator[None]:
-    """Allows transfers where JAX forbids implicit ones alone: a call of save or restore asks for them."""
+    """Allows transfers if JAX's guards forbid only implicit ones, because a save or restore asks for its transfers."""
     with contextlib.ExitStack() as stack:
         for guard in _GUARDS:
             if getattr(jax.config, f"jax_transfer_guard_{guard}", None) in _OF_IMPLICIT_ONES:

@@ -1,4 +1,4 @@
-"""Support for Flax and Haliax beyond what JAX knows of their pytrees, used only if the user has imported them."""
+"""Supports what JAX does not know about the pytrees of Flax and Haliax, if the user has imported these libraries."""
 
 import contextlib
 import operator
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_MOST = 16  # structures that are remembered
-_plain: dict[Any, bool] = {}  # treedefs of trees without graph objects: whether they have Variables, all with contents
-_UNFIT = (TypeError, ValueError, RecursionError, SystemError)  # what JAX raises for trees that it cannot flatten
+_MAX_STRUCTURES = 16  # that are remembered
+_plain: dict[Any, bool] = {}  # treedefs of trees without graph objects; True if they have Variables, none of them empty
+_UNFIT = (TypeError, ValueError, RecursionError, SystemError)  # errors of JAX for trees that it cannot flatten
 
 _BOXES = {  # by kind: the module of the class, and its name
     "variable": ("flax.nnx", "Variable"),
@@ -18,13 +18,13 @@ _BOXES = {  # by kind: the module of the class, and its name
 
 
 def box_types() -> dict[str, type]:
-    """Pytree nodes that only wrap one value and do not show in paths, by their kind."""
-    there = {kind: (sys.modules.get(module), name) for kind, (module, name) in _BOXES.items()}
-    return {kind: getattr(module, name) for kind, (module, name) in there.items() if module}
+    """Returns the classes of pytree nodes that only wrap one value and do not show in paths, by their kind."""
+    modules = {kind: (sys.modules.get(module), name) for kind, (module, name) in _BOXES.items()}
+    return {kind: getattr(module, name) for kind, (module, name) in modules.items() if module}
 
 
 def plain(tree: Any) -> Any:
-    """The tree as JAX flattens it, with graph objects of NNX that are pytrees as they are, and the states of others."""
+    """Returns a tree that JAX can flatten: NNX graph objects that are not pytrees are replaced by their states."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
@@ -32,7 +32,7 @@ def plain(tree: Any) -> Any:
 
     try:
         graph = any(isinstance(leaf, nnx.Pytree) for leaf in jax.tree.leaves(tree))
-    except (TypeError, ValueError):  # keys that cannot be sorted; naming the leaves will say where
+    except (TypeError, ValueError):  # Some keys cannot be sorted. `walk` raises an error that says where.
         return tree
     return split(tree).tree if graph else tree
 
@@ -40,8 +40,9 @@ def plain(tree: Any) -> Any:
 class Split(NamedTuple):
     """A tree without NNX graph objects, and the function that puts them back into a tree of the same structure.
 
-    `graphdef` has what NNX records beside the states. `outer` is the structure of the tree that has the graph objects
-    as leaves, and `objects` has them by their number.
+    graphdef: what NNX records in addition to the states.
+    outer: the structure of the tree that has the graph objects as leaves.
+    objects: the graph objects, by their number among these leaves.
     """
 
     tree: Any
@@ -52,10 +53,10 @@ class Split(NamedTuple):
 
 
 def split(tree: Any) -> Split:
-    """Replaces every NNX graph object by its state, in which a shared Variable stands once.
+    """Replaces every NNX graph object by its state, which contains a shared Variable once.
 
-    All objects are split together, so what they share with each other, and with Variables that lie in the tree by
-    themselves, stays shared as well.
+    All objects are split together. So Variables that they share with each other, or with the rest of the tree, stay
+    shared.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -67,21 +68,21 @@ def split(tree: Any) -> Split:
         return Split(tree, _unchanged)
     try:
         leaves, outer = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, kinds))
-    except (TypeError, ValueError):  # keys that cannot be sorted; naming the leaves will say where
+    except (TypeError, ValueError):  # Some keys cannot be sorted. `walk` raises an error that says where.
         return Split(tree, _unchanged)
     objects = [i for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Pytree)]
     variables = [i for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Variable)]
     if not objects and len({id(leaves[i]) for i in variables}) == len(variables):
         _remember_plain(tree, [leaves[i] for i in variables])
         return Split(tree, _unchanged)
-    at = objects + variables  # in this order, so that what both hold keeps the object's path
+    at = objects + variables  # in this order, so that a Variable of an object keeps its path in the object
     graph = {i: leaves[i] for i in objects}
     graphdef, state = nnx.split([leaves[i] for i in at])
     for n, i in enumerate(at):
         found = state.get(n, {})
         leaves[i] = found if isinstance(found, nnx.Variable) else nnx.State(found)
 
-    held = [n in state for n in range(len(at))]  # and not the state itself, which has the arrays
+    held = [n in state for n in range(len(at))]  # `join` keeps only this, so that the state's arrays can be released
     del state
 
     def join(restored: Any) -> Any:
@@ -99,10 +100,10 @@ def _unchanged(restored: Any) -> Any:
 
 
 def _remember_plain(tree: Any, variables: list[Any]) -> None:
-    """Remembers the structure of a tree without graph objects, unless its Variables cannot be told by what they hold.
+    """Remembers the structure of a tree without graph objects, if its leaves show which Variables are shared.
 
-    That is so where one holds nothing, or something that is made when it is flattened. No lock is held, for what the
-    user has written runs here; of two threads that remember something at a time one may forget the other's.
+    They do not if a Variable has no leaf, or if its leaves are new objects whenever it is flattened. No lock is held,
+    because the user's code runs here. If two threads remember a structure at the same time, one may be lost.
     """
     global _plain
     import jax
@@ -112,14 +113,14 @@ def _remember_plain(tree: Any, variables: list[Any]) -> None:
         again = jax.tree.leaves(tree) if variables else leaves
         lasting = len(leaves) == len(again) and all(map(operator.is_, leaves, again))
         if lasting and all(map(jax.tree.leaves, variables)) and structure not in _plain:
-            last = list(_plain.items())[1 - _MOST :]
+            last = list(_plain.items())[1 - _MAX_STRUCTURES :]
             _plain = {**dict(last), structure: bool(variables)}
 
 
 def _is_known_plain(tree: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a tree has the structure of one without graph objects, and no Variable of it can stand in two places.
+    """Returns True if a tree has a known structure without graph objects, and none of its Variables is shared.
 
-    To ask JAX at each node, as is done otherwise, takes eight times as long as to flatten the tree.
+    This saves time: looking at each node, as `split` does, takes eight times as long as flattening the tree.
     """
     if not _plain:
         return False
@@ -131,14 +132,15 @@ def _is_known_plain(tree: Any, kinds: tuple[type, ...]) -> bool:
         if variables is None or any(issubclass(kind, kinds) for kind in set(map(type, leaves))):
             return False
         return not variables or len(set(map(id, leaves))) == len(leaves)
-    except _UNFIT:  # which is named below
+    except _UNFIT:  # The caller flattens the tree again and handles the error.
         return False
 
 
 def partitioning(tree: Any) -> list[Any] | None:
-    """Returns for each leaf, None counting as one, the `PartitionSpec` of the Linen box or NNX Variable around it.
+    """Returns for each leaf the `PartitionSpec` of the Linen box or NNX Variable around it. None is a leaf here.
 
-    Returns None if no leaf has one. Logical axis names are translated by the box's own rules or those in force.
+    Returns None if no leaf has one. Logical axis names are translated by the box's own rules, or else by those that
+    are set.
     """
     meta, nnx = sys.modules.get("flax.core.meta"), sys.modules.get("flax.nnx")
     if meta is None and nnx is None:

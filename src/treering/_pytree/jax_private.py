@@ -1,4 +1,4 @@
-"""All that is used of JAX and has no public name. Where a JAX lacks one of these, its public way is taken."""
+"""Contains every use of JAX's private names. If a version of JAX lacks one, callers use the public way instead."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def job_state() -> Any:
-    """JAX's record of a job of several processes, with its key-value store; None where this JAX has no such thing."""
+    """Returns JAX's record of a job of several processes, with its key-value store, or None if this JAX lacks it."""
     try:
         from jax._src.distributed import global_state
     except ImportError:
@@ -17,13 +17,15 @@ def job_state() -> Any:
 
 
 def imported_job_state() -> Any:
-    """The same, unless JAX has not been asked for it yet."""
+    """Returns the same, or None if the program has not imported that part of JAX yet."""
     return job_state() if "jax._src.distributed" in sys.modules else None
 
 
 def put_shards() -> Callable[..., Any] | None:
-    """The function in which `jax.device_put` ends: it makes an array of an aval, a sharding, shards on the host, a list
-    of devices, and whether it is committed to them."""
+    """Returns the function that `jax.device_put` calls last, or None if this JAX lacks it.
+
+    It makes an array of an aval, a sharding, shards on the host, a list of devices, and True for a committed array.
+    """
     with contextlib.suppress(ImportError):
         from jaxlib import xla_client
 
@@ -32,7 +34,7 @@ def put_shards() -> Callable[..., Any] | None:
 
 
 def placed_aval(aval: Any, sharding: Any) -> Any:
-    """Returns the type of an array that has a sharding: explicit mesh axes and the memory space are part of it."""
+    """Returns the type of an array with a sharding. Explicit mesh axes and the memory space are part of the type."""
     with contextlib.suppress(ImportError):
         from jax._src import core
 
@@ -44,7 +46,7 @@ def placed_aval(aval: Any, sharding: Any) -> Any:
 
 
 def flatten_one_level() -> Callable[[Any], Any] | None:
-    """The function that flattens one level of a pytree with keys."""
+    """Returns the function that flattens one level of a pytree with keys, or None if this JAX lacks it."""
     import jax
 
     registry = getattr(jax.tree_util, "default_registry", None)

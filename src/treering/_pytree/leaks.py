@@ -1,4 +1,4 @@
-"""Tracers that outlive their trace: in a function that closes over one, or in a static value of a container."""
+"""Finds tracers that outlive their trace: in a function that closes over one, or in a static value of a container."""
 
 import collections
 import functools
@@ -33,11 +33,11 @@ def find_tracer(roots: Iterable[Any]) -> str:
     homes = {id(getattr(getattr(root, "__func__", root), "__globals__", None)) for root, _ in stack}
     found = ""
     seen: set[int] = set()
-    keep: list[Any] = []  # so that no id is used again
+    keep: list[Any] = []  # keeps objects alive, so that no id in `seen` is used again
     while stack and len(seen) + len(stack) < _MAX_OBJECTS:
         value, holder = stack.pop()
         if isinstance(value, Tracer) or value is _TRACER:
-            found = found or holder or "the tree"  # and on, because every cache with tracers has to be cleared
+            found = found or holder or "the tree"  # The search continues, because it has to clear every cache.
             continue
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
@@ -53,7 +53,7 @@ def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str
         return
     if isinstance(value, _CACHED):
         if any(isinstance(one, Tracer) for one in _cached(value)):
-            value.cache_clear()  # or init, when it is called, would get the tracers
+            value.cache_clear()  # Otherwise `init` would get these tracers when it is called.
             yield _TRACER, f"the cache of {value.__wrapped__.__qualname__}"
         yield value.__wrapped__, holder
         return
@@ -62,7 +62,7 @@ def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str
     if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
         try:
             items = list(value.values() if isinstance(value, dict) else value)
-        except Exception:  # a subclass may do anything, and another thread may change it
+        except Exception:  # A subclass may do anything, and another thread may change the container.
             items = []
         yield from ((one, holder) for one in items if type(one) not in _SKIPPED)
         if type(value) in _BUILTIN:
@@ -72,7 +72,7 @@ def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str
     elif isinstance(value, types.CellType):
         try:
             yield value.cell_contents, holder
-        except ValueError:  # it is empty
+        except ValueError:  # The cell is empty.
             pass
     elif isinstance(value, functools.partial):
         yield from ((one, holder) for one in (value.func, value.args, value.keywords))
@@ -95,7 +95,10 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _cached(function: Any) -> Iterable[Any]:
-    """Yields what a function decorated by `functools.cache` or `lru_cache` holds, as far as arrays and containers."""
+    """Yields the objects in the cache of a function decorated by `functools.cache` or `lru_cache`.
+
+    The cache has no public name, so the garbage collector is asked what the function refers to.
+    """
     stack, seen = gc.get_referents(function), 0
     while stack and seen < _MAX_OBJECTS:
         seen += 1

@@ -1,4 +1,4 @@
-"""The kinds of leaves, and where their bytes are at the moment of a save."""
+"""Describes the leaves of a tree that is saved: their kinds, their entries, and the arrays that hold their bytes."""
 
 import functools
 import math
@@ -36,16 +36,21 @@ _FUNCTIONS = (
     jnp.ufunc,
 )
 SLICE_BYTES = 16 << 20  # bytes of an array in a checkpoint that are read at a time
-# Leaves that only stand where an array is shared from elsewhere in the tree.
+# Leaves that only mark the place of an array that is shared from elsewhere in the tree.
 _PLACEHOLDERS = ("equinox.nn._shared.SharedNode",)
 
 
 class LocalShard(msgspec.Struct, frozen=True, gc=False):
-    """A part of an array leaf that this process has; the array that holds it is kept beside.
+    """A part of an array leaf that this process has. The array that holds it is kept separately.
 
-    `dtype` is the stored dtype; `copies` says that the bytes must be copied before they are written: from a device, or
-    because they are laid out otherwise, or because the caller may change them. A piece that is too large to be staged
-    at once is split into several shards, one after the other; it is their `piece`.
+    leaf: the number of the leaf.
+    box: the part of the array.
+    dtype: the stored dtype.
+    nbytes: the size as stored, in bytes.
+    copies: True if the bytes must be copied before they are written: they are on a device, or have another layout or
+        dtype, or the caller may change them.
+    piece: the piece that this shard is a part of, if the piece is too large to be read at once. Its shards follow each
+        other.
     """
 
     leaf: int
@@ -57,11 +62,12 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Catalogue(NamedTuple):
-    """The leaves of a tree, by their numbers in tree order, and where their bytes lie; not the bytes.
+    """The leaves of a tree and their places, without their bytes. Leaves are known by their numbers in tree order.
 
-    `tied` maps a leaf to the earlier one that is the same array object, and `shardings` maps the leaves that are spread
-    over devices to their shardings; `global_leaves` are those of which this process has a part only, or nothing.
-    `places` has the place of every JAX array as JSON (see `placements.describe`), and None for other leaves.
+    tied: maps a leaf to the earlier leaf that is the same array object.
+    shardings: the shardings of the leaves that are spread over devices.
+    global_leaves: the leaves of which this process has only a part, or nothing.
+    places: the place of every JAX array as JSON (see `placements.describe`), and None for other leaves.
     """
 
     entries: Sequence[Entry]
@@ -73,10 +79,10 @@ class Catalogue(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The catalogue of a tree, the shards that this process has of it, each once, and the array that holds each.
+    """The catalogue of a tree, the distinct shards that this process has of it, and the array that holds each shard.
 
-    The shards are in the order in which one process would write all of them. The same structure has the same object of
-    them whenever it is saved, so that what follows from it is worked out once; nobody changes it, or the catalogue.
+    The shards are in the order in which one process would write all of them. When a structure is saved again, `shards`
+    is the same object, so that results that depend on it can be cached. So it must not be changed, nor the catalogue.
     """
 
     catalogue: Catalogue
@@ -85,7 +91,7 @@ class Described(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is described while it is made."""
+    """The parts of a `Described` while it is made."""
 
     entries: list[Entry]
     tied: dict[int, int]
@@ -111,9 +117,12 @@ def describe(
 ) -> Described:
     """Describes a flattened tree.
 
-    `dtype` is what floating-point arrays are cast to; `detach` says that NumPy arrays must be copied because
-    the caller goes on while they are written, `alone` that the job has no other processes, and `together` that several
-    processes save the tree. Raises one `UnsupportedError` that names every leaf that cannot be saved.
+    dtype: what floating-point arrays are cast to.
+    detach: True if NumPy arrays must be copied, because the caller continues while they are written.
+    alone: True if the job has only this process.
+    together: True if several processes save the tree.
+
+    Raises one `UnsupportedError` that names every leaf that cannot be saved.
     """
     cast = None if dtype is None else dtypes.asked(dtype)
     found = _Found([], {}, {}, set(), [None] * len(leaves), [], [])
@@ -124,7 +133,7 @@ def describe(
             kind = kind_of(type(leaf))
             if kind == "value":
                 found.entries.append(value_entry(path, leaf))
-            elif kind == "entry":  # of a checkpoint
+            elif kind == "entry":  # a value of an open checkpoint
                 found.entries.append(leaf.at(path))
             elif kind == "iterator":
                 _add_iterator(found, path, iterators.state_of(leaf), together)
@@ -144,7 +153,7 @@ def describe(
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
-            found.entries.append(ValueEntry(path, "none"))  # keeps the positions of the others
+            found.entries.append(ValueEntry(path, "none"))  # keeps the numbers of the leaves after it
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))
@@ -154,35 +163,36 @@ def describe(
 
 
 def value_entry(path: str, leaf: Any) -> ValueEntry:
-    """The entry of a plain value. Raises `UnsupportedError` for one that cannot be written."""
+    """Returns the entry of a plain value. Raises `UnsupportedError` for a value that cannot be written."""
     return ValueEntry(path, *encode(leaf))
 
 
 def parts_of(leaf: jax.Array) -> list[tuple[Box, Any]]:
-    """The distinct parts of an array, or of the data of keys, that lie here, each with its box."""
+    """Returns the distinct parts of an array, or of the data of keys, on devices of this process, each with its box."""
     return local_shards(jax.random.key_data(leaf) if kind_of(type(leaf)) == "key" else leaf)
 
 
 def alignment(nbytes: int) -> int:
-    """The sort key of a piece of `nbytes` bytes in the order of writing.
+    """Returns the sort key of a piece of `nbytes` bytes in the order of writing.
 
-    Multiples of 64 bytes come first, then falling powers of two, so that each piece begins at an address from
-    which its elements can be used.
+    Multiples of 64 bytes come first, and then falling powers of two. So each piece begins at an address that is aligned
+    for its elements.
     """
     return -min(nbytes & -nbytes, 64) if nbytes else -64
 
 
 def _misalignment(shard: LocalShard) -> int:
-    """The sort key of the piece that a shard is a part of, so that the parts stay together."""
+    """Returns the sort key of the piece that a shard is a part of, so that the shards of a piece stay together."""
     if shard.piece is None:
         return alignment(shard.nbytes)
     return alignment(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
 
 
 def host_bytes(shard: LocalShard, data: Any, on_host: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a shard that must be copied, C-ordered and little-endian, in memory of their own.
+    """Returns the bytes of a shard that must be copied, C-ordered and little-endian, in memory of their own.
 
-    `data` is the array that holds the shard, and `on_host` a copy of it on the host if there is one.
+    data: the array that holds the shard.
+    on_host: a copy of it on the host, if one was made.
     """
     array = fetched(data) if on_host is None else np.asarray(on_host)
     if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(data, np.ndarray):
@@ -226,7 +236,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     at, committed = array.sharding, array.committed
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
-    aval, sharding = array.aval, array.sharding  # a third of the time of asking the array for each by itself
+    aval, sharding = array.aval, array.sharding  # three times as fast as asking the array for its shape and dtype
     stored, text, packed = _storage(aval.dtype, cast)
     if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
         _check_reduced(sharding)
@@ -234,7 +244,7 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     found.places[leaf] = placements.describe(at, committed, layout, cast is not None and stored != aval.dtype)
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
-    # A CPU array's buffer can be looked at as it is, unless JAX would have to unpack it.
+    # The buffer of a CPU array can be written as it is, unless JAX would have to unpack its elements.
     copies = packed or aval.dtype != stored or not on_host(sharding)
     if single and (alone or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
@@ -258,7 +268,7 @@ def _check_reduced(sharding: jax.sharding.Sharding) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype[Any], str, bool]:
-    """The stored dtype for a dtype, its text, and whether elements are smaller than a byte."""
+    """Returns the stored dtype for a dtype, its text, and True if elements are smaller than a byte."""
     stored = dtypes.to_numpy(dtypes.to_text(dtype))
     if cast is not None and dtypes.is_float(stored):
         stored = cast
@@ -267,7 +277,7 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
 
 @functools.lru_cache(maxsize=512)
 def kind_of(leaf_type: type) -> str:
-    """The way in which leaves of a type are saved. Raises `UnsupportedError` for types that are not."""
+    """Returns how leaves of a type are saved. Raises `UnsupportedError` for types that cannot be saved."""
     name = f"{leaf_type.__module__}.{leaf_type.__qualname__}"
     if leaf_type in (bool, int, float, complex, str, bytes, type(None)):
         return "value"
@@ -277,7 +287,9 @@ def kind_of(leaf_type: type) -> str:
         return "numpy-scalar"
     if issubclass(leaf_type, np.ndarray):
         if leaf_type is not np.ndarray:
-            raise UnsupportedError(f"{name}, a subclass of numpy.ndarray that would not come back; use numpy.asarray")
+            raise UnsupportedError(
+                f"{name}, a subclass of numpy.ndarray, which would be restored as a plain array; use numpy.asarray"
+            )
         return "numpy"
     if leaf_type is LazyArray:
         return "lazy"
@@ -300,7 +312,7 @@ def kind_of(leaf_type: type) -> str:
 
 
 def check_no_tracers(paths: Sequence[str], leaves: Sequence[Any], name: str) -> None:
-    """Raises `UnsupportedError` for a template with tracers, which have neither values nor a place."""
+    """Raises `UnsupportedError` for a template with tracers, because these have neither values nor a place."""
     kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, core.Tracer)}
     if kinds:
         found = tuple(path or "(root)" for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in kinds)
@@ -319,7 +331,7 @@ def _function_name(leaf: Any) -> str:
 
 
 def is_function(leaf: Any) -> bool:
-    """Whether a leaf is a function or a placeholder, which count as "no array here"."""
+    """Returns True if a leaf is a function or a placeholder. Both mean that the tree has no array at this place."""
     while type(leaf) is functools.partial:
         leaf = leaf.func
     return _is_function_type(type(leaf))

@@ -1,4 +1,4 @@
-"""A live pytree as a source: its leaves by path, and the bytes of its arrays box by box."""
+"""Makes a live pytree a source: its leaves by path, and the bytes of its arrays box by box."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ from .staging import Staging
 
 
 class LiveTree:
-    """A live pytree; see `treering.formats.Source`. Only this process's part of an array can be read.
+    """A live pytree as a `treering.formats.Source`. Only the shards of this process can be read.
 
-    Arrays are read where they are: the caller waits until that is over, or runs `stage()` first.
+    Arrays are read from where they are. So the caller has to wait until all is read, or runs `stage()` first.
     """
 
     format = "live"
@@ -44,20 +44,20 @@ class LiveTree:
             self._by_leaf.setdefault(shard.leaf, []).append(n)
 
     def stage(self) -> Staging:
-        """The staging that the caller runs: after that the tree is read from the copies, and may change."""
+        """Returns the staging, which the caller runs. After that the tree is read from the copies, and may change."""
         self._staging = Staging(self.shards, self.described.data, None)
         return self._staging
 
     def shards_of(self, path: str) -> list[LocalShard]:
-        """The shards of an array that this process has."""
+        """Returns the shards of an array that this process has."""
         return [self.shards[n] for n in self._by_leaf.get(self._leaf[path], ())]
 
     def sharding_of(self, path: str) -> jax.sharding.Sharding | None:
-        """The sharding of an array that is spread over devices; None for one that is whole in this process."""
+        """Returns the sharding of an array that is spread over devices, or None for one on a device of this process."""
         return self.catalogue.shardings.get(self._leaf[path])
 
     def is_global(self, path: str) -> bool:
-        """Whether this process has a part of an array only, or nothing."""
+        """Returns True if this process has only a part of an array, or nothing of it."""
         return self._leaf[path] in self.catalogue.global_leaves
 
     def check_present(self) -> None: ...
@@ -92,14 +92,15 @@ class LiveTree:
         return out
 
     def _part(self, n: int, box: Box) -> np.ndarray:
-        """The part of shard `n` in a box, copied only where it must be."""
+        """Returns the part of shard `n` that is in a box, copied only if necessary."""
         shard, data = self.shards[n], self.described.data[n]
         if self._staging is not None:
             (staged,) = self._staging.take([n])
             return _within(staged.view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
         if not shard.copies:
             return _within(np.asarray(data), box, shard.box)
-        if box != shard.box and isinstance(data, jax.Array | LazyPart):  # no more of it is to be copied, or read
+        # Only the wanted box is copied from the device, or read from the checkpoint.
+        if box != shard.box and isinstance(data, jax.Array | LazyPart):
             inner = tuple((a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True))
             part = np.asarray(data.part(inner)) if isinstance(data, LazyPart) else devices.part_of(data, inner)
         else:
@@ -108,5 +109,5 @@ class LiveTree:
 
 
 def _within(array: np.ndarray, box: Box, outer: Box) -> np.ndarray:
-    """The part in `box` of an array whose own box is `outer`."""
+    """Returns the part of an array that is in `box`. The array itself is the box `outer`."""
     return array if box == outer else array[slices(box, outer)]

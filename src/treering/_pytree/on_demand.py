@@ -1,4 +1,4 @@
-"""Shards that the writers read themselves, from a checkpoint or from arrays that do not change meanwhile."""
+"""Supplies shards that the writer threads read themselves, from a checkpoint or from arrays that do not change."""
 
 import contextlib
 import functools
@@ -20,22 +20,28 @@ from .staging import Bytes, Staging
 
 
 class _Group:
-    """Shards that are read with one call; `left` are the bytes of them that are still needed."""
+    """Shards that are read with one call.
+
+    left: the number of bytes of them that writers still need.
+    """
 
     def __init__(self, first: int, last: int, left: int):
         self.first, self.last, self.left = first, last, left
-        self.lock = threading.Lock()  # held while they are read: the other writers that need them wait for it
+        self.lock = threading.Lock()  # held while they are read, so that other writers that need them wait
         self.arrays: list[Any] | None = None
-        self.job: Job | None = None  # that reads them before a writer comes
+        self.job: Job | None = None  # reads them before a writer asks for them
 
 
 class OnDemand:
-    """The shards of a source, each read once, by the writer that comes to it first. See `Staging` for the methods.
+    """The shards of a source. The first writer that needs a shard reads it, once. See `Staging` for the methods.
 
-    The writers hold two or three groups of about `group_bytes` at a time. With `hold`, `run` returns when all shards
-    are read, or at `release`: the source is a live tree, which must not change before. Unless `parallel`, one group is
-    read at a time: what a format needs for reading it, such as chunks, comes on top. `ahead`: how many more are read
-    before a writer comes to them, from places where each reading takes long. `check` raises when no more is to be read.
+    The writers hold two or three groups of about `group_bytes` in memory at a time.
+
+    parallel: False if only one group may be read at a time, because reading takes more memory, such as for chunks.
+    ahead: how many more groups are read before a writer needs them. This helps if each read has to wait long.
+    hold: True if `run` waits until all shards are read or `release` is called. The source is then a live tree, which
+        must not change before.
+    check: raises if no more may be read.
     """
 
     writers_needed = Latch()
@@ -53,7 +59,7 @@ class OnDemand:
         check: Callable[[], None] = lambda: None,
     ):
         self.shards = shards
-        self.moved: Callable[[int], None] = lambda nbytes: None  # told of what is written
+        self.moved: Callable[[int], None] = lambda nbytes: None  # called with the number of bytes that were written
         self._source: Source | None = source
         self._entries: list[Any] | None = list(source.entries.values())
         self._ahead, self._hold, self._also_check = ahead, hold, check
@@ -62,16 +68,16 @@ class OnDemand:
         self._unread = sum(group.left > 0 for group in self._groups)
         self._lock = threading.Lock()
         self._turn = contextlib.nullcontext() if parallel else threading.Lock()  # held while one group is read
-        self._read = Latch()  # all shards are, or no writer will read them any more
+        self._read = Latch()  # set when all shards are read, or when no writer will read any more
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Returns when the caller may go on."""
+        """Waits until the caller may continue."""
         if self._hold:
             self._read.wait()
 
     def take(self, numbers: Sequence[int]) -> list[Bytes]:
-        """The bytes of some shards, which are read unless another writer has done so."""
+        """Returns the bytes of some shards, and reads them unless another writer has read them."""
         return [self._take(n) for n in numbers]
 
     def _take(self, n: int) -> Bytes:
@@ -89,7 +95,7 @@ class OnDemand:
             return arrays[n - group.first]
 
     def _begin(self, group: _Group) -> None:
-        """Begins to read a group, unless a writer does so, or nobody needs it."""
+        """Starts to read a group in a thread, unless a writer reads it already or none needs it."""
         if group.lock.acquire(blocking=False):
             try:
                 if group.arrays is None and group.job is None and group.left:
@@ -104,14 +110,14 @@ class OnDemand:
             return _read(self._source, wanted)
 
     def peek(self, n: int) -> Bytes:
-        """The bytes of shard `n`, of which nothing is kept."""
+        """Reads and returns the bytes of shard `n`, and keeps none of them."""
         self.check()
         shard = self.shards[n]
         (array,) = _read(self._source, [((self._entries or ())[shard.leaf], shard.box)])
         return array
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says how many bytes of each shard will be taken, before any is."""
+        """Sets how many bytes of each shard the writers will take. It is called before any `take`."""
         with self._lock:
             for group in self._groups:
                 group.left = 0
@@ -123,11 +129,11 @@ class OnDemand:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes to read."""
+        """The total number of bytes of all shards."""
         return sum(shard.nbytes for shard in self.shards)
 
     def copied(self, numbers: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says that so many bytes of some shards are not needed any more."""
+        """Notes that so many bytes of some shards are no longer needed, and frees groups that are finished."""
         with self._lock:
             for n, size in zip(numbers, nbytes, strict=True):
                 group = self._groups[self._number[n]]
@@ -136,29 +142,29 @@ class OnDemand:
                     group.arrays = None
 
     def release(self) -> None:
-        """Lets the caller go on, whatever is left to read."""
+        """Lets the caller continue, even if some shards are not read yet."""
         self._read.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the reading, and the caller's waiting for it."""
+        """Stops the reading, and lets the caller continue."""
         self._error = self._error or error
         self._read.set()
 
     @property
     def failed(self) -> bool:
-        """Whether `fail` was called."""
+        """True if `fail` was called."""
         return self._error is not None
 
     def check(self) -> None:
-        """Raises what `fail` was given."""
+        """Raises the error that `fail` was given."""
         if self._error:
             raise self._error
         self._also_check()
 
     def clear(self) -> None:
-        """Lets go of all bytes, and of the source."""
+        """Releases all bytes and the source."""
         for group in self._groups:
-            if job := group.job:  # that nobody has come for, after an error
+            if job := group.job:  # After an error no writer has taken its result, and it may still be reading.
                 job.wait()
         self._source = self._entries = None
         for group in self._groups:
@@ -178,7 +184,8 @@ class OnDemand:
         with self._lock:
             self._unread -= 1
             if not self._unread:
-                self._source = self._entries = None  # or a live tree's arrays would stay until everything is written
+                # Otherwise the arrays of a live tree would stay in memory until everything is written.
+                self._source = self._entries = None
                 self._read.set()
 
 
@@ -188,9 +195,9 @@ Supply = Staging | OnDemand
 @devices.explicit()
 @alone
 def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[Bytes]:
-    """The bytes of boxes. In the middle of it, a function of a rule can make no save: it would wait for this one.
+    """Reads the bytes of boxes. During this call a rule's function may not save: that save would wait for this one.
 
-    Nothing is mapped: all that is read of a file would stay in memory until the last group is let go.
+    Files are not mapped, because everything read of a mapped file would stay in memory until the last group is freed.
     """
     assert source is not None
     return list(map(_as_bytes, source.read(wanted, mmap=False)))

@@ -1,4 +1,4 @@
-"""Where arrays lie: as JSON in a checkpoint, and as shardings of this job."""
+"""Converts the places of arrays between shardings of a job and JSON in a checkpoint."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-CAST: Mapping[str, Any] = {"cast": True}  # of a NumPy array, which has no place
+CAST: Mapping[str, Any] = {"cast": True}  # the record of a NumPy array that was cast; it has no place
 Layout = tuple[int, ...] | None  # the axes from major to minor; None for row-major
 
 
@@ -22,14 +22,14 @@ class Placement(NamedTuple):
 
 
 class CannotFollow(Exception):
-    """Says why this job cannot place an array where another job had it."""
+    """This job cannot place an array where another job had it. The text says why."""
 
 
 @functools.lru_cache(maxsize=1024)
 def describe(sharding: Sharding, committed: bool, layout: Layout, cast: bool) -> Mapping[str, Any]:
-    """Returns a place as JSON, and one object for all arrays with the same place. See `docs/format.md`.
+    """Returns a place as JSON; see `docs/format.md`. It is one object for all arrays with the same place.
 
-    cast: whether the array is saved in another dtype than it has.
+    cast: True if the array is saved in another dtype than it has.
     """
     found = _describe(sharding, committed, layout)
     return {**found, "cast": True} if cast else found
@@ -60,7 +60,7 @@ def layout_of(array: Any) -> Layout:
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         return None
     if not (array.is_fully_addressable or array.addressable_shards):
-        return None  # no part of it lies in this process
+        return None  # This process has no part of the array.
     layout = array.format.layout
     order = None if layout is None else tuple(layout.major_to_minor)
     return None if order is None or order == tuple(range(array.ndim)) else order
@@ -119,15 +119,15 @@ def _devices(found: Mapping[str, Any], *, local: bool) -> Sequence[Any]:
 
 
 def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placement:
-    """Returns the recorded place as this job has it.
+    """Returns the place in this job that corresponds to a recorded place.
 
-    An array on a mesh goes to a mesh of the recorded devices. A set mesh with the recorded axes is used instead if
-    there is no such mesh, if it only has other sizes, or if `exactly` is False.
+    An array on a mesh goes to a mesh of the recorded devices. A set mesh with the recorded axes is used instead if this
+    job cannot make such a mesh, if only its sizes differ, or if `exactly` is False.
 
     found: what `describe` returned in the job that saved, or the mesh and spec that another format records.
     ambient: the mesh that is set, or None.
-    exactly: whether a mesh that spanned all devices of its job must do so in this job, too. If not, a set mesh without
-        the recorded axes is an error.
+    exactly: True if a mesh that spanned all devices of its job must also span all devices of this job. If False, a set
+        mesh without the recorded axes is an error.
 
     Raises `CannotFollow` if this job has no such place.
     """
@@ -137,7 +137,7 @@ def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placemen
         sharding = _on_mesh(found, ambient, exactly) if "mesh" in found else _on_device(found)
     except CannotFollow:
         raise
-    except Exception as error:  # the file may say anything, and JAX has many errors for it
+    except Exception as error:  # The file may contain anything, and JAX raises many kinds of errors for it.
         raise CannotFollow(f"a place that JAX refuses: {error}") from None
     layout = tuple(found.get("layout") or ())
     is_order = layout and sorted(layout) == list(range(len(layout)))
@@ -164,9 +164,10 @@ def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
 
 
 def _replaces(ambient: Mesh, recorded: Mesh) -> bool:
-    """Returns True if a set mesh is the recorded one, or has other sizes and like that spans the whole job.
+    """Returns True if a set mesh replaces the recorded one.
 
-    A mesh of some devices, or of all in another order, is one that the program makes beside the mesh that it sets.
+    It does if it is the same mesh, or if both span all devices of this job with different sizes. Otherwise the recorded
+    mesh has only some devices, or all of them in another order. The program then made it in addition to the set mesh.
     """
     if dict(ambient.shape) == dict(recorded.shape):
         return list(ambient.devices.flat) == list(recorded.devices.flat)
@@ -182,7 +183,7 @@ def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
     if size > len(devices) or (exactly and of in (None, size) and size != len(devices)):
         text = ", ".join(f"{name}={length}" for name, length in found["mesh"].items())
         raise CannotFollow(f"a mesh of {size} devices ({text}) in a job with {len(devices)}")
-    if of is None:  # another format, or an earlier release: JAX chooses the order of the devices
+    if of is None:  # Other formats and earlier releases do not record devices, so JAX chooses their order.
         return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:size])
     positions = found.get("devices") or range(size)
     if max(positions, default=0) >= len(devices):

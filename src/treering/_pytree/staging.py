@@ -1,7 +1,7 @@
-"""The supply of shards' bytes to the writer threads of a save.
+"""Supplies the bytes of shards to the writer threads of a save.
 
-The caller puts shards in, in order; a writer takes a shard when it needs it and says when its bytes are copied out.
-Until `run` returns, the caller's arrays are in use; after that they may change or be donated.
+The caller's thread stages shards in order. A writer takes a shard when it needs it, and says when it has used the
+bytes. The caller's arrays are in use until `run` returns. After that they may change or be donated.
 """
 
 import bisect
@@ -21,16 +21,16 @@ from .leaves import LocalShard, host_bytes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _log = logging.getLogger("treering")
-_PORTION_BYTES = 256 << 20  # bytes for each device that are copied at a time where others take memory here, too
-_PUBLISH_BYTES = 4 << 20  # bytes that are staged before the caller wakes the waiting writers
+_PORTION_BYTES = 256 << 20  # copied at a time for each device, if other processes of this host copy too
+_PUBLISH_BYTES = 4 << 20  # staged before the caller wakes the waiting writers
 
 
 class Staging:
-    """Staged shards: at most `limit` bytes of copies are held at a time; a shard larger than that passes alone.
+    """Staged shards. At most `limit` bytes of copies are held at a time; a larger shard is staged alone.
 
-    data: the arrays that hold the shards; the list is emptied on the way.
-    has_room: whether so many bytes more may be copied while others are held, asked again and again, for other processes
-        take of the same memory.
+    data: the arrays that hold the shards. Staging empties the list.
+    has_room: returns True if so many more bytes may be copied while other copies are held. It is called repeatedly,
+        because other processes use the same memory.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Staging:
         has_room: Callable[[int], bool] | None = None,
     ):
         self.shards, self._data = shards, data
-        self.moved: Callable[[int], None] = lambda nbytes: None  # called with the bytes that are written
+        self.moved: Callable[[int], None] = lambda nbytes: None  # called with the number of bytes that were written
         self._limit, self._has_room = limit, has_room
         self._views: list[Any] = [None] * len(shards)
-        self._told = False  # of too little room
+        self._has_warned = False  # of too little memory
         self._copies = True in [shard.copies for shard in shards]
         self._left = [shard.nbytes for shard in shards]
         self._staged = self._held = 0
         self._unneeded: set[int] = set()
-        self._lock = threading.RLock()  # `with` on the condition itself may leave it held after an interrupt
-        self._changed = threading.Condition(self._lock)  # only writer threads wait for it: ctrl-C may break a wait
-        self._room = Latch()  # the caller waits for it
+        self._lock = threading.RLock()  # used instead of `with` on the condition, which an interrupt may leave locked
+        self._changed = threading.Condition(self._lock)  # only writer threads wait for it, as ctrl-C may break a wait
+        self._room = Latch()  # what the caller's thread waits for
         self._error: BaseException | None = None
-        # Set once everything is staged or the caller has to wait: until then the writer threads would only take
-        # the interpreter from the caller and lengthen its stall.
+        # Set when everything is staged or the caller has to wait. Before that, running writer threads would only take
+        # the interpreter from the caller, and training would wait longer.
         self.writers_needed = Latch()
 
     def run(self) -> None:
-        """Stages every shard; called in the caller's thread. Returns early when the writers have failed."""
+        """Stages every shard in the caller's thread. Returns early if the writers have failed."""
         try:
             for first, last in self._groups():
                 if not self._reserve(self._cost(first, last)):
@@ -68,15 +68,15 @@ class Staging:
             self.fail(error)
             raise
         finally:
-            if self._error:  # shards that were not staged must not keep their arrays either
+            if self._error:  # Shards that were not staged must not keep their arrays in memory.
                 self._data[:] = [None] * len(self._data)
                 self.clear()
             self.writers_needed.set()
 
     def take(self, numbers: Sequence[int]) -> list[Bytes]:
-        """The bytes of some shards: of the first, once that is staged, and of those after it up to one that is not yet.
+        """Waits for the first of some shards, and returns its bytes and those of the next ones that are staged already.
 
-        Raises what `fail` was given.
+        Raises the error that `fail` was given.
         """
         first = numbers[0]
         if first >= self._staged:
@@ -86,20 +86,20 @@ class Staging:
         if max(numbers) >= staged:
             numbers = list(itertools.takewhile(lambda n: n < staged, numbers))
         views = [self._views[n] for n in numbers]
-        self.check()  # after `_views` is read: a staging that failed is cleared at any moment
+        self.check()  # This must follow the reading of `_views`, which may be cleared at any moment after a failure.
         try:
             return [
                 np.frombuffer(view, np.uint8) if type(view) is memoryview else view.reshape(-1).view(np.uint8)
                 for view in views
             ]
-        except (BufferError, ValueError):  # of an array that does not lie in C order
+        except (BufferError, ValueError):  # raised for an array that is not in C order
             return [np.asarray(view).reshape(-1).view(np.uint8) for view in views]
 
     def peek(self, n: int) -> Bytes:
-        """The bytes of shard `n`, whether they are staged or not.
+        """Returns the bytes of shard `n`, even if it is not staged.
 
-        Called with `writers_needed` set and before any `take`: then the caller has staged everything or waits for
-        room, and the arrays that are not staged have not changed.
+        A writer calls this when `writers_needed` is set, and before any `take`. Then the caller has staged everything
+        or waits for room, so the arrays that are not staged have not changed.
         """
         self.check()
         if n < self._staged:
@@ -108,9 +108,10 @@ class Staging:
         return host_bytes(shard, self._data[n]).reshape(-1).view(np.uint8)
 
     def need(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says which shards the writers will take, in order, and how many bytes of each; called when `peek` may be.
+        """Sets which shards the writers will take, in order, and how many bytes of each.
 
-        Without this call, all bytes of all shards are taken in turn. For any other order of shards the limit is lifted.
+        It may be called when `peek` may be. Without this call, writers take all bytes of all shards in turn. For any
+        other order of shards there is no limit, because writers might wait for a shard that has no room yet.
         """
         with self._lock:
             self._left = [0] * len(self.shards)
@@ -132,13 +133,13 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes to stage."""
+        """The total number of bytes of all shards."""
         return sum(shard.nbytes for shard in self.shards)
 
     def copied(self, numbers: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Says that so many bytes more of some shards are copied out and needed no longer."""
+        """Notes that so many more bytes of some shards are no longer needed, and frees shards that are finished."""
         if not self._copies:
-            return  # a view costs nothing
+            return  # Views take no memory, so there is nothing to free.
         with self._lock:
             for n, size in zip(numbers, nbytes, strict=True):
                 self._left[n] -= size
@@ -147,7 +148,7 @@ class Staging:
                     self._room.set()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the staging: the caller stops staging, and the writers' calls of `take` raise `error`."""
+        """Stops the staging: the caller stages no more, and the writers' calls of `take` raise `error`."""
         with self._lock:
             self._error = self._error or error
             self._room.set()
@@ -156,25 +157,25 @@ class Staging:
 
     @property
     def failed(self) -> bool:
-        """Whether `fail` was called."""
+        """True if `fail` was called."""
         return self._error is not None
 
     def check(self) -> None:
-        """Raises what `fail` was given."""
+        """Raises the error that `fail` was given."""
         if self._error:
             raise self._error
 
     def clear(self) -> None:
-        """Lets go of all bytes."""
+        """Releases all bytes."""
         with self._lock:
-            self._views = [None] * len(self.shards)  # the caller may be putting one in right now
+            self._views = [None] * len(self.shards)  # a new list, because the caller may be writing into the old one
 
     def _cost(self, first: int, last: int) -> int:
         return sum([shard.nbytes for shard in self.shards[first:last] if shard.copies]) if self._copies else 0
 
     def _groups(self) -> Iterator[tuple[int, int]]:
-        """Runs of shards whose copies fit the limit together; their device copies are under way at once."""
-        limit = self._limit  # `need` may lift it
+        """Yields runs of shards whose copies fit the limit together. Their copies from devices run at the same time."""
+        limit = self._limit  # read once, because `need` may remove it
         if self._has_room:
             portion = _PORTION_BYTES * jax.local_device_count()
             limit = portion if limit is None else min(limit, portion)
@@ -203,18 +204,18 @@ class Staging:
                     self._held += nbytes
                     return self._error is None
                 room = self._room = Latch()
-            self._tell()
+            self._warn_of_wait()
             self.writers_needed.set()
             room.wait()
 
-    def _tell(self) -> None:
-        """Logs, once, that the caller waits though the caller has set no limit."""
-        if self._has_room and not self._told:
-            self._told = True
-            with contextlib.suppress(Exception):  # the error of a log handler
+    def _warn_of_wait(self) -> None:
+        """Logs, once, that the call waits for memory although the caller has set no limit."""
+        if self._has_room and not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(Exception):  # A log handler of the user may raise anything.
                 _log.warning(
-                    "the call waits until copies that it holds are written, or an eighth of the memory here would not "
-                    "be left, or a quarter of what was available is taken; memory_limit= sets another limit"
+                    "the call waits until copies that it holds are written, because copies may take a quarter of the "
+                    "available memory and must leave an eighth of all memory free; memory_limit= sets another limit"
                 )
 
     def _stage(self, first: int, last: int) -> None:
@@ -226,8 +227,10 @@ class Staging:
             else:
                 found = _views(data[begin:end])
             self._views[begin:end] = found
-            data[begin:end] = [None] * (end - begin)  # or the state would stay on the device until it is written
-            del found  # what a writer has done with is not held until the next ones are there
+            data[begin:end] = [None] * (
+                end - begin
+            )  # Otherwise the state would stay on the device until it is written.
+            del found  # Otherwise shards that a writer has finished would stay until the next ones are staged.
             with self._lock:
                 for n in unneeded.intersection(range(begin, end)):
                     self._drop(n, shards[n])
@@ -235,7 +238,7 @@ class Staging:
                 self._changed.notify_all()
 
     def _published(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Runs of the shards [first, last) after each of which the writers are told."""
+        """Yields runs of the shards [first, last). The writers are notified after each run."""
         ends = list(itertools.accumulate([shard.nbytes for shard in self.shards[first:last]]))
         begin, written = first, 0
         while begin < last:
@@ -244,14 +247,14 @@ class Staging:
             begin, written = end, ends[end - first - 1]
 
     def _bytes(self, n: int, on_host: Iterator[Any]) -> np.ndarray:
-        """Shard `n` on the host, copied if it must be; `on_host` has its copy next."""
+        """Returns shard `n` on the host, copied if necessary. `on_host` yields its copy from the device next."""
         shard, data = self.shards[n], self._data[n]
         return host_bytes(shard, data, next(on_host)) if shard.copies else np.asarray(data)
 
 
 def _views(arrays: list[Any]) -> list[Any]:
-    """The memory of arrays, which the views keep from being donated: there may be thousands, in the caller's thread."""
+    """Returns views of the arrays' memory. While a view exists, JAX does not reuse the memory of a donated array."""
     try:
-        return list(map(memoryview, arrays))  # four fifths of the time
-    except (BufferError, TypeError, ValueError):  # a dtype that only NumPy knows
+        return list(map(memoryview, arrays))  # takes four fifths of the time of `asarray`; there may be thousands
+    except (BufferError, TypeError, ValueError):  # raised for a dtype that only NumPy knows
         return list(map(np.asarray, arrays))

@@ -1,4 +1,4 @@
-"""Static values: what containers hold beside their leaves, such as an epoch or the fields that JAX calls metadata.
+"""Collects static values: what containers hold in addition to their leaves, such as the fields JAX calls metadata.
 
 They are part of the program and are never restored. A checkpoint records those that are JSON, so that a resumed job can
 name the values that its program makes differently.
@@ -20,8 +20,8 @@ _MAX_TEXT = 1_000  # characters of a value
 def of_node(value: Any, children: Collection[str]) -> dict[str, Any]:
     """Returns the fields of a dataclass that are JSON and not among its children, by name.
 
-    children: their names. If one of them names no field, the dataclass is flattened in a way of its own, and nothing
-        is known of its fields.
+    children: the names of its children. If one of them is not a field, the dataclass has its own way of flattening, and
+        nothing is known about its fields. Then the result is empty.
     """
     if not dataclasses.is_dataclass(type(value)):
         return {}

@@ -1,4 +1,4 @@
-"""Descriptions of trees that were described before: a loop that saves one structure again and again pays once."""
+"""Remembers descriptions of trees, so that a loop which saves one structure many times describes it only once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,15 +9,15 @@ from .._core.entries import Entry, ValueEntry
 from ..errors import UnsupportedError
 from .leaves import Catalogue, Described, LocalShard, describe, kind_of, parts_of, value_entry
 
-_MOST = 4  # descriptions that are remembered, as many as `walk` has structures
+_MAX_KNOWN = 4  # descriptions that are remembered, as many as `walk` remembers structures
 
 
 class _Known(NamedTuple):
-    """What a description follows from, leaf by leaf, and the description but for the arrays.
+    """A description without the arrays, and all properties of the leaves that it depends on.
 
-    `values` are the leaves that are plain values, whose entries are made anew; all others are arrays of JAX. `order`
-    has the leaf of each shard (None: each leaf is one), and `apart` the numbers of the shards that are held by a part
-    of their leaf, by leaf and box.
+    values: the leaves that are plain values. Their entries are made again each time. All other leaves are JAX arrays.
+    order: the leaf of each shard, or None if the shards are the leaves in order.
+    separate: the numbers of the shards that are held by a part of their leaf, by leaf and box.
     """
 
     paths: Sequence[str]
@@ -28,12 +28,12 @@ class _Known(NamedTuple):
     committed: list[bool]
     values: list[int]
     order: list[int] | None
-    apart: Mapping[int, Mapping[Box, int]]
+    separate: Mapping[int, Mapping[Box, int]]
     catalogue: Catalogue
     shards: tuple[LocalShard, ...]
 
 
-_known: tuple[_Known, ...] = ()  # the last used first; replaced as a whole, so no thread has to wait for another
+_known: tuple[_Known, ...] = ()  # the last used first; always replaced and never changed, so threads need no lock
 
 
 def described(
@@ -45,12 +45,14 @@ def described(
     alone: bool = True,
     together: bool = False,
 ) -> Described:
-    """What `leaves.describe` says, whose options these are; quickly where the same was described before.
+    """Returns the description that `leaves.describe` would return, faster if the same structure was described before.
 
-    paths: one object for one structure, as `walk` has it.
+    paths: one object for each structure, as `walk` returns it.
+
+    The options are those of `leaves.describe`.
     """
     global _known
-    # As text: NumPy says that the dtype float64 is equal to None.
+    # The dtype is compared as text, because NumPy says that the dtype float64 is equal to None.
     options = (None if dtype is None else dtypes.to_text(dtypes.asked(dtype)), detach, alone, together)
     known = next((one for one in _known if one.paths is paths and one.options == options), None)
     found = None if known is None else _again(known, leaves)
@@ -59,12 +61,12 @@ def described(
         known = _learned(paths, options, leaves, found)
     if known is not None and (not _known or _known[0] is not known):
         others = [one for one in _known if one.paths is not paths or one.options != options]
-        _known = (known, *others[: _MOST - 1])
+        _known = (known, *others[: _MAX_KNOWN - 1])
     return found
 
 
 def _again(known: _Known, leaves: Sequence[Any]) -> Described | None:
-    """The description of leaves that are like those of the last time; None where any is not."""
+    """Returns the description of leaves that are like those of the last time, or None if one of them is not."""
     if list(map(type, leaves)) != known.types:
         return None
     arrays = _arrays(leaves, known.values)
@@ -82,27 +84,27 @@ def _again(known: _Known, leaves: Sequence[Any]) -> Described | None:
         try:
             for n in known.values:
                 entries[n] = value_entry(entries[n].path, leaves[n])
-        except UnsupportedError:  # which is said of all leaves together
+        except UnsupportedError:  # `describe` raises one error for all leaves that cannot be saved.
             return None
         catalogue = catalogue._replace(entries=entries)
     data = list(leaves) if known.order is None else [leaves[n] for n in known.order]
-    for leaf, numbers in known.apart.items():
+    for leaf, numbers in known.separate.items():
         for box, part in parts_of(leaves[leaf]):
             data[numbers[box]] = part
     return Described(catalogue, known.shards, data)
 
 
 def _learned(paths: Sequence[str], options: tuple[Any, ...], leaves: Sequence[Any], found: Described) -> _Known | None:
-    """What makes a description known; None where there are other leaves than plain values and arrays of JAX."""
+    """Returns a description to remember, or None if a leaf is neither a plain value nor a JAX array."""
     kinds = [kind_of(type(leaf)) for leaf in leaves]
     if set(kinds) - {"jax", "key", "value"}:
         return None
     values = [n for n, kind in enumerate(kinds) if kind == "value"]
     arrays = _arrays(leaves, values)
-    apart: dict[int, dict[Box, int]] = {}
+    separate: dict[int, dict[Box, int]] = {}
     for n, (shard, one) in enumerate(zip(found.shards, found.data, strict=True)):
         if leaves[shard.leaf] is not one:
-            apart.setdefault(shard.leaf, {})[shard.box] = n
+            separate.setdefault(shard.leaf, {})[shard.box] = n
     order = [shard.leaf for shard in found.shards]
     return _Known(
         paths,
@@ -113,14 +115,14 @@ def _learned(paths: Sequence[str], options: tuple[Any, ...], leaves: Sequence[An
         [array.committed for array in arrays],
         values,
         None if order == list(range(len(leaves))) else order,
-        apart,
+        separate,
         found.catalogue._replace(entries=_without(found.catalogue.entries, values)),
         found.shards,
     )
 
 
 def _without(entries: Sequence[Entry], values: Sequence[int]) -> Sequence[Entry]:
-    """The entries, of plain values the paths alone: text and bytes may be large, and are not those of the next time."""
+    """Returns the entries, with only the paths of plain values. These values may be large, and change the next time."""
     if not values:
         return entries
     bare = list(entries)
@@ -130,8 +132,8 @@ def _without(entries: Sequence[Entry], values: Sequence[int]) -> Sequence[Entry]
 
 
 def _arrays(leaves: Sequence[Any], values: Sequence[int]) -> Sequence[Any]:
-    """The leaves that are no plain values."""
+    """Returns the leaves that are not plain values."""
     if not values:
         return leaves
-    beside = set(values)
-    return [leaf for n, leaf in enumerate(leaves) if n not in beside]
+    skipped = set(values)
+    return [leaf for n, leaf in enumerate(leaves) if n not in skipped]

@@ -1,4 +1,4 @@
-"""A pytree as paths and leaves, and its skeleton."""
+"""Flattens a pytree into paths, leaves and a skeleton."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,13 @@ from .static import Static
 
 
 class Walk(NamedTuple):
-    """A flattened tree: `paths` and `leaves` side by side, in the order of `flatten`.
+    """A flattened tree.
 
-    `boxes` are those that do not show in the paths, by the path of their contents, from the outside in: the kind of
-    each, and its name for its child. `structure` is JAX's treedef for these leaves, None where it has others. `static`
-    has what dataclasses hold beside their leaves; see `static`.
+    paths, leaves: one path for each leaf, in the order of `flatten`.
+    boxes: the boxes that do not show in the paths, by the path of their contents, from the outside in. Each has a kind,
+        and a name for its child.
+    structure: JAX's treedef for these leaves, or None if the treedef has other leaves.
+    static: the values that dataclasses hold in addition to their leaves; see the module `static`.
     """
 
     paths: Sequence[str]
@@ -30,9 +32,11 @@ class Walk(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The paths and skeleton of a treedef; `nones` are the places of None, which JAX takes for containers.
+    """The paths and the skeleton of a treedef.
 
-    Treedefs with the keys 1, 1.0 and True are equal to one another; `text`, where there are such keys, is not.
+    nones: the positions of None, which JAX treats as an empty container.
+    text: the treedef as text if it has keys other than text. JAX says that treedefs with the keys 1, 1.0 and True are
+        equal, but their texts differ.
     """
 
     paths: Sequence[str]
@@ -43,18 +47,19 @@ class _Names(NamedTuple):
     static: Static
 
 
-_MOST = 4  # structures that are remembered
-# Replaced as a whole: a lock would be held while JAX compares what users have written.
+_MAX_KNOWN = 4  # structures that are remembered
+# Always replaced and never changed, so that no lock is needed: it would be held while JAX runs comparisons of the user.
 _known: dict[Any, _Names] = {}
 
 
 @calls_back
 def walk(tree: Any) -> Walk:
-    """Flattens a pytree. None is a leaf here: it keeps its place.
+    """Flattens a pytree. None is a leaf here, so that it keeps its place.
 
-    Paths and skeleton follow from JAX's treedef, so a training loop that saves the same structure again and
-    again gets those of the last time. Raises `UnsupportedError` for keys that no path can name and for two
-    leaves with one path.
+    Paths and skeleton depend only on JAX's treedef. So a training loop that saves the same structure again gets the
+    same objects again.
+
+    Raises `UnsupportedError` for keys that no path can name, and for two leaves with one path.
     """
     global _known
     import jax
@@ -62,9 +67,9 @@ def walk(tree: Any) -> Walk:
     try:
         leaves, treedef = jax.tree.flatten(tree)
         names = _known.get(treedef)
-    except (RecursionError, SystemError):  # JAX turns the former into the latter somewhere below
+    except (RecursionError, SystemError):  # In some places JAX turns the first into the second.
         raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
-    except (TypeError, ValueError):  # keys that cannot be sorted (named below), or contents that do not compare
+    except (TypeError, ValueError):  # Keys cannot be sorted, which `_walk` reports, or static values do not compare.
         return _walk(tree)
     if names is None or (names.text is not None and names.text != str(treedef)):
         walked = _walk(tree)
@@ -75,8 +80,8 @@ def walk(tree: Any) -> Walk:
         text = None if only_text else str(treedef)
         names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text, walked.static)
         known = dict(_known)
-        known.pop(treedef, None)  # or an equal one would stay as the key
-        _known = {**dict(list(known.items())[1 - _MOST :]), treedef: names}
+        known.pop(treedef, None)  # A dict keeps its old key if the new one is equal, but their texts may differ.
+        _known = {**dict(list(known.items())[1 - _MAX_KNOWN :]), treedef: names}
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
@@ -95,10 +100,10 @@ _graph: tuple[Any, Any, Static] | None = None  # the last graph definition and o
 
 
 def _static_of(split: flax.Split) -> Static:
-    """Returns the static attributes of NNX graph objects; quickly if they are those of the last time."""
+    """Returns the static attributes of NNX graph objects. It is fast if the graph is that of the last time."""
     global _graph
     last = _graph
-    with contextlib.suppress(Exception):  # what the user compares may raise anything
+    with contextlib.suppress(Exception):  # The user's static values may raise anything when they are compared.
         if last and bool(last[0] == split.graphdef) and bool(last[1] == split.outer):
             return last[2]
     marks = [object() for _ in range(split.outer.num_leaves)]
@@ -112,7 +117,7 @@ def _static_of(split: flax.Split) -> Static:
 @calls_back
 def _walk(tree: Any) -> Walk:
 
-    flatten_one = jax_private.flatten_one_level() or _flatten_one  # which takes four times as long
+    flatten_one = jax_private.flatten_one_level() or _flatten_one  # The public way takes four times as long.
     kinds = flax.box_types()
     types = tuple(kinds.values())
     boxes: dict[str, list[tuple[str, str]]] = {}
@@ -147,7 +152,7 @@ def _walk(tree: Any) -> Walk:
                 stack.append((join(path, name, root=root), child, False))
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
-        except (TypeError, ValueError) as error:  # dict keys of several types cannot be sorted
+        except (TypeError, ValueError) as error:  # JAX sorts dict keys, and keys of several types cannot be sorted.
             problems.append(f"  {path or '(root)'}: JAX cannot flatten this {type(value).__name__}: {error}")
     if len(set(paths)) != len(paths):
         seen: set[str] = set()
@@ -159,7 +164,7 @@ def _walk(tree: Any) -> Walk:
 
 
 def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
-    """The children of a container with their keys; None for a leaf."""
+    """Returns the children of a container with their keys, or None for a leaf."""
     import jax
 
     pairs, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
@@ -170,7 +175,7 @@ def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
 
 @calls_back
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten` with None as a leaf: the order of `walk`."""
+    """Flattens a tree like `jax.tree.flatten`, with None as a leaf. The order is that of `walk`."""
     import jax
 
     return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
@@ -178,17 +183,17 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 @calls_back
 def rebuilt(tree: Any, leaves: Sequence[Any], structure: Any = None) -> Any:
-    """A tree with other leaves, in the order of `walk`, whose `structure` it has."""
+    """Returns a tree with other leaves, which are in the order of `walk`. `structure` is the treedef of the tree."""
     import jax
 
     structure = jax.tree.structure(tree) if structure is None else structure
-    if structure.num_leaves != len(leaves):  # there are some of None, for which JAX has to be asked at each node
+    if structure.num_leaves != len(leaves):  # Some leaves are None. Flattening with them is slow, so it is done late.
         structure = flatten(tree)[1]
     return structure.unflatten(leaves)
 
 
 def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
-    """A container's node and the path components of its children."""
+    """Returns the node of a container, and the path components of its children."""
     from jax.tree_util import DictKey, FlattenedIndexKey, SequenceKey
 
     kind = type(value)
@@ -206,18 +211,18 @@ def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
 
 
 def _are_fields(keys: Sequence[Any], fields: Sequence[str]) -> bool:
-    """Whether children are the fields of a named tuple, which may be registered with children of its own."""
+    """Returns True if children are the fields of a named tuple. Its class may be registered with other children."""
     from jax.tree_util import GetAttrKey
 
     if len(keys) != len(fields) or not all(isinstance(key, GetAttrKey) for key in keys):
         return False
     names = [key.name for key in keys]
-    # The registry (jaxlib 0.10) repeats the first field's name for all.
+    # JAX's registry (jaxlib 0.10) gives all children the name of the first field.
     return names == list(fields) or names == list(fields[:1]) * len(fields)
 
 
 def _plain_key(key: Any) -> Any:
-    """The key or name in a key object of JAX. Other registrations may use bare names."""
+    """Returns the key or name in a key object of JAX. A class may also be registered with bare names."""
     from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
     if isinstance(key, DictKey | FlattenedIndexKey):
