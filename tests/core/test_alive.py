@@ -1,4 +1,4 @@
-"""The objects that still exist."""
+"""Tests the set of objects that still exist."""
 
 from treering._threads.alive import Alive
 

@@ -1,4 +1,4 @@
-"""Index arithmetic against NumPy."""
+"""Compares the index arithmetic of boxes with NumPy."""
 
 import itertools
 import math

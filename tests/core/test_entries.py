@@ -1,4 +1,4 @@
-"""Values in the manifest."""
+"""Tests values in the manifest."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_values_survive_json_bit_for_bit(value: Any) -> None:
 
 
 class Colour(int):
-    """A subclass, which would come back as something else."""
+    """A subclass, which could not be restored as itself."""
 
 
 @pytest.mark.parametrize("value", [Colour(1), "\ud800", object(), [1]])

@@ -1,4 +1,4 @@
-"""What notebooks show: HTML that is well formed, and in which text from files is text."""
+"""Tests the HTML for notebooks: it is well formed, and text from files cannot become markup."""
 
 import html.parser
 import pathlib
@@ -16,7 +16,7 @@ VOID = {"br", "meta"}
 
 
 class Page(html.parser.HTMLParser):
-    """Collects the elements, checks that they are nested, and what a click on each path copies."""
+    """Collects the elements and what a click on each path copies, and checks that elements are nested."""
 
     def __init__(self, text: str):
         super().__init__()

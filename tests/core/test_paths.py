@@ -1,4 +1,4 @@
-"""Key paths as text."""
+"""Tests the paths of leaves, globs, and the paths of files."""
 
 import itertools
 import os
@@ -99,7 +99,7 @@ def test_below() -> None:
     assert _paths.below("a", "") == "a"
 
 
-# Everything of the public face that takes a path.
+# Every public call that takes a path.
 ENTRIES: dict[str, Callable[[Any], object]] = {
     "save": lambda path: tr.save(path, {"a": 1}),
     "save_async": lambda path: tr.save_async(path, {"a": 1}),
@@ -120,7 +120,7 @@ ENTRIES: dict[str, Callable[[Any], object]] = {
 
 @pytest.fixture
 def workdir(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A working directory with a checkpoint in it, ``here``."""
+    """Returns a working directory with a checkpoint ``here`` in it."""
     monkeypatch.chdir(tmp_path)
     tr.save("here", {"a": 1})
     return tmp_path
@@ -174,7 +174,7 @@ def test_names_like_urls_are_reached_as_paths(workdir: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_what_globs_may_match_below_a_path() -> None:
-    """Against all paths of up to four components of three names."""
+    """Compares `may_match_below` with all paths of up to four components of three names."""
     paths = ["/".join(parts) for n in range(1, 5) for parts in itertools.product("abc", repeat=n)]
     segments = ["a", "b", "*", "?", "**", "a*"]
     for glob in ("/".join(parts) for n in range(1, 4) for parts in itertools.product(segments, repeat=n)):

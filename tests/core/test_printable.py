@@ -1,4 +1,4 @@
-"""Names from files on a terminal: in what is printed, in errors and in the log."""
+"""Tests that names from files cannot control a terminal, in printed text, in errors and in the log."""
 
 import logging
 import pathlib

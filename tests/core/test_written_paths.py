@@ -1,4 +1,4 @@
-"""Paths with slashes in their keys, such as Haiku's, as people write them; and selections of nothing."""
+"""Tests paths with slashes in their keys, such as Haiku's, as people write them, and selections of nothing."""
 
 import logging
 from pathlib import Path
@@ -57,6 +57,7 @@ def test_rules_and_what_may_be_missing_go_by_what_people_write(params: tr.Checkp
 
 
 def test_an_escape_is_only_left_out_where_nothing_else_is_called_so(tmp_path: Path) -> None:
+    """A path without escapes means the path that is spelled like that, if the tree has one."""
     tree = {"a/b": np.zeros(1), "a": {"b": np.ones(1), "~": np.ones(2)}, "c/d": {"e": 1}, "c": {"d/e": 2}}
     tr.save(tmp_path / "c", tree)
     ckpt = tr.open(tmp_path / "c")

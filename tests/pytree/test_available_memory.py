@@ -1,4 +1,4 @@
-"""What control groups leave to a process: their files as the kernel writes them, in a folder made by hand."""
+"""Tests how much memory control groups leave to a process, with files like those of the kernel in a folder."""
 
 import pathlib
 
@@ -27,19 +27,19 @@ def _v1(folder: pathlib.Path, limit: int, used: int) -> None:
 
 @pytest.fixture
 def groups(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where groups are; `own` names those of this process."""
+    """Makes the folder of the control groups, and a file that names the process's own groups."""
     monkeypatch.setattr(available_memory, "_CGROUP", str(tmp_path / "cgroup"))
     monkeypatch.setattr(available_memory, "_OWN_GROUPS", str(tmp_path / "own"))
     return tmp_path / "cgroup"
 
 
 def _left() -> int | None:
-    """What the tightest group leaves."""
+    """Returns the smallest number of free bytes of all groups."""
     return min((left for left, _ in available_memory._of_container()), default=None)
 
 
 def test_the_tightest_group_counts(groups: pathlib.Path) -> None:
-    """A job's limit holds for the tasks in it, which have none of their own."""
+    """The limit of a job also holds for its tasks, which have no limit of their own."""
     (groups.parent / "own").write_text("0::/job/step/task\n")
     _v2(groups / "job" / "step" / "task", "max", 0)
     assert _left() is None
@@ -47,12 +47,12 @@ def test_the_tightest_group_counts(groups: pathlib.Path) -> None:
     _v2(groups / "job" / "step", str(90 * _MIB), 10 * _MIB)
     assert _left() == 70 * _MIB
     assert available_memory.available() == 70 * _MIB
-    _v2(groups / "job" / "step" / "task", str(20 * _MIB), 15 * _MIB, cache=4 * _MIB)  # the system lets go of its files
+    _v2(groups / "job" / "step" / "task", str(20 * _MIB), 15 * _MIB, cache=4 * _MIB)  # the system can drop cached files
     assert _left() == 9 * _MIB
 
 
 def test_an_eighth_is_left_to_others(groups: pathlib.Path) -> None:
-    """Of every group: the one with the least left need not be the fullest."""
+    """An eighth stays free in every group. The group with the fewest free bytes need not be the fullest."""
     (groups.parent / "own").write_text("0::/job/task\n")
     _v2(groups / "job", str(800 * _MIB), 600 * _MIB)
     _v2(groups / "job" / "task", str(180 * _MIB), 20 * _MIB)
@@ -62,7 +62,7 @@ def test_an_eighth_is_left_to_others(groups: pathlib.Path) -> None:
 
 
 def test_within_a_container(groups: pathlib.Path) -> None:
-    """The path of the group is the host's, and leads nowhere."""
+    """The path of the group is that of the host, and does not exist within the container."""
     (groups.parent / "own").write_text("0::/docker/1234\n")
     _v2(groups, str(50 * _MIB), 60 * _MIB)
     assert _left() == 0

@@ -1,4 +1,4 @@
-"""Equinox modules: function leaves, static fields, holes, stateful layers and shared nodes."""
+"""Tests Equinox modules: function leaves, static fields, holes, stateful layers and shared nodes."""
 
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def run(model: Block, state: eqx.nn.State, x: jax.Array, key: jax.Array) -> tupl
 
 @pytest.mark.long
 def test_paths_are_the_attributes_and_functions_are_leaves_without_arrays(tmp_path: Path) -> None:
+    """Attributes name the leaves of a module, and its functions are leaves without arrays."""
     tr.save(tmp_path / "a", mlp())
     ckpt = tr.open(tmp_path / "a")
     layers = [f"layers/{i}/{name}" for i in range(3) for name in ("weight", "bias")]
@@ -93,6 +94,7 @@ def test_partitioned_trees_with_holes_survive_and_combine(tmp_path: Path) -> Non
 
 
 def test_a_partition_and_the_whole_model_can_stand_for_each_other(tmp_path: Path) -> None:
+    """A partition restores from a checkpoint of the entire model, and the other way round."""
     tr.save(tmp_path / "whole", mlp(0))
     tr.save(tmp_path / "arrays", eqx.filter(mlp(0), eqx.is_array))
     assert_same(tr.restore(tmp_path / "arrays", like=mlp(1)), mlp(0))
@@ -100,6 +102,7 @@ def test_a_partition_and_the_whole_model_can_stand_for_each_other(tmp_path: Path
 
 
 def test_a_hole_where_the_checkpoint_has_an_array_is_a_difference(tmp_path: Path) -> None:
+    """A None in the template is a difference if the checkpoint has an array there."""
     tr.save(tmp_path / "a", mlp())
     template = eqx.tree_at(lambda m: m.layers[1].bias, mlp(), None)
     with pytest.raises(MismatchError, match="layers/1/bias: expected None"):
@@ -134,6 +137,7 @@ def test_a_changed_static_field_comes_from_the_template(tmp_path: Path) -> None:
 
 
 def test_a_python_number_in_a_field_is_state_and_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    """A Python number in a field is restored from the checkpoint."""
     model, _ = eqx.nn.make_with_state(Block)(0, scale=0.1)
     template, _ = eqx.nn.make_with_state(Block)(0, scale=7.0)
     for restored in every_way(tmp_path, model, template):
@@ -197,6 +201,7 @@ def test_an_array_in_a_static_field_does_not_disturb(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+    """A resumed training gives the same bits as one without a break, and compiles nothing."""
     optimizer = optax.adamw(1e-2)
     traces = []
 

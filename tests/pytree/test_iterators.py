@@ -1,4 +1,4 @@
-"""Data iterators as leaves."""
+"""Tests data iterators as leaves."""
 
 import base64
 import collections
@@ -51,7 +51,7 @@ def elastic_iterator() -> Any:
 
 
 class Stateful:
-    """What PyTorch's stateful loaders look like."""
+    """A double of the stateful loaders of PyTorch."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -91,7 +91,7 @@ def test_an_iterator_goes_on_where_it_was_saved(tmp_path: pathlib.Path, kind: st
     for _ in range(drawn):
         next(data)
     pending = tr.save_async(tmp_path / "c", {"step": drawn, "data": data, "w": jnp.ones(3)})
-    expected = list(itertools.islice(data, 5))  # at once: the state is that of the call
+    expected = list(itertools.islice(data, 5))  # The state is copied during the call, not later.
     pending.result()
     other = KINDS[kind]()
     next(other)
@@ -192,6 +192,7 @@ class _Dataset:  # such as those of TensorFlow, PyTorch and Hugging Face, which 
 def test_data_without_a_state_is_refused_with_what_an_iterator_needs(
     tmp_path: pathlib.Path, data: Any, says: str
 ) -> None:
+    """The error for data without a state names the methods that an iterator needs."""
     with pytest.raises(UnsupportedError, match=f"a/data: .*{says}"):
         tr.save(tmp_path / "c", {"a": {"data": data}})
     assert not list(tmp_path.iterdir())
@@ -329,7 +330,7 @@ def test_every_plain_state_comes_back(state: Any) -> None:
 
 @given(st.binary(max_size=40), json_like, st.integers(-9, 9))
 def test_hostile_bytes_are_corrupt_and_nothing_else(data: bytes, value: Any, more: int) -> None:
-    """Two readers agree on bytes that are no packed state, and on JSON in them that is none."""
+    """Bytes that are no packed state raise `CorruptError`, and two readers agree on that."""
     text = json.dumps(value, default=str).encode()
     for content in (data, (len(text) + more).to_bytes(8, "little", signed=True) + text + data):
         try:
@@ -377,7 +378,7 @@ class Large(Stateful):
 
 
 def test_a_large_state_comes_back_from_an_array_file(tmp_path: pathlib.Path) -> None:
-    """Exactly, with every type; and an independent reader finds the same."""
+    """A large state is restored exactly, with every type, and an independent reader finds the same state."""
     tree = {"a": {"data": Large(LARGE)}, "small": Large({"n": 1}), "w": np.ones(3)}
     tr.save_async(tmp_path / "c", tree).result()
     assert (tmp_path / "c" / "treering.json").stat().st_size < 2000 < 1 << 20 < tr.open(tmp_path / "c").nbytes
@@ -440,6 +441,7 @@ def test_damage_in_a_large_state_is_found_before_anything_is_set(tmp_path: pathl
 def test_a_release_without_the_feature_reads_all_but_the_large_state(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An older release reads everything except the large state."""
     tr.save(tmp_path / "c", {"data": Large(LARGE), "w": np.ones(3)})
     monkeypatch.setattr(manifest_fields, "STATES", "of-a-later-release")
     assert tr.open(tmp_path / "c")["w"][:].tolist() == [1, 1, 1]
@@ -452,7 +454,7 @@ def test_a_release_without_the_feature_reads_all_but_the_large_state(
 
 
 def test_the_memory_that_a_large_state_takes(tmp_path: pathlib.Path) -> None:
-    """Beside the state, one copy when it is saved, and one when it is restored."""
+    """Saving and restoring a large state takes the memory of one copy in addition to the state."""
     state, size = {"buffer": bytes(1 << 25)}, 1 << 25
     most: list[float] = []
     other = Large()
@@ -471,7 +473,7 @@ class NumpyIterator:
     """A double of TensorFlow's iterator, which need not be installed.
 
     It has the class name, module and methods that TensorFlow 2.21 has in tensorflow/python/data/ops/dataset_ops.py:
-    `save(self)` returns a tensor of text without axes, and `restore(self, state)` takes that, or the bytes in it.
+    `save(self)` returns a tensor of text without axes, and `restore(self, state)` takes that tensor, or its bytes.
     """
 
     def __init__(self) -> None:
@@ -531,7 +533,7 @@ def test_what_only_saves_and_restores_is_no_iterator(tmp_path: pathlib.Path, mod
 
 
 def test_the_large_states_of_several_processes(tmp_path: pathlib.Path) -> None:
-    """Each process writes its own; it is enough that one of them is large."""
+    """Each process writes its own state in an array file if one of the states is large."""
     body = """
 class Large:
     def __init__(self, state=None):
@@ -577,38 +579,38 @@ def make():
 def elastic():
     options = grain.sharding.ShardOptions(shard_index=INDEX, shard_count=COUNT)
     return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, options))
-data, whole = make(), elastic()
+data, shared = make(), elastic()
 for _ in range(3 + 2 * INDEX):
     next(data)
 for _ in range(5):
-    next(whole)
-tree = {"data": data, "whole": whole, "w": put(np.arange(8.0), P("x"))}
+    next(shared)
+tree = {"data": data, "shared": shared, "w": put(np.arange(8.0), P("x"))}
 tr.save(tmp / "c", tree, timeout=20)
 expected = [int(next(data)) for _ in range(4)]
 other, again = make(), elastic()
-tr.restore(tmp / "c", like={"data": other, "whole": again, "w": tree["w"]})
+tr.restore(tmp / "c", like={"data": other, "shared": again, "w": tree["w"]})
 assert [int(next(other)) for _ in range(4)] == expected
-assert (next(again) == next(whole)).all()
-next(whole)
-problem = caught(tr.save, tmp / "d", {"whole": whole if INDEX else elastic()}, timeout=20)
+assert (next(again) == next(shared)).all()
+next(shared)
+problem = caught(tr.save, tmp / "d", {"shared": shared if INDEX else elastic()}, timeout=20)
 report([expected, problem])
 """
     results = run_job(tmp_path, body, processes=2)
     assert results[0].report[0] != results[1].report[0]
     for result in results:
         kind, text = result.report[1]
-        assert kind == "MismatchError" and "whole: an elastic iterator is at another position" in text
+        assert kind == "MismatchError" and "shared: an elastic iterator is at another position" in text
     with pytest.raises(MismatchError, match=r"data: expected the states of 1 iterators, .* found those of 2; restore"):
-        tr.restore(tmp_path / "c", like={"data": dataset_iterator(), "whole": elastic_iterator(), "w": ...})
+        tr.restore(tmp_path / "c", like={"data": dataset_iterator(), "shared": elastic_iterator(), "w": ...})
     alone = elastic_iterator()
-    tr.restore(tmp_path / "c", like={"data": ..., "whole": alone, "w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+    tr.restore(tmp_path / "c", like={"data": ..., "shared": alone, "w": jax.ShapeDtypeStruct((8,), jnp.float32)})
     assert next(alone).tolist() == list(range(40, 48))
-    assert [len(states) for states in (tr.open(tmp_path / "c")["data"], tr.open(tmp_path / "c")["whole"])] == [2, 1]
+    assert [len(states) for states in (tr.open(tmp_path / "c")["data"], tr.open(tmp_path / "c")["shared"])] == [2, 1]
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("int4", b"\1\xff"), ("int2", b"\1\xff"), ("uint4", b"\1\3")])
 def test_small_integers_in_states_are_encoded_as_in_array_files(dtype: str, expected: bytes) -> None:
-    """Every bit of their bytes is defined: they are sign-extended."""
+    """Integers of less than 8 bits are sign-extended, so that every stored bit is defined."""
     array = np.array([1, -1 if dtype[0] == "i" else 3], np.int8).astype(dtype)
     kind, (_, text, shape, data) = _states.encode_state(array, "", 0)
     assert (kind, text, shape, base64.b64decode(data)) == ("array", dtype, [2], expected)

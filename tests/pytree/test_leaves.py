@@ -1,4 +1,4 @@
-"""Every kind of leaf and key there is, saved and restored, bit for bit."""
+"""Saves and restores every kind of leaf and key, and compares every bit."""
 
 import contextlib
 import functools
@@ -78,9 +78,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def filled(name: str) -> np.ndarray:
-    """Every bit pattern of the narrow dtypes, random ones of the others."""
+    """Returns an array with every bit pattern of a narrow dtype, or with random ones of a wider dtype."""
     dtype = dtype_of(name)
-    if dtype.kind == "U":  # not every number is a code point
+    if dtype.kind == "U":  # Not every integer is a code point.
         return np.array([["", "é🌲"], ["a\0b", "zzzzz"]], dtype)
     if name == "bool":
         return np.array([[True, False], [False, False]])
@@ -118,6 +118,7 @@ def test_every_jax_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", WIDE_JAX_DTYPES)
 def test_wide_dtypes_survive_with_x64_and_are_never_narrowed_without(tmp_path: Path, name: str) -> None:
+    """64-bit dtypes are restored with x64. Without x64 a restore into JAX raises an error."""
     with jax.enable_x64(True):
         tree = {"a": jnp.asarray(filled(name))}
         assert tree["a"].dtype == name
@@ -190,6 +191,7 @@ def test_big_endian_arrays_come_back_as_their_template_is(tmp_path: Path, dtype:
 
 @pytest.mark.parametrize("name", ["int4", "uint4", "int2"])
 def test_other_readers_find_the_same_small_integers_however_they_were_saved(tmp_path: Path, name: str) -> None:
+    """The stored bytes of small integers do not depend on how the array was saved."""
     values = filled(name)
     tr.save(tmp_path / "a", {"np": values, "strided": values[::-1][::-1], "jax": jnp.asarray(values)})
     tr.save_async(tmp_path / "b", {"np": values, "jax": jnp.asarray(values)}).result()
@@ -205,7 +207,7 @@ def test_numpy_scalars_stay_numpy_scalars(tmp_path: Path) -> None:
         *(np.bool_(True), np.bool_(False), np.complex64(1 - 2j), np.complex128(complex("nan-0j"))),
         *(np.str_("é\0x"), np.str_(""), np.bytes_(b"a\0b"), np.bytes_(b"")),
         *(np.datetime64("2020-02-29T12:00"), np.datetime64("NaT", "s"), np.timedelta64(-3, "D")),
-        # Without a unit NumPy 2.5 no longer likes to make them; there they are all the same, in older checkpoints too.
+        # NumPy 2.5 no longer makes them without a unit. They still exist, also in older checkpoints.
         *(np.int64(-(2**63)).view(kind) for kind in ("datetime64", "timedelta64")),
         *(ml_dtypes.bfloat16(1.5), ml_dtypes.float8_e4m3fn(2), ml_dtypes.int4(-8), ml_dtypes.uint2(3)),
         np.frombuffer(b"\x01\x00\xa0\x7f", np.float32)[0],
@@ -214,6 +216,7 @@ def test_numpy_scalars_stay_numpy_scalars(tmp_path: Path) -> None:
 
 
 def test_a_numpy_text_scalar_of_another_length_than_the_template_is_taken(tmp_path: Path) -> None:
+    """A NumPy text scalar in a template takes a saved text of any length."""
     tree = {"s": np.str_("longer"), "b": np.bytes_(b"longer")}
     for restored in every_way(tmp_path, tree, {"s": np.str_("x"), "b": np.bytes_(b"x")}):
         assert_same(restored, tree)
@@ -249,6 +252,7 @@ def test_integers_of_6000_digits(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_an_integer_of_6000_digits_can_be_printed(tmp_path: Path) -> None:
+    """Printing works for integers that Python refuses to write in decimal digits."""
     tr.save(tmp_path / "a", {"big": 10**6000, "w": np.ones(1)})
     assert "big" in repr(tr.open(tmp_path / "a"))
 
@@ -275,6 +279,7 @@ def test_a_python_integer_too_big_for_the_template_is_a_mismatch(tmp_path: Path,
 def test_an_integer_that_does_not_fit_the_template_is_refused_not_wrapped(
     tmp_path: Path, saved: str, template: str
 ) -> None:
+    """An integer that is too large for the template's dtype raises an error."""
     have, want = dtype_of(saved), dtype_of(template)
     low, high = (int(f(ml_dtypes.iinfo(want))) for f in (lambda i: i.min, lambda i: i.max))
     info = ml_dtypes.iinfo(have)
@@ -313,7 +318,8 @@ def test_a_float_that_a_wider_template_takes_keeps_its_value(tmp_path: Path, sav
 
 @pytest.mark.parametrize("saved", FLOATS)
 def test_floats_become_those_of_any_template_where_that_is_asked_for(tmp_path: Path, saved: str) -> None:
-    values = np.array([0.5, 1.0, 2.0]).astype(dtype_of(saved))  # every float has these
+    """With dtype='template' a float converts to any float dtype of the template."""
+    values = np.array([0.5, 1.0, 2.0]).astype(dtype_of(saved))  # values that every float dtype has
     tr.save(tmp_path / "a", {"a": values})
     for template in map(dtype_of, FLOATS):
         found = tr.restore(tmp_path / "a", like={"a": np.zeros(3, template)}, dtype="template")
@@ -341,6 +347,7 @@ def test_typed_keys_of_every_implementation(tmp_path: Path, impl: str) -> None:
 
 
 def test_a_key_is_not_taken_for_another_implementation_or_for_its_bits(tmp_path: Path) -> None:
+    """A typed key is not restored into a key of another implementation, nor into its data."""
     key = jax.random.key(0)
     tr.save(tmp_path / "a", {"k": key})
     for like in (jax.random.key(0, impl="rbg"), jax.random.key_data(key), jax.random.split(key, 2), 0):
@@ -409,6 +416,7 @@ def test_dict_keys_that_are_not_text(tmp_path: Path, keys: list[Any]) -> None:
 
 @pytest.mark.long
 def test_a_tuple_as_a_key_is_called_in_files_of_others_what_they_call_it(tmp_path: Path) -> None:
+    """In files of other libraries, a tuple as a key has the name that these libraries use."""
     tree = {("a", "b/c"): np.ones(2), ("a", "b/d"): np.zeros(2), ("e",): np.arange(3)}
     (tmp_path / "flax.msgpack").write_bytes(flax.serialization.to_bytes(tree))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -473,6 +481,7 @@ def test_an_array_in_two_leaves_is_written_once(tmp_path: Path, make: Any) -> No
 def test_writing_to_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
     tmp_path: Path, mmap: bool | None
 ) -> None:
+    """Restored NumPy arrays share no memory with each other, nor with the file."""
     array = np.arange(300_000, dtype=np.float32)
     tr.save(tmp_path / "a", {"a": array, "b": array, "c": array.copy()})
     for like in (None, {name: array.copy() for name in "abc"}):
@@ -485,6 +494,7 @@ def test_writing_to_a_restored_array_changes_neither_another_leaf_nor_the_checkp
 
 @pytest.mark.parametrize("mmap", [None, True, False])
 def test_writing_to_a_restored_numpy_array_never_changes_a_jax_array(tmp_path: Path, mmap: bool | None) -> None:
+    """Restored NumPy and JAX arrays of one saved array share no memory."""
     array = np.arange(300_000, dtype=np.float32)
     tr.save(tmp_path / "a", {"a": array, "b": array})
     found = tr.restore(tmp_path / "a", like={"a": array, "b": jnp.asarray(array)}, mmap=mmap)
@@ -496,6 +506,7 @@ def test_writing_to_a_restored_numpy_array_never_changes_a_jax_array(tmp_path: P
 def test_writing_to_what_an_open_checkpoint_gave_never_shows_in_what_else_it_gives(
     tmp_path: Path, mmap: bool | None
 ) -> None:
+    """Values that an open checkpoint returns share no memory with later ones."""
     tree = {"a": np.arange(300_000, dtype=np.float32)}
     tr.save(tmp_path / "a", tree)
     ckpt = tr.open(tmp_path / "a")
@@ -514,6 +525,7 @@ def test_writing_to_what_an_open_checkpoint_gave_never_shows_in_what_else_it_giv
 def test_donating_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
     tmp_path: Path, mmap: bool | None
 ) -> None:
+    """A donated array shares no memory with another leaf, nor with the file."""
     array = jnp.arange(300_000, dtype=jnp.float32)
     tree = {"a": array, "b": array, "c": array + 0}
     tr.save(tmp_path / "a", tree)
@@ -525,6 +537,7 @@ def test_donating_a_restored_array_changes_neither_another_leaf_nor_the_checkpoi
 
 
 def test_what_happens_to_the_arrays_after_save_async_is_not_saved(tmp_path: Path) -> None:
+    """`save_async` saves the values that the arrays have when it is called."""
     array, given_away = np.arange(300_000, dtype=np.float32), jnp.arange(300_000, dtype=jnp.float32)
     expected = {"np": array.copy(), "strided": array[::3].copy(), "jax": jnp.array(given_away, copy=True)}
     pending = tr.save_async(tmp_path / "a", {"np": array, "strided": array[::3], "jax": given_away})
@@ -607,6 +620,7 @@ def test_weak_types_come_back_only_where_the_template_is_weak(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_arrays_on_several_devices_and_committed_ones_stay_where_the_template_is(tmp_path: Path) -> None:
+    """Arrays are restored to the devices of the template's arrays."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     array = jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding)
@@ -635,6 +649,7 @@ FUNCTIONS = [
 
 
 def test_a_function_is_recorded_by_name_and_taken_from_the_template(tmp_path: Path) -> None:
+    """A checkpoint records only the name of a function. A restore takes the template's function."""
     tree = {"f": FUNCTIONS, "w": np.ones(1)}
     others = {"f": [_a_function] * len(FUNCTIONS), "w": np.ones(1)}
     for restored, from_others in every_way(tmp_path, tree, tree, others):
@@ -645,6 +660,7 @@ def test_a_function_is_recorded_by_name_and_taken_from_the_template(tmp_path: Pa
 
 
 def test_a_none_stays_none_and_an_array_never_takes_its_place_unnoticed(tmp_path: Path) -> None:
+    """It is an error if only one of checkpoint and template has None at a path."""
     tr.save(tmp_path / "hole", {"a": None, "b": np.ones(1)})
     tr.save(tmp_path / "full", {"a": np.ones(2), "b": np.ones(1)})
     with pytest.raises(MismatchError, match="a: expected"):
@@ -670,6 +686,7 @@ def test_a_python_scalar_is_only_taken_for_its_own_type(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_integer_and_an_integer_array_without_axes_stand_for_each_other(tmp_path: Path) -> None:
+    """An int and a 0-d integer array of NumPy or JAX restore into each other."""
     forms = [5, np.int64(5), np.array(5, np.int16), jnp.asarray(5), jnp.zeros((), jnp.uint8) + 5, ml_dtypes.int4(5)]
     for saved in forms:
         for found in every_way(tmp_path, {"a": saved}, *({"a": like} for like in forms)):
@@ -709,6 +726,7 @@ UNSAVABLE = {
 
 @pytest.mark.parametrize("save", [tr.save, tr.save_async])
 def test_all_leaves_that_cannot_be_saved_are_named_at_once_and_nothing_is_written(tmp_path: Path, save: Any) -> None:
+    """One error names all leaves that cannot be saved, before anything is written."""
     deleted = _deleted()
     bad = {**UNSAVABLE, "deleted": deleted, "deleted key": jax.random.key(0)}
     bad["deleted key"].delete()
@@ -740,7 +758,7 @@ def test_tracers_are_named_and_nothing_is_written(tmp_path: Path) -> None:
 
 @jax.tree_util.register_pytree_with_keys_class
 class _TwoNames:
-    """A container with an item and an attribute of one name."""
+    """A container with an item and an attribute of the same name."""
 
     def __init__(self, item: Any, attribute: Any):
         self.children = item, attribute

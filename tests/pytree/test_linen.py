@@ -1,4 +1,4 @@
-"""Flax Linen: train states, frozen dicts, boxed metadata and struct dataclasses."""
+"""Tests Flax Linen: train states, frozen dicts, boxed metadata and struct dataclasses."""
 
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ def test_step_may_be_a_number_or_an_array_on_either_side(tmp_path: Path, saved: 
 
 
 def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+    """A resumed training gives the same bits as one without a break, and compiles nothing."""
     interrupted = train(fresh(), 3)
     expected = train(interrupted, 2)
     before = len(traces)
@@ -120,6 +121,7 @@ def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new
 
 
 def test_functions_of_the_state_are_static_and_come_from_the_template(tmp_path: Path) -> None:
+    """The functions of a train state are those of the template."""
     other = fresh().replace(apply_fn=len)
     for restored in every_way(tmp_path, fresh(), other):
         assert restored.apply_fn is len and restored.tx is OPTIMIZER
@@ -161,7 +163,7 @@ def test_frozen_dicts_and_dicts_stand_for_each_other(tmp_path: Path) -> None:
 
 @flax.struct.dataclass
 class Carry:
-    """One static field among others."""
+    """A dataclass with a static field."""
 
     z: Any
     a: Any
@@ -188,7 +190,7 @@ def test_a_renamed_layer_is_a_mismatch_that_names_both(tmp_path: Path) -> None:
 
 
 class Split(nn.Module):
-    """A layer whose kernel says how it wants to be spread over a mesh."""
+    """A layer whose kernel has partition metadata."""
 
     logical: bool
 
@@ -202,6 +204,7 @@ class Split(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("logical", [False, True])
 def test_partition_metadata_of_a_template_is_followed_on_the_mesh_that_is_set(tmp_path: Path, logical: bool) -> None:
+    """Arrays go to the places that the template's partition metadata name on the set mesh."""
     model, x = Split(logical), jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
     tr.save(tmp_path / "c", variables)
@@ -218,6 +221,7 @@ def test_partition_metadata_of_a_template_is_followed_on_the_mesh_that_is_set(tm
 
 
 def test_partition_metadata_that_does_not_fit_the_mesh_is_refused(tmp_path: Path) -> None:
+    """Partition metadata that name an axis which the set mesh lacks are an error."""
     model, x = Split(False), jnp.ones((2, 8))
     tr.save(tmp_path / "c", model.init(jax.random.key(0), x))
     template = jax.eval_shape(model.init, jax.random.key(0), x)

@@ -1,4 +1,4 @@
-"""Flax NNX: modules, states, optimizers and random streams, whole and in parts."""
+"""Tests Flax NNX: modules, states, optimizers and random streams, and parts of them."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ class Net(nnx.Module):
 
 
 class Odd(nnx.Module):
-    """What is no JAX array."""
+    """A module with Variables that are not JAX arrays."""
 
     def __init__(self, fill: int):
         self.python = nnx.Variable(fill)
@@ -60,7 +60,7 @@ class Odd(nnx.Module):
 
 
 def assert_same_objects(a: Any, b: Any) -> None:
-    """Like `assert_same`, for trees of NNX objects: static attributes and sharing count too."""
+    """Compares trees of NNX objects like `assert_same`, including static attributes and shared Variables."""
     (graph, state), (other_graph, other_state) = nnx.split(a), nnx.split(b)
     assert graph == other_graph
     assert_same(state, other_state)
@@ -83,6 +83,7 @@ TEMPLATES = {
 def test_a_module_comes_back_as_a_module_that_computes_the_same_bits(
     tmp_path: Path, template: Callable[[], Net]
 ) -> None:
+    """A restored module computes the same bits as the saved one."""
     net, x = trained(), jnp.linspace(-2, 2, 12).reshape(4, 3)
     for restored in every_way(tmp_path, net, template()):
         assert type(restored) is Net and restored.name == "net" and restored.activation is nnx.relu
@@ -93,6 +94,7 @@ def test_a_module_comes_back_as_a_module_that_computes_the_same_bits(
 
 
 def test_paths_are_attributes_without_any_value_and_a_shared_variable_stands_once(tmp_path: Path) -> None:
+    """Paths have no level for a Variable, and a shared Variable is saved once."""
     tr.save(tmp_path / "a", {"net": Net(nnx.Rngs(0, dropout=1))})
     assert sorted(tr.open(tmp_path / "a")) == [
         *("net/by_name/a~1b", "net/by_name/plain", "net/calls"),
@@ -145,6 +147,7 @@ def test_a_variable_that_stands_in_the_tree_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_lone_variable_shared_between_places_of_the_tree_stays_shared(tmp_path: Path) -> None:
+    """A Variable that the tree contains twice is one object after a restore, too."""
     net = trained()
     for tree in ({"a": net.tied, "b": net.tied}, {"net": net, "kernel": net.tied}):
         for restored in every_way(tmp_path, tree, tree):
@@ -245,6 +248,7 @@ def test_a_template_with_more_layers_is_a_mismatch_by_name(tmp_path: Path) -> No
 
 
 def test_keys_that_jax_cannot_sort_are_refused_with_their_place_where_nnx_is_imported_too(tmp_path: Path) -> None:
+    """Keys that cannot be sorted are an error with their path, also with NNX."""
     with pytest.raises(UnsupportedError, match="in/0: JAX cannot flatten this dict"):
         tr.save(tmp_path / "a", {"in": [{1: np.ones(1), "a": np.ones(1)}]})
 
@@ -302,6 +306,7 @@ def train(state: dict[str, Any], steps: range) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+    """A resumed training gives the same bits as one without a break, and compiles nothing."""
     traces.clear()
     state = train(fresh(0), range(3))
     interrupted = nnx.clone(state)
@@ -328,6 +333,7 @@ def test_a_model_and_an_optimizer_that_holds_it(tmp_path: Path) -> None:
 
 
 def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_path: Path) -> None:
+    """The model is restored alone with `at=`, or with `...` for the optimizer."""
     state = train(fresh(0), range(1))
     tr.save(tmp_path / "a", state)
     assert_same_objects(tr.restore(tmp_path / "a", at="model", like=Net(nnx.Rngs(7))), state["model"])
@@ -337,6 +343,8 @@ def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_pat
 
 @pytest.mark.long
 def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_is_set(tmp_path: Path) -> None:
+    """Arrays go to the places that an abstract module names on the set mesh."""
+
     def make(seed: int = 0) -> nnx.Linear:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
         return nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(seed))
@@ -354,7 +362,7 @@ def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_i
 
 
 def test_a_state_that_was_plain_the_last_time_may_share_a_variable_now() -> None:
-    """Structures without graph objects are remembered; that a Variable stands in two places does not show in them."""
+    """A remembered structure does not show shared Variables, so these are looked for every time."""
     one, other = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))
     for n, tree in enumerate([{"a": one, "b": other}, {"a": one, "b": other}, {"a": one, "b": one}]):
         shared = flax.split(tree)[0]["b"] is not tree["b"]
@@ -372,13 +380,13 @@ def test_a_known_structure_is_not_asked_for_at_every_node() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Packed:
-    """A weight that is flattened into arrays which are made on the way."""
+    """A weight that makes new arrays whenever it is flattened."""
 
-    def __init__(self, whole: jax.Array):
-        self.whole = whole
+    def __init__(self, values: jax.Array):
+        self.values = values
 
     def tree_flatten(self) -> tuple[Any, None]:
-        return (self.whole[:2], self.whole[2:]), None
+        return (self.values[:2], self.values[2:]), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, parts: Any) -> "Packed":
@@ -394,7 +402,7 @@ def test_a_shared_variable_whose_leaves_are_made_anew_is_seen(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_container_may_restore_something_while_it_is_flattened(tmp_path: Path) -> None:
-    """Of a structure that is new as well; nothing that others wait for is held meanwhile."""
+    """No lock is held while a container is flattened, even if its structure is new."""
     code = f"""
 import itertools, jax, jax.numpy as jnp, treering as tr
 from flax import nnx

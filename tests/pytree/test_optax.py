@@ -1,4 +1,4 @@
-"""Optax: the state of every kind of transformation, and what tells one chain from another."""
+"""Tests Optax: the state of every kind of transformation, and the errors for the state of another chain."""
 
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ def advance(tx: optax.GradientTransformation, weights: Any, state: Any) -> tuple
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_state_survives_into_itself_a_fresh_one_and_an_abstract_one(tmp_path: Path, name: str) -> None:
+    """A state restores into itself, into a new state, and into shapes."""
     tx = TRANSFORMS[name]
     state = jax.jit(lambda weights: advance(tx, weights, tx.init(weights)))(params())
     templates = state, (params(0.5), tx.init(params(0.5))), jax.eval_shape(lambda: state)
@@ -78,7 +79,7 @@ def _value(x: Any) -> Any:
 
 @pytest.mark.long
 def test_the_optimizers_of_jax_itself(tmp_path: Path) -> None:
-    """Their `OptimizerState` is a named tuple that is registered with children of its own."""
+    """The `OptimizerState` of JAX is a named tuple that is registered with children of its own."""
     from jax.example_libraries import optimizers
 
     for init, update, get in (optimizers.adam(1e-3), optimizers.momentum(1e-2, 0.9), optimizers.sgd(1e-2)):
@@ -139,6 +140,7 @@ def test_fields_of_named_tuples_are_in_the_paths(tmp_path: Path) -> None:
 def test_a_reordered_chain_is_noticed_even_if_all_shapes_are_equal(
     tmp_path: Path, one: Any, other: Any, classes: tuple[str, str]
 ) -> None:
+    """A reordered chain is an error, because its states have other classes."""
     tr.save(tmp_path / "a", {"opt": optax.chain(one, other).init(params())})
     with pytest.raises(MismatchError) as caught:
         tr.restore(tmp_path / "a", like={"opt": optax.chain(other, one).init(params())})
@@ -147,6 +149,8 @@ def test_a_reordered_chain_is_noticed_even_if_all_shapes_are_equal(
 
 
 def test_another_optimizer_of_equal_shapes_is_noticed_below_wrappers_too(tmp_path: Path) -> None:
+    """Another optimizer is an error, even within wrappers, because its states have other classes."""
+
     def wrapped(tx: optax.GradientTransformation) -> Any:
         return optax.apply_if_finite(optax.MultiSteps(optax.masked(tx, MASK), 2).gradient_transformation(), 1)
 
@@ -156,6 +160,7 @@ def test_another_optimizer_of_equal_shapes_is_noticed_below_wrappers_too(tmp_pat
 
 
 def test_empty_states_of_another_chain_length_are_noticed_by_the_paths(tmp_path: Path) -> None:
+    """An empty state moves the paths of the states after it, so another chain is an error."""
     tr.save(tmp_path / "a", optax.chain(optax.clip(1.0), optax.scale_by_adam()).init(params()))
     with pytest.raises(MismatchError, match=r"0/count: expected int32.*closest: 1/count"):
         tr.restore(tmp_path / "a", like=optax.chain(optax.scale_by_adam(), optax.clip(1.0)).init(params()))
@@ -173,6 +178,7 @@ def test_a_learning_rate_set_by_hand_is_never_rounded_unnoticed(tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_moment_whose_dtype_an_update_widened_is_not_narrowed_unnoticed(tmp_path: Path) -> None:
+    """A moment that an update made wider is not narrowed to the dtype of a new state."""
     weights, tx = {"a": jnp.ones(2), "w": jnp.ones(2, jnp.bfloat16)}, TRANSFORMS["inject_hyperparams"]
     _, state = advance(tx, weights, tx.init(weights))
     assert state.inner_state[0].mu["w"].dtype == jnp.float32  # by the float32 hyperparameters

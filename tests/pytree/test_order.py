@@ -1,4 +1,4 @@
-"""The order of leaves, on which everything depends where they have no names."""
+"""Tests the order of leaves. If leaves have no names, only their order says which leaf is which."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -14,17 +14,18 @@ from treering import rules
 
 pytestmark = pytest.mark.compat
 
-COUNT = 12  # more than ten: sorted as text, "10" comes before "2"
+COUNT = 12  # more than ten, because "10" comes before "2" if they are sorted as text
 FORMATS = ["treering", "safetensors", "levanter", "orbax", "flax", "fjformer", "t5x"]
 
 
 def leaves() -> list[np.ndarray]:
-    """Of one shape, so that nothing but their values shows in which order they are."""
+    """Returns leaves of one shape, so that only their values show their order."""
     return [np.full(3, n, np.float32) for n in range(COUNT)]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_leaves_without_names_keep_their_order_through_every_format(tmp_path: pathlib.Path, format: str) -> None:
+    """Every format keeps the order of leaves that have no names."""
     tr.save(tmp_path / "a.eqx", leaves())
     tr.convert(tmp_path / "a.eqx", tmp_path / "between", format=format)
     tr.convert(tmp_path / "between", tmp_path / "b.eqx")
@@ -40,6 +41,7 @@ def test_leaves_without_names_keep_their_order_through_every_format(tmp_path: pa
 def test_what_is_restored_without_a_template_keeps_the_order_when_it_is_saved(
     tmp_path: pathlib.Path, format: str
 ) -> None:
+    """A tree restored without a template and saved again has the same order of leaves."""
     tr.save(tmp_path / "a.eqx", leaves())
     assert_same(tr.restore(tmp_path / "a.eqx"), leaves())
     tr.save(tmp_path / "between", tr.restore(tmp_path / "a.eqx"), format=format)
@@ -56,7 +58,7 @@ class Moments(NamedTuple):
 
 @flax.struct.dataclass
 class State:
-    """Its fields are not in the order of the alphabet."""
+    """A class whose fields are not in alphabetical order."""
 
     step: Any
     params: Any
@@ -106,14 +108,14 @@ def test_renamed_leaves_are_in_the_order_of_their_new_tree(tmp_path: pathlib.Pat
 
 def test_numbers_with_gaps_are_in_the_order_of_the_numbers(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "x.safetensors", {"9": np.zeros(1), "10": np.ones(1), "007": np.ones(2)})
-    assert set(tr.restore(tmp_path / "x.safetensors")) == {"9", "10", "007"}  # of which one is no number
+    assert set(tr.restore(tmp_path / "x.safetensors")) == {"9", "10", "007"}  # one of these keys is not a number
     tr.save(tmp_path / "y.safetensors", {"9": np.zeros(1), "10": np.ones(1)})
     tr.convert(tmp_path / "y.safetensors", tmp_path / "y.eqx")
     assert_same(tr.restore(tmp_path / "y.eqx"), [np.zeros(1), np.ones(1)])
 
 
 class Norm(NamedTuple):
-    """Its fields are of one shape, and not in the order of the alphabet."""
+    """A class whose fields have one shape and are not in alphabetical order."""
 
     weight: Any
     bias: Any

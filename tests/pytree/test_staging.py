@@ -1,4 +1,4 @@
-"""The caller's turn with the writers, where the memory of the host has no room for more copies."""
+"""Tests how the caller and the writers take turns if the host's memory has no room for more copies."""
 
 import pathlib
 import threading
@@ -22,7 +22,7 @@ _SIZE = 1000
 def test_all_is_staged_where_there_is_never_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: list[int]
 ) -> None:
-    """One portion after the other; in another order writers would wait for what comes later, so all of it is taken."""
+    """Portions follow each other. In another order everything is staged, as writers may need any shard."""
     monkeypatch.setattr(staging, "_PORTION_BYTES", _SIZE // jax.local_device_count())
     arrays = [np.full(_SIZE, n, np.uint8) for n in range(4)]
     shards = [LocalShard(n, ((0, _SIZE),), array.dtype, _SIZE, True) for n, array in enumerate(arrays)]
@@ -50,7 +50,7 @@ def test_all_is_staged_where_there_is_never_room(
 
 @pytest.mark.long
 def test_memory_that_python_has_no_view_of(tmp_path: pathlib.Path) -> None:
-    """Arrays that do not lie in C order, of dtypes that only NumPy knows, without elements, beside plain ones."""
+    """Stages arrays that are not in C order, have dtypes that only NumPy knows, or have no elements."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     turned = Format(Layout(major_to_minor=(1, 0)), device)
     plain = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -63,7 +63,7 @@ def test_memory_that_python_has_no_view_of(tmp_path: pathlib.Path) -> None:
     }
     for chosen in (["turned", "plain"], ["plain", "none", "one"], list(tree)):
         some = {name: tree[name] for name in chosen}
-        for step in range(2):  # what is known from the last time takes another way
+        for step in range(2):  # a structure that is remembered from the last time takes another path in the code
             tr.save(tmp_path / f"{len(chosen)}-{step}", some)
             found = tr.restore(tmp_path / f"{len(chosen)}-{step}")
             assert all(found[name].tobytes() == np.asarray(some[name]).tobytes() for name in chosen)

@@ -1,4 +1,4 @@
-"""Trees that are described again: quickly, and never as what they were the last time."""
+"""Tests descriptions of trees that were described before. They are fast, and always those of the present tree."""
 
 import pathlib
 from typing import Any
@@ -53,6 +53,7 @@ def make(step: int, changed: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def test_the_same_structure_has_the_same_shards_and_the_values_of_now() -> None:
+    """A structure described again has the same shards object, with the present values."""
     first = described(make(1))
     for step in (2, 3):
         tree = make(step)
@@ -100,15 +101,19 @@ def test_what_is_not_the_same_is_described_anew(changed: dict[str, Any]) -> None
 
 def test_arrays_that_become_one_object_are_tied() -> None:
     tree = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
-    apart = described(tree)
+    separate = described(tree)
     one = jnp.ones(3)
     assert described({"a": one, "b": one}).catalogue.tied == {1: 0}
-    assert not described(tree).catalogue.tied and parts(described(tree)) == parts(apart)
+    assert not described(tree).catalogue.tied and parts(described(tree)) == parts(separate)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"detach": False}, {"dtype": np.dtype("float64")}],  # which NumPy says is equal to None
+    [
+        {"dtype": "bfloat16"},
+        {"detach": False},
+        {"dtype": np.dtype("float64")},
+    ],  # NumPy says that this dtype is equal to None
     ids=str,
 )
 @pytest.mark.parametrize("first", [True, False])

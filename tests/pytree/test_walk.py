@@ -1,4 +1,4 @@
-"""Pytrees as paths, leaves and skeletons."""
+"""Tests how pytrees become paths, leaves and skeletons."""
 
 import collections
 import dataclasses
@@ -85,11 +85,11 @@ def test_a_subtree_of_the_skeleton_builds_that_part(at: str) -> None:
     walked = walk.walk(TREE)
     part = _skeleton.subtree(walked.skeleton, at)
     assert part is not None
-    whole: Any = _skeleton.build(walked.skeleton, walked.leaves)
+    expected: Any = _skeleton.build(walked.skeleton, walked.leaves)
     for key in at.split("/") if at else ():
-        whole = whole[int(key)] if isinstance(whole, list | tuple) else whole[key]
+        expected = expected[int(key)] if isinstance(expected, list | tuple) else expected[key]
     below = [leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _paths.below(path, at) is not None]
-    assert _skeleton.build(part, below) == whole
+    assert _skeleton.build(part, below) == expected
 
 
 def test_no_such_place_in_the_skeleton() -> None:
@@ -116,7 +116,7 @@ def test_depth_is_no_limit() -> None:
 
 
 class Two:
-    """A container with an attribute and an index that read the same."""
+    """A container with an attribute and an index that look the same in a path."""
 
     def __init__(self, a: Any, b: Any):
         self.pair = a, b
@@ -135,7 +135,7 @@ def test_two_leaves_with_one_path_are_refused_by_name() -> None:
 
 
 class Equal:
-    """A container whose keys are equal to one another, though their texts need not be."""
+    """A container whose keys are equal, although their texts may differ."""
 
     def __init__(self, keys: Any, *parts: Any):
         self.keys, self.parts = keys, parts
@@ -155,7 +155,7 @@ def test_two_children_with_one_key_are_refused_by_name(keys: Any) -> None:
 
 
 class Slashes(tuple[Any, ...]):
-    """A tuple whose fields no `namedtuple` would allow."""
+    """A tuple with names of fields that `namedtuple` does not allow."""
 
     _fields = ("a/b", "c~d")
 
@@ -193,7 +193,7 @@ def test_a_skeleton_that_does_not_add_up_is_corrupt(skeleton: Any) -> None:
         _skeleton.build(skeleton, [1])
 
 
-Swapped = collections.namedtuple("Swapped", "first second")  # children of its own, in an order of its own
+Swapped = collections.namedtuple("Swapped", "first second")  # registered with its own children, in its own order
 jax.tree_util.register_pytree_with_keys(
     Swapped,
     lambda s: (((jax.tree_util.GetAttrKey("second"), s.second), (jax.tree_util.GetAttrKey("first"), s.first)), None),

@@ -1,4 +1,4 @@
-"""What an error about a template suggests is right: following it makes the restore work."""
+"""Tests that the suggestions of errors about templates are right: a restore that follows them works."""
 
 import collections
 import pathlib
@@ -42,7 +42,7 @@ def lines_of(error: MismatchError) -> list[str]:
 
 
 def suggested(error: MismatchError, given: Any = ()) -> dict[str, Any]:
-    """The arguments that an error suggests, as a reader would write them."""
+    """Returns the arguments that an error suggests, as a reader would write them."""
     (line,) = lines_of(error)
     arguments = re.split(r": (?=(?:at|rules|missing|extra|dtype)=)", line, maxsplit=1)[1]
     return eval(f"dict({arguments.replace('[…', '[*given')})", {"tr": tr, "given": given})
@@ -121,6 +121,7 @@ def test_following_what_is_suggested_makes_it_work(tmp_path: pathlib.Path, case:
 
 @pytest.mark.long
 def test_what_is_suggested_keeps_what_the_template_has_and_restores_the_rest(tmp_path: pathlib.Path) -> None:
+    """The suggested arguments restore each leaf of the template from its origin."""
     tr.save(tmp_path / "c", state(ADAM))
     like = jax.tree.map(lambda x: x + 5, state(MOMENTUM))
     with pytest.raises(MismatchError) as caught:
@@ -130,7 +131,7 @@ def test_what_is_suggested_keeps_what_the_template_has_and_restores_the_rest(tmp
     assert (found["opt"][0].trace["body"]["w"] == 5).all()
 
 
-# What is kept: for leaves of the template those of the checkpoint that they must become; None is the template's own.
+# For each leaf of the template, the leaf of the checkpoint that it must become; None for the template's own leaf.
 
 SCHEDULED, LION_SCHEDULED = (tx(optax.cosine_decay_schedule(1e-3, 10)) for tx in (optax.adam, optax.lion))
 GROUPED = optax.multi_transform({"a": ADAM, "b": SCHEDULED}, {"body": "a", "head": "b"})
@@ -159,10 +160,10 @@ def after(prefix: str, only: str = "") -> tuple[Any, dict[str, str]]:
 
 
 def untied(head: Any) -> tuple[Any, Any]:
-    def whole(own: Any) -> Any:
+    def tree_of(own: Any) -> Any:
         return {"params": own, "opt": ADAM.init(own)}
 
-    return whole(TIED), whole({**TIED, **head})
+    return tree_of(TIED), tree_of({**TIED, **head})
 
 
 def chains(*transformations: Any) -> tuple[Any, Any]:
@@ -293,7 +294,7 @@ KEPT: dict[str, tuple[Any, Any, Origins]] = {
 }
 
 
-def told_apart(tree: Any, sign: int) -> Any:
+def distinct(tree: Any, sign: int) -> Any:
     """A tree with values of which no two are equal, nor equal to those of the other sign."""
     leaves, structure = jax.tree.flatten(tree)
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -318,7 +319,7 @@ def origin(path: str, origins: Origins) -> str | None:
 @pytest.mark.parametrize("case", KEPT)
 def test_no_suggestion_loses_what_a_rule_keeps(tmp_path: pathlib.Path, case: str) -> None:
     old, new, origins = KEPT[case]
-    saved, like = told_apart(old, 1), told_apart(new, -1)
+    saved, like = distinct(old, 1), distinct(new, -1)
     tr.save(tmp_path / "c", saved)
     with pytest.raises(MismatchError) as caught:
         tr.restore(tmp_path / "c", like)
@@ -338,7 +339,7 @@ def test_the_moments_and_the_counts_of_an_nnx_optimizer_are_kept(
 ) -> None:
     def of(tx: optax.GradientTransformation, sign: int) -> Any:
         states = nnx.state(nnx.Optimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))
-        return told_apart(states, sign) if format != "flax" else nnx.to_pure_dict(told_apart(states, sign))
+        return distinct(states, sign) if format != "flax" else nnx.to_pure_dict(distinct(states, sign))
 
     saved, like = of(ADAM, 1), of(tx, -1)
     tr.save(tmp_path / "c", saved, format=format)
@@ -410,6 +411,7 @@ def test_a_new_part_is_not_told_to_be_a_copy(tmp_path: pathlib.Path, case: str) 
 
 
 def test_the_closest_cause_is_told_although_it_leaves_a_difference(tmp_path: pathlib.Path) -> None:
+    """The error names the closest cause, even if one difference is left."""
     tr.save(tmp_path / "c", {"params": layers(20)})
     like = {**layers(20), "new": np.ones(3)}
     with pytest.raises(MismatchError) as caught:
@@ -428,7 +430,7 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
     "other trees": ({"a": np.ones(2), "b": np.ones(3)}, {"x": np.ones(4), "y": np.ones(5), "z": 1}),
     "other shapes in it": ({"a": layers(3), "b": 1}, {**layers(3), "b": "text", "layers": [1, 2]}),
     "one number": ({"a": {"count": 3, "x": 1}}, {"a": {"sum": 3, "x": 1}}),
-    # Rules that would drop what fits, where arguments would do, are not suggested.
+    # If arguments are enough, no rule is suggested that would also drop leaves that match.
     "one shape of many": (
         {"m": [{"w": np.ones(2), "v": np.ones(2)}, {"w": np.ones(2), "v": np.ones(2)}]},
         {"m": [{"w": np.ones(3), "v": np.ones(2)}, {"w": np.ones(2), "v": np.ones(3)}]},
@@ -455,6 +457,7 @@ RULES: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_leaf_that_no_argument_resolves_names_the_rule_that_does(tmp_path: pathlib.Path, rule: str) -> None:
+    """If no argument resolves a difference, the hint of the leaf names a rule that does."""
     saved, like, expected = RULES[rule]
     tr.save(tmp_path / "c", {"x": saved, "y": 1})
     with pytest.raises(MismatchError) as caught:
@@ -499,7 +502,7 @@ def closed(text: str) -> bool:
 
 
 def grown(draw: random.Random, depth: int = 0) -> Any:
-    """A tree of containers of all kinds, with names that mean something to globs, rules and paths."""
+    """Draws a tree of containers of all kinds, with names that have a meaning in globs, rules and paths."""
     leaves = [np.ones((2, 3)), np.ones(3, np.float32), jnp.ones((3, 2)), 3, 1.5, "text", None, np.arange(4), KEY]
     if depth > 3 or draw.random() < 0.25:
         return draw.choice(leaves)
@@ -512,7 +515,7 @@ def grown(draw: random.Random, depth: int = 0) -> Any:
 
 
 def changed(draw: random.Random, tree: Any) -> Any:
-    """Another version of a tree: levels more and less, names, leaves that went and came."""
+    """Draws another version of a tree, with other levels, other names, and leaves that are gone or new."""
     chance = draw.random()
     if chance < 0.12:
         return {draw.choice(["a", "params", "value"]): tree}
@@ -588,7 +591,7 @@ def test_no_suggestion_puts_an_array_in_the_place_of_another(tmp_path: pathlib.P
 @pytest.mark.rare
 @pytest.mark.long
 def test_leaves_that_all_moved_in_ways_of_their_own(tmp_path: pathlib.Path) -> None:
-    """As many rules as leaves are no suggestion; looking for them takes no time that grows with their square."""
+    """As many rules as leaves are not suggested, and the search does not take quadratic time."""
     old = {f"layer{n}": {f"w{n}": np.zeros(2)} for n in range(20_000)}
     new = {f"layer{n}": {"inner": {f"w{n}": np.zeros(2)}} for n in range(20_000)}
     tr.save(tmp_path / "c", old)

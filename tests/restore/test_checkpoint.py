@@ -1,4 +1,4 @@
-"""An open checkpoint."""
+"""Tests open checkpoints."""
 
 import functools
 import pathlib
@@ -136,7 +136,7 @@ def test_printing_shows_the_names_of_functions(tmp_path: pathlib.Path) -> None:
     shown = ["  f     function sum", "  g     function len", "  long  function " + "x" * 60]
     assert str(tr.open(tmp_path / "c")).splitlines()[1:] == shown
     odd = Checkpoint(part_of(tr.open(tmp_path / "c")._source, {"a": ValueEntry("a", "function", "x\ny")}, None))
-    assert str(odd).splitlines()[1:] == ["  a  function"]  # what no release of ours has written
+    assert str(odd).splitlines()[1:] == ["  a  function"]  # No release of Treering has written this.
 
 
 def test_a_run_opens_at_its_latest_good_step(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A small checkpoint whose arrays are large: they are not read unless its user says so."""
+"""Tests small checkpoints whose arrays are large: these are read only if the caller allows that."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _MANY = 130
 
 
 def one_array_many_times(path: Path) -> Path:
-    """1 MiB, and a manifest by which it is 130 leaves."""
+    """Writes an array of 1 MiB, and a manifest that has it as 130 leaves."""
     tr.save(path, {"a0": np.random.default_rng(0).random(1 << 17)}, step=1)
     file = path / "treering.json"
     manifest = json.loads(file.read_bytes())
@@ -43,7 +43,7 @@ def test_it_is_read_only_when_asked_for(tmp_path: Path, kind: str) -> None:
     else:
         path = tmp_path / "run" / {"orbax": "1", "t5x": "checkpoint_1"}[kind]
         zeros = {"a0": np.zeros(80 << 20, np.uint8)}
-        if kind == "orbax":  # whose own writer compresses
+        if kind == "orbax":  # the writer of this library compresses
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(path, zeros)
         else:

@@ -1,6 +1,6 @@
-"""What is taken from JAX under names that it does not promise: it is there, and without it all is the same or said so.
+"""Tests the private names of JAX that Treering uses: they exist, and without them results are the same or an error.
 
-The way in which arrays are made has its tests in `restore/test_restore.py`.
+`restore/test_restore.py` tests how arrays are made.
 """
 
 import collections
@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 PARAMS = {"a": {"w": np.ones((2, 3), np.float32), "b": None}, "c": np.float32(0)}
-# Made when they are needed: all processes that run tests read this, one of them runs it.
+# Made when needed, because every process of the test run imports this module and only one runs the tests.
 TREES: dict[str, Callable[[], Any]] = {
     "containers": lambda: {
         "list": [1, [2], []],
@@ -106,6 +106,7 @@ def test_a_tree_has_the_same_names_by_the_public_way(name: str, monkeypatch: pyt
 
 
 def test_keys_that_cannot_be_sorted_are_refused_by_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without JAX's private function, keys that cannot be sorted raise the same error."""
     monkeypatch.setattr(jax.tree_util, "default_registry", None)
     with pytest.raises(UnsupportedError, match="bad: JAX cannot flatten this dict"):
         walk.walk({"bad": {1: 2, "a": 3}})
@@ -113,7 +114,7 @@ def test_keys_that_cannot_be_sorted_are_refused_by_the_public_way(monkeypatch: p
 
 @pytest.fixture
 def no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A JAX that keeps what it knows of a job somewhere else, where its own modules find it."""
+    """Removes the record of a job from the place where Treering looks for it. JAX's own modules still find it."""
     importlib.import_module("jax.experimental.multihost_utils")
     monkeypatch.delattr("jax._src.distributed")
     monkeypatch.setitem(sys.modules, "jax._src.distributed", None)  # type: ignore[arg-type]
@@ -141,7 +142,7 @@ def test_whether_there_is_a_preemption_service(
 ) -> None:
     if hidden:
         request.getfixturevalue("no_state")
-        preemption._check_service()  # what is asked for is all that can be known
+        preemption._check_service()  # only what JAX is asked for can be known
         monkeypatch.setattr(preemption.jax, "config", type("Config", (), {"jax_enable_preemption_service": False}))
     with pytest.raises(MismatchError, match="set jax_enable_preemption_service"):
         preemption._check_service()
@@ -149,6 +150,7 @@ def test_whether_there_is_a_preemption_service(
 
 @pytest.mark.long
 def test_several_processes_are_told_that_this_jax_hides_its_store(tmp_path: pathlib.Path) -> None:
+    """In a job of several processes the error says that this JAX lacks the key-value store."""
     body = """
 import jax._src
 del jax._src.distributed
@@ -164,7 +166,7 @@ report([error, tr.restore(tmp / f"{INDEX}")["x"]])
 
 
 def test_keys_are_known_by_their_dtype_alone(tmp_path: pathlib.Path) -> None:
-    """Of a shape with a dtype, JAX does not say which implementation it is of."""
+    """JAX does not name the implementation of a key for a shape with a dtype."""
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
         key = jax.random.key(1, impl=impl)
         tr.save(tmp_path / impl, {"k": key})
@@ -191,13 +193,13 @@ def guarded_trees() -> tuple[Any, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("whole_program", [False, True], ids=["in a block", "in the whole program"])
-def test_transfers_that_a_save_or_a_restore_makes_are_asked_for(tmp_path: pathlib.Path, whole_program: bool) -> None:
+@pytest.mark.parametrize("everywhere", [False, True], ids=["in a block", "in the entire program"])
+def test_transfers_that_a_save_or_a_restore_makes_are_asked_for(tmp_path: pathlib.Path, everywhere: bool) -> None:
     tree, like = guarded_trees()
     loss, other = jnp.float32(2) + 1, jax.tree.map(jnp.copy, tree["i4"])
     before = jax.config.jax_transfer_guard  # type: ignore
     with contextlib.ExitStack() as stack:
-        if whole_program:
+        if everywhere:
             jax.config.update("jax_transfer_guard", "disallow")
             stack.callback(jax.config.update, "jax_transfer_guard", before)
         else:

@@ -1,4 +1,4 @@
-"""Where a restore puts arrays: what the template, `sharding=` and the checkpoint say."""
+"""Tests where a restore places arrays, as the template, `sharding=` and the checkpoint say."""
 
 import contextlib
 import json
@@ -51,14 +51,15 @@ def test_a_sharding_makes_jax_arrays_of_numpy_leaves(tmp_path: pathlib.Path, mes
 def test_a_sharding_with_too_many_axes_says_for_which_arrays_and_what_to_pass(
     tmp_path: pathlib.Path, mesh: Mesh, spec: jax.P, template: bool
 ) -> None:
+    """The error about a spec with too many axes names the arrays and an argument that works."""
     state = {"count": jnp.int32(3), "w": jnp.zeros((8, 8)), "moments": {"b": jnp.zeros(8), "scale": jnp.zeros(())}}
     tr.save(tmp_path / "c", state)
     fitting = {"w": True, "moments/b": spec[0] == "x"}
     for ambient in (False, True):
         with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
-            whole = spec if ambient else NamedSharding(mesh, spec)
+            given = spec if ambient else NamedSharding(mesh, spec)
             with pytest.raises(MismatchError, match="expected shardings that fit the shapes:") as error:
-                tr.restore(tmp_path / "c", state if template else None, sharding=whole)
+                tr.restore(tmp_path / "c", state if template else None, sharding=given)
             lines = str(error.value).splitlines()
             named = {line.split(":")[0].strip() for line in lines[1:-1]}
             assert named == {"count", "moments/scale", *(path for path, fits in fitting.items() if not fits)}
@@ -122,6 +123,7 @@ def test_a_layout_of_the_template_is_kept(tmp_path: pathlib.Path, mesh: Mesh) ->
 def test_arrays_that_were_spread_and_that_nothing_places_are_named(
     tmp_path: pathlib.Path, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log names arrays that were spread over devices and now have no place."""
     tree = {"w": jax.device_put(jnp.ones(8), NamedSharding(mesh, P("x"))), "b": jnp.ones(3)}
     tr.save(tmp_path / "c", tree)
     shapes = jax.eval_shape(lambda: {"w": jnp.ones(8), "b": jnp.ones(3)})

@@ -1,4 +1,4 @@
-"""What several processes need is read once by the job, and arrives in each of them with every bit as it was."""
+"""Tests that a job reads data which several processes need only once, and that every bit of it arrives in each."""
 
 import pathlib
 import textwrap
@@ -17,12 +17,12 @@ from treering._threads.ahead import ahead
 
 pytestmark = pytest.mark.long
 
-# A disk that is reached over a network, as far as anyone can tell, and counts what is read from it.
+# A disk that claims to be on a network, and counts the bytes that are read from it.
 DISK = """
 from treering.testing._doubles import CountingDisk
-class Far(CountingDisk):
+class NetworkDisk(CountingDisk):
     def is_local(self, fd): return False
-disk = Far()
+disk = NetworkDisk()
 stores.register(stores.Filesystem(disk))
 import ml_dtypes
 rng = np.random.default_rng(7)
@@ -116,7 +116,7 @@ def test_every_bit_arrives_wherever_it_goes(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.rare
 def test_files_of_other_libraries_are_read_once(tmp_path: pathlib.Path) -> None:
-    """Those in which arrays lie as they are. Of chunks every process reads what it needs, and "once" says so."""
+    """Files with contiguous arrays are read once. Chunks are read by each process, and "once" is an error for them."""
     body = """
     tree = {"wide": bits(64, 24000), "tall": bits(12000, 16), "half": bits(1 << 20, dtype=np.float16), "n": np.int32(7)}
     ours = [("safetensors", ".safetensors"), ("flax", ".msgpack"), ("fjformer", ".stream"), ("equinox", ".eqx")]
@@ -183,7 +183,7 @@ def test_messages_stay_within_a_quarter_of_the_memory_limit(tmp_path: pathlib.Pa
     """
     for result in run(tmp_path, body, processes=4, devices=1):
         (most, rounds), (limited, more_rounds) = result.report
-        assert limited <= 6 << 20 < most, result.report  # 4 MiB that came, and what is sent next
+        assert limited <= 6 << 20 < most, result.report  # 4 MiB that were received, and the next message
         assert more_rounds > rounds
 
 
@@ -220,10 +220,10 @@ def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> No
         for name in results[0].report[1]
     }
     for name, (counted, by_system) in read.items():
-        assert counted <= by_system  # what the disk counts is what the system has seen, and headers
+        assert counted <= by_system  # The disk counts the bytes that the system has read, and headers.
         if name.endswith("once"):
             assert by_system <= 1.05, read
-    assert read["alone everywhere each"][0] >= count, read  # or this test measures nothing
+    assert read["alone everywhere each"][0] >= count, read  # Otherwise this test would measure nothing.
 
 
 def test_a_checkpointer_reads_once_what_lies_far_away(tmp_path: pathlib.Path) -> None:
@@ -232,13 +232,13 @@ def test_a_checkpointer_reads_once_what_lies_far_away(tmp_path: pathlib.Path) ->
     with tr.Checkpointer(tmp / "run") as ckpt:
         ckpt.save(1, {"w": put(value)})
     found = {}
-    for far in (True, False):
-        Far.is_local = (lambda self, fd: False) if far else (lambda self, fd: True)
+    for on_network in (True, False):
+        NetworkDisk.is_local = (lambda self, fd: False) if on_network else (lambda self, fd: True)
         for read in (None, "each", "once"):
             with tr.Checkpointer(tmp / "run") as ckpt:
                 disk.nbytes = 0
                 restored = ckpt.restore({"w": put(value)}, read=read)
-                found[f"{far} {read}"] = [disk.nbytes / value.nbytes, same(restored["w"], value)]
+                found[f"{on_network} {read}"] = [disk.nbytes / value.nbytes, same(restored["w"], value)]
     report(found)
     """
     for result in run(tmp_path, body, processes=2):
@@ -250,7 +250,7 @@ def test_a_checkpointer_reads_once_what_lies_far_away(tmp_path: pathlib.Path) ->
 
 
 def test_damage_that_one_process_reads_is_known_to_all(tmp_path: pathlib.Path) -> None:
-    """Its share of a step is damaged; all go back to the step before, and without one all raise that."""
+    """One process reads damage. All processes fall back to the step before, or raise without one."""
     body = """
     value = bits(2048, 4096)
     with tr.Checkpointer(tmp / "run") as ckpt:
@@ -262,7 +262,7 @@ def test_damage_that_one_process_reads_is_known_to_all(tmp_path: pathlib.Path) -
         if INDEX == 1 and os.path.basename(ckpt.path(2)) in os.readlink(f"/proc/self/fd/{fd}") and found > 1 << 19:
             buffer[found // 2] ^= 1
         return found
-    Far.read = read
+    NetworkDisk.read = read
     like = {"w": put(value)}
     with tr.Checkpointer(tmp / "run") as ckpt:
         restored = ckpt.restore(like)
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_read_anew(tmp_path: pathlib.
                 begun.append(path)
                 tr.save(tmp / "a", {"w": value + 1}, processes="this", overwrite=True)
         return CountingDisk.stat(self, path)
-    Far.stat = stat
+    NetworkDisk.stat = stat
     found = tr.restore(tmp / "a", {"w": put(value)}, read="once")
     report([same(found["w"], value), same(found["w"], value + 1), len(begun)])
     """
@@ -303,7 +303,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_read_anew(tmp_path: pathlib.
 
 @pytest.mark.slow
 def test_a_process_that_dies_meanwhile_is_an_error_in_the_others(tmp_path: pathlib.Path) -> None:
-    """But for process 0, with which JAX ends the others."""
+    """Its peers raise an error. Process 0 is left out, because JAX ends all processes with it."""
     body = """
     value = bits(4096, 4096)
     if INDEX == 0:
@@ -313,7 +313,7 @@ def test_a_process_that_dies_meanwhile_is_an_error_in_the_others(tmp_path: pathl
         if INDEX == 1 and offset > 1 << 20:
             os.kill(os.getpid(), signal.SIGKILL)
         return CountingDisk.read(self, fd, buffer, offset)
-    Far.read = read
+    NetworkDisk.read = read
     report(caught(tr.restore, tmp / "a", {"w": put(value)}, read="once"))
     while INDEX == 0 and not (tmp / "report-2.json").exists():
         time.sleep(0.1)
@@ -324,6 +324,7 @@ def test_a_process_that_dies_meanwhile_is_an_error_in_the_others(tmp_path: pathl
 
 
 def test_processes_that_cannot_read_together_say_so_or_read_for_themselves(tmp_path: pathlib.Path) -> None:
+    """If processes cannot read together, "once" is an error and the default is "each"."""
     body = """
     value = bits(512, 4096)
     tr.save(tmp / "a", {"w": put(value), "v": put(value[0])})
@@ -359,7 +360,7 @@ def test_everything_is_dealt_once_in_equal_runs(nbytes: list[int], count: int, m
             by_process[process] += numbers
     assert sorted(n for own in by_process for n in own) == list(range(len(nbytes)))
     readers = [own for own in by_process if own]
-    assert all(own == list(range(own[0], own[-1] + 1)) for own in readers)  # one run of the disk
+    assert all(own == list(range(own[0], own[-1] + 1)) for own in readers)  # one contiguous run of bytes on disk
     fair = sum(nbytes) / max(1, min(count, sum(nbytes) >> 20))
     assert all(sum(nbytes[n] for n in own) <= fair + max(nbytes) for own in readers)
 
@@ -391,7 +392,7 @@ def test_what_comes_next_is_done_ahead_but_no_more() -> None:
     assert np.array_equal(list(ahead(jobs()[:3])), [0, 1, 2])
 
 
-# What an attack has found
+# A case that an attack has found
 
 
 def test_whatever_is_set_or_differs_nothing_wrong_comes_back(tmp_path: pathlib.Path) -> None:
@@ -520,6 +521,7 @@ def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathl
 @pytest.mark.rare
 @pytest.mark.slow
 def test_a_group_of_processes_may_be_busy_for_longer_than_backends_wait(tmp_path: pathlib.Path) -> None:
+    """A group that starts late does not time out, even after longer than backends wait."""
     body = """
     value, other = bits(512, 512), bits(512, 512)
     if INDEX == 0:
@@ -542,7 +544,7 @@ def test_a_group_of_processes_may_be_busy_for_longer_than_backends_wait(tmp_path
 
 @pytest.mark.parametrize("count", [2, 1024, 1025, 5000])
 def test_circles_of_those_that_read_together(count: int) -> None:
-    """Each process is in one, all in it know that, and messages from all of them fit into memory."""
+    """Each process is in one circle, all members agree on it, and their messages fit into memory."""
     processes = tuple(range(0, 3 * count, 3))
     found = {index: circle(processes, index) for index in processes}
     assert all(index in one for index, one in found.items())
@@ -553,7 +555,7 @@ def test_circles_of_those_that_read_together(count: int) -> None:
 
 @pytest.mark.long
 def test_devices_are_asked_for_only_when_something_goes_through_them(tmp_path: pathlib.Path) -> None:
-    """JAX makes them then, together with all processes, and waits for minutes for one that is dead."""
+    """JAX makes devices with all processes together, and waits minutes for a dead one."""
     body = """
     from treering._pytree import devices
     asked, can = [], devices.can_exchange
@@ -564,7 +566,7 @@ def test_devices_are_asked_for_only_when_something_goes_through_them(tmp_path: p
     sync("saved")
     found = []
     ckpts = tr.Checkpointer(tmp / "a")
-    Far.is_local = lambda self, fd: True  # and each process reads for itself what is there
+    NetworkDisk.is_local = lambda self, fd: True  # so each process reads for itself
     for options in ({}, {"read": "each"}, {"read": "once"}):
         found.append([same(ckpts.restore({"w": put(value)}, **options)["w"], value), len(asked)])
     report(found)

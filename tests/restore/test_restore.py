@@ -1,4 +1,4 @@
-"""Restoring: what a template decides, what is refused, and where arrays go."""
+"""Tests restoring: what a template decides, which differences are errors, and where arrays go."""
 
 import collections
 import itertools
@@ -91,6 +91,7 @@ def test_no_two_results_share_memory(saved: Any, mmap: bool) -> None:
 
 
 def test_aligned_arrays_are_adopted_from_the_mapped_file_without_a_copy(saved: Any) -> None:
+    """JAX arrays on a CPU use the memory of the mapped file, if it is aligned."""
     state = {str(n): jnp.full((1 << 18,), n, jnp.float32) for n in range(4)} | {"odd": jnp.ones(3)}
     path = saved(state)
     found = tr.restore(path, like=state)
@@ -199,6 +200,7 @@ def test_a_glob_for_like_differences_names_nothing_else(saved: Any) -> None:
 def test_no_more_lines_than_a_screen_has_and_names_are_compared_for_these_alone(
     saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An error has few lines, and looks for similar names only for those."""
     looks: list[str] = []
     monkeypatch.setattr(_differences, "closest", lambda path, names: looks.append(path) if names else None)
     names = ["".join(pair) for pair in itertools.product("abcdefghijklmnopqrst", repeat=2)]
@@ -243,7 +245,7 @@ def test_none_and_functions_are_no_arrays(saved: Any) -> None:
     for own, said in ((None, "None"), (jnp.tanh, "a function")):
         with pytest.raises(MismatchError, match=f"was: expected {said}, found float64.*; extra='ignore' or extra="):
             tr.restore(path, like=like | {"was": own})
-    for name, said in (("n", "None"), ("f", "a function")):  # and no path is the closest to itself
+    for name, said in (("n", "None"), ("f", "a function")):  # No path is suggested as the closest to itself.
         hint = rf"; missing='template' or missing=\['{name}'\]"
         with pytest.raises(MismatchError, match=rf"{name}: expected float64\[2\], found {said}{hint}"):
             tr.restore(path, like=like | {name: np.ones(2)})
@@ -489,7 +491,7 @@ def test_a_reader_during_an_overwrite_gets_the_old_or_the_new(tmp_path: pathlib.
     tr.save(path, {"x": np.zeros(1000)})
 
     class Overwritten(Disk):
-        """Another writer replaces the checkpoint just before its array file is opened."""
+        """A store in which another writer replaces the checkpoint just before its array file is opened."""
 
         times = 2
 
@@ -533,7 +535,7 @@ def test_arrays_are_the_same_by_the_public_way_of_making_them(
 ) -> None:
     if public:
         monkeypatch.setattr(place.jax_private, "put_shards", lambda: None)
-    else:  # the quick way must not have been given up for the other without a word
+    else:  # The public way must not have replaced the fast one without a log line.
         monkeypatch.delattr(place, "_put_publicly")
     mesh = mesh_of(2, 4)
     state = {
@@ -631,6 +633,7 @@ def test_an_array_file_that_is_cut_short_while_open_is_damage(saved: Any, mmap: 
 
 
 def test_a_number_becomes_an_array_without_axes_if_nothing_is_lost(tmp_path: pathlib.Path) -> None:
+    """A saved Python number restores into a 0-d array that can hold it exactly."""
     numbers = {"a": 0.5, "b": float("nan"), "c": -0.0, "d": 1.5 + 2j, "e": True, "f": 0.1, "g": 0.1j}
     tr.save(tmp_path / "c", numbers)
     skipped = dict.fromkeys("fg", ...)
@@ -689,7 +692,9 @@ def test_a_restore_that_finds_nothing_has_failed(tmp_path: pathlib.Path) -> None
             tr.restore(tmp_path / "c", like, **lenient)
     with pytest.raises(MismatchError, match=r"found none of the 1 \(such as 'w'\), so nothing would be restored"):
         tr.restore(tmp_path / "c", {"w": np.zeros(3)}, missing=["w"], extra="ignore")
-    assert tr.restore(tmp_path / "c", {"act": None}, **lenient) == {"act": None}  # nothing was asked for
+    assert tr.restore(tmp_path / "c", {"act": None}, **lenient) == {
+        "act": None
+    }  # The template wants nothing from the checkpoint.
     assert tr.restore(tmp_path / "c", ..., **lenient) is ...
     found = tr.restore(tmp_path / "c", {"model": {"w": np.zeros(3)}, "new": np.zeros(1)}, **lenient)
     assert found["model"]["w"].sum() == 3
@@ -732,6 +737,7 @@ def test_numbers_that_overflow_do_so_only_when_asked(tmp_path: pathlib.Path) -> 
 def test_the_log_counts_what_came_from_the_checkpoint_and_says_what_did_not(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log counts the restored leaves, and names those that were not restored."""
     tr.save(tmp_path / "c", {"w": np.ones(3), "ema": {"a": 1, "b": 2}, "f": jnp.tanh, "n": None, "later": 5})
     like = {"w": np.zeros(3), "f": jnp.tanh, "n": None, "later": ...}
     with caplog.at_level("INFO"):
@@ -742,7 +748,7 @@ def test_the_log_counts_what_came_from_the_checkpoint_and_says_what_did_not(
 
 @pytest.mark.long
 def test_a_function_sees_typed_keys_without_a_template(tmp_path: pathlib.Path) -> None:
-    """As with one: their own shapes, not those of their data."""
+    """A function passed as `sharding=` sees the shapes of keys, not those of their data."""
     keys = {"one": jax.random.key(1), "many": jax.random.split(jax.random.key(2), 8)}
     tr.save(tmp_path / "c", keys)
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Arrays restored to where they were: the shardings that are recorded."""
+"""Tests recorded shardings, and restores that place arrays where they were."""
 
 import pathlib
 from typing import Any
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compat
 
 @pytest.fixture
 def spread(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
-    """A checkpoint of arrays on a mesh of 4 x 2 devices, and of others."""
+    """Saves arrays on a mesh of 4 x 2 devices, and arrays elsewhere."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
     tree = {
@@ -46,7 +46,7 @@ def assert_as_saved(found: Any, tree: Any) -> None:
 @pytest.mark.long
 def test_arrays_go_where_they_were(spread: Any, tmp_path: pathlib.Path) -> None:
     path, tree = spread
-    assert_as_saved(tr.restore(path, sharding="saved"), tree)  # on a mesh like the one that was
+    assert_as_saved(tr.restore(path, sharding="saved"), tree)  # on a mesh like the saved one
     shapes = tr.open(path).abstract()
     found = tr.restore(path, {**shapes, "numpy": tree["numpy"]}, sharding="saved")
     assert_as_saved({**found, "alone": tree["alone"]}, tree)
@@ -90,6 +90,7 @@ def test_what_cannot_go_where_it_was_is_refused(
 
 @pytest.mark.parametrize("axes", [(0, 1), (("a", 1), "b"), ("a", 1)])
 def test_meshes_whose_axes_have_other_names_than_text_are_not_recorded(tmp_path: pathlib.Path, axes: Any) -> None:
+    """A mesh whose axis names are not text is not recorded."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), axes)
     for spec in (PartitionSpec(), PartitionSpec(axes[1])):
         x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))

@@ -1,4 +1,4 @@
-"""Calls within a function that JAX traces: each says what to do instead."""
+"""Tests calls within a function that JAX traces: each raises an error that says what to do instead."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Rules against NumPy: every box of what a rule makes is the same part of what NumPy makes of the whole."""
+"""Compares rules with NumPy: each box of a rule's result is the same part of the array that NumPy makes."""
 
 import inspect
 import pathlib
@@ -183,7 +183,10 @@ def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
     stacked = views.transposed(views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
     split = views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
     for box, rows in {
-        ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): ((3, 9), (0, 8)),  # an axis that was split, along its first
+        ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): (
+            (3, 9),
+            (0, 8),
+        ),  # a box along the first part of an axis that was split
         ((0, 3), (1, 2), (0, 4), (0, 4), (0, 1), (0, 3)): ((0, 12), (4, 8)),  # and another, transposed
         ((0, 3), (1, 2), (0, 4), (2, 3), (0, 1), (1, 2)): ((7, 8), (4, 8)),
         ((0, 3), (0, 2), (1, 3), (2, 3), (0, 1), (0, 3)): ((6, 9), (1, 7)),  # along its second: between the ends
@@ -193,7 +196,7 @@ def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
 
 
 class Memory:
-    """Reads arrays from memory, and counts the elements it reads of each."""
+    """A source that reads arrays from memory, and counts the elements that are read of each."""
 
     def __init__(self, **arrays: np.ndarray):
         self.arrays, self.looks = arrays, dict.fromkeys(arrays, 0)
@@ -313,7 +316,7 @@ def test_a_part_of_tiled_and_padded_arrays_reads_itself_alone() -> None:
 
 
 def expanded(scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
-    """A scale for each element."""
+    """Returns a scale for each element."""
     for axis, (size, count) in enumerate(zip(shape, block, strict=True)):
         scales = np.repeat(scales, count, axis)[(slice(None),) * axis + (slice(size),)]
     return scales
@@ -355,7 +358,7 @@ def test_boxes_of_scaled_arrays(data: st.DataObject) -> None:
     box = drawn_box(data, shape)
     found = memory.read(made["w"], box)
     wanted = np.frombuffer(part_of(expected, box), found.dtype).reshape(found.shape)
-    # Whether a product of two NaNs has the bits of the one or of the other is up to the instructions that NumPy takes.
+    # The processor instructions that NumPy uses decide which of two NaNs gives a product its bits.
     numbers = ~np.isnan(found.astype(np.float64))
     assert np.array_equal(numbers, ~np.isnan(wanted.astype(np.float64)))
     assert found[numbers].tobytes() == wanted[numbers].tobytes()
@@ -384,7 +387,7 @@ def test_scaled_values_are_rounded_to_float32_and_once_more() -> None:
 
 @pytest.fixture
 def quantized(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
-    """A file with weights as DeepSeek's have them, and what they are when they are scaled."""
+    """Writes a file with quantized weights like those of DeepSeek, and returns it with the scaled weights."""
     rng = np.random.default_rng(0)
     stored, expected = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for n, shape in enumerate([(512, 256), (576, 384), (256, 200)]):
@@ -561,7 +564,7 @@ def test_rules_are_applied_in_order_and_back_again(layers: pathlib.Path, tmp_pat
     assert not tr.diff(layers, tmp_path / "back")
     state = tree()
     assert_same(tr.restore(tmp_path / "there", state, rules=back), state)
-    # The same on the way out of a live tree, in the background, and below a path.
+    # The same when a live tree is saved, in the background, and below a path.
     for n, save in enumerate((tr.save, lambda *a, **k: tr.save_async(*a, **k).result())):
         save(tmp_path / f"live-{n}", state, rules=there)
         assert not tr.diff(tmp_path / "there", tmp_path / f"live-{n}")
@@ -720,6 +723,7 @@ def test_rules_for_many_leaves_pass_over_none_and_functions(
     ],
 )
 def test_a_rule_for_none_alone_or_for_none_and_arrays_is_a_mistake(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
+    """A rule that names a None, or groups one with arrays, is an error."""
     tree = {**LAYERS_WITH_NONE, "layers": [*LAYERS_WITH_NONE["layers"], {"bias": np.ones(2)}]}
     tr.save(tmp_path / "c", tree)
     with pytest.raises(MismatchError, match="is not an array but None"):
@@ -743,7 +747,7 @@ def test_a_function_that_returns_something_else_is_found_out(layers: pathlib.Pat
 
 @pytest.mark.long
 def test_what_a_function_changes_in_place_is_its_own(tmp_path: pathlib.Path) -> None:
-    tree = {"x": numbers(3 << 20, 2)}  # more than is written at a time
+    tree = {"x": numbers(3 << 20, 2)}  # more bytes than are written at a time
 
     def doubled(array: np.ndarray) -> np.ndarray:
         array *= 2
@@ -868,7 +872,7 @@ def test_keys_that_become_text_beside_new_names_are_logged(
 
 @pytest.fixture
 def replicated(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
-    """A state as programs with `pmap` saved it: one copy for each of 4 devices along a leading axis, and raw keys."""
+    """Saves a state like programs with `pmap`: one copy for each of 4 devices along a leading axis, and raw keys."""
     data = np.arange(8, dtype=np.uint32).reshape(4, 2)
     state = {"params": {"w": numbers(6, 3)}, "step": np.int32(7), "rng": np.array([1, 2], np.uint32)}
     spread = jax.tree.map(lambda x: np.stack([x] * 4), state)
@@ -880,6 +884,7 @@ def replicated(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
 def test_a_replicated_state_with_raw_keys_restores_into_one_with_typed_keys(
     replicated: Any, tmp_path: pathlib.Path
 ) -> None:
+    """Rules turn a state saved under `pmap` with raw keys into one with typed keys."""
     path, state = replicated
     changes = [rules.take("**", 0), rules.wrap_key_data("rng"), rules.wrap_key_data("dropout")]
     like = {**state, "rng": jax.random.key(0), "dropout": jax.random.key(0)}
@@ -893,12 +898,12 @@ def test_a_replicated_state_with_raw_keys_restores_into_one_with_typed_keys(
             assert (jax.random.key_data(restored[name]) == state[name]).all()
         assert_same({"w": np.asarray(restored["params"]["w"])}, {"w": state["params"]["w"]})
         assert int(restored["step"]) == 7
-    tr.convert(path, tmp_path / "new", rules=changes)  # after which no rules are needed
+    tr.convert(path, tmp_path / "new", rules=changes)  # After that no rules are needed.
     assert not tr.diff(tmp_path / "new", tr.restore(path, like=like, rules=changes))
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     live = jax.device_put(tr.restore(path), jax.NamedSharding(mesh, jax.P("x")))
-    tr.save(tmp_path / "saved", live, rules=changes)  # on the way out, a copy on each device
+    tr.save(tmp_path / "saved", live, rules=changes)  # The save puts a copy on each device.
     assert not tr.diff(tmp_path / "saved", tmp_path / "new")
     tr.convert(path, tmp_path / "orbax", format="orbax", rules=changes)
     assert tr.restore(tmp_path / "orbax")["rng"] == jax.random.wrap_key_data(state["rng"])
@@ -928,7 +933,7 @@ def test_key_data_becomes_keys_of_its_implementation(tmp_path: pathlib.Path, imp
     spread = view.restore(sharding=None, like={"keys": jax.device_put(keys, jax.NamedSharding(mesh, jax.P("x")))})
     assert (jax.random.key_data(spread["keys"]) == jax.random.key_data(keys)).all()
     assert spread["keys"].sharding.spec == jax.P("x")
-    # One of them, of keys and of their data alike: the axis of the data is no axis of the keys.
+    # One of the copies, of keys and of their data: the keys do not have the axis of their data.
     for one in (view.apply([rules.take("keys", 3)]), tr.open(tmp_path / "c").apply([rules.take("keys", 3, axis=-1)])):
         assert (jax.random.key_data(one.restore()["keys"]) == jax.random.key_data(keys[3])).all()
 
@@ -940,13 +945,13 @@ def test_data_of_another_size_or_implementation_is_no_key(tmp_path: pathlib.Path
         ckpt.apply([rules.wrap_key_data("rng")])
     with pytest.raises(MismatchError, match="one is uint32"):
         ckpt.apply([rules.wrap_key_data("one", "rbg")])
-    with pytest.raises(UnsupportedError, match="as a philox key"):  # which nobody has registered here
+    with pytest.raises(UnsupportedError, match="as a philox key"):  # JAX does not know this implementation
         ckpt.apply([rules.wrap_key_data("rng", "philox")]).select("rng").restore()
     assert ckpt.apply([rules.wrap_key_data("rng", "rbg")]).restore()["rng"].shape == (3,)
 
 
 def test_an_index_reads_what_it_takes_and_no_more() -> None:
-    """Of 8 copies one is read; with a box of that, the box alone."""
+    """`take` reads one of 8 copies, and for a box of it only that box."""
     entry = ArrayEntry("w", "numpy", "float32", (8, 100, 50))
     (leaf,) = rules.take("w", 3).apply(views.leaves_of({"w": entry})).values()
     assert leaf.array.shape == (100, 50)
