@@ -675,10 +675,10 @@ def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathl
         body = file.read_bytes()
         start = body.index(b'"name":"') + 8
         seal(file, body[start : body.index(b'"', start)], name.encode())
-        with pytest.raises(UnsupportedError, match="not the name of a file beside"):
+        with pytest.raises(UnsupportedError, match="not the name of a file next to"):
             tr.open(file.parent)
         loop(tmp_path / "run", [step + 5], tr.keep.last(1))
-        with pytest.raises(UnsupportedError, match="not the name of a file beside"):
+        with pytest.raises(UnsupportedError, match="not the name of a file next to"):
             tr.Checkpointer(tmp_path / "run").delete(step)
         assert precious.read_text() == "mine" and file.exists()
 

@@ -571,7 +571,7 @@ def test_a_copy_that_comes_second_touches_nothing(monkeypatch: pytest.MonkeyPatc
         copy_all(tmp_path / "c", path := "copies://tests/c")
         there = [stores.of(path).stat(f"{path}/{name}") for name in _names(path)]
         monkeypatch.setattr(copying.OneCopy, "is_same", lambda *_, **__: None)  # another copy was made after this check
-        with pytest.raises(ExistsError, match="meanwhile; it is untouched"):
+        with pytest.raises(ExistsError, match="meanwhile; it is unchanged"):
             copy_all(tmp_path / "c", path)
         look = copying.summary.look  # here after the second check
         monkeypatch.setattr(copying.summary, "look", lambda at, path: None if "://" in path else look(at, path))
