@@ -18,7 +18,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test durations thorough quick lint docs bench gpu gpu-wheels torture torture-buckets torture-kills damage fuzz elsewhere all-tools \
+.PHONY: demo test durations thorough quick lint docs bench gpu gpu-wheels faults-disk faults-bucket faults-process damage fuzz elsewhere all-tools \
   lowest newest clean
 
 demo: $(VENV)/demo
@@ -32,16 +32,16 @@ test: $(VENV)/test
 durations: $(VENV)/test
 	TEST_DURATIONS=.durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
-# All of what `make test` takes a part of (tests/samples.py).
+# All of what `make test` takes a part of (tests/sampling.py).
 thorough: $(VENV)/test
-	TEST_EVERY=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
+	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
 
 quick: $(VENV)/test
 	$(RUN) -m pytest -m "not slow and not long" -n 2
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
-torture: $(VENV)/test
-	PYTHONPATH=tests $(RUN) -m crashes.torture --write benchmarks/results/crashes.md
+faults-disk: $(VENV)/test
+	PYTHONPATH=tests $(RUN) -m crashes.campaign --write benchmarks/results/crashes.md
 
 lint: $(VENV)/lint
 	$(RUN) -m ruff check .
@@ -97,13 +97,13 @@ newest: .venv-newest/done
 endif
 
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.
-torture-buckets: $(VENV)/test
+faults-bucket: $(VENV)/test
 	PYTHONPATH=tests $(RUN) -m buckets --write benchmarks/results/buckets.md
 
 # SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
 # saves in one process: takes some twenty minutes on two cores.
-torture-kills: $(VENV)/test
-	$(RUN) -m tests.torture.kills --write benchmarks/results/kills.md
+faults-process: $(VENV)/test
+	$(RUN) -m tests.fault_injection.kills --write benchmarks/results/kills.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz wheels

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 
 from . import (
+    chart,
     contestants,
     converting,
     loop,
@@ -15,7 +16,6 @@ from . import (
     objects,
     opening,
     operations,
-    picture,
     planning,
     processes,
     reading,
@@ -36,7 +36,7 @@ _NOTE = (
     "CheckpointManager there. The bucket is a Python server on this machine; its floor is obstore with the same "
     "objects and as many in flight, into new arrays. Orbax writes to no bucket but Google's."
 )
-_APART = [
+_SEPARATE = [
     "memory",
     "open",
     "loop",
@@ -47,7 +47,7 @@ _APART = [
     "planning",
     "objects",
 ]  # each by itself
-_NAMES = [*operations.OPERATIONS, *_APART, *states.STATES]
+_NAMES = [*operations.OPERATIONS, *_SEPARATE, *states.STATES]
 
 
 def main() -> None:
@@ -66,20 +66,20 @@ def main() -> None:
     print(text)
     if arguments.write:
         put(arguments.write, text)
-        if not arguments.only and os.path.samefile(arguments.write, picture.PAGE):
-            picture.draw()
+        if not arguments.only and os.path.samefile(arguments.write, chart.PAGE):
+            chart.draw()
 
 
 def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
     """All rows, operation by operation. An operation without a state means all states, and the other way round."""
     chosen = [name for name in operations.OPERATIONS if name in only]
     arenas = [name for name in states.STATES if name in only]
-    if arenas and not chosen and not only.intersection(_APART):
+    if arenas and not chosen and not only.intersection(_SEPARATE):
         chosen = list(operations.OPERATIONS)
     rows: dict[str, list[table.Row]] = {name: [] for name in chosen}
     for state in (arenas or states.STATES) if chosen else ():
         place = os.path.join(directory, state)
-        with operations.enter(state, contestants.everyone(), place, repeats) as arena:
+        with operations.enter(state, contestants.all_contestants(), place, repeats) as arena:
             for name in chosen:
                 rows[name] += operations.OPERATIONS[name](arena)
     found = [row for name in chosen for row in rows[name]]

@@ -32,7 +32,7 @@ class Contestant:
 WITH_SHARDINGS = ("treering", "Orbax v0", "Orbax v1")  # those that know of several devices and processes
 
 
-def everyone() -> list[str]:
+def all_contestants() -> list[str]:
     return [*WITH_SHARDINGS, "safetensors", *(["torch DCP"] if importlib.util.find_spec("torch") else [])]
 
 
@@ -54,7 +54,7 @@ def treering_into_numpy(state: Any) -> Contestant:
     return dataclasses.replace(treering(state), restore=tr.restore)
 
 
-def treering_on_own_disks(state: Any) -> Contestant:
+def treering_per_host_storage(state: Any) -> Contestant:
     """A run with a local disk of each process, as each host has one; `begin` makes the processes meet."""
     import treering as tr
 
@@ -169,7 +169,7 @@ MAKERS: dict[str, Callable[[Any], Contestant]] = {
     "treering": treering,
     "treering, verify=False": functools.partial(treering, verify=False),
     "treering into NumPy": treering_into_numpy,
-    "treering on own disks": treering_on_own_disks,
+    "treering on own disks": treering_per_host_storage,
     "Orbax v0": orbax_v0,
     "Orbax v1": orbax_v1,
     "safetensors": safetensors,

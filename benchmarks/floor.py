@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-_BUFFER = 4 << 20
+_BUFFER_BYTES = 4 << 20
 _WRITERS = 4
 _READERS = 4
 
@@ -18,14 +18,14 @@ def write_large(path: str, views: Sequence[np.ndarray]) -> None:
     """Direct writes of whole buffers into a preallocated file; durable."""
     chunks = list(_chunks(views))
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT)
-    os.posix_fallocate(fd, 0, _BUFFER * (len(chunks) - 1) + _whole_pages(_length(chunks[-1])))
+    os.posix_fallocate(fd, 0, _BUFFER_BYTES * (len(chunks) - 1) + _whole_pages(_length(chunks[-1])))
 
     def put(buffer: mmap.mmap, n: int) -> None:
         target = np.frombuffer(buffer, np.uint8)
         for begin, view in chunks[n]:
             np.copyto(target[begin : begin + len(view)], view)
         size = _whole_pages(_length(chunks[n]))
-        assert os.pwrite(fd, memoryview(buffer)[:size], n * _BUFFER) == size
+        assert os.pwrite(fd, memoryview(buffer)[:size], n * _BUFFER_BYTES) == size
 
     _in_threads(_WRITERS, put, len(chunks))
     _sync(fd, path)
@@ -45,9 +45,9 @@ def read_large(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def get(buffer: mmap.mmap, n: int) -> None:
-        os.preadv(fd, [buffer], n * _BUFFER)
+        os.preadv(fd, [buffer], n * _BUFFER_BYTES)
 
-    _in_threads(_READERS, get, -(-os.fstat(fd).st_size // _BUFFER))
+    _in_threads(_READERS, get, -(-os.fstat(fd).st_size // _BUFFER_BYTES))
     os.close(fd)
 
 
@@ -69,10 +69,10 @@ def _chunks(views: Sequence[np.ndarray]) -> Iterator[Slices]:
     for view in views:
         rest = view
         while len(rest):
-            part, rest = rest[: _BUFFER - filled], rest[_BUFFER - filled :]
+            part, rest = rest[: _BUFFER_BYTES - filled], rest[_BUFFER_BYTES - filled :]
             chunk.append((filled, part))
             filled += len(part)
-            if filled == _BUFFER:
+            if filled == _BUFFER_BYTES:
                 yield chunk
                 chunk, filled = [], 0
     if chunk:
@@ -95,7 +95,7 @@ def _in_threads(count: int, work: Callable[[mmap.mmap, int], None], jobs: int) -
 
     def loop() -> None:
         try:
-            buffer = mmap.mmap(-1, _BUFFER, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            buffer = mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             buffer.madvise(mmap.MADV_HUGEPAGE)  # few segments per request: the disk takes them faster, and evenly so
             for n in rest:
                 work(buffer, n)

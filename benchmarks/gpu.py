@@ -104,12 +104,12 @@ def rows(directory: str, mib: int, repeats: int) -> list[list[str]]:
         jax.block_until_ready(state)
         place = os.path.join(directory, name)
         os.mkdir(place)
-        found += _rows_of(place, name, state, like, repeats)
+        found += _placement_rows(place, name, state, like, repeats)
     found.append(_memory(directory, mib))
     return found
 
 
-def _rows_of(place: str, name: str, state: Any, like: Any, repeats: int) -> list[list[str]]:
+def _placement_rows(place: str, name: str, state: Any, like: Any, repeats: int) -> list[list[str]]:
     numbers = iter(range(1_000_000))
     new: Callable[[], str] = lambda: os.path.join(place, str(next(numbers)))  # noqa: E731
     on_host = [np.asarray(leaf + 0) for leaf in state.values()]

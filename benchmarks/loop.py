@@ -18,10 +18,10 @@ from . import measure
 from .table import Row
 
 _STATE = (8, 1810, 1810)  # float32: 105 MB
-_STEPS, _STEP = 15, 0.2  # seconds
-_SHORT_STEPS, _SHORT_STEP = 60, 0.05  # seconds: no library saves within one of them
-_SKIPPED = 10_000
-_LISTED = 1_000
+_STEPS, _STEP_SECONDS = 15, 0.2  # seconds
+_SHORT_STEPS, _SHORT_STEP_SECONDS = 60, 0.05  # seconds: no library saves within one of them
+_SKIPPED_CALLS = 10_000
+_LISTED_STEPS = 1_000
 
 Save = Callable[[int, Any], object]  # true when it has begun to save
 Saver = Callable[[str], tuple[Save, Callable[[], object]]]  # what saves into a directory, and what ends it
@@ -31,27 +31,27 @@ def rows(directory: str, repeats: int) -> list[Row]:
     place = os.path.join(directory, "loop")
     os.mkdir(place)
     each = {"none": _none, "floor": _plain, "treering": _treering, "Orbax v0": _orbax}
-    lost, _ = _lost(each, _STEPS, _STEP, place, repeats)
+    lost, _ = _lost(each, _STEPS, _STEP_SECONDS, place, repeats)
     lost = {name: max(seconds, 1e-3) for name, seconds in lost.items()}  # below which the loop's own times differ
     skipping = {
         "none": _none,
         "treering": functools.partial(_treering, when_busy="skip"),
         "Orbax v0": functools.partial(_orbax, continuous=True),
     }
-    lost_then, between = _lost(skipping, _SHORT_STEPS, _SHORT_STEP, place, repeats)
+    lost_then, between = _lost(skipping, _SHORT_STEPS, _SHORT_STEP_SECONDS, place, repeats)
     shutil.rmtree(place)
     state = f"{np.prod(_STATE) * 4 / 1e6:.0f} MB"
     return [
-        Row("lost per step by saving each", f"{state}, {_STEP} s", "ms", lost),
+        Row("lost per step by saving each", f"{state}, {_STEP_SECONDS} s", "ms", lost),
         Row(
             "lost per save by saving whenever none is under way",
-            f"{state}, {_SHORT_STEP} s",
+            f"{state}, {_SHORT_STEP_SECONDS} s",
             "ms",
             {name: max(lost_then[name] * between[name], 1e-3) for name in between},
         ),
-        Row("steps from one save to the next then", f"{state}, {_SHORT_STEP} s", "", between),
+        Row("steps from one save to the next then", f"{state}, {_SHORT_STEP_SECONDS} s", "", between),
         Row("a `save` that is skipped", "–", "µs", {"treering": _skipped(directory)}),
-        Row("list the steps of a run", f"{_LISTED:,} steps", "ms", {"treering": _listed(directory)}),
+        Row("list the steps of a run", f"{_LISTED_STEPS:,} steps", "ms", {"treering": _listed(directory)}),
     ]
 
 
@@ -161,10 +161,10 @@ def _skipped(directory: str) -> float:
     with tr.Checkpointer(os.path.join(directory, "skipped"), save_every=1 << 30, save_on_preemption=True) as ckpts:
 
         def all_of_them() -> None:
-            for number in range(1, _SKIPPED + 1):
+            for number in range(1, _SKIPPED_CALLS + 1):
                 ckpts.save(number, None)
 
-        return measure.seconds(all_of_them) / _SKIPPED
+        return measure.seconds(all_of_them) / _SKIPPED_CALLS
 
 
 def _listed(directory: str) -> float:
@@ -172,6 +172,6 @@ def _listed(directory: str) -> float:
 
     run = os.path.join(directory, "listed")
     with tr.Checkpointer(run) as ckpts:
-        for number in range(_LISTED):
+        for number in range(_LISTED_STEPS):
             ckpts.save(number, {"x": number})
     return min(measure.seconds(lambda: tr.steps(run)) for _ in range(3))

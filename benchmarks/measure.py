@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-_SLOW = 1.0  # seconds a round
+_SLOW_SECONDS = 1.0  # seconds a round
 _SLOW_ROUNDS = 2
 
 
@@ -37,7 +37,7 @@ def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, flo
     spent = dict.fromkeys(names, 0.0)
     for n in range(repeats):
         for name in order.sample(names, len(names)):
-            if n >= _SLOW_ROUNDS and spent[name] > _SLOW * len(results[name]):
+            if n >= _SLOW_ROUNDS and spent[name] > _SLOW_SECONDS * len(results[name]):
                 continue
             begun = time.perf_counter()
             results[name].append(runs[name]())

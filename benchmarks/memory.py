@@ -18,15 +18,15 @@ from . import contestants, states
 from .table import Row
 
 _STATE = "large"
-_INTERVAL = 0.005
+_SAMPLE_SECONDS = 0.005
 _FIELDS = ("Anonymous:", "Pss_Shmem:")  # buffers for direct I/O are shared memory to the kernel
-_WHO = {"treering": contestants.treering, "Orbax v0": contestants.orbax_v0}
+_LIBRARIES = {"treering": contestants.treering, "Orbax v0": contestants.orbax_v0}
 
 
 def rows(directory: str) -> list[Row]:
     """Bytes; a restored state counts as its own, not as memory over it, wherever it is anonymous."""
     found: dict[str, dict[str, float]] = {"save": {}, "restore": {}}
-    for who in _WHO:
+    for who in _LIBRARIES:
         path = os.path.join(directory, who)
         for operation, peaks in found.items():  # the restore is of what the save has left
             command = [sys.executable, "-m", "benchmarks.memory", who, operation, path]
@@ -39,16 +39,16 @@ def rows(directory: str) -> list[Row]:
 def _child(who: str, operation: str, path: str) -> None:
     warm = path + "-warm"
     tiny = {"w": jax.numpy.zeros(4)}
-    first = _WHO[who](tiny)  # what is loaded and started once per process is not the operation's
+    first = _LIBRARIES[who](tiny)  # what is loaded and started once per process is not the operation's
     first.save(warm)
     first.restore(warm)
     shutil.rmtree(warm)
     if operation == "save":
-        contestant = _WHO[who](states.make(_STATE))
+        contestant = _LIBRARIES[who](states.make(_STATE))
         print(_peak(lambda: contestant.save(path)))
     else:
         template = states.template(_STATE)
-        contestant = _WHO[who](template)
+        contestant = _LIBRARIES[who](template)
         peak = _peak(lambda: contestant.restore(path))
         # Treering's arrays are the mapped file: nothing of them is anonymous.
         print(peak if who == "treering" else peak - states.nbytes(template))
@@ -62,7 +62,7 @@ def _peak(work: Callable[[], object]) -> int:
     over = threading.Event()
 
     def sample() -> None:
-        while not over.wait(_INTERVAL):
+        while not over.wait(_SAMPLE_SECONDS):
             seen.append(_in_use())
 
     sampler = threading.Thread(target=sample)

@@ -20,14 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from treering._core.boxes import Box, box_shape
 from treering._core.entries import ArrayEntry, Entry
 from treering._processes import assignment
-from treering._processes.assignment import Share
+from treering._processes.assignment import Assignment
 from treering._processes.layouts import Holders, Layout
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, Described, LocalShard
-from treering._pytree.walk import Walk
+from treering._pytree.walk import FlatTree
 from treering._threads.python_gc import gc_paused
 from treering.formats.treering import layout, manifest
-from treering.formats.treering.layout import ArrayFile
+from treering.formats.treering.layout import PlannedFile
 from treering.formats.treering.manifest_fields import File, Manifest
 
 from .table import Row
@@ -36,10 +36,10 @@ _PROCESSES = 4_096
 _DEVICES = 4  # of each
 _LAYERS = 100
 _WIDTH = 4_096
-_MANY = 24 * _PROCESSES
+_MANY_LEAVES = 24 * _PROCESSES
 _STATES = {
     (kind, processes): f"{leaves}, {processes:,} processes"
-    for processes in (_PROCESSES, _MANY)
+    for processes in (_PROCESSES, _MANY_LEAVES)
     for kind, leaves in (
         ("transformer", f"{10 * _LAYERS:,} leaves"),
         ("shapes", "1,000 leaves of 100 shapes"),
@@ -119,26 +119,26 @@ def _child(kind: str, processes: int) -> None:
     shape = (_PROCESSES, processes // _PROCESSES, _DEVICES)  # more processes are more replicas
     mesh = Mesh(np.array(devices).reshape(shape), ("fsdp", "replica", "tensor"))
     states = {"shapes": _hundred_shapes, "split": _split, "transformer": _transformer}
-    walked = walk.walk(states[kind](mesh))
-    named = zip(walked.paths, walked.leaves, strict=True)
+    flat_tree = walk.flatten_tree(states[kind](mesh))
+    named = zip(flat_tree.paths, flat_tree.leaves, strict=True)
     entries: list[Entry] = [ArrayEntry(path, "jax", "float32", leaf.shape) for path, leaf in named]
-    shardings = {n: leaf.sharding for n, leaf in enumerate(walked.leaves)}
+    shardings = {n: leaf.sharding for n, leaf in enumerate(flat_tree.leaves)}
     catalogue = Catalogue(entries, {}, shardings, set(shardings), [None] * len(entries))
     before = _forget_peak()
     begun = time.perf_counter()
     with gc_paused():  # as in a save
-        shares = assignment.plan(catalogue, processes)
-        shards, _ = assignment.to_stage(_described(catalogue, shares), shares, 0)
+        shares = assignment.assign(catalogue, processes)
+        shards, _ = assignment.select_shards(_described(catalogue, shares), shares, 0)
         pieces = assignment.pieces(entries, shards, shares, 0)
         (file,) = layout.plan(entries, pieces)
-        encoded = _manifest(walked, catalogue, shares, file, processes)
+        encoded = _manifest(flat_tree, catalogue, shares, file, processes)
     taken = time.perf_counter() - begun
     peak = _memory("VmHWM:") - before
     assert len(manifest.decode(encoded, "manifest").leaves) == len(entries)
     print(json.dumps({"plan of a save": taken, "memory of the plan": peak, "size of the manifest": len(encoded)}))
 
 
-def _described(catalogue: Catalogue, shares: Mapping[int, Share]) -> Described:
+def _described(catalogue: Catalogue, shares: Mapping[int, Assignment]) -> Described:
     """What process 0 has, without the memory that would take."""
     found: list[tuple[LocalShard, Any]] = []
     for leaf in shares:
@@ -159,7 +159,7 @@ def _held(holders: Holders) -> list[int]:
 
 
 def _manifest(
-    walked: Walk, catalogue: Catalogue, shares: Mapping[int, Share], file: ArrayFile, processes: int
+    flat_tree: FlatTree, catalogue: Catalogue, shares: Mapping[int, Assignment], file: PlannedFile, processes: int
 ) -> bytes:
     """The manifest when every process has written a file like that of process 0."""
     size, header, checksum = len(file.header) + file.nbytes, len(file.header), manifest.xxh3(file.header)
@@ -174,7 +174,7 @@ def _manifest(
             files=[File(name, size, header, checksum) for name in names],
             layouts=rows.layouts,
             holders=rows.holders,
-            tree=list(walked.skeleton),
+            tree=list(flat_tree.skeleton),
             leaves=rows.leaves,
         )
     )

@@ -30,10 +30,10 @@ def rows(directory: str, repeats: int) -> list[Row]:
             ),
             *operations.cold(arena),
         ]
-    return [dataclasses.replace(row, state=_STATE) for row in (*found, *_own_disks(place, repeats))]
+    return [dataclasses.replace(row, state=_STATE) for row in (*found, *_per_host_storage(place, repeats))]
 
 
-def _own_disks(place: str, repeats: int) -> list[Row]:
+def _per_host_storage(place: str, repeats: int) -> list[Row]:
     """Saves on a local disk of each process, which are one here, and copies from there."""
     times: list[tuple[float, float, float]] = []
     with workers.job("treering on own disks", "sharded", count=_PROCESSES) as job:

@@ -25,17 +25,17 @@ from typing import Any
 import greenlet
 import numpy as np
 
-from treering._processes import host, multi_process, tree
+from treering._processes import call_tree, host_relay, multi_process
 from treering._processes.job_store import JobStore
-from treering._processes.multi_process import History, MultiProcess
+from treering._processes.multi_process import History, MultiProcessCall
 from treering.errors import PeerError
 
 from .table import markdown
 
-SERVED = 10_000  # requests a second that the store answers: what that of JAX does on a core of its own
-WAY = 0.0005  # seconds there and back, the median; log-normal
-PER_HOST = 8  # processes, whose sockets are taken for perfect
-SIZES = (16, 1_000, 10_000, 100_000)
+REQUESTS_PER_SECOND = 10_000  # requests a second that the store answers: what that of JAX does on a core of its own
+ROUND_TRIP_SECONDS = 0.0005  # seconds there and back, the median; log-normal
+PROCESSES_PER_HOST = 8  # processes, whose sockets are taken for perfect
+PROCESS_COUNTS = (16, 1_000, 10_000, 100_000)
 _MARKS = ("<!-- simulation -->", "<!-- end -->")
 
 
@@ -88,15 +88,15 @@ class Server:
         self._waiting: dict[str, list[Callable[[str], None]]] = collections.defaultdict(list)
         self._free = 0.0
         self.requests: list[float] = []  # when each was answered
-        self.nbytes = self.most = 0  # of names and values that it holds, now and at most
+        self.nbytes = self.max_nbytes = 0  # of names and values that it holds, now and at most
 
     def ask(self, answer: Callable[[], Any]) -> Any:
         """What a request gives, when it has gone there, stood in line and come back."""
         world = self._world
-        there = float(world.random.lognormal(np.log(WAY / 2), 0.5))
+        there = float(world.random.lognormal(np.log(ROUND_TRIP_SECONDS / 2), 0.5))
 
         def arrive(back: Callable[[Any], None]) -> None:
-            self._free = max(self._free, world.now + there) + 1 / SERVED
+            self._free = max(self._free, world.now + there) + 1 / REQUESTS_PER_SECOND
             self.requests.append(self._free)
             world.at(self._free, lambda: world.at(world.now + there, functools.partial(back, answer())))
 
@@ -109,7 +109,7 @@ class Server:
             bisect.insort(self._names, key)
         self.values[key] = value
         self.nbytes += len(key) + len(value)
-        self.most = max(self.most, self.nbytes)
+        self.max_nbytes = max(self.max_nbytes, self.nbytes)
         for told in self._waiting.pop(key, ()):
             told(value)
 
@@ -123,7 +123,9 @@ class Server:
 
     def below(self, key: str) -> list[tuple[str, str]]:
         first = bisect.bisect_left(self._names, key)
-        names = itertools.takewhile(lambda name: name.startswith(key), self._names[first : first + 2 * tree.FAN_OUT])
+        names = itertools.takewhile(
+            lambda name: name.startswith(key), self._names[first : first + 2 * call_tree.FAN_OUT]
+        )
         return [(name, self.values[name]) for name in names]
 
     def await_(self, key: str, seconds: float) -> str | None:
@@ -233,18 +235,18 @@ class Hosts:
     def __init__(self, world: World):
         self._world = world
         self._speakers: dict[tuple[str, int], int] = {}
-        self._told: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
+        self._last_signs: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
 
     def join(self, name: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(signs=functools.partial(self._signs, name), close=lambda: None)
 
     def _signs(self, name: str, index: int, text: str) -> dict[int, str]:
-        place = name, index // PER_HOST
+        place = name, index // PROCESSES_PER_HOST
         speaker = self._speakers.setdefault(place, index)
         if speaker in self._world.dead:
             return {index: text}
-        self._told[place][index] = text
-        return dict(self._told[place]) if speaker == index else {}
+        self._last_signs[place][index] = text
+        return dict(self._last_signs[place]) if speaker == index else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,8 +282,8 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
 
         def first(index: int) -> None:
             world.sleep(float(world.random.uniform(0, spread)))
-            call = MultiProcess(Client(server), index, count, "save", 30, histories[index])
-            call.doing("writing")
+            call = MultiProcessCall(Client(server), index, count, "save", 30, histories[index])
+            call.set_activity("writing")
             mine = ["format='treering', 0 rules", f"{index:032x}", "0" * 32, []]  # as large as those of a save
             assert call.gather_and_decide(mine, len) == count
             ready.append(world.now)
@@ -308,11 +310,11 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
             died: list[float] = []
 
             def second(index: int) -> None:
-                call = MultiProcess(Client(server), index, count, "save again", 30, histories[index])
-                call.doing("writing")
+                call = MultiProcessCall(Client(server), index, count, "save again", 30, histories[index])
+                call.set_activity("writing")
                 if index == victim:
                     world.sleep(1)
-                    call._ended = True  # no heartbeat any more: dead
+                    call._is_closed = True  # no heartbeat any more: dead
                     died.append(world.now)
                     world.dead.add(index)
                     return
@@ -328,13 +330,13 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
             noticed = failures[-1] - died[0]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = (peak - before) * 1024 / count
-    heard, seconds = len(tree.children(0, count)), time.perf_counter() - begun
-    return Outcome(count, agreed, busiest, calm, noticed, heard, server.most, memory, seconds)
+    heard, seconds = len(call_tree.children(0, count)), time.perf_counter() - begun
+    return Outcome(count, agreed, busiest, calm, noticed, heard, server.max_nbytes, memory, seconds)
 
 
 def _sign_seconds(count: int) -> float:
     """The seconds between signs of life: of each process or, in a large job, of each host."""
-    return tree.heartbeat_seconds(count / PER_HOST if tree.is_large(count) else count)
+    return call_tree.heartbeat_seconds(count / PROCESSES_PER_HOST if call_tree.is_large(count) else count)
 
 
 def _busiest(moments: list[float]) -> int:
@@ -354,8 +356,8 @@ class _in:
             ),
             # That a process 0 stands still is not simulated, so no thread has to ask it.
             "JobStore": lambda client, what, here, timeout: JobStore(client, what, here=True, timeout=timeout),
-            "host": types.SimpleNamespace(**{**vars(host), "join": Hosts(world).join}),
-            "start": lambda *started: [one.start() for one in started],
+            "host_relay": types.SimpleNamespace(**{**vars(host_relay), "join_host": Hosts(world).join}),
+            "start_threads": lambda *started: [one.start() for one in started],
         }
         module: Any = multi_process
         self._swap = [(module, name, value) for name, value in replaced.items()]
@@ -416,7 +418,7 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", type=int)
     arguments = parser.parse_args()
     outcomes: list[Outcome] = []
-    for count in arguments.sizes or SIZES:
+    for count in arguments.sizes or PROCESS_COUNTS:
         outcomes.append(simulate(count))
         print(outcomes[-1], file=sys.stderr, flush=True)
     text = table(outcomes)

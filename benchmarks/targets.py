@@ -9,7 +9,7 @@ from .table import Row, markdown
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Bound:
     """A bound on what `measure` names of one row.
 
     "floor": the share of the floor's throughput; "time": how many times the floor's time; "orbax": how many times
@@ -56,58 +56,58 @@ class Target:
 
 
 TARGETS = [
-    Target("durable save", "large", "floor", 0.93),
-    Target("durable save", "gpt2", "floor", 0.93),
-    Target("durable save", "small", "time", 1.8),
-    Target("durable save", "large", "orbax", 2.5),
-    Target("durable save", "gpt2", "orbax", 2.5),
-    Target("durable save", "small", "orbax", 50),
-    Target("stall of an asynchronous save", "large", "value", 2),
-    Target("stall of an asynchronous save", "small", "value", 12),
-    Target("restore, warm", "large", "orbax", 10),
-    Target("restore, warm", "small", "orbax", 25),
-    Target("restore, warm", "small", "value", 0.045),
-    Target("restore into NumPy, warm", "small", "safetensors", 1),
-    Target("restore, warm, verify=False", "large", "orbax", 200),
-    Target("restore, cold", "large", "orbax", 4),
-    Target("restore, cold", "gpt2", "orbax", 4),
-    Target("restore, cold", "large", "floor", 0.93),
-    Target("restore, cold", "gpt2", "floor", 0.93),
-    Target("memory over the state, save", "large", "value", 64),
-    Target("memory over the state, restore", "large", "value", 64),
-    Target("JAX and NumPy modules that `import treering` loads", "–", "value", 0),
-    Target("open and read a slice", "100,000 leaves", "value", 0.15),
-    Target("lost per step by saving each", "105 MB, 0.2 s", "time", 0.4),
-    Target("lost per step by saving each", "105 MB, 0.2 s", "orbax", 2),
-    Target("a `save` that is skipped", "–", "value", 20),
-    Target("list the steps of a run", "1,000 steps", "value", 100),
+    Bound("durable save", "large", "floor", 0.93),
+    Bound("durable save", "gpt2", "floor", 0.93),
+    Bound("durable save", "small", "time", 1.8),
+    Bound("durable save", "large", "orbax", 2.5),
+    Bound("durable save", "gpt2", "orbax", 2.5),
+    Bound("durable save", "small", "orbax", 50),
+    Bound("stall of an asynchronous save", "large", "value", 2),
+    Bound("stall of an asynchronous save", "small", "value", 12),
+    Bound("restore, warm", "large", "orbax", 10),
+    Bound("restore, warm", "small", "orbax", 25),
+    Bound("restore, warm", "small", "value", 0.045),
+    Bound("restore into NumPy, warm", "small", "safetensors", 1),
+    Bound("restore, warm, verify=False", "large", "orbax", 200),
+    Bound("restore, cold", "large", "orbax", 4),
+    Bound("restore, cold", "gpt2", "orbax", 4),
+    Bound("restore, cold", "large", "floor", 0.93),
+    Bound("restore, cold", "gpt2", "floor", 0.93),
+    Bound("memory over the state, save", "large", "value", 64),
+    Bound("memory over the state, restore", "large", "value", 64),
+    Bound("JAX and NumPy modules that `import treering` loads", "–", "value", 0),
+    Bound("open and read a slice", "100,000 leaves", "value", 0.15),
+    Bound("lost per step by saving each", "105 MB, 0.2 s", "time", 0.4),
+    Bound("lost per step by saving each", "105 MB, 0.2 s", "orbax", 2),
+    Bound("a `save` that is skipped", "–", "value", 20),
+    Bound("list the steps of a run", "1,000 steps", "value", 100),
     *(
-        Target(f"read what {library} wrote", state, "own", 1)
+        Bound(f"read what {library} wrote", state, "own", 1)
         for library in ("safetensors", "Flax", "Equinox", "Orbax")
         for state in ("16 × 16 MiB", "2,000 small")
     ),
-    Target("open what Flax wrote", "1 GB, 5,000 leaves", "value", 50),
-    Target("convert Flax to safetensors, durably", "1 GB", "value", 2),
-    *(Target("memory of converting", f"6.4 GB, {a} → {b}", "value", 1536) for a, b in converting.PAIRS),
-    Target("durable save", "sharded", "floor", 0.85),
-    Target("durable save", "sharded", "orbax", 2.5),
-    Target("restore, warm", "sharded", "orbax", 10),
-    Target("restore, cold", "sharded", "orbax", 4),
-    Target("restore, cold", "sharded", "floor", 0.93),
-    Target("restore onto 4 × 2, warm", "sharded", "orbax", 10),
-    Target("restore onto 4 devices, warm", "sharded", "orbax", 6),
-    Target("durable save, speed of 4 processes ÷ of 1", "processes", "least", 0.8),
-    Target("durable save", "processes", "orbax", 2.5),
-    Target("restore, warm", "processes", "orbax", 10),
-    Target("save to a bucket", "256 MiB in objects of 16 MiB", "floor", 0.9),
-    Target("restore from a bucket", "256 MiB in objects of 16 MiB", "floor", 0.9),
-    Target("requests: save to a bucket", "1,000 small leaves", "value", 8),
-    Target("requests: restore from a bucket", "1,000 small leaves", "value", 8),
-    Target("plan of a save", "1,000 leaves, 4,096 processes", "value", 2),
-    Target("memory of the plan", "1,000 leaves, 4,096 processes", "value", 190),
-    Target("size of the manifest", "1,000 leaves, 4,096 processes", "value", 19),
+    Bound("open what Flax wrote", "1 GB, 5,000 leaves", "value", 50),
+    Bound("convert Flax to safetensors, durably", "1 GB", "value", 2),
+    *(Bound("memory of converting", f"6.4 GB, {a} → {b}", "value", 1536) for a, b in converting.PAIRS),
+    Bound("durable save", "sharded", "floor", 0.85),
+    Bound("durable save", "sharded", "orbax", 2.5),
+    Bound("restore, warm", "sharded", "orbax", 10),
+    Bound("restore, cold", "sharded", "orbax", 4),
+    Bound("restore, cold", "sharded", "floor", 0.93),
+    Bound("restore onto 4 × 2, warm", "sharded", "orbax", 10),
+    Bound("restore onto 4 devices, warm", "sharded", "orbax", 6),
+    Bound("durable save, speed of 4 processes ÷ of 1", "processes", "least", 0.8),
+    Bound("durable save", "processes", "orbax", 2.5),
+    Bound("restore, warm", "processes", "orbax", 10),
+    Bound("save to a bucket", "256 MiB in objects of 16 MiB", "floor", 0.9),
+    Bound("restore from a bucket", "256 MiB in objects of 16 MiB", "floor", 0.9),
+    Bound("requests: save to a bucket", "1,000 small leaves", "value", 8),
+    Bound("requests: restore from a bucket", "1,000 small leaves", "value", 8),
+    Bound("plan of a save", "1,000 leaves, 4,096 processes", "value", 2),
+    Bound("memory of the plan", "1,000 leaves, 4,096 processes", "value", 190),
+    Bound("size of the manifest", "1,000 leaves, 4,096 processes", "value", 19),
     *(
-        Target(what, f"{leaves}, 98,304 processes", "value", most)
+        Bound(what, f"{leaves}, 98,304 processes", "value", most)
         for what, most in (("plan of a save", 2), ("memory of the plan", 190))
         for leaves in ("1,000 leaves", "1,000 leaves of 100 shapes", "1,000 leaves that no two processes share")
     ),

@@ -52,5 +52,7 @@ def install(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Accelerator:
     monkeypatch.setattr(leaves, "on_host", lambda sharding: sharding.memory_kind in devices._HOST_KINDS)
     monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     monkeypatch.setattr(devices, "_moved", double.moved)
-    monkeypatch.setattr(restore, "_leave_host", lambda targets, places: any(one.make == "jax" for one in targets))
+    monkeypatch.setattr(
+        restore, "_pass_through_host", lambda targets, places: any(one.make == "jax" for one in targets)
+    )
     return double

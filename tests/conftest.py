@@ -25,7 +25,7 @@ import azurite
 import durations
 import gcs
 import s3
-import samples
+import sampling
 from treering import stores
 from treering._save import pending
 from treering.stores.posix import Disk
@@ -69,13 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _is(item, "long", "slow") and not _is(item, "whole"):
             cases[item.nodeid.partition("[")[0]].append(item)
     if not any("::" in argument for argument in config.args):
-        left_out = {item for item in items if _is(item, "rare") and not samples.is_tried(item.nodeid.partition("[")[0])}
+        left_out = {
+            item for item in items if _is(item, "rare") and not sampling.is_sampled(item.nodeid.partition("[")[0])
+        }
         for test, own in cases.items():
-            left_out.update(set(own) - {own[n] for n in samples.long_cases(test, len(own))})
+            left_out.update(set(own) - {own[n] for n in sampling.long_cases(test, len(own))})
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent != pathlib.Path(__file__).parent)
     if os.environ.get("TEST_SHUFFLE"):
-        random.Random(samples.SEED).shuffle(items)
+        random.Random(sampling.SEED).shuffle(items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,7 +85,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Says with a failure how the test is chosen again, whatever the commit is by then."""
     report = yield
     if report.failed:
-        report.sections.append(("once more", f"TEST_SEED={samples.SEED} python -m pytest {shlex.quote(item.nodeid)}"))
+        report.sections.append(("once more", f"TEST_SEED={sampling.SEED} python -m pytest {shlex.quote(item.nodeid)}"))
     return report
 
 
@@ -91,16 +93,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what the tests ran on, for CI runs them on the oldest releases and the newest, and how much was tried."""
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "numpy", "msgspec", "tensorstore"))
     terminalreporter.write_line(", ".join([f"Python {platform.python_version()}", *versions]))
-    terminalreporter.write_line(f"tried: {samples.TRIED}")
+    terminalreporter.write_line(f"tried: {sampling.SAMPLE_TEXT}")
 
 
 @pytest.fixture(autouse=True)
 def no_leftover_threads() -> Iterator[None]:
     """Every save of a test is over at its end, and nobody was left untold of a failure."""
     yield
-    if pending.last is not None:
-        assert pending.last.wait(30)
-    unseen, pending.unseen[:] = list(pending.unseen), []
+    if pending.last_finished is not None:
+        assert pending.last_finished.wait(30)
+    unseen, pending.unreported[:] = list(pending.unreported), []
     assert not unseen
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("treering")]
     if "treering-loopback" in alive:  # which ends with the last reference to what it serves

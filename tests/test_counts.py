@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from counting import Counts, counted
+from call_counts import Counts, counted
 
 _SMALL, _MANY = 100, 300  # leaves
 _HELD_SLACK = 1.5  # the size of Python objects differs between releases

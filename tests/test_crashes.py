@@ -19,7 +19,7 @@ from crashes.recording import RecordingDisk, Tree
 from crashes.scenarios import tree
 from crashes.states import KEPT, LOST, Fate, Model, fates_of
 from treering import stores
-from treering._run import run as _run
+from treering._run import run_layout as _run
 from treering.formats.treering import commit, removal, schema
 from treering.stores import atomic
 from treering.stores.posix import Disk
@@ -44,7 +44,8 @@ MUTATED = [
     *("several array files: an error of the disk, overwriting", "several array files: killed, then saved, overwriting"),
     *("orbax: first save", "orbax: overwriting"),
 ]
-PARTS = {  # parts of the recordings that take long; they contain all mutations, and `make torture` uses all recordings
+# parts of the recordings that take long; they contain all mutations, and `make faults-disk` uses all recordings
+PARTS = {
     "run: killed, then saved": (2, 6),
     "run: killed first, then saved": (4, 6),
     "several array files: killed, then saved, overwriting": (0, 5),
@@ -68,7 +69,7 @@ def folder() -> Iterator[pathlib.Path]:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CHECKED]
 )
 def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
-    """Directory syncs fail here. `make torture` lets every operation fail, and runs the omitted scenarios too."""
+    """Directory syncs fail here. `make faults-disk` lets every operation fail, and runs the omitted scenarios too."""
     count = checks.check(SCENARIOS[name], folder, kind="sync_dir", extra=2)
     assert not count.failures, "\n\n".join(map(str, count.failures))
     assert count.distinct >= 3
@@ -82,7 +83,7 @@ def test_no_crash_loses_anything(name: str, folder: pathlib.Path) -> None:
 def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -> None:
     """If one sync is left out, or done one step later, some crash loses something.
 
-    Some mutations are listed as harmless. `make torture` proves that, which takes minutes.
+    Some mutations are listed as harmless. `make faults-disk` proves that, which takes minutes.
     """
 
     def among(mutation: str) -> bool:
@@ -101,25 +102,25 @@ def test_every_fsync_and_every_order_matters(share: int, folder: pathlib.Path) -
     [
         (
             "killed, then saved, first save",
-            lambda patch: patch.setattr(commit, "remove_leftovers", lambda *args, **options: None),
+            lambda patch: patch.setattr(commit, "collect_garbage", lambda *args, **options: None),
         ),
         (
             "safetensors: killed, then saved, first save",
-            lambda patch: patch.setattr(atomic, "_clean", lambda *args: None),
+            lambda patch: patch.setattr(atomic, "_remove_leftovers", lambda *args: None),
         ),
         ("first save", lambda patch: patch.setattr(RecordingDisk, "sync", Disk.sync)),
         ("overwriting", lambda patch: patch.setattr(RecordingDisk, "sync_dir", Disk.sync_dir)),
         ("deleting", lambda patch: patch.setattr(removal, "delete", _arrays_first)),
         pytest.param(
             "orbax: overwriting",
-            lambda patch: patch.setattr(atomic, "_change_places", _remove_first),
+            lambda patch: patch.setattr(atomic, "_exchange_names", _remove_first),
             marks=pytest.mark.slow,
         ),
         (
             "run: killed while going back, then rewound",
-            lambda patch: patch.setattr(_run, "settle_aside", lambda disk, run: None),
+            lambda patch: patch.setattr(_run, "sync_archived", lambda disk, run: None),
         ),
-        ("run: rewinding", lambda patch: patch.setattr(_run, "set_aside", _by_linking)),
+        ("run: rewinding", lambda patch: patch.setattr(_run, "archive_steps", _by_linking)),
         ("flax: overwriting", lambda patch: patch.setattr(RecordingDisk, "rename", _by_copying)),
     ],
 )
@@ -153,7 +154,7 @@ def _by_copying(disk: RecordingDisk, old: str, new: str) -> None:
 
 def _by_linking(store: Any, run: str, paths: list[str]) -> None:
     """Renames by linking: each file loses its first name before the second one is durable."""
-    place, disk = os.path.join(run, f"rewound-{len(_run.aside(store, run)) + 1}"), store.disk
+    place, disk = os.path.join(run, f"rewound-{len(_run.archived_runs(store, run)) + 1}"), store.disk
     disk.make_dir(place)
     for path in paths:
         disk.make_dir(os.path.join(place, os.path.basename(path)))
@@ -310,7 +311,7 @@ def test_two_names_are_exchanged_as_a_whole(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("synced", ["", "a", "b", "ba"])
-def test_a_rename_into_another_folder_is_durable_when_both_are_synced(tmp_path: pathlib.Path, synced: str) -> None:
+def test_rename_between_folders_needs_both_synced(tmp_path: pathlib.Path, synced: str) -> None:
     """A rename between two folders is durable only after both folders were synced."""
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "b").mkdir()
@@ -324,7 +325,7 @@ def test_a_rename_into_another_folder_is_durable_when_both_are_synced(tmp_path: 
     assert _trees(tmp_path, do) == ([moved] if len(synced) == 2 else [moved, there])
 
 
-def test_a_name_that_is_free_after_a_rename_keeps_what_gets_it_next(tmp_path: pathlib.Path) -> None:
+def test_name_reused_after_rename_keeps_new_content(tmp_path: pathlib.Path) -> None:
     """A file that takes the old name of a renamed file keeps that name after a crash."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x").write_bytes(b"old")
@@ -392,7 +393,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
     (tmp_path / ".c.safetensors.0a1b2d.tmp").mkdir()
     (tmp_path / ".c.safetensors.0a1b2d.tmp" / "inside").write_bytes(b"left over")
     kept = {mine.name, ".d.safetensors.0a1b2c.tmp"}
-    with stores.of("").new_file(str(path), overwrite=True) as file:
+    with stores.get("").new_file(str(path), overwrite=True) as file:
         file.write(b"slow")
         tr.save(path, tree("new"))
         assert {one.name for one in tmp_path.iterdir()} == {*kept, path.name, os.path.basename(file.path)}
@@ -404,7 +405,7 @@ def test_foreign_rubbish_is_removed_by_the_next_writer_alone(tmp_path: pathlib.P
 def test_a_living_writers_directory_is_not_removed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c"
     options: Any = {"format": "safetensors", "max_shard_size": 100}
-    with stores.of("").new_folder(str(path), overwrite=True, owned=lambda store, path: store.list(path)) as folder:
+    with stores.get("").new_folder(str(path), overwrite=True, owned=lambda store, path: store.list(path)) as folder:
         tr.save(path, tree("new"), **options)
         assert os.path.isdir(folder)
         tr.save(folder + "/inside", tree("old"), **options)
@@ -441,7 +442,7 @@ def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> No
     class Slow(Disk):
         def unlink(self, path: str) -> None:
             if os.path.basename(path) == schema.MANIFEST:
-                removal.delete(stores.of(""), os.path.dirname(path))
+                removal.delete(stores.get(""), os.path.dirname(path))
             super().unlink(path)
 
     tr.save(tmp_path / "c", {"x": np.ones(3)})

@@ -124,7 +124,7 @@ def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
     assert [part for part in quoted if part not in source] == []
 
 
-def test_every_page_is_in_the_site_and_in_the_list_for_language_models() -> None:
+def test_every_page_is_in_the_site_and_llms_txt() -> None:
     site, listed = (ROOT / "docs" / "index.md").read_text(), (ROOT / "docs" / "llms.txt").read_text()
     assert "\n../benchmarks/results/*\n" in site
     for page in {*FRONT, *DOCS} - {ROOT / "README.md", ROOT / "docs" / "index.md", *POINTERS}:
@@ -162,9 +162,9 @@ def test_campaigns_write_into_pages_that_have_their_marks() -> None:
 
 def test_the_picture_of_the_benchmarks_is_that_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
-    from benchmarks import picture
+    from benchmarks import chart
 
-    assert picture.PICTURE.read_text("utf-8") == picture.drawn(picture.PAGE.read_text("utf-8"))
+    assert chart.PICTURE.read_text("utf-8") == chart.drawn(chart.PAGE.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.name)

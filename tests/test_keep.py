@@ -61,7 +61,7 @@ def test_every_keeps_the_first_step_at_or_after_each_multiple() -> None:
         assert left == wanted
 
 
-def test_last_by_time_keeps_what_was_saved_within_it_of_the_newest() -> None:
+def test_last_by_time_counts_back_from_the_newest() -> None:
     """`last` with a time keeps the steps saved within that time before the newest."""
     hour = datetime.timedelta(hours=1)
     assert keep.last(hour).kept(saved(1, 2, 3, 4, created=[0, 1000, 4000, 4600])) == {2, 3, 4}

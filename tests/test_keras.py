@@ -281,7 +281,7 @@ def test_names_that_look_alike_keep_apart(tmp_path: pathlib.Path) -> None:
     assert [float(one.value[0]) for one in models[1].weights[:3]] == [0, 1, 2]
 
 
-def test_moments_without_names_do_not_fit_another_choice_of_what_is_trained(tmp_path: pathlib.Path) -> None:
+def test_unnamed_moments_do_not_fit_other_trained_variables(tmp_path: pathlib.Path) -> None:
     """Unnamed optimizer variables do not fit a model that trains other variables."""
     tr.save(tmp_path / "c", tk.state(_blocks("adafactor", frozen=0)))
     with pytest.raises(tr.errors.MismatchError):

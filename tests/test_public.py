@@ -74,7 +74,7 @@ def test_the_same_options_restore_everywhere() -> None:
     assert saving[0].keys() == saving[1].keys()
 
 
-def test_an_option_that_there_is_not_is_refused_by_the_first_job_too(tmp_path: pathlib.Path) -> None:
+def test_unknown_option_is_refused_by_the_first_job(tmp_path: pathlib.Path) -> None:
     """An unknown option raises also if the run has no step to restore yet."""
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         for restore in (ckpts.restore, lambda **options: ckpts.restore_or_init(dict, **options)):
@@ -158,7 +158,7 @@ def test_the_traceback_of_a_mistake_ends_at_the_users_line(tmp_path: pathlib.Pat
     ckpts.close()
 
 
-def test_a_mistake_within_a_function_that_was_handed_over_keeps_its_frames(tmp_path: pathlib.Path) -> None:
+def test_error_inside_a_callback_keeps_its_frames(tmp_path: pathlib.Path) -> None:
     """An error in a function that the user passes keeps the frames of that function."""
 
     def init() -> object:

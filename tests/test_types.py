@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import treering as tr
-from samples import some
+from sampling import sample_points
 
 EXAMPLES = pathlib.Path(__file__).parent / "typed" / "examples.py"
 SOURCES = pathlib.Path(tr.__file__).parents[1]
@@ -39,7 +39,7 @@ def _by_mypy(folder: pathlib.Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", some([_by_pyright, _by_mypy]))
+@pytest.mark.parametrize("checker", sample_points([_by_pyright, _by_mypy]))
 def test_a_type_checker_reports_what_is_wrong_and_nothing_else(checker: object, tmp_path: pathlib.Path) -> None:
     assert callable(checker)
     found = checker(tmp_path)

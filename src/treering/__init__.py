@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._run.follow import follow
     from ._run.metrics import record
     from ._run.open import open_checkpoint, restore
-    from ._run.run import steps
+    from ._run.run_layout import steps
     from ._save.pending import PendingSave, SaveReport
     from ._save.save import save, save_async
     from ._tools.convert import convert
@@ -47,7 +47,7 @@ _HOMES = {
     "rules": "rules",
     "save": "_save.save",
     "save_async": "_save.save",
-    "steps": "_run.run",
+    "steps": "_run.run_layout",
     "verify": "_tools.verify",
 }
 
@@ -81,18 +81,20 @@ if (_job := imported_job_state()) and _job.client is not None:
     # Signs of life begin at import: peers must distinguish a process that makes no call from a dead one.
     from ._processes import coordinator as _coordinator
 
-    _coordinator.join()
+    _coordinator.announce_alive()
 
 if not TYPE_CHECKING:  # With `__getattr__`, type checkers would accept every name.
 
     def __getattr__(name: str) -> Any:
         home = _HOMES.get(name)
         if home is None:
-            from ._core import habits
+            from ._core import migration_hints
 
             message = f"module 'treering' has no attribute {name!r}"
             raise AttributeError(
-                habits.answer(message, habits.OF_MODULE[name]) if name in habits.OF_MODULE else message
+                migration_hints.with_hint(message, migration_hints.MODULE_CALLS[name])
+                if name in migration_hints.MODULE_CALLS
+                else message
             )
         module = importlib.import_module(f".{home}", __name__)
         value = module if name == home else getattr(module, "open_checkpoint" if name == "open" else name)

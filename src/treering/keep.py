@@ -65,8 +65,8 @@ class Policy:
 def last(n: int | datetime.timedelta) -> Policy:
     """Keeps the `n` newest steps, or with a `timedelta` those saved within that time before the newest."""
     if isinstance(n, datetime.timedelta):
-        return Policy((_LastTime(_seconds("last", n)),))
-    return Policy((_Last(_count("last", n)),))
+        return Policy((_LastSeconds(_check_seconds("last", n)),))
+    return Policy((_Last(_check_count("last", n)),))
 
 
 def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal["keep", "drop"] = "keep") -> Policy:
@@ -80,7 +80,7 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
         raise MismatchError(f"keep.best: expected the name of a metric, found {metric!r}")
     if unscored not in ("keep", "drop"):
         raise MismatchError(f"keep.best: expected unscored='keep' or 'drop', found {unscored!r}")
-    return Policy((_Best(_count("best", n), metric, mode, unscored),))
+    return Policy((_Best(_check_count("best", n), metric, mode, unscored),))
 
 
 def every(interval: int | datetime.timedelta) -> Policy:
@@ -89,13 +89,13 @@ def every(interval: int | datetime.timedelta) -> Policy:
     >>> tr.keep.every(1000)  # of a run that saved 7, 507, 1007, 1507, 2000, 2007: keeps 7, 1007, 2000
     """
     if isinstance(interval, datetime.timedelta):
-        return Policy((_EveryTime(_seconds("every", interval)),))
-    return Policy((_Every(_count("every", interval)),))
+        return Policy((_EverySeconds(_check_seconds("every", interval)),))
+    return Policy((_Every(_check_count("every", interval)),))
 
 
 def steps(*numbers: int) -> Policy:
     """Keeps the given steps."""
-    return Policy((_Steps(frozenset(_count("steps", number, least=0) for number in numbers)),))
+    return Policy((_Steps(frozenset(_check_count("steps", number, minimum=0) for number in numbers)),))
 
 
 def rank(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> list[int]:
@@ -119,7 +119,7 @@ class _Last:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LastTime:
+class _LastSeconds:
     seconds: float
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
@@ -151,7 +151,7 @@ class _Every:
 
 
 @dataclasses.dataclass(frozen=True)
-class _EveryTime:
+class _EverySeconds:
     seconds: float
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
@@ -169,17 +169,17 @@ class _Steps:
         return {one.step for one in saved if one.step in self.numbers}
 
 
-def _count(name: str, n: int, *, least: int = 1) -> int:
+def _check_count(name: str, n: int, *, minimum: int = 1) -> int:
     try:
-        number = least - 1 if isinstance(n, bool) else operator.index(n)
+        number = minimum - 1 if isinstance(n, bool) else operator.index(n)
     except TypeError:
-        number = least - 1
-    if number < least:
-        raise MismatchError(f"keep.{name}: expected a number from {least}, found {n!r}")
+        number = minimum - 1
+    if number < minimum:
+        raise MismatchError(f"keep.{name}: expected a number from {minimum}, found {n!r}")
     return number
 
 
-def _seconds(name: str, interval: datetime.timedelta) -> float:
+def _check_seconds(name: str, interval: datetime.timedelta) -> float:
     if interval <= datetime.timedelta(0):
         raise MismatchError(f"keep.{name}: expected a positive time, found {interval}")
     return interval.total_seconds()

@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._core import dtypes
-from ._core.describe import describe
+from ._core.describe import describe_entry
 from ._core.entries import KEY_SIZES
 from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped
 from ._core.views_reshaped import reshaped
-from ._rules.base import Rule, axis_of, compiled, dtype_text, filler, texts, whole_numbers
+from ._rules.base import Rule, axis_of, compile_pattern, dtype_text, fill_value, require_integers, require_texts
 from ._rules.each import Copy, Drop, Each, Rename
 from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
 from .errors import MismatchError
@@ -64,7 +64,7 @@ def rename(pattern: str, new: str, *, optional: bool = False) -> Rule:
 
     >>> rename(r"^encoder/block_0*(\\d+)/", r"encoder/layers_\\1/")
     """
-    return Rename(compiled(pattern), new, optional)
+    return Rename(compile_pattern(pattern), new, optional)
 
 
 def drop(glob: str, *, optional: bool = False) -> Rule:
@@ -88,7 +88,7 @@ def transpose(glob: str, axes: Sequence[int], *, optional: bool = False) -> Rule
     """Changes the order of axes, as `numpy.transpose` does."""
 
     text = f"transpose({glob!r}, {axes!r})"
-    order = whole_numbers(axes, (), None, text)
+    order = require_integers(axes, (), None, text)
 
     def change(leaf: Leaf) -> Leaf:
         rank = len(leaf.array.shape)
@@ -106,7 +106,7 @@ def reshape(glob: str, shape: Sequence[int], *, optional: bool = False) -> Rule:
     """Changes shapes, as `numpy.reshape` does in C order; one size may be -1."""
 
     text = f"reshape({glob!r}, {shape!r})"
-    sizes = whole_numbers(shape, (), -1, text)
+    sizes = require_integers(shape, (), -1, text)
 
     def change(leaf: Leaf) -> Leaf:
         size, known = math.prod(leaf.array.shape), math.prod(n for n in sizes if n != -1)
@@ -124,7 +124,7 @@ def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> 
     >>> tile("params/*/kernel", (8, 1, 1))  # an ensemble of 8: of the shape [3, 4] becomes [8, 3, 4]
     """
     text = f"tile({glob!r}, {repeats})"
-    counts = whole_numbers([repeats] if isinstance(repeats, int) else repeats, (), 1, text)
+    counts = require_integers([repeats] if isinstance(repeats, int) else repeats, (), 1, text)
 
     def change(leaf: Leaf) -> Leaf:
         rank = max(len(leaf.array.shape), len(counts))
@@ -142,14 +142,14 @@ def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optiona
     >>> pad("embed/embedding", ((0, -50257 % 128), (0, 0)))  # a vocabulary that is a multiple of 128
     """
     text = f"pad({glob!r}, {widths})"
-    pairs = whole_numbers(widths, (2,), 0, text)
+    pairs = require_integers(widths, (2,), 0, text)
 
     def change(leaf: Leaf) -> Leaf:
         if len(pairs) != len(leaf.array.shape):
             raise MismatchError(
                 f"{text}: {leaf.entry.path} of shape {list(leaf.array.shape)} needs a pair for each axis"
             )
-        return padded(leaf, pairs, filler(value, leaf, text))
+        return padded(leaf, pairs, fill_value(value, leaf, text))
 
     return Each(text, glob, change, optional)
 
@@ -193,7 +193,7 @@ def wrap_key_data(glob: str, impl: str = "threefry2x32", *, optional: bool = Fal
         size = KEY_SIZES.get(impl)
         if entry.dtype != "uint32" or not entry.shape or size not in (None, entry.shape[-1]):
             expected = "" if size is None else f" whose last axis has {size}"
-            raise MismatchError(f"{text}: {entry.path} is {describe(entry)}; expected uint32{expected}")
+            raise MismatchError(f"{text}: {entry.path} is {describe_entry(entry)}; expected uint32{expected}")
         return wrapped(leaf, impl)
 
     return Each(text, glob, change, optional)
@@ -226,8 +226,8 @@ def split(
     >>> split(r"(.*)/qkv", [r"\\1/query", r"\\1/key", r"\\1/value"], axis=1)
     """
     text = f"split({pattern!r}, …)"
-    own = None if sizes is None else whole_numbers(sizes, (), 0, f"{text}, sizes={sizes!r}")
-    return Split(compiled(pattern), texts(new, text), axis, own, optional)
+    own = None if sizes is None else require_integers(sizes, (), 0, f"{text}, sizes={sizes!r}")
+    return Split(compile_pattern(pattern), require_texts(new, text), axis, own, optional)
 
 
 def concat(patterns: Sequence[str], new: str, axis: int = 0, *, optional: bool = False) -> Rule:
@@ -235,7 +235,12 @@ def concat(patterns: Sequence[str], new: str, axis: int = 0, *, optional: bool =
 
     >>> concat([r"(.*)/query", r"(.*)/key", r"(.*)/value"], r"\\1/qkv", axis=1)
     """
-    return Concat(tuple([compiled(pattern) for pattern in texts(patterns, f"concat(…, {new!r})")]), new, axis, optional)
+    return Concat(
+        tuple([compile_pattern(pattern) for pattern in require_texts(patterns, f"concat(…, {new!r})")]),
+        new,
+        axis,
+        optional,
+    )
 
 
 def combine(
@@ -256,14 +261,14 @@ def combine(
 
     >>> combine([r"(.*)/lora_a", r"(.*)/lora_b"], r"\\1/delta", lambda a, b: a @ b, shape=(512, 512))
     """
-    given = texts(patterns, f"combine(…, {new!r})")
+    given = require_texts(patterns, f"combine(…, {new!r})")
     text = f"combine({list(given)}, …)"
     own = None if dtype is None else dtype_text(dtype, text)
     return Combine(
-        tuple([compiled(pattern) for pattern in given]),
+        tuple([compile_pattern(pattern) for pattern in given]),
         new,
         function,
-        None if shape is None else whole_numbers(shape, (), 0, f"{text}, shape={shape!r}"),
+        None if shape is None else require_integers(shape, (), 0, f"{text}, shape={shape!r}"),
         own,
         optional,
     )
@@ -286,8 +291,8 @@ def scale(pattern: str, scale: str, dtype: Any, block: Sequence[int] | None = No
     new = dtype_text(dtype, text)
     if not dtypes.is_float(dtypes.to_numpy(new)):
         raise MismatchError(f"{text}: expected a floating-point dtype, found {dtype!r}")
-    sizes = None if block is None else whole_numbers(block, (), 1, text)
-    return Scale(compiled(pattern), scale, new, sizes, optional)
+    sizes = None if block is None else require_integers(block, (), 1, text)
+    return Scale(compile_pattern(pattern), scale, new, sizes, optional)
 
 
 def map(
@@ -303,7 +308,7 @@ def map(
     """
 
     text = f"map({glob!r}, …)"
-    sizes = None if shape is None else whole_numbers(shape, (), 0, f"{text}, shape={shape!r}")
+    sizes = None if shape is None else require_integers(shape, (), 0, f"{text}, shape={shape!r}")
 
     def change(leaf: Leaf) -> Leaf:
         own = leaf.array.shape if sizes is None else sizes

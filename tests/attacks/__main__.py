@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from . import load, rot
+from . import bit_rot, load
 from .runner import NBYTES, SECONDS, run
 from .trial import Trial
 
@@ -30,7 +30,7 @@ def main() -> None:
     lines = table(trials)
     if not arguments.only:
         with tempfile.TemporaryDirectory() as folder:
-            lines += ["", *rotten(rot.measure(Path(folder), arguments.flips), *rot.exhaustive(Path(folder)))]
+            lines += ["", *rotten(bit_rot.measure(Path(folder), arguments.flips), *bit_rot.exhaustive(Path(folder)))]
     print("\n".join(lines))
     if arguments.write:
         put(arguments.write, lines)
@@ -73,7 +73,7 @@ def table(trials: list[Trial]) -> list[str]:
     ]
 
 
-def rotten(rots: list[rot.Rot], flips: int, missed: int) -> list[str]:
+def rotten(rots: list[bit_rot.Rot], flips: int, missed: int) -> list[str]:
     """Returns a table of what flipped bits did."""
     lines = [
         "| read by | bytes | flips | error | no effect | silently other values |",

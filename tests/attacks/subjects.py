@@ -78,7 +78,7 @@ def _levanter_database(folder: Path) -> Path:
 
 
 def _tensorflow(folder: Path) -> Path:
-    from bundles import Bundle
+    from tensorflow_bundles import Bundle
 
     bundle = Bundle()
     bundle.add("weight", tree()["weight"])

@@ -18,7 +18,7 @@ _MAGIC = bytes.fromhex("57fb808b247547db")
 
 def _bundle(change: Callable[[Any], None], folder: Path) -> Path:
     """Saves a checkpoint whose entries are changed before the table is written."""
-    from bundles import Bundle
+    from tensorflow_bundles import Bundle
 
     bundle = Bundle()
     bundle.add("weight", np.arange(1, 13, dtype=np.float32).reshape(3, 4))
@@ -31,7 +31,7 @@ def _entry(*fields: tuple[int, Any]) -> Callable[[Any], None]:
     """Returns a change that adds an entry with these fields."""
 
     def change(bundle: Any) -> None:
-        from bundles import field
+        from tensorflow_bundles import field
 
         known = {1: 1, 2: _shape(12), 4: 0, 5: 48}
         bundle.pairs[b"x"] = b"".join(field(n, value) for n, value in {**known, **dict(fields)}.items())
@@ -40,7 +40,7 @@ def _entry(*fields: tuple[int, Any]) -> Callable[[Any], None]:
 
 
 def _shape(*sizes: int) -> bytes:
-    from bundles import shape_of
+    from tensorflow_bundles import shape_of
 
     return shape_of(sizes)
 
@@ -70,9 +70,9 @@ def _table(blocks: Callable[[Any], bytes], folder: Path, size: int = 0) -> Path:
     path = SUBJECTS["tensorflow"](folder)
     index = Path(f"{path}.index")
     index.unlink()
-    import bundles
+    import tensorflow_bundles
 
-    data = blocks(bundles)
+    data = blocks(tensorflow_bundles)
     index.write_bytes(data)
     if size:
         with index.open("r+b") as file:

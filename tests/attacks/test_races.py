@@ -19,14 +19,14 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering._run import run as _run
+from treering._run import run_layout as _run
 from treering.formats.treering import removal
 from treering.stores import posix
 from treering.testing._doubles import SteppedDisk
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another")
-pytestmark = pytest.mark.skipif(not posix.RELATIVE, reason="this platform only has paths")
+pytestmark = pytest.mark.skipif(not posix.HAS_DIR_FD, reason="this platform only has paths")
 Tree = dict[str, Any]
 LEFT = ".c.safetensors.abcdef.tmp"
 
@@ -56,9 +56,9 @@ def _overwriting(format: str, **options: Any) -> Callable[[Path], object]:
 
 
 def _scratch(place: Path) -> None:
-    with stores.of("").scratch_folder(str(place / "c")) as folder:
+    with stores.get("").scratch_folder(str(place / "c")) as folder:
         _leftover(Path(folder))
-        store = stores.of("")
+        store = stores.get("")
         store.list(folder)  # a moment in which another user may act
         store.settle(folder)
 
@@ -104,7 +104,7 @@ BY_OTHERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], s
     "a folder of another format that is replaced": (*ORBAX, "c"),
     "a step that is deleted": (
         _steps,
-        lambda place: removal.delete(stores.of(""), str(place / "step-00000001")),
+        lambda place: removal.delete(stores.get(""), str(place / "step-00000001")),
         "step-00000001",
     ),
     "a step that retention deletes": (_steps, _retention, "step-00000001"),
@@ -112,7 +112,7 @@ BY_OTHERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], s
     "a folder of archived steps": (_archived, _retention, "rewound-1"),
     "a folder that steps are moved to": (
         _steps,
-        lambda place: _run.set_aside(stores.of(""), str(place), [str(place / "step-00000002")]),
+        lambda place: _run.archive_steps(stores.get(""), str(place), [str(place / "step-00000002")]),
         "rewound-1",
     ),
 }
@@ -188,7 +188,7 @@ def _race(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RACES)
-def test_nothing_outside_is_touched_when_a_folder_is_replaced_by_a_link(name: str, tmp_path: Path) -> None:
+def test_folder_replaced_by_link_touches_nothing_outside(name: str, tmp_path: Path) -> None:
     """Replacing a folder by a link at any moment never makes Treering change what the link leads to."""
     _race(RACES[name], tmp_path, None)
 
@@ -196,7 +196,7 @@ def test_nothing_outside_is_touched_when_a_folder_is_replaced_by_a_link(name: st
 @pytest.mark.long
 @as_root
 @pytest.mark.parametrize("name", BY_OTHERS)
-def test_no_link_of_another_user_is_followed_when_steps_are_removed_or_moved(name: str, tmp_path: Path) -> None:
+def test_links_of_others_not_followed_by_removal_or_move(name: str, tmp_path: Path) -> None:
     """Removing and moving steps neither changes nor adds anything behind the link of another user."""
     _race(BY_OTHERS[name], tmp_path, OTHER_USER)
 
@@ -215,9 +215,7 @@ def shared(tmp_path: Path) -> Path:
 
 @as_root
 @pytest.mark.parametrize("mode", [0o1777, 0o775, 0o755])
-def test_what_another_user_owns_is_no_leftover_where_others_may_write(
-    mode: int, shared: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_other_users_are_not_leftovers(mode: int, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another user's files stay if others may write to the directory. Otherwise this user's jobs left them."""
     shared.chmod(mode)
     _leftover(shared)
@@ -257,7 +255,7 @@ def test_a_run_behind_the_link_of_a_colleague_is_pruned(mode: int, tmp_path: Pat
 
 @as_root
 @pytest.mark.parametrize("name", ["c.safetensors", "c"])
-def test_a_link_that_another_user_has_put_at_the_path_is_not_followed(name: str, shared: Path) -> None:
+def test_link_of_another_user_at_the_path_is_not_followed(name: str, shared: Path) -> None:
     outside = shared.parent / name
 
     def save(n: int, path: Path = shared / name) -> None:

@@ -64,7 +64,7 @@ class Count:
     buckets: set[int] = dataclasses.field(default_factory=set)  # hashes of contents and reports
     distinct: set[int] = dataclasses.field(default_factory=set)  # the same with the number of requests of each job
     ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    limits: int = 0  # plans that reached the known limit, see `_Late`
+    limits: int = 0  # plans that reached the known limit, see `_StaleDeletes`
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -116,7 +116,7 @@ class Explorer:
         return play
 
 
-class _Late:
+class _StaleDeletes:
     """Detects that a job whose lease has expired removes another job's manifest.
 
     It has looked, and then stood still before it asked, and no store deletes what it saw and nothing else: the limit
@@ -125,9 +125,9 @@ class _Late:
 
     def __init__(self) -> None:
         self._renewed: dict[int, float] = {}  # by process: when it last put a lease or mark
-        self._went_on: dict[int, float] = {}  # by process: when it got its last answer
+        self._answered_at: dict[int, float] = {}  # by process: when it got its last answer
         self._putters: dict[str, int] = {}  # by manifest: the process that put it
-        self._late: set[tuple[int, str]] = set()  # manifests that were put after the lease had expired
+        self._stale_puts: set[tuple[int, str]] = set()  # manifests that were put after the lease had expired
 
     def put(self, who: int, key: str, clock: float) -> None:
         """Records an object that was put."""
@@ -136,18 +136,18 @@ class _Late:
         elif key.endswith("/treering.json"):
             self._putters[key] = who
             if self._is_late(who, clock):
-                self._late.add((who, key))
+                self._stale_puts.add((who, key))
 
     def answered(self, who: int, clock: float) -> None:
         """Records an answer, after which a process continues."""
-        self._went_on[who] = clock
+        self._answered_at[who] = clock
 
     def removes_others(self, who: int, keys: str | list[str], clock: float) -> bool:
         """Returns True if a delete is about to do that."""
         keys = [keys] if isinstance(keys, str) else keys
-        stood_still = self._is_late(who, clock) and not self._is_late(who, self._went_on.get(who, clock))
+        stood_still = self._is_late(who, clock) and not self._is_late(who, self._answered_at.get(who, clock))
         others = [key for key in keys if self._putters.get(key, who) != who]
-        return any(stood_still or (who, key) in self._late for key in others)
+        return any(stood_still or (who, key) in self._stale_puts for key in others)
 
     def _is_late(self, who: int, clock: float) -> bool:
         return clock - self._renewed.get(who, clock) > EXPIRES_SECONDS
@@ -182,15 +182,15 @@ class _Play:
         self._faults = [
             (who, _Countdown(at if isinstance(at, Moment) else at + 1), outcome) for who, at, outcome in plan.faults
         ]
-        self._last = len(self._scenario.jobs) - 1
+        self._last_job = len(self._scenario.jobs) - 1
         self.numbers = [0] * len(self._scenario.jobs) * self._scenario.processes  # of requests so far
-        self._begun: set[int] = set()  # jobs
+        self._started_jobs: set[int] = set()  # jobs
         self._pipes: dict[int, Connection] = {}  # of running processes
         self._waiting: dict[int, Connection] = {}  # of processes that are done and wait for the others of their job
-        self._over: dict[int, str | None] = {}  # ended processes, and their errors
+        self._ended: dict[int, str | None] = {}  # ended processes, and their errors
         self._reports: list[tuple[int, Any]] = []
-        self._wrong = ""
-        self._late, self._limit = _Late(), False
+        self._problem = ""
+        self._stale_deletes, self._is_known_limit = _StaleDeletes(), False
 
     def processes(self, job: int) -> range:
         """Returns the numbers of a job's processes."""
@@ -205,35 +205,35 @@ class _Play:
             self._server.adopt()
             for who, requests in self._plan.turns:
                 self._serve(who, requests)
-                self._wrong = self._wrong or self._turn.missed()
+                self._problem = self._problem or self._turn.missed()
                 self._server.clock += self._plan.stopped
-            for who in range(self._last):
+            for who in range(self._last_job):
                 self._serve(who, ALL)
-            ends = [self._end(number) for number in range(self._last)]
-            self._look(lambda place, _: self._scenario.over(place, ends[0], len(self._faults)))
-            self._serve(self._last, ALL)
-            if (end := self._end(self._last)) is not None:
-                self._wrong = self._wrong or f"the job after them: {end}"
-            self._look(self._scenario.end)
-            self._wrong = self._wrong or "".join(countdown.missed() for _, countdown, _ in self._faults)
+            ends = [self._end(number) for number in range(self._last_job)]
+            self._check_bucket(lambda place, _: self._scenario.over(place, ends[0], len(self._faults)))
+            self._serve(self._last_job, ALL)
+            if (end := self._end(self._last_job)) is not None:
+                self._problem = self._problem or f"the job after them: {end}"
+            self._check_bucket(self._scenario.end)
+            self._problem = self._problem or "".join(countdown.missed() for _, countdown, _ in self._faults)
         finally:
             for pipe in (*self._pipes.values(), *self._waiting.values()):
                 pipe.close()
             self._server.clear()
             shutil.rmtree(self._local, ignore_errors=True)
         self._count.ends[", ".join("good" if end is None else end.partition(":")[0] for end in ends)] += 1
-        self._count.limits += self._limit
-        if self._wrong and not self._limit:
-            self._count.failures.append(f"{self._name}: {self._plan}: {self._wrong}; processes ended: {self._over}")
+        self._count.limits += self._is_known_limit
+        if self._problem and not self._is_known_limit:
+            self._count.failures.append(f"{self._name}: {self._plan}: {self._problem}; processes ended: {self._ended}")
 
     def _end(self, job: int) -> str | None:
         """Returns "killed" if any process of a job was killed, else the job's first error or None."""
-        errors = [error for who in self.processes(job) if (error := self._over[who]) is not None]
+        errors = [error for who in self.processes(job) if (error := self._ended[who]) is not None]
         return "killed" if "killed" in errors else next(iter(errors), None)
 
     def _begin(self, number: int) -> None:
-        self._begun.add(number)
-        if number == self._last:
+        self._started_jobs.add(number)
+        if number == self._last_job:
             self._server.clock += _LATER_SECONDS
         meet = ""
         if self._scenario.processes > 1:
@@ -248,7 +248,7 @@ class _Play:
 
     def _serve(self, number: int, requests: int | Moment) -> None:
         """Answers this many requests of a job, or all up to a moment."""
-        if number not in self._begun:
+        if number not in self._started_jobs:
             self._begin(number)
         processes = self.processes(number)
         self._turn = _Countdown(requests)
@@ -267,16 +267,16 @@ class _Play:
         try:
             name, args, options = pipe.recv()
         except (EOFError, ConnectionError):
-            self._over[who] = "killed"
+            self._ended[who] = "killed"
             self._pipes.pop(who).close()
             if not any("killed" in outcome for _, _, outcome in self._faults):
-                self._wrong = self._wrong or f"process {who} has died"
+                self._problem = self._problem or f"process {who} has died"
             return
         if name in ("end", "wrong"):
-            self._over[who] = args
+            self._ended[who] = args
             self._waiting[who] = self._pipes.pop(who)
             if name == "wrong":
-                self._wrong = self._wrong or f"process {who}: {args}"
+                self._problem = self._problem or f"process {who}: {args}"
         elif name == "sleep":
             self._server.clock += self._plan.waited
             pipe.send(Answer(None, None, self._server.clock))
@@ -292,7 +292,7 @@ class _Play:
         try:
             return self._answered(who, outcome, name, args, options)
         finally:
-            self._late.answered(who, self._server.clock)
+            self._stale_deletes.answered(who, self._server.clock)
 
     def _answered(self, who: int, outcome: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answer:
         if outcome == "killed before" or (name in ("report", "disk") and "killed" in outcome):
@@ -300,41 +300,45 @@ class _Play:
         if name in ("report", "disk"):
             if name == "report":
                 self._reports.append((who // self._scenario.processes + 1, *args))
-                self._see()
+                self._record_state()
             return Answer(None, None, self._server.clock)
         unanswered = Answer(None, ("GenericError", "no answer, max_retries: 0"), self._server.clock)
         if outcome == "lost":
             return unanswered
-        if name == "delete" and not self._wrong and self._late.removes_others(who, args[0], self._server.clock):
-            self._limit = True
+        if (
+            name == "delete"
+            and not self._problem
+            and self._stale_deletes.removes_others(who, args[0], self._server.clock)
+        ):
+            self._is_known_limit = True
         answer = self._server.ask(name, args, options)
         if name == "put" and not answer.error:
-            self._late.put(who, args[0], self._server.clock)
-        self._see()
+            self._stale_deletes.put(who, args[0], self._server.clock)
+        self._record_state()
         if outcome == "repeated":
             answer = self._server.ask(name, args, options)
-            self._see()
+            self._record_state()
         return {"unanswered": unanswered, "killed after": _KILLED}.get(outcome, answer)
 
-    def _see(self) -> None:
+    def _record_state(self) -> None:
         """Counts the state, and checks the bucket unless an equal one was checked before."""
         self._count.states += 1
-        if self._last in self._begun:
+        if self._last_job in self._started_jobs:
             return
         bucket = hash((self._name, self._server.contents(), repr(self._reports)))
         self._count.distinct.add(hash((bucket, *self.numbers)))
         if bucket not in self._count.buckets:
             self._count.buckets.add(bucket)
-            self._look(self._scenario.check)
+            self._check_bucket(self._scenario.check)
 
-    def _look(self, check: Callable[[str, Reports], None]) -> None:
-        if self._wrong or self._limit:
+    def _check_bucket(self, check: Callable[[str, Reports], None]) -> None:
+        if self._problem or self._is_known_limit:
             return
         with self._reading():
             try:
                 check(self._place, self._reports)
             except Exception as error:
-                self._wrong = f"{type(error).__name__}: {error}, after {self.numbers} requests"
+                self._problem = f"{type(error).__name__}: {error}, after {self.numbers} requests"
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         return stores.using(self._reader, job.SCHEME)
@@ -360,10 +364,10 @@ def plans(requests: list[list[int]], count: int, seed: int) -> Iterator[Plan]:
     chosen = every if 2 * len(every) <= count else chance.sample(every, count // 2)
     yield from chosen
     for _ in range(count - len(chosen)):
-        yield _by_chance(requests, chance)
+        yield _random_plan(requests, chance)
 
 
-def _by_chance(requests: list[list[int]], chance: random.Random) -> Plan:
+def _random_plan(requests: list[list[int]], chance: random.Random) -> Plan:
     turns: list[tuple[int, int]] = []
     if len(requests) == 2:
         first = chance.randrange(2)

@@ -53,7 +53,7 @@ class Job:
 
     def __init__(self, connection: Connection, rank: int):
         self._connection = connection
-        self._one = threading.Lock()
+        self._ask_lock = threading.Lock()
         self.rank = rank
         self.clock = 0.0
 
@@ -63,7 +63,7 @@ class Job:
 
     def ask(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Sends a request and waits for the answer, however long the explorer serves other jobs first."""
-        with self._one:
+        with self._ask_lock:
             try:
                 self._connection.send((name, args, options))
                 answer: Answer = self._connection.recv()
@@ -135,7 +135,7 @@ def _do(order: Order) -> NoReturn:
         end = "end", f"{type(raised).__name__}: {raised}"
     except BaseException as raised:
         end = "wrong", f"{type(raised).__name__}: {raised}"
-    with job._one:  # From here on, no other thread of this process sends a request.
+    with job._ask_lock:  # From here on, no other thread of this process sends a request.
         connection.send((*end, {}))
         try:
             connection.recv()  # Answered when all processes are here: process 0 runs the service that they need.
@@ -147,13 +147,13 @@ def _simulate(job: Job, machine: str) -> None:
     bucket.Bucket._obstore = job  # pyright: ignore[reportAttributeAccessIssue]
     bucket._PAUSE_SECONDS = 0
     bucket.now = heartbeat.now = lambda: job.clock
-    heartbeat._begin = lambda one: None  # no thread: `holds` renews it when that is due
+    heartbeat._start_renewals = lambda one: None  # no thread: `is_valid` renews it when that is due
     heartbeat._machine = lambda: machine  # each job on its own machine, so only the age of a lease counts
     removal.time = types.SimpleNamespace(time=lambda: job.clock)
     lease.time = types.SimpleNamespace(sleep=lambda seconds: job.ask("sleep", (seconds,), {}))
     buckets = ObjectStore()
     buckets.add(ROOT, object())
-    buckets._buckets[ROOT]._honours = True
+    buckets._buckets[ROOT]._is_verified = True
     stores.register(buckets, SCHEME)
 
 

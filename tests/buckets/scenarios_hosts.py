@@ -14,14 +14,14 @@ from treering.errors import NotFoundError
 from treering.formats.treering import manifest
 
 from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree
-from .scenarios_runs import check_run, end_run, nothing_left, report_far, save_near
+from .scenarios_runs import check_no_leftovers, check_run, end_run, report_uploads, save_local
 
 _NEWEST = (0, 1, 2, 3, 2, 4, 2, 3)  # the newest step, by the number of changes of `_change` that were made
-_TIMEOUT = 2.0  # seconds that its peers wait for a killed process
-_PATIENCE = 30.0  # seconds, in jobs where no process is killed
+_TIMEOUT_SECONDS = 2.0  # seconds that its peers wait for a killed process
+_PATIENCE_SECONDS = 30.0  # seconds, in jobs where no process is killed
 
 
-def _run(job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT) -> tr.Checkpointer:
+def _run(job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT_SECONDS) -> tr.Checkpointer:
     return tr.Checkpointer(place, keep=KEPT, local=f"{local}/{disks[job.rank]}", timeout=timeout)
 
 
@@ -42,8 +42,8 @@ def _copy(number: int, steps: int, disks: str) -> Callable[..., None]:
     def job(job: Any, place: str, local: str) -> None:
         with _run(job, place, local, disks) as ckpts:
             begun = _begin(ckpts)
-            save_near(job, ckpts, number, range(begun + 1, begun + steps + 1))
-        report_far(job, begun, steps)
+            save_local(job, ckpts, number, range(begun + 1, begun + steps + 1))
+        report_uploads(job, begun, steps)
 
     return job
 
@@ -75,7 +75,7 @@ def _last(disks: str, *, check_archived: bool = False) -> Callable[..., None]:
     """
 
     def job(job: Any, place: str, local: str) -> None:
-        with _run(job, place, local, disks, _PATIENCE) as ckpts:
+        with _run(job, place, local, disks, _PATIENCE_SECONDS) as ckpts:
             begun = _begin(ckpts)
             ckpts.save(LAST, tree(LAST))
         if not job.rank:
@@ -92,7 +92,7 @@ def _last(disks: str, *, check_archived: bool = False) -> Callable[..., None]:
 
 def _check_archived(place: str, local: str) -> None:
     """Asserts that each archived step with a manifest is complete: all its files are archived or remote."""
-    disks, remote = pathlib.Path(local), stores.of(place)
+    disks, remote = pathlib.Path(local), stores.get(place)
     for file in disks.glob("*/rewound-*/*/treering.json"):
         step = file.parent.name
         folders = [f"{place}/{name}/{step}" for name in remote.list(place) if name.startswith("rewound-")]
@@ -108,7 +108,7 @@ def _end_local(place: str, reports: Reports) -> None:
     _, (begun, _) = reports[-1]
     assert begun >= newest, f"continued from {begun}, reported {reports}"
     assert not begun or read_value(place, begun) == 100 + begun
-    nothing_left(place, reports)
+    check_no_leftovers(place, reports)
 
 
 def _check_changed(place: str, reports: Reports) -> None:
@@ -128,7 +128,7 @@ def _end_changed(place: str, reports: Reports) -> None:
     _, (begun, _) = reports[-1]
     done = _done(reports)
     assert begun in _NEWEST[done : done + 2], f"continued from {begun} after {done} changes"
-    nothing_left(place, reports)
+    check_no_leftovers(place, reports)
 
 
 def _done(reports: Reports) -> int:

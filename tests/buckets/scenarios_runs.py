@@ -7,7 +7,7 @@ import treering as tr
 from treering import stores
 from treering.errors import CorruptError
 from treering.formats.treering import manifest, summary
-from treering.stores.whole_files import read_file
+from treering.stores.file_io import read_file
 
 from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree
 
@@ -53,13 +53,13 @@ def _copy(number: int, steps: int) -> Callable[..., None]:
     def job(job: Any, place: str, local: str) -> None:
         with tr.Checkpointer(place, keep=KEPT, local=f"{local}/{number}") as ckpts:
             begun = int(ckpts.restore()["w"][0]) % 100 if ckpts.latest_step else 0
-            save_near(job, ckpts, number, range(begun + 1, begun + steps + 1))
-        report_far(job, begun, steps)
+            save_local(job, ckpts, number, range(begun + 1, begun + steps + 1))
+        report_uploads(job, begun, steps)
 
     return job
 
 
-def save_near(job: Any, ckpts: tr.Checkpointer, number: int, steps: Iterable[int]) -> None:
+def save_local(job: Any, ckpts: tr.Checkpointer, number: int, steps: Iterable[int]) -> None:
     """Saves steps and reports each as present in the local tier of the job."""
     for step in steps:
         ckpts.save(step, tree(100 * number + step))
@@ -67,7 +67,7 @@ def save_near(job: Any, ckpts: tr.Checkpointer, number: int, steps: Iterable[int
         job.report(f"local: {step}")
 
 
-def report_far(job: Any, begun: int, steps: int) -> None:
+def report_uploads(job: Any, begun: int, steps: int) -> None:
     """Reports the steps that must be remote after `steps` steps from `begun` on were saved and uploaded."""
     end = begun + steps
     for step in range(max(begun + 1, end - 1), end + 1):
@@ -94,7 +94,7 @@ def _change(job: Any, place: str, local: str) -> None:
         job.report((0, 3))
 
 
-def _go_on(job: Any, place: str, local: str) -> None:
+def _resume_run(job: Any, place: str, local: str) -> None:
     """Saves five further steps."""
     with tr.Checkpointer(place, keep=KEPT) as ckpts:
         begun = int(ckpts.restore()["w"][0])
@@ -105,7 +105,7 @@ def _go_on(job: Any, place: str, local: str) -> None:
             job.report((begun % 100, step))
 
 
-def _go_back(job: Any, place: str, local: str) -> None:
+def _rewind_run(job: Any, place: str, local: str) -> None:
     """Rewinds to step 1 and saves other steps instead of those after it. Deletes none."""
     with tr.Checkpointer(place) as ckpts:
         ckpts.restore(step=1)
@@ -127,7 +127,7 @@ def _not_archived(reports: Reports) -> Reports:
     return [(number, what) for number, what in reports if not isinstance(what, str) and not (gone and number == 1)]
 
 
-def _check_gone_back(place: str, reports: Reports) -> None:
+def _check_rewound(place: str, reports: Reports) -> None:
     """Asserts that the second job's steps exist, unless the first job has continued from them. Step 1 is pinned."""
     assert read_value(place, 1) == 101
     check_run(place, reported := _not_archived(reports))
@@ -135,7 +135,7 @@ def _check_gone_back(place: str, reports: Reports) -> None:
         assert number == 1 or read_value(place, step) == 200 + step
 
 
-def _end_gone_back(place: str, reports: Reports) -> None:
+def _end_rewound(place: str, reports: Reports) -> None:
     end_run(place, _not_archived(reports))
 
 
@@ -199,36 +199,36 @@ def _end_copy(place: str, reports: Reports) -> None:
     assert begun >= newest, f"continued from {begun}, reported {reports}"
     assert tr.steps(place) == [*([begun] if begun else []), LAST], tr.steps(place)
     assert not begun or read_value(place, begun) == 100 + begun
-    nothing_left(place, reports)
+    check_no_leftovers(place, reports)
 
 
 def end_run(place: str, reports: Reports) -> None:
     """Asserts that the last job continued from the newest reported step or a later one, and nothing is left over."""
     *reported, (begun, _) = [what for _, what in reports if not isinstance(what, str)]
     assert begun >= max((step for _, step in reported), default=0), f"continued from {begun}, reported {reported}"
-    nothing_left(place, reports)
+    check_no_leftovers(place, reports)
 
 
-def nothing_left(place: str, reports: Reports) -> None:
+def check_no_leftovers(place: str, reports: Reports) -> None:
     """Asserts that no files are left over, and that the lease is released."""
     steps = tr.steps(place)
     assert steps[-1] == LAST and read_value(place, LAST) == LAST, steps
-    assert read_file(stores.of(place), f"{place}/writer.lock") == b'{"version":1}'
-    names = set(stores.of(place).list(place)) - {"writer.lock"}
+    assert read_file(stores.get(place), f"{place}/writer.lock") == b'{"version":1}'
+    names = set(stores.get(place).list(place)) - {"writer.lock"}
     assert all(name.startswith(("step-", "rewound-", "origin")) for name in names), names
     for name in names:
         if name.startswith("step-"):
-            there = set(stores.of(place).list(f"{place}/{name}")) - {"pinned"}
-            named = manifest.file_names(read_file(stores.of(place), summary.file(f"{place}/{name}")))
+            there = set(stores.get(place).list(f"{place}/{name}")) - {"pinned"}
+            named = manifest.file_names(read_file(stores.get(place), summary.manifest_path(f"{place}/{name}")))
             assert there == {"treering.json", *named}, f"left over: {there}"
 
 
 RUNS = {
     "a run": Scenario([_train(1, 5), _last_step], check_run, end_run),
     "a run, read": Scenario([_train(1, 4), _read_run, _last_step], check_run, end_run, _prepare_run),
-    "a run, changed": Scenario([_change, _last_step], _check_changed, nothing_left),
+    "a run, changed": Scenario([_change, _last_step], _check_changed, check_no_leftovers),
     "a run, uploaded": Scenario([_copy(1, 3), _last_copy], check_run, _end_copy),
     "an uploaded run, new owner": Scenario([_copy(1, 2), _copy(2, 2), _last_step], check_run, end_run),
-    "a run, rewound": Scenario([_go_on, _go_back, _last_step], _check_gone_back, _end_gone_back, _prepare_pinned),
+    "a run, rewound": Scenario([_resume_run, _rewind_run, _last_step], _check_rewound, _end_rewound, _prepare_pinned),
     "a run, new owner": Scenario([_train(1, 3), _train(2, 3), _last_step], check_run, end_run),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import treering as tr
 from treering import stores
-from treering._tools.copy import copy_all
+from treering._tools.copy import copy_checkpoints
 from treering.errors import NotFoundError
 
 from .scenario import LARGE, LAST, Reports, Scenario, read_value, tree
@@ -29,7 +29,7 @@ def _prepare_source(place: str, local: str) -> None:
 
 def _copy_one(job: Any, place: str, local: str) -> None:
     """Copies a checkpoint. A copy has the file names of its source, so two copies have the same names."""
-    copy_all(f"{local}/source", place)
+    copy_checkpoints(f"{local}/source", place)
     job.report(1)
 
 
@@ -53,7 +53,7 @@ def _check_one(allowed: Sequence[int | None], *, first: bool) -> Callable[[str, 
     return check
 
 
-def _check_untold(before: int | None) -> Callable[[str, str | None, int], None]:
+def _check_unreported(before: int | None) -> Callable[[str, str | None, int], None]:
     """Returns a check that a save which raised an error has changed nothing. Only used after a single fault."""
 
     def over(place: str, error: str | None, faults: int) -> None:
@@ -74,7 +74,7 @@ def _last_save(job: Any, place: str, local: str) -> None:
 
 def _end_one(place: str, reports: Reports) -> None:
     assert read_value(place) == LAST
-    names = stores.of(place).list(place)
+    names = stores.get(place).list(place)
     assert len(names) == 2, f"left over: {names}"
 
 
@@ -97,14 +97,14 @@ SINGLE = {
         [_save(1, overwrite=False), _last_save],
         _check_one([None, 1], first=True),
         _end_one,
-        over=_check_untold(None),
+        over=_check_unreported(None),
     ),
     "overwriting": Scenario(
         [_save(1, overwrite=True), _last_save],
         _check_one([0, 1], first=True),
         _end_one,
         _prepare,
-        _check_untold(0),
+        _check_unreported(0),
     ),
     "overwriting, read": Scenario([_save(1, overwrite=True), _read, _last_save], _check_read, _end_one, _prepare),
     "two that save": Scenario(

@@ -20,7 +20,7 @@ from helpers import Closed
 from treering import stores
 from treering._cli.main import cli
 from treering._core.outline import outline
-from treering._core.readable import nbytes, number
+from treering._core.units import nbytes, number
 from treering._printable import safe
 from treering.stores.posix import Disk
 
@@ -47,7 +47,7 @@ def run(tmp_path: pathlib.Path) -> str:
 # Runs
 
 
-def test_ls_shows_what_is_good_pinned_best_latest_and_what_is_not(run: str, treering: Any) -> None:
+def test_ls_shows_state_pins_best_and_latest(run: str, treering: Any) -> None:
     """The notes of ls name valid, damaged, unfinished, pinned, best and latest steps."""
     damaged = pathlib.Path(run, "step-00000003", "treering.json")
     damaged.chmod(0o644)
@@ -175,7 +175,7 @@ def test_ls_shows_the_steps_of_other_libraries(tmp_path: pathlib.Path, treering:
 
 
 @pytest.mark.long
-def test_what_prune_deletes_is_what_a_run_with_that_policy_deletes(tmp_path: pathlib.Path, treering: Any) -> None:
+def test_prune_deletes_what_a_checkpointer_would(tmp_path: pathlib.Path, treering: Any) -> None:
     """prune deletes the same steps as a `Checkpointer` with the same policy."""
     policies = [
         (["last:2"], tr.keep.last(2)),
@@ -612,13 +612,13 @@ def test_doctor_leaves_nothing_behind(tmp_path: pathlib.Path, treering: Any) -> 
     assert os.listdir(tmp_path) == []
     assert treering("doctor", tmp_path / "nowhere").code == 3
     assert "save" in treering("doctor", "memory://bucket/there", "--size", "1M").out
-    assert stores.of("memory://bucket").list("memory://bucket/there") == []
+    assert stores.get("memory://bucket").list("memory://bucket/there") == []
 
 
 def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: pathlib.Path, treering: Any, use_disk: Any) -> None:
     """doctor gives advice for each feature that a place lacks."""
 
-    class Poor(type(stores.of("/").disk)):  # type: ignore[misc]
+    class Poor(type(stores.get("/").disk)):  # type: ignore[misc]
         def lock(self, fd: int) -> None:
             return None
 
@@ -748,7 +748,7 @@ def test_a_full_disk_is_an_error(run: str) -> None:
         assert done.returncode == 3 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.directory"])
+@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.run_directory"])
 def test_an_interrupt_ends_it_without_a_traceback(run: str, tmp_path: pathlib.Path, module: str) -> None:
     """Ctrl-C arrives while a module is imported, before the command runs or while it runs."""
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING.format(module=module))

@@ -14,7 +14,7 @@ import pytest
 import treering as tr
 from treering import stores
 from treering._tools import copy as copying
-from treering._tools.copy import Copied, copy_all
+from treering._tools.copy import CopyResult, copy_checkpoints
 from treering.formats.treering import copy as native_copy
 from treering.formats.treering import removal
 from treering.stores.objects.store import ObjectStore
@@ -22,7 +22,7 @@ from treering.stores.objects.store import ObjectStore
 _JOB = """
 import sys
 from treering import stores
-lease = stores.of(sys.argv[1]).lease(sys.argv[1])
+lease = stores.get(sys.argv[1]).lease(sys.argv[1])
 lease.acquire()
 print(flush=True)
 sys.stdin.read()
@@ -104,11 +104,11 @@ def test_a_run_is_held_while_steps_come_into_it(
     """cp holds the lock of the target while it copies."""
     held: list[int] = []
 
-    def moved(self: Copied, nbytes: int) -> None:
+    def moved(self: CopyResult, nbytes: int) -> None:
         command = [sys.executable, "-c", _JOB, str(tmp_path / "other")]
         held.append(subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode)
 
-    monkeypatch.setattr(Copied, "_moved", moved)
+    monkeypatch.setattr(CopyResult, "_add_bytes", moved)
     assert treering("cp", run, tmp_path / "other", "--steps", 4).code == 0 and set(held) == {1}
     assert sorted(os.listdir(tmp_path / "other")) == ["step-00000004"], "the lock is released"
 
@@ -144,7 +144,7 @@ def test_steps_on_a_local_disk_count_after_others_came(
     with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         for step in (5, 6, 7, 8):
             ckpts.save(step, {"x": step})
-    removal.delete(stores.of(""), str(step_of(remote, 8)))  # The job might have been killed before the upload.
+    removal.delete(stores.get(""), str(step_of(remote, 8)))  # The job might have been killed before the upload.
     calls = [
         ["cp", run, remote, "--steps", "1..3"],
         ["cp", step_of(run, 4), step_of(remote, 4), "--overwrite"],
@@ -156,7 +156,7 @@ def test_steps_on_a_local_disk_count_after_others_came(
 
 
 @pytest.mark.parametrize("command", ["cp", "convert"])
-def test_a_step_that_is_replaced_does_not_come_back_from_a_local_disk(
+def test_cp_replaced_step_stays_replaced_with_local_tier(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, command: str
 ) -> None:
     """A local copy of a step that cp or convert replaced is no longer restored."""
@@ -173,14 +173,14 @@ def test_steps_that_a_job_deletes_meanwhile_are_named(
 ) -> None:
     source = str(run)
     if where == "bucket":
-        copy_all(run, source := f"memory://{tmp_path.name}/run")
+        copy_checkpoints(run, source := f"memory://{tmp_path.name}/run")
 
-    def moved(self: Copied, nbytes: int) -> None:
+    def moved(self: CopyResult, nbytes: int) -> None:
         for step in doomed:
-            removal.delete(stores.of(source), f"{source}/step-{step:08}")
+            removal.delete(stores.get(source), f"{source}/step-{step:08}")
         doomed.clear()
 
-    monkeypatch.setattr(Copied, "_moved", moved)
+    monkeypatch.setattr(CopyResult, "_add_bytes", moved)
     doomed = [1, 3]
     found = treering("cp", source, tmp_path / "copy")
     assert found.code == 0 and "steps deleted since the copy began are not copied" in found.err, (
@@ -193,15 +193,15 @@ def test_steps_that_a_job_deletes_meanwhile_are_named(
 
 
 def test_steps_that_are_all_gone_are_an_error(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
-    names = copying._names
+    names = copying._names_to_copy
 
     def listed(*arguments: Any) -> list[str]:
         found = names(*arguments)
-        removal.delete(stores.of(""), str(step_of(run, 4)))
+        removal.delete(stores.get(""), str(step_of(run, 4)))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_names", listed)
+        patch.setattr(copying, "_names_to_copy", listed)
         found = treering("cp", run, tmp_path / "copy", "--steps", 4)
     assert found.code == 3 and "deleted meanwhile" in found.err and not (tmp_path / "copy").exists()
 
@@ -210,7 +210,7 @@ def test_a_copy_of_a_step_that_is_gone_stays(run: pathlib.Path, tmp_path: pathli
     copy = tmp_path / "copy"
     treering("cp", run, copy)
     for step in (1, 2, 3):
-        removal.delete(stores.of(""), str(step_of(run, step)))
+        removal.delete(stores.get(""), str(step_of(run, step)))
     assert treering("cp", run, copy).code == 0 and tr.steps(copy) == [1, 2, 3, 4]
 
 
@@ -235,14 +235,14 @@ def test_one_bad_step_does_not_stop_the_others(
     manifest.chmod(0o644)
     manifest.write_bytes(manifest.read_bytes()[:-9])
     tr.save(run / "checkpoint_7", {"x": np.ones(3)}, format="flax")
-    look = copying.summary.look
+    look = copying.summary.stat_manifest
 
     def closed(store: Any, path: str) -> Any:
         if path == str(step_of(run, 3)):
             raise PermissionError(13, "Permission denied", path)
         return look(store, path)
 
-    monkeypatch.setattr(copying.summary, "look", closed)
+    monkeypatch.setattr(copying.summary, "stat_manifest", closed)
     found = treering("cp", run, copy, "--json")
     assert found.code == 1 and tr.steps(copy) == [1, 2, 4]
     assert set(found.json["left_behind"]) == {str(run / "checkpoint_7"), *(str(step_of(run, n)) for n in (2, 3))}
@@ -254,9 +254,7 @@ def test_one_bad_step_does_not_stop_the_others(
 # Existing copies
 
 
-def test_what_is_there_is_read_with_overwrite_alone_and_cp_says_so(
-    run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
-) -> None:
+def test_cp_reads_existing_copies_only_with_overwrite(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     """cp reads existing copies only with --overwrite, and says so."""
     copy = tmp_path / "copy"
     treering("cp", run, copy)
@@ -296,7 +294,7 @@ def test_a_copy_in_a_bucket_is_repaired(run: pathlib.Path, treering: Any) -> Non
     buckets, copy = ObjectStore(), "copies8://tests8/copy"
     buckets.add("copies8://tests8", obstore.store.MemoryStore())
     with stores.using(buckets, "copies8"):
-        copy_all(run, copy)
+        copy_checkpoints(run, copy)
         for step in (2, 3):
             (name,) = (name for name in buckets.list(f"{copy}/step-0000000{step}") if name.startswith("arrays-"))
             if step == 2:
@@ -315,25 +313,25 @@ def test_a_copy_that_cannot_be_repaired_stays_as_it_is(
     copy, source = tmp_path / "copy", str(run)
     treering("cp", run, copy)
     if where == "bucket":
-        copy_all(run, source := f"memory://{tmp_path.name}/run")
+        copy_checkpoints(run, source := f"memory://{tmp_path.name}/run")
     change(copy, 2)
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
-    def interrupted(self: Copied, nbytes: int) -> None:
+    def interrupted(self: CopyResult, nbytes: int) -> None:
         raise KeyboardInterrupt
 
-    damaged = native_copy.damaged
+    damaged = native_copy.damaged_files
 
     def found_late(store: Any, path: str) -> Any:
         found = damaged(store, path)
-        removal.delete(stores.of(source), f"{source}/step-00000002")
+        removal.delete(stores.get(source), f"{source}/step-00000002")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Copied, "_moved", interrupted)
+        patch.setattr(CopyResult, "_add_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            copy_all(source, copy, overwrite=True)
-    monkeypatch.setattr(native_copy, "damaged", found_late)
+            copy_checkpoints(source, copy, overwrite=True)
+    monkeypatch.setattr(native_copy, "damaged_files", found_late)
     found = treering("cp", source, copy, "--overwrite")
     assert found.code == 1 and "was deleted before the repair ended" in found.err
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before

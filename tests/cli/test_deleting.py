@@ -13,7 +13,7 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering._run.directory import Directory
+from treering._run.run_directory import RunDirectory
 from treering.formats.treering import removal
 
 
@@ -38,7 +38,7 @@ def _damage(step: pathlib.Path) -> None:
     file.write_bytes(data)
 
 
-def test_prune_keeps_the_newest_step_that_is_good_when_it_is_read(run: pathlib.Path, treering: Any) -> None:
+def test_prune_keeps_newest_step_that_verifies(run: pathlib.Path, treering: Any) -> None:
     """prune reads the newest step that would stay; if it is damaged, the step before stays."""
     _damage(run / "step-00000004")
     for flags in (["--dry-run"], ["--yes"]):
@@ -129,16 +129,16 @@ def test_a_step_that_is_a_link_to_another_keeps_that(run: pathlib.Path, treering
 
 
 def test_each_of_two_prunes_counts_what_it_deleted(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
-    check = Directory.check_deletable
+    check = RunDirectory.prepare_delete
 
-    def another_is_faster(self: Directory, path: str, **options: Any) -> None:
+    def another_is_faster(self: RunDirectory, path: str, **options: Any) -> None:
         check(self, path, **options)
         if path.endswith("2"):
             monkeypatch.undo()
-            removal.delete(stores.of(path), path)
-            removal.delete(stores.of(path), path.replace("02", "03"))
+            removal.delete(stores.get(path), path)
+            removal.delete(stores.get(path), path.replace("02", "03"))
 
-    monkeypatch.setattr(Directory, "check_deletable", another_is_faster)
+    monkeypatch.setattr(RunDirectory, "prepare_delete", another_is_faster)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 0 and found.out.startswith("1 of 3 deleted, ") and tr.steps(run) == [4]
     assert "2 deleted by another process meanwhile: 2, 3" in found.out
@@ -249,11 +249,11 @@ def test_a_copy_that_is_damaged_deletes_nothing(
     from treering._tools import move
 
     def copy(path: str, to: str, **options: Any) -> None:
-        copy_all(path, to, **options)
+        copy_checkpoints(path, to, **options)
         _damage(pathlib.Path(to))
 
-    copy_all = move.copy_all
-    monkeypatch.setattr(move, "copy_all", copy)
+    copy_checkpoints = move.copy_checkpoints
+    monkeypatch.setattr(move, "copy_checkpoints", copy)
     found = treering("prune", run, "last:3", "--to", tmp_path / "archive", "--yes")
     assert found.code == 3 and "found it damaged: arrays-" in found.err and tr.steps(run) == [1, 2, 3, 4]
 
@@ -298,8 +298,8 @@ def test_steps_that_a_job_saves_anew_while_one_is_read_stay(
         _in_another_process(run, rewind=1, save=[2, 3, 4])
         return remove(self, *args, **options)
 
-    remove = Directory.delete_listed
-    monkeypatch.setattr(Directory, "delete_listed", meanwhile)
+    remove = RunDirectory.delete_listed
+    monkeypatch.setattr(RunDirectory, "delete_listed", meanwhile)
     found = treering("prune", run, "last:1", *flags, "--yes")
     assert (found.code, tr.steps(run)) == (3, [1, 2, 3, 4]) and found.out.startswith("0 of 3 deleted, ")
     assert "step 1 is not deleted: " in found.err and "expected the valid step that stays, found it gone" in found.err
@@ -313,8 +313,8 @@ def test_prune_stops_at_a_step_that_was_replaced(run: pathlib.Path, treering: An
             with tr.Checkpointer(run) as ckpts:
                 ckpts.save(2, {"x": -2}, on_exists="overwrite")
 
-    check = Directory.check_deletable
-    monkeypatch.setattr(Directory, "check_deletable", meanwhile)
+    check = RunDirectory.prepare_delete
+    monkeypatch.setattr(RunDirectory, "prepare_delete", meanwhile)
     found = treering("prune", run, "last:1", "--yes", "--json")
     assert (found.code, found.json["deleted"], tr.steps(run)) == (3, [1], [2, 3, 4])
     assert "found another in its place" in found.json["failed"]["2"] and tr.restore(run, step=2)["x"] == -2
@@ -358,9 +358,7 @@ def test_a_newer_step_of_the_job_may_stay_instead(run: pathlib.Path, treering: A
     assert (found.code, found.json["deleted"], found.json["verified"], tr.steps(run)) == (0, [1, 2, 3], 5, [5])
 
 
-def test_a_step_comes_back_if_the_one_that_stays_goes_at_the_same_moment(
-    run: pathlib.Path, treering: Any, monkeypatch: Any
-) -> None:
+def test_delete_is_undone_if_the_kept_step_disappears(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
     """prune restores the last manifest if the step that stays disappears during the deletion."""
 
     def both(store: Any, path: str, check: Any) -> Any:
@@ -421,9 +419,9 @@ def test_metrics_that_are_recorded_during_a_move_are_not_lost(
         add(self)
         tr.record(run, 1, {"later": 1.0})
 
-    verify, add = move.verify, move.OneCopy.complete
+    verify, add = move.verify, move.CheckpointCopy.complete
     if late:
-        monkeypatch.setattr(move.OneCopy, "complete", complete)
+        monkeypatch.setattr(move.CheckpointCopy, "complete", complete)
     else:
         monkeypatch.setattr(move, "verify", read)
     found = treering("prune", run, "last:3", "--to", tmp_path / "archive", "--yes")
@@ -441,7 +439,7 @@ def test_a_step_that_goes_during_its_move_is_no_error(
     def read(path: str, **options: Any) -> Any:
         report = verify(path, **options)
         if path.endswith("2"):
-            removal.delete(stores.of(str(run)), str(run / "step-00000002"))
+            removal.delete(stores.get(str(run)), str(run / "step-00000002"))
         return report
 
     verify = move.verify

@@ -13,7 +13,7 @@ import pytest
 
 import treering as tr
 from helpers import Closed
-from hostile import flip
+from hostile_input import flip
 from treering._cli.main import cli
 
 CALLS = {  # {run} is the place of the column, {out} a free path.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from hostile import flip
+from hostile_input import flip
 
 
 def _run(path: pathlib.Path) -> pathlib.Path:

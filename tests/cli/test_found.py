@@ -84,16 +84,16 @@ def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treer
     _of_a_later_release(run, 2, "leaf-kind")
     dry = treering("prune", run, "last:1", "--dry-run", "--json")
     assert dry.json["deleted"] == [0, 1, 3] and "step 2 stays: " in dry.err
-    from treering._run.directory import Directory
+    from treering._run.run_directory import RunDirectory
 
-    delete = Directory.delete_listed
+    delete = RunDirectory.delete_listed
 
-    def failing(self: Directory, path: str, **options: Any) -> bool:
+    def failing(self: RunDirectory, path: str, **options: Any) -> bool:
         if path.endswith("1"):
             raise OSError(5, "Input/output error")
         return delete(self, path, **options)
 
-    monkeypatch.setattr(Directory, "delete_listed", failing)
+    monkeypatch.setattr(RunDirectory, "delete_listed", failing)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 3 and "step 1 is not deleted: [Errno 5]" in found.err
     assert tr.steps(run) == [1, 2, 4] and found.out.startswith("2 of 3 deleted, ")
@@ -255,7 +255,7 @@ def test_parts_of_one_large_array_are_shared_out(tmp_path: pathlib.Path, monkeyp
 
     monkeypatch.setattr(reader, "_CHECK_SLICE_BYTES", 4096)
     monkeypatch.setattr(leaves, "IN_FLIGHT", 4096)
-    monkeypatch.setattr(leaves, "_CHUNK", 4096)
+    monkeypatch.setattr(leaves, "_MAX_CHUNK_BYTES", 4096)
     tree = {
         "target": {"x": np.random.default_rng(0).integers(0, 255, (64, 1024), "uint8"), "y": np.ones(3)},
         "state": {},

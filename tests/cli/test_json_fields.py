@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from hostile import flip
+from hostile_input import flip
 from treering._cli.main import cli
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -24,7 +24,7 @@ def test_byte_ranges_cover_a_box_with_small_gaps_only(case: tuple[tuple[int, ...
     shape, box, gap = case
     itemsize = 4
     index = np.arange(math.prod(shape) * itemsize).reshape((*shape, itemsize))
-    needed = set(index[boxes.slices(box, boxes.whole(shape))].ravel().tolist())
+    needed = set(index[boxes.slices(box, boxes.full_box(shape))].ravel().tolist())
     ranges = list(boxes.byte_ranges(shape, box, itemsize, gap))
     covered = [byte for begin, end in ranges for byte in range(begin, end)]
     assert len(covered) == len(set(covered))

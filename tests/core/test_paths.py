@@ -13,8 +13,8 @@ from hypothesis import given
 import treering as tr
 from treering import stores
 from treering._core import leaf_paths as _paths
-from treering._core.entries import covered, lost
-from treering._core.entries import fits as fits_entry
+from treering._core.entries import glob_covers, lost_entry
+from treering._core.entries import glob_fits as fits_entry
 from treering.errors import MismatchError, UnsupportedError
 from treering.stores.memory import MemoryStore
 
@@ -93,10 +93,10 @@ def test_the_closest_name_prefers_the_same_ending() -> None:
 
 
 def test_below() -> None:
-    assert _paths.below("a/b", "a") == "b"
-    assert _paths.below("ab", "a") is None
-    assert _paths.below("a", "a") == ""
-    assert _paths.below("a", "") == "a"
+    assert _paths.relative_to("a/b", "a") == "b"
+    assert _paths.relative_to("ab", "a") is None
+    assert _paths.relative_to("a", "a") == ""
+    assert _paths.relative_to("a", "") == "a"
 
 
 # Every public call that takes a path.
@@ -180,11 +180,11 @@ def test_what_globs_may_match_below_a_path() -> None:
     for glob in ("/".join(parts) for n in range(1, 4) for parts in itertools.product(segments, repeat=n)):
         fits = {path for path in paths if _paths.matches(path, glob)}
         for at in paths[:12]:
-            inside = {path for path in paths if _paths.below(path, at) is not None}
+            inside = {path for path in paths if _paths.relative_to(path, at) is not None}
             assert _paths.may_match_below(at, glob) is bool(fits & inside), (at, glob)
-            for entry in (lost(at, "why", tree=True), lost(at, "why")):
-                assert not entry.tree or not covered(at, entry, glob) or inside <= fits or glob == at, (at, glob)
-                assert covered(at, entry, glob) or entry.tree or at not in fits
+            for entry in (lost_entry(at, "why", tree=True), lost_entry(at, "why")):
+                assert not entry.tree or not glob_covers(at, entry, glob) or inside <= fits or glob == at, (at, glob)
+                assert glob_covers(at, entry, glob) or entry.tree or at not in fits
                 assert fits_entry(at, entry, glob) is (bool(fits & inside) if entry.tree else at in fits)
 
 

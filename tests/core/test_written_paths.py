@@ -56,7 +56,7 @@ def test_rules_and_what_may_be_missing_go_by_what_people_write(params: tr.Checkp
         params.apply([tr.rules.rename("mlp/~/linear", "x")])
 
 
-def test_an_escape_is_only_left_out_where_nothing_else_is_called_so(tmp_path: Path) -> None:
+def test_unescape_keeps_ambiguous_escapes(tmp_path: Path) -> None:
     """A path without escapes means the path that is spelled like that, if the tree has one."""
     tree = {"a/b": np.zeros(1), "a": {"b": np.ones(1), "~": np.ones(2)}, "c/d": {"e": 1}, "c": {"d/e": 2}}
     tr.save(tmp_path / "c", tree)

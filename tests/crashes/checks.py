@@ -31,9 +31,9 @@ from treering.testing._doubles import QuickDisk
 from .mutations import HARMLESS, mutations
 from .recording import Inodes, Op, RecordingDisk, Tree, View
 from .scenarios import Scenario
+from .scenarios_processes import together
 from .scenarios_runs import runs
 from .scenarios_single import foreign, native
-from .scenarios_together import together
 from .states import Crash, crashes
 
 __all__ = [
@@ -313,7 +313,7 @@ def _repeatable(process: Callable[[], int]) -> Iterator[None]:
         mock.patch.object(os, "urandom", lambda nbytes: draw().to_bytes(nbytes, "big")),
         mock.patch.object(write, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
         mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=draw)),
-        mock.patch.object(lease, "_about_this_process", return_value=b"a process"),
+        mock.patch.object(lease, "_new_writer_record", return_value=b"a process"),
     ):
         yield
 

@@ -15,7 +15,7 @@ from treering import keep, stores
 from treering._run.checkpointer import Checkpointer
 from treering._run.metrics import record as record_metrics
 from treering._run.open import open_checkpoint
-from treering._run.run import FINISHED, steps
+from treering._run.run_layout import FINISHED_MARK, steps
 from treering.errors import NotFoundError, TreeringError
 from treering.formats.treering import manifest, metrics, pins, schema
 
@@ -86,7 +86,7 @@ def _look_at(run: Path) -> View:
         with contextlib.suppress(NotFoundError):
             raise AssertionError(f"{open_checkpoint(run).path}: it is in no list of steps")
     aside = [label for place in sorted(run.glob("rewound-*")) for label in _labels(place)]
-    return _view(seen, aside, finished=(run / FINISHED).exists())
+    return _view(seen, aside, finished=(run / FINISHED_MARK).exists())
 
 
 def _labels(run: Path) -> list[str]:
@@ -108,9 +108,9 @@ _known: dict[int, str] = {}
 
 def _read_label(path: str, step: int) -> str:
     label = label_at(path, [f"{step}{branch}" for branch in ("", "b", "c", "d")])
-    pinned = "*" if pins.pinned(stores.of(""), path) else ""
+    pinned = "*" if pins.is_pinned(stores.get(""), path) else ""
     identity = manifest.xxh3(Path(path, schema.MANIFEST).read_bytes())
-    found = [content for _, content in metrics.read(stores.of(""), path, identity)]
+    found = [content for _, content in metrics.read(stores.get(""), path, identity)]
     assert all(isinstance(one, dict) for one in found), f"{path}: metrics are there in part"
     return label + pinned + ("!" if found else "")
 

@@ -142,7 +142,11 @@ def _assert_tidy(root: Path, path: Path) -> None:
 def assert_tidy_inside(path: Path) -> None:
     """Only what the manifest names is there, and the metrics that were recorded for it."""
     data = (path / schema.MANIFEST).read_bytes()
-    named = {schema.MANIFEST, *manifest.file_names(data), *metrics.names(stores.of(""), str(path), manifest.xxh3(data))}
+    named = {
+        schema.MANIFEST,
+        *manifest.file_names(data),
+        *metrics.names(stores.get(""), str(path), manifest.xxh3(data)),
+    }
     assert set(os.listdir(path)) == named, f"{sorted(set(os.listdir(path)) - named)} is left over in {path}"
 
 

@@ -76,7 +76,7 @@ def finish(name: str, run: pathlib.Path, *options: object, devices: int = 1) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_run_that_is_killed_and_told_to_stop_ends_with_the_same_bits(name: str, tmp_path: pathlib.Path) -> None:
+def test_killed_and_preempted_run_ends_with_same_bits(name: str, tmp_path: pathlib.Path) -> None:
     """A run that is killed and stopped by SIGTERM ends with the bits of an uninterrupted run."""
     peaceful = finish(name, tmp_path / "peaceful", "--steps", 120)
     run, begun, losses = tmp_path / "killed", [], {}

@@ -59,6 +59,6 @@ def test_a_group_that_cannot_be_kept_gives_no_other_access(
     real = os.lstat
     monkeypatch.setattr(os, "chown", refuse)
     other = lambda at: os.stat_result((*(found := real(at))[:5], found.st_gid + (at == str(path)), *found[6:]))  # noqa: E731
-    monkeypatch.setattr("treering.stores.atomic.look", lambda at: other(at))
+    monkeypatch.setattr("treering.stores.atomic.lstat", lambda at: other(at))
     tr.save(path, {"w": np.ones(3, np.float32)}, overwrite=True)
     assert path.stat().st_mode & 0o777 == 0o600 and "its group gets no access" in caplog.text

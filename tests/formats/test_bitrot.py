@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from hostile import flip
+from hostile_input import flip
 from treering.errors import TreeringError
 from treering.testing._samples import identity, sample, spread
 

@@ -16,7 +16,7 @@ from treering import stores
 from treering.errors import SaveError
 from treering.formats.treering import removal
 from treering.formats.treering.commit import Transaction
-from treering.formats.treering.new_files import Outcome
+from treering.formats.treering.save_files import Outcome
 from treering.stores.posix import Disk
 
 
@@ -146,7 +146,7 @@ def test_a_living_writers_files_stay_and_a_killed_ones_go(tmp_path: pathlib.Path
     writer = start_writer(path)
     half = {p.name for p in path.iterdir()}
     assert len(half) == 2  # the array file and the temporary manifest
-    removal.remove_leftovers(stores.of(""), str(path))
+    removal.collect_garbage(stores.get(""), str(path))
     assert {p.name for p in path.iterdir()} == half
     tr.save(path, {"x": np.zeros(3)})  # It commits while the writer still runs. The writer then replaces it.
     assert half < {p.name for p in path.iterdir()}
@@ -183,7 +183,7 @@ def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.P
     assert disk.tries < 100
 
 
-def test_a_file_that_was_tidied_away_before_it_was_locked_is_made_again(tmp_path: pathlib.Path, use_disk) -> None:
+def test_file_removed_before_it_was_locked_is_made_again(tmp_path: pathlib.Path, use_disk) -> None:
     """A save survives that another process removes its new file as a leftover before it is locked."""
 
     class Unlucky(Disk):
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_keeps_its_files(tmp_path: pathlib.Path) -> None:
     tr.save(path, {"x": np.ones(3)})
     (path / "treering.json").chmod(0o644)
     (path / "treering.json").write_bytes(b"{}")
-    removal.remove_leftovers(stores.of(""), str(path))
+    removal.collect_garbage(stores.get(""), str(path))
     assert len(list(path.iterdir())) == 2
     tr.save(path, {"x": np.ones(3)}, overwrite=True)
     assert tr.verify(path).ok and len(list(path.iterdir())) == 2

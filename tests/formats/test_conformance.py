@@ -16,7 +16,7 @@ import pytest
 import tensorstore
 
 import treering as tr
-from bundles import CODES, Bundle
+from tensorflow_bundles import CODES, Bundle
 from treering._core.source import Source
 from treering._pytree import walk
 from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
@@ -24,9 +24,9 @@ from treering.formats import ArrayEntry, Box
 from treering.formats._shared.extents import check_shape
 from treering.formats._shared.reader import ForeignReader
 from treering.formats.tensorflow.table import crc32c, masked
+from treering.stores.file_io import read_file
 from treering.stores.sequential import file_of_new_folder
 from treering.stores.store import Store
-from treering.stores.whole_files import read_file
 from treering.testing import DTYPES, NAMES, VALUES, FormatConformance, sample
 
 SAFETENSORS = DTYPES[: DTYPES.index("uint64") + 1]
@@ -161,8 +161,8 @@ class TestTensorFlow(FormatConformance):
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
         bundle = Bundle()
-        walked = walk.walk(tree)
-        for name, leaf in zip(walked.paths, walked.leaves, strict=True):
+        flat_tree = walk.flatten_tree(tree)
+        for name, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
             array = np.asarray(leaf)
             array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
             data = array.reshape(-1).view(np.uint8).data
@@ -188,10 +188,10 @@ class TestNpz(FormatConformance):
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
         """Writes what `numpy.savez` would write. That function accepts no key with the name "file"."""
-        walked = walk.walk(tree)
+        flat_tree = walk.flatten_tree(tree)
         path.parent.mkdir(exist_ok=True)
         with zipfile.ZipFile(path, "w", self.compression) as archive:
-            for name, leaf in zip(walked.paths, walked.leaves, strict=True):
+            for name, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
-from hostile import damaged, outcome, shuffled
+from hostile_input import damaged, outcome, shuffled
 from treering import formats, rules, stores
-from treering._core.boxes import whole
+from treering._core.boxes import full_box
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats.equinox.read import EquinoxReader
 from treering.stores.posix import Disk
@@ -52,7 +52,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def reader(path: Path, disk: Disk | None = None) -> EquinoxReader:
-    found = formats.get("equinox").open(stores.Filesystem(disk) if disk else stores.of(""), str(path))
+    found = formats.get("equinox").open(stores.Filesystem(disk) if disk else stores.get(""), str(path))
     assert isinstance(found, EquinoxReader)
     return found
 
@@ -133,7 +133,7 @@ def test_every_dtype(tmp_path: Path, kind: str) -> None:
     found = reader(path)
     for entry, array in zip(found.entries.values(), arrays, strict=True):
         native = array.astype(array.dtype.newbyteorder("="))
-        assert same(found.read([(entry, whole(entry.shape))])[0], native)
+        assert same(found.read([(entry, full_box(entry.shape))])[0], native)
         box = tuple((size // 2, size) for size in array.shape)
         (part,) = found.read([(entry, box)])
         assert same(part, native[(*(slice(*one) for one in box), ...)])
@@ -144,7 +144,7 @@ def test_every_dtype(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
-def test_dtypes_without_a_name_in_numpy_that_are_the_only_ones_of_their_code(tmp_path: Path, name: str) -> None:
+def test_unnamed_numpy_dtypes_with_a_unique_code(tmp_path: Path, name: str) -> None:
     """A dtype that NumPy has no name for is still known from the file if no other dtype has its code."""
     arrays = [jnp.asarray(noise(getattr(ml_dtypes, name), shape)) for shape in [(3, 4), (), (0,)]]
     path = tmp_path / "x.eqx"
@@ -172,7 +172,7 @@ def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
     assert found.ambiguous_dtypes == {"0", "1", "2"}
     for entry, array in zip(found.entries.values(), arrays, strict=False):
         assert entry.dtype == "uint8" and entry.shape == array.shape
-        assert found.read([(entry, whole(entry.shape))])[0].tobytes() == np.asarray(array).tobytes()
+        assert found.read([(entry, full_box(entry.shape))])[0].tobytes() == np.asarray(array).tobytes()
     restored = tr.restore(path, like=[*arrays, np.zeros(3, np.uint8)])
     assert all(same(x, y) for x, y in zip(restored, arrays, strict=False)) and restored[3].tolist() == [0, 1, 2]
 
@@ -517,12 +517,12 @@ def test_bad_records(tmp_path: Path, data: bytes, error: Any, text: str) -> None
 def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(data)
-    assert formats.get("equinox").refuses(stores.of(""), str(path))
+    assert formats.get("equinox").refuses(stores.get(""), str(path))
     with pytest.raises(CorruptError):
-        formats.get("equinox").open(stores.of(""), str(path))
+        formats.get("equinox").open(stores.get(""), str(path))
     os.mkfifo(tmp_path / "fifo.eqx")
     for name in (tmp_path, tmp_path / "fifo.eqx", tmp_path / "none.eqx"):
-        assert formats.get("equinox").refuses(stores.of(""), str(name))
+        assert formats.get("equinox").refuses(stores.get(""), str(name))
 
 
 SMALL = (
@@ -540,7 +540,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         try:
             found = reader(path)
             for entry in found.entries.values():
-                found.read([(entry, whole(entry.shape))])  # type: ignore[arg-type]
+                found.read([(entry, full_box(entry.shape))])  # type: ignore[arg-type]
         except TreeringError:
             pass
     for size in range(1, len(SMALL)):

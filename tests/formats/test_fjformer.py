@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from helpers import REAL, assert_described, assert_read_as_by, assert_same, described
-from hostile import damaged, outcome, shuffled
+from hostile_input import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.formats._shared import state_dict_write
@@ -194,14 +194,14 @@ def test_every_dtype_and_odd_keys(tmp_path: Path) -> None:
 
 def test_large_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 100)
-    monkeypatch.setattr(state_dict_write, "MAX_CHUNK", 100)
+    monkeypatch.setattr(state_dict_write, "MAX_CHUNK_BYTES", 100)
     tree = {"a": {"b": np.arange(5), "w": np.random.default_rng(0).random((7, 13))}}
     save(tmp_path / "theirs", tree)
     ckpt = tr.open(tmp_path / "theirs")
     assert list(ckpt) == ["a/b", "a/w"] and ckpt["a/w"][2:5, 3].tobytes() == tree["a"]["w"][2:5, 3].tobytes()
     tr.convert(tmp_path / "theirs", tmp_path / "ours", format="easylm")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    monkeypatch.setattr(fjformer, "_LIMIT", 200)
+    monkeypatch.setattr(fjformer, "_MAX_BIN_BYTES", 200)
     with pytest.raises(UnsupportedError, match=r"a/w: more than 4 GiB") as caught:
         tr.convert(tmp_path / "theirs", tmp_path / "more", format="easylm")
     assert "a/b" not in str(caught.value) and not (tmp_path / "more").exists()
@@ -281,7 +281,7 @@ def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
             return os.mkdir, (str(tmp_path / "run"),)
 
     (tmp_path / name).write_bytes(pickle.dumps(Trap()))
-    assert "it is a pickle" in str(FORMAT.refuses(stores.of(""), str(tmp_path / name)))
+    assert "it is a pickle" in str(FORMAT.refuses(stores.get(""), str(tmp_path / name)))
     with pytest.raises(UnsupportedError, match="fjformer: it is a pickle, like the metadata"):
         tr.open(tmp_path / name)
     assert not (tmp_path / "run").exists()
@@ -300,10 +300,10 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         serialization.msgpack_serialize([[1, 2], 3]),
     ):
         (tmp_path / "x").write_bytes(data)
-        assert "does not begin like a stream" in str(FORMAT.refuses(stores.of(""), str(tmp_path / "x"))), data
-    assert FORMAT.refuses(stores.of(""), str(tmp_path / "absent")) == "there is nothing"
-    assert "folder without streaming_train_state" in str(FORMAT.refuses(stores.of(""), str(tmp_path)))
-    assert FORMAT.refuses(stores.of(""), str(tmp_path / ("n" * 300))) is not None
+        assert "does not begin like a stream" in str(FORMAT.refuses(stores.get(""), str(tmp_path / "x"))), data
+    assert FORMAT.refuses(stores.get(""), str(tmp_path / "absent")) == "there is nothing"
+    assert "folder without streaming_train_state" in str(FORMAT.refuses(stores.get(""), str(tmp_path)))
+    assert FORMAT.refuses(stores.get(""), str(tmp_path / ("n" * 300))) is not None
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "absent")
     deep = {"a": 1}

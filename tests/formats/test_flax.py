@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 
 import treering as tr
 from helpers import assert_described, described
-from hostile import damaged, outcome, shuffled
+from hostile_input import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import (
     CorruptError,
@@ -196,7 +196,7 @@ def test_named_tuples_as_they_were_until_2020(tmp_path: Path) -> None:
 
 def test_large_arrays_are_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 64)
-    monkeypatch.setattr(state_dict_write, "MAX_CHUNK", 64)
+    monkeypatch.setattr(state_dict_write, "MAX_CHUNK_BYTES", 64)
     monkeypatch.setattr(state_dict_write, "_SLICE_BYTES", 48)
     tree = {
         "w": every_bit(np.dtype("f4"), (7, 11)),
@@ -294,7 +294,7 @@ def test_real_files(tmp_path: Path, name: str) -> None:
 def test_steps_of_a_folder(tmp_path: Path, names: list[str], steps: dict[int, str]) -> None:
     for name in names:
         (tmp_path / name).write_bytes(serialization.to_bytes({"w": np.ones(2)}))
-    assert formats.get("flax").steps(stores.of(""), str(tmp_path), sorted(names)) == steps
+    assert formats.get("flax").steps(stores.get(""), str(tmp_path), sorted(names)) == steps
     for name in names:
         found = tr.open(tmp_path / name).step
         assert found == next(
@@ -419,7 +419,7 @@ def test_opening_reads_only_structure_and_a_slice_only_itself(tmp_path: Path, us
     assert not ckpt["other"][-3:].any() and disk.count == 6
 
 
-def test_small_arrays_are_read_together_and_large_ones_leapt_over(tmp_path: Path, use_disk: Any) -> None:
+def test_small_arrays_are_batched_and_large_ones_skipped(tmp_path: Path, use_disk: Any) -> None:
     """One call reads many small arrays, and the bytes of unwanted large arrays between them are not read."""
     small = {f"l{n:03d}": np.full(100, n, np.float32) for n in reversed(range(500))}  # not in the order of templates
     large = {f"l{n:03d}": np.full((100, 100), n, np.float64) for n in range(100)}
@@ -463,7 +463,7 @@ def test_small_arrays_own_their_memory(tmp_path: Path, monkeypatch: pytest.Monke
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    class Watched:
+    class RecordingWriter:
         def __init__(self, reader: Any):
             self.reader = reader
 
@@ -478,8 +478,8 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(state_dict_write, "_SLICE_BYTES", 1 << 16)
     tree = {"w": np.random.default_rng(0).random((100, 1000)), "long": np.arange(100_000)}
     tr.save(tmp_path / "native", tree)
-    reader: Any = Watched(tr.open(tmp_path / "native")._source)
-    size = formats.get("flax").write(stores.of(""), str(tmp_path / "x.msgpack"), reader, overwrite=False)
+    reader: Any = RecordingWriter(tr.open(tmp_path / "native")._source)
+    size = formats.get("flax").write(stores.get(""), str(tmp_path / "x.msgpack"), reader, overwrite=False)
     assert max(sizes) <= 1 << 16 and sum(sizes) == 1_600_000
     assert size == os.path.getsize(tmp_path / "x.msgpack")
     assert_equal(tr.restore(tmp_path / "x.msgpack"), {"long": tree["long"], "w": tree["w"]})
@@ -649,7 +649,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
     def refused(data: bytes, name: str = "x") -> str | None:
         (tmp_path / name).write_bytes(data)
-        return flax_format.refuses(stores.of(""), str(tmp_path / name))
+        return flax_format.refuses(stores.get(""), str(tmp_path / name))
 
     header = b'{"__metadata__":{}}'.ljust(0xA188)
     others = [
@@ -675,18 +675,18 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert refused(serialization.to_bytes({})) is None
     assert refused(serialization.to_bytes([np.ones(3)])) is None
     assert refused(b"\x05", "x.msgpack") is None and refused(b"\xc1", "x.msgpack") is not None
-    assert "nothing" in str(flax_format.refuses(stores.of(""), str(tmp_path / "absent")))
-    assert "folder without" in str(flax_format.refuses(stores.of(""), str(tmp_path)))
-    assert flax_format.refuses(stores.of(""), str(tmp_path / ("n" * 300))) is not None
+    assert "nothing" in str(flax_format.refuses(stores.get(""), str(tmp_path / "absent")))
+    assert "folder without" in str(flax_format.refuses(stores.get(""), str(tmp_path)))
+    assert flax_format.refuses(stores.get(""), str(tmp_path / ("n" * 300))) is not None
     os.mkfifo(tmp_path / "pipe")
-    assert flax_format.refuses(stores.of(""), str(tmp_path / "pipe")) is not None
+    assert flax_format.refuses(stores.get(""), str(tmp_path / "pipe")) is not None
 
 
 def test_what_orbax_wrote_for_flax_is_not_ours(tmp_path: Path, backend: Any) -> None:
     backend(True)
     path = checkpoints.save_checkpoint(tmp_path, {"w": jnp.ones(3)}, 4)
-    assert "folder" in str(formats.get("flax").refuses(stores.of(""), path))
-    assert formats.get("flax").steps(stores.of(""), str(tmp_path), os.listdir(tmp_path)) == {}
+    assert "folder" in str(formats.get("flax").refuses(stores.get(""), path))
+    assert formats.get("flax").steps(stores.get(""), str(tmp_path), os.listdir(tmp_path)) == {}
 
 
 # Bad files

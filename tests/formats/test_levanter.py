@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import treering as tr
 from helpers import REAL, assert_read_as_by, assert_same, described
-from hostile import outcome, shuffled
+from hostile_input import outcome, shuffled
 from treering import rules
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 

@@ -26,7 +26,7 @@ from orbax.checkpoint.experimental import v1 as ocp1
 
 import treering as tr
 from helpers import assert_same
-from hostile import outcome, shuffled
+from hostile_input import outcome, shuffled
 from treering import formats, rules, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
 from treering.testing._doubles import CountingDisk

@@ -119,7 +119,7 @@ def test_what_only_looks_alike(tmp_path: Path) -> None:
     state = {"version": 3, "optimizer": {"target": {"w": np.ones(2)}, "state": {"step": 1}}}
     (t5x / "checkpoint").write_bytes(serialization.msgpack_serialize(state))
     assert tr.open(t5x).format == "t5x"
-    assert "folder without" in str(formats.get("orbax").refuses(stores.of(""), str(tmp_path / "models")))
+    assert "folder without" in str(formats.get("orbax").refuses(stores.get(""), str(tmp_path / "models")))
     tensorflow = tmp_path / "tensorflow"
     tensorflow.mkdir()
     (tensorflow / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"\n')

@@ -220,7 +220,7 @@ def put(folder: pathlib.Path, name: str, data: bytes) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("format", PLACED)
-def test_what_is_put_into_a_folder_of_a_name_that_looks_owned_stays(tmp_path: pathlib.Path, format: str) -> None:
+def test_foreign_files_in_an_owned_looking_folder_stay(tmp_path: pathlib.Path, format: str) -> None:
     """A foreign file in a folder whose name looks like one of the format stays. The save raises."""
     tr.save(tmp_path / "kept", PARAMS, format=format, **FOLDERS[format])
     for inside in PLACED[format]:
@@ -305,7 +305,7 @@ def test_all_that_orbax_wrote_is_replaced(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("format", FOLDERS)
-def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: pathlib.Path, format: str) -> None:
+def test_overwriting_through_a_link_replaces_its_target(tmp_path: pathlib.Path, format: str) -> None:
     """An overwrite through a link to a folder keeps the link and replaces the checkpoint in that folder."""
     (tmp_path / "elsewhere").mkdir()
     real, link = tmp_path / "elsewhere" / "real", tmp_path / "link"

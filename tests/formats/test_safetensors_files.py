@@ -23,7 +23,7 @@ from safetensors import deserialize
 import treering as tr
 from helpers import REAL
 from treering import formats, stores
-from treering._core.boxes import whole
+from treering._core.boxes import full_box
 from treering._core.dtypes import SAFETENSORS
 from treering._core.entries import ArrayEntry
 from treering.errors import (
@@ -339,7 +339,7 @@ def test_a_folder_of_shards(tmp_path: Path) -> None:
     assert list(one) == ["model.layers.2.w", "model.layers.3.w"]
 
 
-def test_a_tensor_that_no_index_names_is_there_and_one_of_two_is_taken(tmp_path: Path) -> None:
+def test_unindexed_and_duplicate_tensors(tmp_path: Path) -> None:
     """Treering reads tensors that the index does not name. If two files have a tensor, the index decides."""
     index, tensors = shards(tmp_path / "m")
     extra = {"extra": noise(np.int8, (2,)), "model.layers.0.w": np.zeros((9, 9))}
@@ -385,7 +385,7 @@ def test_folders(tmp_path: Path) -> None:
     format = formats.get("safetensors")
 
     def refuses(path: Path) -> str | None:
-        return format.refuses(stores.of(""), str(path))
+        return format.refuses(stores.get(""), str(path))
 
     assert "nothing" in str(refuses(tmp_path / "x"))
     assert "no safetensors file" in str(refuses(tmp_path))
@@ -397,7 +397,7 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "other.safetensors").write_bytes(data)
     assert "several safetensors files" in str(refuses(tmp_path))
     with pytest.raises(UnsupportedError, match=r"adapter.safetensors, other.safetensors\); open one of them"):
-        format.open(stores.of(""), str(tmp_path))
+        format.open(stores.get(""), str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(raw({"b": ("U8", (2,), b"ab")}))
     assert list(tr.open(tmp_path)) == ["b"]
     for name in ("p.safetensors.index.json", "q.safetensors.index.json"):
@@ -414,7 +414,7 @@ def test_folders(tmp_path: Path) -> None:
 )
 def test_files_of_other_formats_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
-    assert formats.get("safetensors").refuses(stores.of(""), str(tmp_path / "x"))
+    assert formats.get("safetensors").refuses(stores.get(""), str(tmp_path / "x"))
 
 
 # Writing
@@ -646,7 +646,7 @@ def test_after_an_error_a_folder_is_as_it_was(tmp_path: Path, use_disk: Any, las
 
 
 @pytest.mark.long
-def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Path, use_disk: Any) -> None:
+def test_disk_error_leaves_a_folder_old_or_complete(tmp_path: Path, use_disk: Any) -> None:
     """After an error at any operation of the disk, the folder has all of the new files or none."""
     (tmp_path / "config.json").write_text("{}")
 
@@ -658,7 +658,7 @@ def test_after_any_error_of_the_disk_a_folder_is_as_it_was_or_whole(tmp_path: Pa
     save()
     assert counted.count > 20
     for at in range(1, counted.count + 1):
-        for name in written_names(stores.of(""), str(tmp_path)):
+        for name in written_names(stores.get(""), str(tmp_path)):
             (tmp_path / name).unlink()
         assert os.listdir(tmp_path) == ["config.json"]
         use_disk(FailingDisk(at))
@@ -687,7 +687,7 @@ def test_numbered_files_without_an_index(tmp_path: Path, pattern: str, first: in
     ckpt = tr.open(tmp_path)
     assert list(ckpt) == list(ROWS) and ckpt.metadata == {"format": "pt"}
     assert all(same(value, ROWS[key]) for key, value in ckpt.restore().items())
-    assert written_names(stores.of(""), str(tmp_path)) == set(names)
+    assert written_names(stores.get(""), str(tmp_path)) == set(names)
     for gone in names:
         (tmp_path / gone).rename(tmp_path / "elsewhere")
         with pytest.raises(CorruptError, match=f"found 2; fetch {gone}" if gone != names[0] or first else "fetch"):
@@ -704,7 +704,7 @@ def test_numbered_files_and_others(tmp_path: Path, other: str) -> None:
     (tmp_path / names[0]).rename(tmp_path / other)
     with pytest.raises(NotFoundError, match=r"several safetensors files and no index .*; open one of them"):
         tr.open(tmp_path)
-    assert written_names(stores.of(""), str(tmp_path)) == set() and list(tr.open(tmp_path / other)) == ["l0"]
+    assert written_names(stores.get(""), str(tmp_path)) == set() and list(tr.open(tmp_path / other)) == ["l0"]
 
 
 def test_a_part_of_a_set_is_not_all_of_it(tmp_path: Path) -> None:
@@ -727,7 +727,7 @@ def test_what_a_folder_is_not_opened_by_is_logged(tmp_path: Path, caplog: pytest
 
 def test_the_names_of_a_checkpoint(tmp_path: Path) -> None:
     def names(path: Path) -> set[str]:
-        return written_names(stores.of(""), str(path))
+        return written_names(stores.get(""), str(path))
 
     index, _ = shards(tmp_path / "m")
     own = {*SHARDS, "model.safetensors.index.json"}
@@ -782,7 +782,7 @@ def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_header_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.formats.safetensors.header.MAX_HEADER", 1000)
+    monkeypatch.setattr("treering.formats.safetensors.header.MAX_HEADER_BYTES", 1000)
     tree = {f"leaf-{n}": np.ones(1) for n in range(50)}
     with pytest.raises(UnsupportedError, match="50 arrays in one safetensors file"):
         tr.save(tmp_path / "x.safetensors", tree)
@@ -797,7 +797,7 @@ def test_asking_what_a_file_is_imports_no_arrays(tmp_path: Path) -> None:
 import sys
 from treering import formats, stores
 for name in ("safetensors", "equinox", "tensorflow"):
-    assert formats.get(name).refuses(stores.of(""), sys.argv[1])
+    assert formats.get(name).refuses(stores.get(""), sys.argv[1])
 assert not {"numpy", "jax", "tensorstore", "ml_dtypes"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
@@ -811,12 +811,12 @@ _GOOD: Tensors = {"a": ("F32", (2, 3), bytes(range(24))), "b/c": ("BF16", (2,), 
 def whatever(path: Path) -> None:
     """Opens a file and reads everything; only a `TreeringError` may be raised."""
     try:
-        assert formats.get("safetensors").refuses(stores.of(""), str(path)) or True
-        reader = formats.get("safetensors").open(stores.of(""), str(path))
+        assert formats.get("safetensors").refuses(stores.get(""), str(path)) or True
+        reader = formats.get("safetensors").open(stores.get(""), str(path))
         for entry in reader.entries.values():
             assert isinstance(entry, ArrayEntry)
-            assert reader.read([(entry, whole(entry.shape))], mmap=False)[0].shape == entry.shape
-            assert reader.read([(entry, whole(entry.shape))])[0].shape == entry.shape
+            assert reader.read([(entry, full_box(entry.shape))], mmap=False)[0].shape == entry.shape
+            assert reader.read([(entry, full_box(entry.shape))])[0].shape == entry.shape
         list(reader.problems())
     except TreeringError:
         pass
@@ -828,7 +828,7 @@ def test_every_length_is_an_error(tmp_path: Path) -> None:
     for size in range(len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(CorruptError):
-            formats.get("safetensors").open(stores.of(""), str(path))
+            formats.get("safetensors").open(stores.get(""), str(path))
     path.write_bytes(data + b"x")
     with pytest.raises(CorruptError):
         tr.open(path)
@@ -879,7 +879,7 @@ def test_headers_that_are_too_deep_or_too_long(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError):
         tr.open(path)
     with pytest.raises(UnsafeError, match="the format allows"):
-        formats.get("safetensors").open(stores.of(""), str(path))
+        formats.get("safetensors").open(stores.get(""), str(path))
 
 
 _json = st.recursive(
@@ -927,9 +927,7 @@ def _accepted_by_hugging_face(file: Path) -> bool:
         {"metadata": {"a": "b"}},
     ],
 )
-def test_loaders_of_hugging_face_take_the_file_and_nothing_is_added_to_the_metadata(
-    tmp_path: Path, recorded: dict[str, Any]
-) -> None:
+def test_hugging_face_loads_a_file_with_plain_metadata(tmp_path: Path, recorded: dict[str, Any]) -> None:
     """Hugging Face's loaders accept every file, and reading it returns the same metadata."""
     tr.save(tmp_path / "x.safetensors", {"a": np.ones(3, "float32")}, **recorded)
     assert _accepted_by_hugging_face(tmp_path / "x.safetensors")

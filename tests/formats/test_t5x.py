@@ -27,10 +27,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
 from helpers import REAL, assert_read_as_by, assert_same, described
-from hostile import damaged, outcome, shuffled
+from hostile_input import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
-from treering.formats._zarr.chunks import divided
+from treering.formats._zarr.chunks import even_chunk_shape
 from treering.formats.t5x import write
 
 FORMAT = formats.get("t5x")
@@ -404,9 +404,9 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         data = state if isinstance(state, bytes) else packed(state)
         (folder / name).write_bytes(data)
-        both = [FORMAT.refuses(stores.of(""), str(folder / name))]
+        both = [FORMAT.refuses(stores.get(""), str(folder / name))]
         if name == "checkpoint":
-            both.append(FORMAT.refuses(stores.of(""), str(folder)))
+            both.append(FORMAT.refuses(stores.get(""), str(folder)))
         shutil.rmtree(folder)
         assert both[0] == both[-1]
         return both[0]
@@ -422,15 +422,15 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert "begins with 'target'" in str(refused({"target": {}, "state": {}}, "checkpoint_5"))
     for other in (b"", b"model_checkpoint_path: 'x'", b"{}", b"\x80\x04}", b"\x92\x91\xa1a\xc4\0", b"\x82"):
         assert "does not begin like a state dict" in str(refused(other)), other
-    assert FORMAT.refuses(stores.of(""), str(tmp_path)) == "it is a folder without a file checkpoint"
-    assert FORMAT.refuses(stores.of(""), str(tmp_path / "absent")) == "there is nothing"
-    assert FORMAT.refuses(stores.of(""), str(tmp_path / ("n" * 300))) is not None
+    assert FORMAT.refuses(stores.get(""), str(tmp_path)) == "it is a folder without a file checkpoint"
+    assert FORMAT.refuses(stores.get(""), str(tmp_path / "absent")) == "there is nothing"
+    assert FORMAT.refuses(stores.get(""), str(tmp_path / ("n" * 300))) is not None
     save(tmp_path / "x", {"target": {}})
     (tmp_path / "x" / "_METADATA").write_text("{}")
-    assert FORMAT.refuses(stores.of(""), str(tmp_path / "x")) == "it is a folder of Orbax"
+    assert FORMAT.refuses(stores.get(""), str(tmp_path / "x")) == "it is a folder of Orbax"
     shutil.rmtree(tmp_path / "x")
     (tmp_path / "checkpoint").mkdir()
-    assert FORMAT.refuses(stores.of(""), str(tmp_path)) is not None
+    assert FORMAT.refuses(stores.get(""), str(tmp_path)) is not None
     with pytest.raises(NotFoundError):
         tr.open(tmp_path)
 
@@ -440,8 +440,8 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_written_for_t5x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "INLINE", 16)
-    monkeypatch.setattr(write, "CHUNK", 64)
+    monkeypatch.setattr(write, "MAX_INLINE_BYTES", 16)
+    monkeypatch.setattr(write, "CHUNK_BYTES", 64)
     state = small_t5()
     tr.save(tmp_path / "live" / "checkpoint_4", state, format="t5x")
     save(tmp_path / "theirs", state)
@@ -502,11 +502,11 @@ def test_what_t5x_never_partitions_lies_within(tmp_path: Path) -> None:
     ],
 )
 def test_chunks(shape: Any, elements: int, expected: list[int]) -> None:
-    assert divided(shape, 2, 2 * elements) == expected
+    assert even_chunk_shape(shape, 2, 2 * elements) == expected
 
 
 def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "INLINE", 32)
+    monkeypatch.setattr(write, "MAX_INLINE_BYTES", 32)
     w = np.arange(30, dtype=np.float32)
     tree = {
         "a.b": w,
@@ -529,7 +529,7 @@ def test_names_and_places_of_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "none": np.ones((0, 4)),
         "py": [1, 2.5, None, "text", b"\xc1", 1j, {}],
     }
-    monkeypatch.setattr(write, "CHUNK", 64)
+    monkeypatch.setattr(write, "CHUNK_BYTES", 64)
     tr.save(tmp_path / "x", tree, format="t5x")
     numbers = [np.array(1), np.array(2.5), None, "text", b"\xc1", np.array(1j), {}]
     expected = serialization.msgpack_restore(serialization.to_bytes({**tree, "py": numbers}))

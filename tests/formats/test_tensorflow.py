@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
-from bundles import (
+from hostile_input import damaged, outcome, shuffled
+from tensorflow_bundles import (
     CODES,
     MAGIC,
     Bundle,
@@ -35,7 +36,6 @@ from bundles import (
     table,
     varint,
 )
-from hostile import damaged, outcome, shuffled
 from treering import formats, rules, stores
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsafeError, UnsupportedError
 from treering.formats.t5_names import T5_TO_T5X
@@ -327,18 +327,18 @@ def test_prefixes_indexes_folders_and_steps(tmp_path: Path) -> None:
         bundle.add("step", np.int64(step), shard=step == 500)
         bundle.save(run / f"model.ckpt-{step}")
     (run / "model.ckpt-1000.meta").write_bytes(b"x")
-    assert "without a file called checkpoint" in str(format.refuses(stores.of(""), str(run)))
+    assert "without a file called checkpoint" in str(format.refuses(stores.get(""), str(run)))
     (run / "checkpoint").write_text(
         'model_checkpoint_path: "/gone/elsewhere/model.ckpt-500"\nall_model_checkpoint_paths: "x"\n'
     )
     for path, step in [(run, 500), (run / "model.ckpt-0", 0), (run / "model.ckpt-1000.index", 1000)]:
-        assert format.refuses(stores.of(""), str(path)) is None
-        reader = format.open(stores.of(""), str(path))
+        assert format.refuses(stores.get(""), str(path)) is None
+        reader = format.open(stores.get(""), str(path))
         assert reader.step == step and reader.path == str(path)
         (value,) = reader.read([(reader.entries["step"], ())])  # type: ignore[list-item]
         assert int(value) == step
     names = os.listdir(run)
-    assert format.steps(stores.of(""), str(run), names) == {n: f"model.ckpt-{n}.index" for n in (0, 500, 1000)}
+    assert format.steps(stores.get(""), str(run), names) == {n: f"model.ckpt-{n}.index" for n in (0, 500, 1000)}
     assert tr.steps(run) == [0, 500, 1000]
     assert tr.open(run).step == 1000 and tr.open(run, step=0).step == 0 and tr.open(run, step=500)["step"][...] == 500
     os.unlink(run / "model.ckpt-1000.data-00000-of-00002")
@@ -368,12 +368,12 @@ def test_folders_of_others_are_refused(tmp_path: Path, text: bytes) -> None:
     bundle.save(tmp_path / "x")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").write_bytes(text)
-    assert formats.get("tensorflow").refuses(stores.of(""), str(tmp_path / "run"))
+    assert formats.get("tensorflow").refuses(stores.get(""), str(tmp_path / "run"))
     (tmp_path / "y.index").write_bytes(b"x" * 100)
     (tmp_path / "z.index").write_bytes(b"")
     os.mkfifo(tmp_path / "f.index")
     for name in ("y", "y.index", "z.index", "f.index", "nothing"):
-        assert formats.get("tensorflow").refuses(stores.of(""), str(tmp_path / name))
+        assert formats.get("tensorflow").refuses(stores.get(""), str(tmp_path / name))
 
 
 # Names of T5
@@ -544,7 +544,7 @@ def test_every_change_of_the_index_is_found(tmp_path: Path, compress: Any) -> No
     for data in damaged(good):
         path.write_bytes(data)
         try:
-            formats.get("tensorflow").open(stores.of(""), str(path))
+            formats.get("tensorflow").open(stores.get(""), str(path))
         except TreeringError:
             continue
         assert data.startswith(good[:-48])  # blocks have checksums; only the bytes around the footer have none
@@ -560,7 +560,7 @@ def test_messages_that_lie(tmp_path: Path) -> None:
         for data in damaged(value):
             path.write_bytes(table({**bundle.pairs, key: data}))
             try:
-                reader = formats.get("tensorflow").open(stores.of(""), str(path))
+                reader = formats.get("tensorflow").open(stores.get(""), str(path))
                 list(reader.problems())
             except TreeringError:
                 pass
@@ -614,11 +614,11 @@ def test_tables_that_lie(tmp_path: Path) -> None:
 
     def error(kind: Any, text: str) -> None:
         with pytest.raises(kind, match=text):
-            formats.get("tensorflow").open(stores.of(""), str(path))
+            formats.get("tensorflow").open(stores.get(""), str(path))
 
     end = struct.pack("<2I", 0, 1)
     write([data_block([(b"", field(1, 1))], 1) + b"\0"])
-    assert not formats.get("tensorflow").open(stores.of(""), str(path)).entries
+    assert not formats.get("tensorflow").open(stores.get(""), str(path)).entries
     write([data_block([(b"x", b"")], 1) + b"\0"])
     error(CorruptError, "without|header")
     write([data_block([(b"", b""), (b"b", b""), (b"a", b"")], 1) + b"\0"])

@@ -22,7 +22,7 @@ from treering._processes import assignment
 from treering._pytree import leaves as _leaves
 from treering._pytree import walk
 from treering.errors import CorruptError, UnsupportedError
-from treering.formats.treering import layout, manifest, parts
+from treering.formats.treering import layout, manifest, piece_reads
 from treering.formats.treering.validity import leaf_paths
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -55,10 +55,10 @@ def same(found: Any, expected: Any) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("name", TREES)
 def test_golden_files_are_read_by_an_independent_reader(name: str) -> None:
-    walked = walk.walk(TREES[name]())
+    flat_tree = walk.flatten_tree(TREES[name]())
     found = spec_reader.read(GOLDEN / name)
-    assert list(found) == list(walked.paths)
-    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+    assert list(found) == list(flat_tree.paths)
+    for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
         assert same(found[path], host(leaf)), path
 
 
@@ -151,10 +151,10 @@ def test_golden_files_of_later_versions_are_no_damage(path: pathlib.Path) -> Non
 def test_what_is_written_now_is_read_by_the_independent_reader(tmp_path: pathlib.Path, name: str) -> None:
     tree = TREES[name]()
     tr.save(tmp_path / "c", tree, step=3, metrics={"loss": math.inf})
-    walked = walk.walk(tree)
+    flat_tree = walk.flatten_tree(tree)
     found = spec_reader.read(tmp_path / "c")
-    assert list(found) == list(walked.paths)
-    assert all(same(found[p], host(leaf)) for p, leaf in zip(walked.paths, walked.leaves, strict=True))
+    assert list(found) == list(flat_tree.paths)
+    assert all(same(found[p], host(leaf)) for p, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True))
     assert jax.tree.structure(spec_reader.tree(tmp_path / "c")) == jax.tree.structure(tr.restore(tmp_path / "c"))
 
 
@@ -203,7 +203,7 @@ def test_the_header_estimate_is_never_too_low() -> None:
     names = ["\x01" * 50, "é" * 40, "plain"]
     leaves = [np.zeros((3,) * n, np.uint8) for n in (1, 5, 9)] * 50
     paths = [f"{names[n % 3]}{n}" for n in range(150)]
-    catalogue, shards, _ = _leaves.describe(paths, leaves)
+    catalogue, shards, _ = _leaves.describe_leaves(paths, leaves)
     pieces = assignment.pieces(catalogue.entries, shards, None, 0)
     for limit in (1000, 5000, 50_000):
         for file in layout.plan(catalogue.entries, pieces, header_limit=limit):
@@ -217,8 +217,10 @@ def test_neighbouring_pieces_come_as_one_view(tmp_path: pathlib.Path, monkeypatc
     A box whose bytes have another order in the file gets memory of its own.
     """
     asked: list[tuple[int, ...]] = []
-    real = parts.adoptable
-    monkeypatch.setattr(parts, "adoptable", lambda shape, dtype: asked.append(shape) or real(shape, dtype))
+    real = piece_reads.empty_aligned_array
+    monkeypatch.setattr(
+        piece_reads, "empty_aligned_array", lambda shape, dtype: asked.append(shape) or real(shape, dtype)
+    )
 
     def on(count: int, *axes: str | None) -> jax.NamedSharding:
         mesh = jax.make_mesh((count,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
@@ -383,7 +385,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("number", range(len(TEXTS)))
-def test_a_sealed_manifest_that_is_not_strict_json_is_not_understood(saved: pathlib.Path, number: int) -> None:
+def test_sealed_manifest_must_be_strict_json(saved: pathlib.Path, number: int) -> None:
     """A manifest with a right checksum that is not strict JSON is unsupported, not damaged."""
     rewrite(saved, TEXTS[number], text=True)
     for use in (tr.restore, tr.verify):
@@ -452,7 +454,7 @@ def test_shapes_that_numpy_cannot_have_are_refused(saved: pathlib.Path, shape: l
 
 
 @pytest.mark.parametrize("count", [10**8, 2**70, 4])
-def test_a_tree_that_claims_more_than_there_is_is_refused_at_once(saved: pathlib.Path, count: int) -> None:
+def test_tree_larger_than_its_file_is_refused_at_once(saved: pathlib.Path, count: int) -> None:
     """A tree with more or fewer children than leaves is refused, without allocating memory for its claim."""
     rewrite(saved, lambda m: m["tree"].__setitem__(0, ["list", "", count if count != 4 else 3]))
     with pytest.raises(UnsupportedError):
@@ -522,9 +524,7 @@ def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,)])
 @pytest.mark.parametrize("place", ["ckpt", "ckpt.safetensors", "ckpt.msgpack"])
-def test_bools_whose_byte_is_another_than_0_and_1_are_arrays_that_may_be_changed(
-    tmp_path: pathlib.Path, place: str, shape: tuple[int, ...]
-) -> None:
+def test_bools_with_other_bytes_are_writable(tmp_path: pathlib.Path, place: str, shape: tuple[int, ...]) -> None:
     """A bool whose byte is neither 0 nor 1 is restored as True, in a writable array."""
     tr.save(tmp_path / place, {"w": np.full(shape, 2, np.uint8).view(bool)})
     found = tr.restore(tmp_path / place)["w"]

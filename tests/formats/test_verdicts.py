@@ -17,7 +17,7 @@ import spec_reader
 import treering as tr
 from treering import stores
 from treering._core import dtypes
-from treering._core.boxes import whole
+from treering._core.boxes import full_box
 from treering._core.entries import ArrayEntry
 from treering.errors import CorruptError, UnsupportedError
 from treering.formats.treering import manifest, metrics
@@ -31,7 +31,7 @@ def digest(array: np.ndarray) -> str:
     """Returns the checksum of the elements as array files store them. Undefined bits count as 0."""
     if array.dtype.name.startswith(("float4_", "float6_")):
         array = array.view(np.uint8) & ((1 << int(array.dtype.name[5])) - 1)
-    return manifest.xxh3(np.ascontiguousarray(dtypes.whole_bytes(array)).tobytes())
+    return manifest.xxh3(np.ascontiguousarray(dtypes.defined_bytes(array)).tobytes())
 
 
 def verdict_of(read: Callable[[], Any]) -> Any:
@@ -46,7 +46,7 @@ def verdict_of(read: Callable[[], Any]) -> Any:
 
 def examined(path: pathlib.Path) -> dict[str, Any]:
     """Returns what the library finds in a checkpoint, in the form of `verdicts.json`."""
-    reader = verdict_of(lambda: tr.formats.get("treering").open(stores.of(""), str(path)))
+    reader = verdict_of(lambda: tr.formats.get("treering").open(stores.get(""), str(path)))
     if isinstance(reader, str):
         return {"checkpoint": reader, "leaves": {}, "metrics": {}, "late": {}}
     leaves: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def examined(path: pathlib.Path) -> dict[str, Any]:
             found = {"type": entry.type, "dtype": entry.dtype, "shape": list(entry.shape), "impl": entry.impl}
             ways: list[Any] = []
             for mmap in (False, True):
-                read = verdict_of(lambda e=entry, m=mmap: reader.read([(e, whole(e.shape))], mmap=m)[0])
+                read = verdict_of(lambda e=entry, m=mmap: reader.read([(e, full_box(e.shape))], mmap=m)[0])
                 ways.append(read if isinstance(read, str) else {**found, "xxh3": digest(read)})
             leaves[name] = ways[0] if ways[0] == ways[1] else ways
         else:
@@ -63,7 +63,7 @@ def examined(path: pathlib.Path) -> dict[str, Any]:
             leaves[name] = read if read in ("damaged", "unsupported") else {"type": entry.type, "value": entry.value}
     late = {
         name: "valid" if isinstance(found, dict) else "damaged" if isinstance(found, CorruptError) else "unsupported"
-        for name, found in metrics.read(stores.of(""), str(path), reader.identity)
+        for name, found in metrics.read(stores.get(""), str(path), reader.identity)
     }
     return {"checkpoint": "valid", "leaves": leaves, "metrics": reader.metrics, "late": late}
 
@@ -112,7 +112,7 @@ def test_problems_that_nothing_needs_are_told(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(
     "name", ["requires-file", "requires-file-bare", "requires-leaf", "requires-leaf-more", "requires-tie"]
 )
-def test_what_a_feature_concerns_does_not_keep_the_rest_from_being_read(name: str, tmp_path: pathlib.Path) -> None:
+def test_unknown_feature_leaves_other_leaves_readable(name: str, tmp_path: pathlib.Path) -> None:
     """A leaf or file that requires an unknown feature cannot be read, but all other leaves can."""
     leaves = VERDICTS[name]["leaves"]
     good = [path for path, found in leaves.items() if not isinstance(found, str)]

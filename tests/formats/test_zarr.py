@@ -123,7 +123,7 @@ def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.long
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("ocdbt", [False, True])
-def test_what_tensorstore_writes_is_read_and_what_is_written_it_reads(tmp_path: Path, driver: Any, ocdbt: bool) -> None:
+def test_round_trip_with_tensorstore(tmp_path: Path, driver: Any, ocdbt: bool) -> None:
     """Treering reads arrays that TensorStore writes, and TensorStore reads those that Treering writes."""
     base = tmp_path if ocdbt else None
     for dtype, (shape, chunks) in itertools.product(
@@ -232,7 +232,7 @@ def test_a_missing_chunk_is_named(tmp_path: Path, driver: Any, ocdbt: bool) -> N
         read_all(found)
 
 
-def test_chunks_left_out_are_of_the_fill_value_where_that_is_the_custom(tmp_path: Path) -> None:
+def test_omitted_chunks_have_the_fill_value(tmp_path: Path) -> None:
     """With `filled`, a missing chunk has the fill value; without, it is an error."""
     make(Path("a"), np.full((4,), 7, np.int32), [2], "zarr3", tmp_path, fill_value=7, data_type="int32")
     store = ts.KvStore.open(spec(Path("a"), "zarr3", tmp_path)["kvstore"]).result()

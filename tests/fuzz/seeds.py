@@ -15,7 +15,7 @@ from .targets import CORPUS
 
 def seeds(folder: Path) -> dict[str, list[bytes]]:
     """Returns the seeds by target."""
-    from bundles import data_block, field, shape_of, snappy
+    from tensorflow_bundles import data_block, field, shape_of, snappy
 
     made = {name: make(folder / name.replace(", ", "-")) for name, make in SUBJECTS.items() if not _mkdir(folder, name)}
     tree = {"a": [1, 2.5, None, True, "x", b"y", 1j, 2**70, (), {}], "b": jnp.ones(2), "c": np.float32(1)}

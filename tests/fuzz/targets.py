@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from treering import stores
-from treering._core.boxes import whole
+from treering._core.boxes import full_box
 from treering.errors import TreeringError
 from treering.formats._zarr import metadata
 from treering.formats.equinox import format as equinox
@@ -31,7 +31,7 @@ def _all_of(reader: Any) -> None:
         if not hasattr(entry, "shape"):
             entry.decode()
         elif np.prod(entry.shape, dtype=object) <= _MAX_ELEMENTS:
-            reader.read([(entry, whole(entry.shape))], mmap=False)
+            reader.read([(entry, full_box(entry.shape))], mmap=False)
 
 
 def _of_file(open: Callable[[str], Any]) -> Callable[[bytes, Path], None]:
@@ -47,7 +47,7 @@ def _manifest(data: bytes, folder: Path) -> None:
     """Reads a manifest with a fitting checksum and no array files."""
     (folder / "treering.json").write_bytes(data + b',"xxh3":"' + manifest.xxh3(data).encode() + b'"}\n')
     manifest.summarize((folder / "treering.json").read_bytes(), "manifest").created_seconds()
-    reader = Reader(stores.of(""), str(folder))
+    reader = Reader(stores.get(""), str(folder))
     for problem in reader.problems():
         str(problem)
     _all_of(reader)
@@ -60,20 +60,20 @@ def _header(data: bytes, folder: Path) -> None:
     read_sidecar(header.metadata)
     path = folder / "x.safetensors"
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
-    _all_of(open_files(stores.of(""), str(path), [str(path)]))
+    _all_of(open_files(stores.get(""), str(path), [str(path)]))
 
 
 def _table(data: bytes, folder: Path) -> None:
     path = folder / "x.index"
     path.write_bytes(data)
-    for key, value in table.items(stores.of("").open(str(path))):
+    for key, value in table.items(stores.get("").open(str(path))):
         (read_tensor if key else read_header)(value, "x")
 
 
 def _block(data: bytes, folder: Path) -> None:
     """Reads the contents of a block of a table, and of the messages in it, without checksums."""
     half = len(data) // 2
-    for part in (data, table._decompressed(data[:half], "x")):
+    for part in (data, table._decompress(data[:half], "x")):
         for key, value in table._entries(part, "x"):
             (read_tensor if key else read_header)(value, "x")
 
@@ -85,9 +85,9 @@ def _zarr(data: bytes, folder: Path) -> None:
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "manifest": _manifest,
     "header": _header,
-    "flax": _of_file(lambda path: flax.FORMAT.open(stores.of(""), path)),
-    "stream": _of_file(lambda path: fjformer.FORMAT.open(stores.of(""), path)),
-    "records": _of_file(lambda path: equinox.FORMAT.open(stores.of(""), path)),
+    "flax": _of_file(lambda path: flax.FORMAT.open(stores.get(""), path)),
+    "stream": _of_file(lambda path: fjformer.FORMAT.open(stores.get(""), path)),
+    "records": _of_file(lambda path: equinox.FORMAT.open(stores.get(""), path)),
     "table": _table,
     "block": _block,
     "zarr": _zarr,

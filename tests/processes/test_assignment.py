@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from treering._core import boxes as _sharding
 from treering._core import dtypes, skeleton
-from treering._core.boxes import Box, Cells, box_shape, slices, whole
+from treering._core.boxes import Box, Cells, box_shape, full_box, slices
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
 from treering._processes import assignment, layouts
-from treering._processes.assignment import Share
+from treering._processes.assignment import Assignment
 from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from treering.formats.safetensors import header as safetensors
@@ -57,17 +57,17 @@ def mesh_of(*sizes: int, per_process: int = 1, axes: Sequence[str] = MESH_AXES) 
     return Mesh(devices.reshape(sizes), axes[: len(sizes)])
 
 
-def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None = None) -> tuple[list[Share], Any]:
+def sharing(arrays: Sequence[tuple[Layout, int]], count: int, least: int | None = None) -> tuple[list[Assignment], Any]:
     """Returns the shares that `plan` chooses for one group of arrays, and the bytes that each process must write."""
     loads = np.zeros(count, np.int64)
     total = sum(one.nbytes(itemsize) for one, itemsize in arrays)
     with pytest.MonkeyPatch.context() as patch:
         if least is not None:
             patch.setattr(assignment, "_MIN_CUT_BYTES", least)
-        return assignment.share_out(arrays, loads, total // count), loads
+        return assignment.balance(arrays, loads, total // count), loads
 
 
-def written_bytes(shares: Sequence[tuple[Share, int]], count: int) -> np.ndarray:
+def written_bytes(shares: Sequence[tuple[Assignment, int]], count: int) -> np.ndarray:
     """Returns the bytes that each process writes, computed from the shares alone."""
     loads = np.zeros(count, np.int64)
     for share, itemsize in shares:
@@ -111,7 +111,7 @@ def test_every_element_has_one_writer_who_holds_it(job: tuple[int, list[tuple[La
     for (one, _), share in zip(arrays, shares, strict=True):
         covered = np.zeros(shape_of(one), int)
         for box, writer in zip(share.boxes, share.writers, strict=True):
-            covered[slices(box, whole(covered.shape))] += 1
+            covered[slices(box, full_box(covered.shape))] += 1
             holders = [own for outer, own in zip(one.boxes, one.holders, strict=True) if within(box, outer)]
             assert any(writer in own for own in holders)
         assert (covered == 1).all()
@@ -294,7 +294,7 @@ def test_the_turn_is_taken_in_which_the_busiest_has_the_least(holders: list[set[
     boxes = [((n * size, (n + 1) * size),) for n in range(len(holders))]
     one = Layout(boxes, [sorted(own) for own in holders])
     loads = np.array(before, np.int64)
-    (share,) = assignment.share_out([(one, 1)], loads, 1000)
+    (share,) = assignment.balance([(one, 1)], loads, 1000)
     turns = [[own[turn % len(own)] for own in one.holders] for turn in range(max(map(len, holders)))]
     assert max(before[own] for own in turns[share.turn]) == min(max(before[own] for own in turn) for turn in turns)
     assert (loads - before).tolist() == [size * turns[share.turn].count(process) for process in range(10)]
@@ -326,7 +326,7 @@ def test_replicated_trees_of_any_sizes_are_written_evenly(sizes: list[int], coun
 @example([768, 50257], 64, 2)  # a part needs many rows to begin at a multiple of 64 bytes
 @example([4096, 4095], 64, 1)
 def test_one_replicated_array_of_any_shape_is_written_evenly(shape: list[int], count: int, itemsize: int) -> None:
-    assert_even(count, [(Layout([whole(tuple(shape))], [range(count)]), itemsize)])
+    assert_even(count, [(Layout([full_box(tuple(shape))], [range(count)]), itemsize)])
 
 
 @pytest.mark.long
@@ -355,19 +355,19 @@ class State(NamedTuple):
         return [ArrayEntry(f"leaf/{n}", "jax", v.dtype.name, v.shape) for n, v in enumerate(self.values)]
 
     def described(self, process: int, copies: bool) -> Described:
-        """Returns the description of what a process has, as `leaves.describe` would make it."""
+        """Returns the description of what a process has, as `leaves.describe_leaves` would make it."""
         found: list[tuple[LocalShard, Any]] = []
         for leaf, (value, one) in enumerate(zip(self.values, self.layouts, strict=True)):
             for box, holders in zip(one.boxes, one.holders, strict=True):
                 if process in holders:
-                    data = value[slices(box, whole(value.shape))].copy()
+                    data = value[slices(box, full_box(value.shape))].copy()
                     found.append((LocalShard(leaf, box, value.dtype, data.nbytes, copies), data))
         found.sort(key=lambda one: alignment(one[0].nbytes))
         parts = {leaf for leaf, together in enumerate(self.together) if together}
         catalogue = Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts, [])  # type: ignore[arg-type]
         return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
 
-    def shares(self) -> dict[int, Share]:
+    def shares(self) -> dict[int, Assignment]:
         arrays = [(one, value.itemsize) for one, value in zip(self.layouts, self.values, strict=True)]
         return dict(enumerate(sharing(arrays, self.count, least=64)[0]))
 
@@ -404,14 +404,14 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
     for process in range(state.count):
         described = state.described(process, copies)
         catalogue = described.catalogue
-        handed, arrays = assignment.to_stage(described, shares, process)
+        handed, arrays = assignment.select_shards(described, shares, process)
         found = assignment.pieces(catalogue.entries, handed, shares, process)
-        assert [(p.leaf, p.box, p.nbytes) for p in found] == assignment.written(catalogue.entries, shares, process)
+        assert [(p.leaf, p.box, p.nbytes) for p in found] == assignment.piece_sizes(catalogue.entries, shares, process)
         for piece in found:
             value, source, held = state.values[piece.leaf], handed[piece.shard], handed_bytes(arrays[piece.shard])
             data = held[piece.begin : piece.begin + piece.nbytes]
             assert source.nbytes == len(held) and source.leaf == piece.leaf
-            at = slices(piece.box, whole(value.shape))
+            at = slices(piece.box, full_box(value.shape))
             assert data == value[at].tobytes()
             rebuilt[piece.leaf][at] = np.frombuffer(data, value.dtype).reshape(box_shape(piece.box))
             seen[piece.leaf][at] += 1
@@ -434,7 +434,7 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
 def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
     """A process that saves alone stages all its shards unchanged."""
     described = state.described(0, False)
-    handed, arrays = assignment.to_stage(described, None, 0)
+    handed, arrays = assignment.select_shards(described, None, 0)
     assert handed is described.shards and arrays is described.data
     found = assignment.pieces(described.catalogue.entries, handed, None, 0)
     assert [(p.leaf, p.box, p.begin, p.nbytes) for p in found] == [(s.leaf, s.box, 0, s.nbytes) for s in handed]
@@ -452,7 +452,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     buffers: list[tuple[safetensors.Header, bytes]] = []
     firsts: list[list[int]] = []
     for process in range(state.count):
-        handed, arrays = assignment.to_stage(state.described(process, False), shares, process)
+        handed, arrays = assignment.select_shards(state.described(process, False), shares, process)
         found = assignment.pieces(entries, handed, shares, process)
         files = layout.plan(entries, found, header_limit)
         firsts.append([file.first for file in files])
@@ -465,7 +465,7 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
     assert len(set(names)) == len(names)
 
     def order(process: int) -> Iterator[tuple[int, Box]]:
-        return ((leaf, box) for leaf, box, _ in assignment.written(entries, shares, process))
+        return ((leaf, box) for leaf, box, _ in assignment.piece_sizes(entries, shares, process))
 
     rows = layout.rows(state.described(0, False).catalogue, shares, layout.FileIndex(firsts, order))
     again = manifest.decode(encoded(rows, names), "here")
@@ -474,23 +474,23 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
         for number, box, key in located(row, again):
             header, buffer = buffers[number]
             begin, end = header.tensors[key].data_offsets
-            assert buffer[begin:end] == value[slices(box, whole(value.shape))].tobytes()
+            assert buffer[begin:end] == value[slices(box, full_box(value.shape))].tobytes()
 
 
 def located(row: ArrayRow, listed: Manifest) -> Iterator[tuple[int, Box, str]]:
     """Returns file, box and name of each piece, by the rules of docs/format.md."""
     if isinstance(row.where, int):
-        yield row.where, whole(row.shape), piece_key(row.path, None)
+        yield row.where, full_box(row.shape), piece_key(row.path, None)
         return
     assert isinstance(row.where, tuple)
     number, turn = row.where
     cells, holders = Cells(listed.layouts[number].cuts), listed.holders[listed.layouts[number].holders]
     for box, files in zip(cells, holders, strict=True):
-        yield files[turn % len(files)], box, piece_key(row.path, None if box == whole(row.shape) else box)
+        yield files[turn % len(files)], box, piece_key(row.path, None if box == full_box(row.shape) else box)
 
 
 def unsorted(at: str, names: list[str]) -> tuple[skeleton.Node, list[str]]:
-    return skeleton.inferred(at, names, lists=False, sort=False)
+    return skeleton.infer_container(at, names, lists=False, sort=False)
 
 
 def encoded(rows: layout.Rows, names: Sequence[str]) -> bytes:
@@ -527,8 +527,8 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
     shape, outer, inner = case
     assert assignment._offset((), ()) == 0
     value = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    data = value[slices(outer, whole(shape))].copy()
-    wanted = value[slices(inner, whole(shape))]
+    data = value[slices(outer, full_box(shape))].copy()
+    wanted = value[slices(inner, full_box(shape))]
     assert data.ravel()[assignment._offset(inner, outer)] == wanted.ravel()[0]
     for copies in (False, True):
         part, held = assignment._part(LocalShard(3, outer, data.dtype, data.nbytes, copies), data, inner)
@@ -547,7 +547,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
 )
 def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int, int]]) -> None:
     box = tuple((start, start + size) for start, size in axes)
-    found = list(assignment.cells(box, [assignment.Cut(*cut) for cut in cuts[: len(box)]]))
+    found = list(assignment.cells(box, [assignment.AxisCut(*cut) for cut in cuts[: len(box)]]))
     covered = np.zeros(box_shape(box), int)
     for cell in found:
         assert all(start < stop for start, stop in cell)
@@ -574,7 +574,7 @@ def catalogue_of(leaves: Mapping[str, tuple[tuple[int, ...], str, Any]], process
     return Catalogue(entries, {}, shardings, spread, [])
 
 
-def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() -> None:
+def test_assignment_is_equal_in_all_processes() -> None:
     mesh = mesh_of(2, 4, per_process=2)
     own = NamedSharding(Mesh(mesh.devices[1, 2:], ("x",)), P("x"))  # both devices of process 3
     leaves: dict[str, Any] = {
@@ -590,7 +590,7 @@ def test_a_plan_is_the_same_in_all_processes_and_covers_all_kinds_of_leaves() ->
     more = [catalogues[0].entries[0].at("tied"), ValueEntry("step", "int", 7)]
     catalogues = [one._replace(entries=[*one.entries, *more], tied={len(leaves): 0}) for one in catalogues]
     assert [sorted(catalogue.global_leaves) for catalogue in catalogues] == [[0, 1, 2, 4, 5, 6]] * 3 + [[0, 1, 2, 4, 5]]
-    plans = [assignment.plan(catalogue, 4, single) for catalogue in catalogues for single in (None, {6: 3})]
+    plans = [assignment.assign(catalogue, 4, single) for catalogue in catalogues for single in (None, {6: 3})]
     plain = [{n: (s.boxes, np.asarray(s.writers).tolist(), s.turn) for n, s in plan.items()} for plan in plans]
     assert all(sorted(one) == list(range(len(leaves))) for one in plain)
     assert all(one == plain[0] for one in plain[::2]) and all(one == plain[1] for one in plain[1::2])
@@ -670,7 +670,7 @@ class Figures(NamedTuple):
     peak: int
     leaves: dict[str, Any]
     catalogue: Catalogue
-    shares: dict[int, Share]
+    shares: dict[int, Assignment]
 
 
 def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
@@ -685,8 +685,8 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
             tracemalloc.start()
         try:
             begun = time.perf_counter()
-            shares = assignment.plan(catalogue, PROCESSES)
-            mine = assignment.written(catalogue.entries, shares, process)
+            shares = assignment.assign(catalogue, PROCESSES)
+            mine = assignment.piece_sizes(catalogue.entries, shares, process)
             seconds.append(time.perf_counter() - begun)
             if traced:
                 peak = tracemalloc.get_traced_memory()[1]

@@ -11,7 +11,7 @@ from jax._src import distributed
 
 import treering as tr
 from jobs import run_job
-from samples import some
+from sampling import sample_points
 from treering._processes import coordinator
 
 KILLED = -signal.SIGKILL
@@ -251,7 +251,7 @@ report([caught(tr.save, tmp / "c", tree, format=f, timeout=4) for f in ("treerin
 
 
 @pytest.mark.slow
-def test_what_a_network_takes_for_missing_for_a_while_is_looked_at_anew(tmp_path: pathlib.Path) -> None:
+def test_stale_network_listing_is_read_again(tmp_path: pathlib.Path) -> None:
     """A file that a stale cache reports as missing is looked up again.
 
     NFS caches attributes like this. The disk is a double, because real NFS needs two hosts.
@@ -276,8 +276,8 @@ class Caching(stores.posix.Disk):  # a missing file stays missing until its dire
 if INDEX == 1:
     stores.register(stores.Filesystem(Caching()))
 for path in ("deep", "deep/er", "deep/er/c", "run", "run/step-00000001", "run/step-00000002"):
-    stores.of("").stat(str(tmp / path))
-    stores.of("").stat(str(tmp / path / "treering.json"))
+    stores.get("").stat(str(tmp / path))
+    stores.get("").stat(str(tmp / path / "treering.json"))
 sync("looked")
 errors = [caught(tr.save, tmp / "deep/er/c", {"x": np.ones(3), "w": put(np.arange(8, dtype=np.float32), P("x"))})]
 with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
@@ -285,7 +285,7 @@ with tr.Checkpointer(tmp / "run", keep=tr.keep.last(1)) as ckpts:
         errors.append(caught(ckpts.save, step, {"n": step, "w": put(np.arange(8, dtype=np.float32) + step, P("x"))}))
         errors.append(caught(ckpts.wait))
     if INDEX == 1:  # the cache is stale once more
-        stores.of("").disk.missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
+        stores.get("").disk.missing |= {str(tmp / "run/step-00000002"), str(tmp / "run/step-00000002/treering.json")}
     back = ckpts.restore({"n": 0, "w": put(np.zeros(8, np.float32), P("x"))})
     report([errors, ckpts.restored_step, back["n"], same(back["w"], np.arange(8, dtype=np.float32) + 2)])
 """
@@ -302,7 +302,7 @@ tr.save(tmp / "c", tree)
 class Full(stores.posix.Disk):
     def preallocate(self, fd, size):
         raise OSError(28, "No space left on device")
-usual = stores.of("")
+usual = stores.get("")
 found = []
 for who in range(COUNT):
     for overwrite in (False, True):
@@ -360,10 +360,10 @@ POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", some([*POINTS, "before the commit"], first=1))
+@pytest.mark.parametrize("point", sample_points([*POINTS, "before the commit"], first=1))
 def test_a_process_that_dies_is_named_and_costs_nothing(tmp_path: pathlib.Path, point: str) -> None:
     """The error names a dead process, and its files do not stay."""
-    module, name, file = POINTS.get(point, ("_processes.coordinator", "MultiProcess.gather_and_decide", ""))
+    module, name, file = POINTS.get(point, ("_processes.coordinator", "MultiProcessCall.gather_and_decide", ""))
     body = """
 import importlib
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x")), "n": np.arange(5_000_000, dtype=np.int32)}
@@ -411,7 +411,7 @@ tr.save(tmp / "c", {"x": back["x"], "n": np.arange(7)})
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "point", some(["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"], first=3)
+    "point", sample_points(["create arrays-", "write arrays-", "sync tmp", "link tmp", "unlink tmp"], first=3)
 )
 def test_when_process_0_dies_there_is_no_half_checkpoint(tmp_path: pathlib.Path, point: str) -> None:
     body = """
@@ -436,19 +436,21 @@ tr.save(tmp / "c", tree, timeout=3)
 
 
 def test_a_forked_child_of_a_process_of_the_job_is_none_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child cannot make calls of its parent's job, but can join a job of its own (see `torture.peers`)."""
-    monkeypatch.setattr(coordinator, "_inherited", None)
-    monkeypatch.setattr(coordinator.roll, "join", lambda *job: None)  # this fake job has no store
+    """A forked child cannot make calls of its parent's job, but can join a job of its own (see
+    `fault_injection.peers`).
+    """
+    monkeypatch.setattr(coordinator, "_inherited_client", None)
+    monkeypatch.setattr(coordinator.liveness, "start_signs", lambda *job: None)  # this fake job has no store
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(distributed.global_state, "process_id", 0)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    assert isinstance(coordinator.begin("save"), coordinator.MultiProcess)
+    assert isinstance(coordinator.begin_call("save"), coordinator.MultiProcessCall)
     coordinator.forget_after_fork()
     with pytest.raises(tr.errors.UnsupportedError, match="forked child"):
-        coordinator.begin("save")
-    assert isinstance(coordinator.begin("save", processes="this"), coordinator.SingleProcess)
+        coordinator.begin_call("save")
+    assert isinstance(coordinator.begin_call("save", processes="this"), coordinator.SingleProcessCall)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    assert isinstance(coordinator.begin("save"), coordinator.MultiProcess)
+    assert isinstance(coordinator.begin_call("save"), coordinator.MultiProcessCall)
 
 
 @pytest.mark.slow
@@ -506,7 +508,7 @@ report([steps, exists, skipped, pinned, undeletable, after, step, first])
 
 
 @pytest.mark.slow
-def test_a_failure_in_one_process_is_raised_by_all_at_the_same_step(tmp_path: pathlib.Path) -> None:
+def test_failure_of_one_process_is_raised_by_all(tmp_path: pathlib.Path) -> None:
     body = """
 log = []
 with tr.Checkpointer(tmp / "run", timeout=10) as ckpts:
@@ -537,9 +539,11 @@ sync("done")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stopped", "where", "call"),
-    some(itertools.product([0, 1], ["between the calls", "while it writes"], ["Checkpointer", "save"]), first=1),
+    sample_points(
+        itertools.product([0, 1], ["between the calls", "while it writes"], ["Checkpointer", "save"]), first=1
+    ),
 )
-def test_after_one_stood_still_for_longer_than_the_timeout_all_find_together_again(
+def test_processes_meet_again_after_one_was_stopped(
     tmp_path: pathlib.Path, stopped: int, where: str, call: str
 ) -> None:
     """After one process was suspended for longer than the timeout, all make the same calls again.
@@ -599,12 +603,12 @@ def test_all_processes_restore_one_and_the_same_checkpoint(tmp_path: pathlib.Pat
     """All processes restore the same checkpoint, although another job replaces it meanwhile."""
     body = """
 import subprocess
-from treering._run import latest_good as _open
+from treering._run import step_fallback as _open
 where = NamedSharding(Mesh(devices, ("x",)), P("x"))
 template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=where)}
 with tr.Checkpointer(tmp / "run", timeout=20) as ckpts:
     ckpts.save(1, {"w": put(np.zeros(8, np.float32), P("x"))})
-usual, calls = _open.open_one, []
+usual, calls = _open.open_in_store, []
 def late(disk, path, *rest):
     if INDEX == 1 and not calls:
         calls.append(1)
@@ -612,7 +616,7 @@ def late(disk, path, *rest):
         code = "import sys, numpy as np, treering as tr; tr.save(sys.argv[1], {'w': np.ones(8, 'f4')}, overwrite=True)"
         subprocess.run([sys.executable, "-c", code, str(tmp / "run/step-00000001")], check=True)
     return usual(disk, path, *rest)
-_open.open_one = late
+_open.open_in_store = late
 back = ckpts.restore(template)
 report([np.asarray(shard.data).tolist() for shard in back["w"].addressable_shards])
 sync("done")
@@ -622,7 +626,7 @@ sync("done")
 
 
 @pytest.mark.slow
-def test_what_is_in_place_keeps_every_file_though_its_durability_is_in_doubt(tmp_path: pathlib.Path) -> None:
+def test_committed_step_keeps_files_if_sync_is_in_doubt(tmp_path: pathlib.Path) -> None:
     """A checkpoint in place keeps all files if its sync failed.
 
     Its durability is in doubt, and all processes raise the error.
@@ -643,8 +647,8 @@ class Failing(stores.posix.Disk):
 if INDEX == 0:
     stores.register(stores.Filesystem(Failing()))
 else:  # process 0 answers and fails between its two requests
-    check = _processes.MultiProcess._check
-    _processes.MultiProcess._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
+    check = _processes.MultiProcessCall._check
+    _processes.MultiProcessCall._check = lambda self, awaited: (time.sleep(2), check(self, awaited))
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True))
 sync("done")
 """
@@ -663,13 +667,13 @@ from treering.errors import PeerError
 tree = {"x": put(np.arange(3 << 18, dtype=np.float32), P("x"))}
 tr.save(tmp / "c", tree)
 if INDEX == 1:
-    put_usually, words = _processes.MultiProcess._set, []
+    put_usually, words = _processes.MultiProcessCall._put_value, []
     def half(self, key, value):
         put_usually(self, key, value)
         words.append(key)
         if len(words) == 2:  # it reports that all is written
             raise PeerError("the answer was lost")
-    _processes.MultiProcess._set = half
+    _processes.MultiProcessCall._put_value = half
 report(caught(tr.save, tmp / "c", {"x": put(np.ones(3 << 18, np.float32), P("x"))}, overwrite=True, timeout=5))
 sync("done")
 """
@@ -679,7 +683,7 @@ sync("done")
 
 
 @pytest.mark.slow
-def test_nobody_cleans_up_what_a_process_that_stands_still_is_about_to_commit(tmp_path: pathlib.Path) -> None:
+def test_files_of_stopped_process_are_not_removed(tmp_path: pathlib.Path) -> None:
     """Another job keeps the array files that a suspended process 0 is about to commit.
 
     They include those of a dead peer, which no process locks any more.

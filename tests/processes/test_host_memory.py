@@ -14,12 +14,12 @@ import logging, threading
 import pytest
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 import accelerator
-from treering._pytree import available_memory, staging
+from treering._pytree import host_memory, staged_supply
 from treering.testing._doubles import HeldDisk
 
 accelerator.install(pytest.MonkeyPatch())
-available_memory._LEAST = staging._PORTION_BYTES = {_PORTION}
-available_memory._SHARE = 1  # processes share the memory, so this makes them look like many
+host_memory._MIN_LIMIT_BYTES = staged_supply._MAX_COPY_BYTES_PER_DEVICE = {_PORTION}
+host_memory._AVAILABLE_DIVISOR = 1  # processes share the memory, so this makes them look like many
 where = NamedSharding(mesh(COUNT), P("x"))
 shard = ({_LEAF} // 4,)
 state = {{
@@ -45,7 +45,7 @@ def left():
     return {_LEAVES * _LEAF} * COUNT // 2 - sum(resident(pid) - size for pid, size in before.items())
 
 most = left()
-available_memory._rooms = lambda: [(left(), most)]
+host_memory._memory_pools = lambda: [(left(), most)]
 disk = HeldDisk()
 stores.register(stores.Filesystem(disk))
 pending, least = [], [most]
@@ -67,7 +67,7 @@ report([min(least), most, waits, len(warnings), all(right)])
 
 @pytest.mark.rare
 @pytest.mark.slow
-def test_what_the_processes_of_a_host_hold_leaves_an_eighth_of_it(tmp_path: pathlib.Path) -> None:
+def test_host_memory_keeps_an_eighth_free(tmp_path: pathlib.Path) -> None:
     """Together the processes leave an eighth of the host's memory free.
 
     Each alone is within its limit; without the check they would need twice the memory.

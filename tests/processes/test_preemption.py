@@ -69,9 +69,7 @@ def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> Non
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_sigterm_in_the_moment_in_which_the_handler_is_set_is_heard(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preemption_notices_sigterm_during_setup(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM that arrives while the handler is being set is noticed."""
     set_handler = signal.signal
 
@@ -111,7 +109,7 @@ def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_a_closed_one_that_another_handler_still_calls_lets_the_process_end(tmp_path: pathlib.Path) -> None:
+def test_preemption_closed_handler_lets_process_end(tmp_path: pathlib.Path) -> None:
     """The handler of a closed Checkpointer, called by another handler, ends the process."""
     code = f"""
 import os, signal, treering as tr

@@ -10,22 +10,22 @@ import pytest
 from benchmarks import simulation
 
 from jobs import run_job
-from treering._processes import host, multi_process, tree
+from treering._processes import call_tree, host_relay, multi_process
 from treering.errors import PeerError
 
-TWO_CHILDREN = "from treering._processes import tree; tree.FAN_OUT = 2"
+TWO_CHILDREN = "from treering._processes import call_tree; call_tree.FAN_OUT = 2"
 BY_HOST = """
 import threading
-from treering._processes import host, multi_process, tree
-tree._REQUESTS = 4
+from treering._processes import call_tree, host_relay, multi_process
+call_tree._MAX_SIGNS_PER_SECOND = 4
 given, roles = [], []
-give, join = multi_process.MultiProcess._give, host.join
-multi_process.MultiProcess._give = lambda self, key, sign: (given.append(sign), give(self, key, sign))
+give, join = multi_process.MultiProcessCall._put_sign, host_relay.join_host
+multi_process.MultiProcessCall._put_sign = lambda self, key, sign: (given.append(sign), give(self, key, sign))
 def noting(name):
     found = join(name)
     roles.append(type(found).__name__)
     return found
-host.join = noting
+host_relay.join_host = noting
 """
 KILLED = -9
 
@@ -33,19 +33,21 @@ KILLED = -9
 @pytest.mark.parametrize("count", [1, 2, 16, 65, 66, 4_161, 4_162, 100_000])
 def test_everybody_is_heard_once(count: int) -> None:
     """Each process except process 0 is the child of exactly one process."""
-    children = list(itertools.chain.from_iterable(tree.children(index, count) for index in range(count)))
+    children = list(itertools.chain.from_iterable(call_tree.children(index, count) for index in range(count)))
     assert children == list(range(1, count))
-    assert all(tree.parent(child) == index for index in (0, 1, 64, 1_000) for child in tree.children(index, count))
-    assert max(len(tree.children(index, count)) for index in range(min(count, 100))) <= tree.FAN_OUT
+    assert all(
+        call_tree.parent(child) == index for index in (0, 1, 64, 1_000) for child in call_tree.children(index, count)
+    )
+    assert max(len(call_tree.children(index, count)) for index in range(min(count, 100))) <= call_tree.FAN_OUT
 
 
 def test_signs_of_life_do_not_drown_the_store() -> None:
     """The store gets at most 2,000 signs of life per second, and the timeout allows for their interval."""
     for count in (1, 64, 2_000, 10_000, 100_000):
-        assert count / tree.heartbeat_seconds(count) <= 2_000
-        assert tree.timeout(30, count) >= min(4 * tree.heartbeat_seconds(count), 30)
-        assert tree.timeout(500, count) >= 500
-    assert tree.timeout(3, 2_000) == 3 and tree.heartbeat_seconds(2_000) == 1
+        assert count / call_tree.heartbeat_seconds(count) <= 2_000
+        assert call_tree.timeout(30, count) >= min(4 * call_tree.heartbeat_seconds(count), 30)
+        assert call_tree.timeout(500, count) >= 500
+    assert call_tree.timeout(3, 2_000) == 3 and call_tree.heartbeat_seconds(2_000) == 1
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_sixteen_processes_save_and_restore_through_four_levels(tmp_path: pathli
 
 
 @pytest.mark.slow
-def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: pathlib.Path) -> None:
+def test_tree_spreads_failures_and_names_dead_process(tmp_path: pathlib.Path) -> None:
     """In a tree, all processes raise the error of one, and name a dead one."""
     body = """
     tree = {"n": np.arange(3), "x": put(np.arange(14.0), P("x"))}
@@ -94,9 +96,7 @@ def test_what_one_fails_with_is_known_to_all_and_a_dead_one_is_named(tmp_path: p
 @pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "role"), [(1, "_Listening"), (4, "_Telling")])
-def test_one_process_gives_the_signs_of_life_of_its_host_and_the_dead_are_missed(
-    tmp_path: pathlib.Path, victim: int, role: str
-) -> None:
+def test_tree_relays_signs_of_life_of_a_host(tmp_path: pathlib.Path, victim: int, role: str) -> None:
     """One process of a host passes on the signs of all, and the death of either kind of process is noticed."""
     body = """
     tree = {"n": np.arange(3), "x": put(np.arange(12.0, dtype=np.float32), P("x"))}
@@ -129,16 +129,16 @@ def test_one_process_gives_the_signs_of_life_of_its_host_and_the_dead_are_missed
 
 def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose listening process does not answer puts its sign into the store itself."""
-    monkeypatch.setattr(host, "_UNANSWERED_SECONDS", 0.5)
+    monkeypatch.setattr(host_relay, "_UNANSWERED_SECONDS", 0.5)
     name = secrets.token_hex(8)
-    first, second, third = (host.join(name) for _ in range(3))
+    first, second, third = (host_relay.join_host(name) for _ in range(3))
     assert first and second and third
     assert second.signs(1, "a") == {} and third.signs(2, "a") == {}
     assert first.signs(0, "a") == {0: "a", 1: "a", 2: "a"}
     assert second.signs(1, "b") == {}
     third._speaker.close()  # type: ignore[attr-defined]
     assert first.signs(0, "b") == {0: "b", 1: "b", 2: "a"}, "what a dead one has said stays, and is not renewed"
-    fourth = host.join(name)
+    fourth = host_relay.join_host(name)
     assert fourth and fourth.signs(3, "a") == {} and first.signs(0, "b")[3] == "a"
     fourth.close()
     assert 3 not in first.signs(0, "b"), "it has left"
@@ -153,8 +153,12 @@ def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -
 
 def test_signs_that_a_process_gives_itself_and_others_for_it() -> None:
     """A process may have two signs, its own and one that a peer passed on. An error replaces both."""
-    found = {3: host.as_text(6.0, {3: "7 writing", 4: "2 writing", 5: "1 beginning"}), 4: "0 beginning", 5: "failed x"}
-    signs, every = host.each(found)
+    found = {
+        3: host_relay.encode_signs(6.0, {3: "7 writing", 4: "2 writing", 5: "1 beginning"}),
+        4: "0 beginning",
+        5: "failed x",
+    }
+    signs, every = host_relay.decode_signs(found)
     assert signs == {3: "7 writing", 4: "0 beginning, 2 writing", 5: "failed x"} and every == {3: 6.0}
 
 
@@ -177,13 +181,13 @@ def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silence means death sooner if a peer passes on the signs. A job that was suspended as one stays alive."""
     now, values = 0.0, _Values()
     monkeypatch.setattr(multi_process, "time", types.SimpleNamespace(monotonic=lambda: now))
-    call = multi_process.MultiProcess(values, 0, 100_000, "save", 30, multi_process.History())
-    values[f"{call.name}/heartbeat/0/3"] = host.as_text(8.25, {3: "1 writing", 4: "1 writing"})
+    call = multi_process.MultiProcessCall(values, 0, 100_000, "save", 30, multi_process.History())
+    values[f"{call.name}/heartbeat/0/3"] = host_relay.encode_signs(8.25, {3: "1 writing", 4: "1 writing"})
     values[f"{call.name}/heartbeat/0/5"] = "1 writing"
     call._check([3, 4, 5])
     for now in (10_000, 20_000, 30_000):  # noqa: B007
         call._check([3, 4, 5])
-    values[f"{call.name}/heartbeat/0/3"] = host.as_text(8.25, {3: "2 writing", 4: "1 writing"})
+    values[f"{call.name}/heartbeat/0/3"] = host_relay.encode_signs(8.25, {3: "2 writing", 4: "1 writing"})
     for _ in range(3):
         now += 2.5
         call._check([3, 4, 5])

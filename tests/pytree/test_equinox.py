@@ -50,7 +50,7 @@ def run(model: Block, state: eqx.nn.State, x: jax.Array, key: jax.Array) -> tupl
 
 
 @pytest.mark.long
-def test_paths_are_the_attributes_and_functions_are_leaves_without_arrays(tmp_path: Path) -> None:
+def test_equinox_paths_are_attributes(tmp_path: Path) -> None:
     """Attributes name the leaves of a module, and its functions are leaves without arrays."""
     tr.save(tmp_path / "a", mlp())
     ckpt = tr.open(tmp_path / "a")
@@ -93,7 +93,7 @@ def test_partitioned_trees_with_holes_survive_and_combine(tmp_path: Path) -> Non
     assert_survives(tmp_path, (trained, frozen))
 
 
-def test_a_partition_and_the_whole_model_can_stand_for_each_other(tmp_path: Path) -> None:
+def test_equinox_partition_restores_as_whole_model(tmp_path: Path) -> None:
     """A partition restores from a checkpoint of the entire model, and the other way round."""
     tr.save(tmp_path / "whole", mlp(0))
     tr.save(tmp_path / "arrays", eqx.filter(mlp(0), eqx.is_array))
@@ -101,7 +101,7 @@ def test_a_partition_and_the_whole_model_can_stand_for_each_other(tmp_path: Path
     assert_same(tr.restore(tmp_path / "whole", like=eqx.filter(mlp(1), eqx.is_array)), eqx.filter(mlp(0), eqx.is_array))
 
 
-def test_a_hole_where_the_checkpoint_has_an_array_is_a_difference(tmp_path: Path) -> None:
+def test_equinox_none_in_place_of_array_is_refused(tmp_path: Path) -> None:
     """A None in the template is a difference if the checkpoint has an array there."""
     tr.save(tmp_path / "a", mlp())
     template = eqx.tree_at(lambda m: m.layers[1].bias, mlp(), None)
@@ -136,7 +136,7 @@ def test_a_changed_static_field_comes_from_the_template(tmp_path: Path) -> None:
         assert_same(restored.linear, model.linear)
 
 
-def test_a_python_number_in_a_field_is_state_and_comes_from_the_checkpoint(tmp_path: Path) -> None:
+def test_equinox_number_field_is_restored(tmp_path: Path) -> None:
     """A Python number in a field is restored from the checkpoint."""
     model, _ = eqx.nn.make_with_state(Block)(0, scale=0.1)
     template, _ = eqx.nn.make_with_state(Block)(0, scale=7.0)
@@ -200,7 +200,7 @@ def test_an_array_in_a_static_field_does_not_disturb(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_equal_without_recompiling(tmp_path: Path) -> None:
     """A resumed training gives the same bits as one without a break, and compiles nothing."""
     optimizer = optax.adamw(1e-2)
     traces = []

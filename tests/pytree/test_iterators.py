@@ -24,7 +24,7 @@ import treering as tr
 from helpers import assert_same
 from jobs import run_job
 from treering._cli.main import main as command
-from treering._core import states as _states
+from treering._core import iterator_states as _states
 from treering._pytree import iterators
 from treering.errors import CorruptError, MismatchError, UnsupportedError
 from treering.formats._shared import strict_json
@@ -189,9 +189,7 @@ class _Dataset:  # such as those of TensorFlow, PyTorch and Hugging Face, which 
         (collections.UserString("a"), "UserString; convert it to an array"),
     ],
 )
-def test_data_without_a_state_is_refused_with_what_an_iterator_needs(
-    tmp_path: pathlib.Path, data: Any, says: str
-) -> None:
+def test_iterator_without_state_is_refused_with_advice(tmp_path: pathlib.Path, data: Any, says: str) -> None:
     """The error for data without a state names the methods that an iterator needs."""
     with pytest.raises(UnsupportedError, match=f"a/data: .*{says}"):
         tr.save(tmp_path / "c", {"a": {"data": data}})
@@ -321,7 +319,7 @@ def test_every_plain_state_comes_back(state: Any) -> None:
         def state_dict(self) -> Any:
             return state
 
-    packed = iterators.state_of(Fixed())
+    packed = iterators.packed_state(Fixed())
     for several in (False, True):
         (found,) = iterators.entry_of("x", packed, several=several).decode()
         assert found == state and repr(found) == repr(state)
@@ -349,7 +347,7 @@ def test_hostile_bytes_are_corrupt_and_nothing_else(data: bytes, value: Any, mor
 def test_hostile_states_are_corrupt_and_nothing_else(value: Any) -> None:
     for entry in (value, ["each", value], ["all", [value]], ["each", [["array", value]]], ["each", [["dict", value]]]):
         try:
-            _states.decoded(entry)
+            _states.decode_states(entry)
         except (CorruptError, UnsupportedError):
             pass
 
@@ -438,7 +436,7 @@ def test_damage_in_a_large_state_is_found_before_anything_is_set(tmp_path: pathl
     assert tr.restore(tmp_path / "c", like={**like, "data": ...})["first"].n == 0
 
 
-def test_a_release_without_the_feature_reads_all_but_the_large_state(
+def test_old_release_reads_all_but_large_iterator_state(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older release reads everything except the large state."""

@@ -117,7 +117,7 @@ def test_every_jax_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WIDE_JAX_DTYPES)
-def test_wide_dtypes_survive_with_x64_and_are_never_narrowed_without(tmp_path: Path, name: str) -> None:
+def test_wide_dtypes_are_never_narrowed(tmp_path: Path, name: str) -> None:
     """64-bit dtypes are restored with x64. Without x64 a restore into JAX raises an error."""
     with jax.enable_x64(True):
         tree = {"a": jnp.asarray(filled(name))}
@@ -190,7 +190,7 @@ def test_big_endian_arrays_come_back_as_their_template_is(tmp_path: Path, dtype:
 
 
 @pytest.mark.parametrize("name", ["int4", "uint4", "int2"])
-def test_other_readers_find_the_same_small_integers_however_they_were_saved(tmp_path: Path, name: str) -> None:
+def test_small_integers_are_equal_for_other_readers(tmp_path: Path, name: str) -> None:
     """The stored bytes of small integers do not depend on how the array was saved."""
     values = filled(name)
     tr.save(tmp_path / "a", {"np": values, "strided": values[::-1][::-1], "jax": jnp.asarray(values)})
@@ -215,7 +215,7 @@ def test_numpy_scalars_stay_numpy_scalars(tmp_path: Path) -> None:
     assert_survives_plainly(tmp_path, scalars)
 
 
-def test_a_numpy_text_scalar_of_another_length_than_the_template_is_taken(tmp_path: Path) -> None:
+def test_numpy_text_scalar_of_other_length_is_restored(tmp_path: Path) -> None:
     """A NumPy text scalar in a template takes a saved text of any length."""
     tree = {"s": np.str_("longer"), "b": np.bytes_(b"longer")}
     for restored in every_way(tmp_path, tree, {"s": np.str_("x"), "b": np.bytes_(b"x")}):
@@ -251,7 +251,7 @@ def test_integers_of_6000_digits(tmp_path: Path) -> None:
     assert_survives_plainly(tmp_path, tree)
 
 
-def test_a_checkpoint_with_an_integer_of_6000_digits_can_be_printed(tmp_path: Path) -> None:
+def test_checkpoint_with_huge_integer_is_printable(tmp_path: Path) -> None:
     """Printing works for integers that Python refuses to write in decimal digits."""
     tr.save(tmp_path / "a", {"big": 10**6000, "w": np.ones(1)})
     assert "big" in repr(tr.open(tmp_path / "a"))
@@ -276,9 +276,7 @@ def test_a_python_integer_too_big_for_the_template_is_a_mismatch(tmp_path: Path,
         *(("int4", "uint4"), ("uint4", "int4"), ("int4", "int2"), ("uint2", "int2")),
     ],
 )
-def test_an_integer_that_does_not_fit_the_template_is_refused_not_wrapped(
-    tmp_path: Path, saved: str, template: str
-) -> None:
+def test_integer_overflow_of_template_is_refused(tmp_path: Path, saved: str, template: str) -> None:
     """An integer that is too large for the template's dtype raises an error."""
     have, want = dtype_of(saved), dtype_of(template)
     low, high = (int(f(ml_dtypes.iinfo(want))) for f in (lambda i: i.min, lambda i: i.max))
@@ -317,7 +315,7 @@ def test_a_float_that_a_wider_template_takes_keeps_its_value(tmp_path: Path, sav
 
 
 @pytest.mark.parametrize("saved", FLOATS)
-def test_floats_become_those_of_any_template_where_that_is_asked_for(tmp_path: Path, saved: str) -> None:
+def test_floats_are_cast_to_template_on_request(tmp_path: Path, saved: str) -> None:
     """With dtype='template' a float converts to any float dtype of the template."""
     values = np.array([0.5, 1.0, 2.0]).astype(dtype_of(saved))  # values that every float dtype has
     tr.save(tmp_path / "a", {"a": values})
@@ -346,7 +344,7 @@ def test_typed_keys_of_every_implementation(tmp_path: Path, impl: str) -> None:
         assert_same({**from_shape, "here": None}, {**tree, "here": None})
 
 
-def test_a_key_is_not_taken_for_another_implementation_or_for_its_bits(tmp_path: Path) -> None:
+def test_key_of_other_implementation_or_bits_is_refused(tmp_path: Path) -> None:
     """A typed key is not restored into a key of another implementation, nor into its data."""
     key = jax.random.key(0)
     tr.save(tmp_path / "a", {"k": key})
@@ -415,7 +413,7 @@ def test_dict_keys_that_are_not_text(tmp_path: Path, keys: list[Any]) -> None:
 
 
 @pytest.mark.long
-def test_a_tuple_as_a_key_is_called_in_files_of_others_what_they_call_it(tmp_path: Path) -> None:
+def test_tuple_key_has_library_name_in_foreign_files(tmp_path: Path) -> None:
     """In files of other libraries, a tuple as a key has the name that these libraries use."""
     tree = {("a", "b/c"): np.ones(2), ("a", "b/d"): np.zeros(2), ("e",): np.arange(3)}
     (tmp_path / "flax.msgpack").write_bytes(flax.serialization.to_bytes(tree))
@@ -478,9 +476,7 @@ def test_an_array_in_two_leaves_is_written_once(tmp_path: Path, make: Any) -> No
 
 
 @pytest.mark.parametrize("mmap", [None, True, False])
-def test_writing_to_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
-    tmp_path: Path, mmap: bool | None
-) -> None:
+def test_restored_array_shares_no_memory(tmp_path: Path, mmap: bool | None) -> None:
     """Restored NumPy arrays share no memory with each other, nor with the file."""
     array = np.arange(300_000, dtype=np.float32)
     tr.save(tmp_path / "a", {"a": array, "b": array, "c": array.copy()})
@@ -493,7 +489,7 @@ def test_writing_to_a_restored_array_changes_neither_another_leaf_nor_the_checkp
 
 
 @pytest.mark.parametrize("mmap", [None, True, False])
-def test_writing_to_a_restored_numpy_array_never_changes_a_jax_array(tmp_path: Path, mmap: bool | None) -> None:
+def test_restored_numpy_array_shares_no_memory_with_jax(tmp_path: Path, mmap: bool | None) -> None:
     """Restored NumPy and JAX arrays of one saved array share no memory."""
     array = np.arange(300_000, dtype=np.float32)
     tr.save(tmp_path / "a", {"a": array, "b": array})
@@ -503,9 +499,7 @@ def test_writing_to_a_restored_numpy_array_never_changes_a_jax_array(tmp_path: P
 
 
 @pytest.mark.parametrize("mmap", [None, True, False])
-def test_writing_to_what_an_open_checkpoint_gave_never_shows_in_what_else_it_gives(
-    tmp_path: Path, mmap: bool | None
-) -> None:
+def test_open_checkpoint_gives_independent_arrays(tmp_path: Path, mmap: bool | None) -> None:
     """Values that an open checkpoint returns share no memory with later ones."""
     tree = {"a": np.arange(300_000, dtype=np.float32)}
     tr.save(tmp_path / "a", tree)
@@ -522,9 +516,7 @@ def test_writing_to_what_an_open_checkpoint_gave_never_shows_in_what_else_it_giv
 
 @pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, True, False])
-def test_donating_a_restored_array_changes_neither_another_leaf_nor_the_checkpoint(
-    tmp_path: Path, mmap: bool | None
-) -> None:
+def test_donated_restored_array_changes_nothing_else(tmp_path: Path, mmap: bool | None) -> None:
     """A donated array shares no memory with another leaf, nor with the file."""
     array = jnp.arange(300_000, dtype=jnp.float32)
     tree = {"a": array, "b": array, "c": array + 0}
@@ -536,7 +528,7 @@ def test_donating_a_restored_array_changes_neither_another_leaf_nor_the_checkpoi
     assert_same(tr.restore(tmp_path / "a", like=tree), tree)
 
 
-def test_what_happens_to_the_arrays_after_save_async_is_not_saved(tmp_path: Path) -> None:
+def test_save_async_ignores_later_changes_of_arrays(tmp_path: Path) -> None:
     """`save_async` saves the values that the arrays have when it is called."""
     array, given_away = np.arange(300_000, dtype=np.float32), jnp.arange(300_000, dtype=jnp.float32)
     expected = {"np": array.copy(), "strided": array[::3].copy(), "jax": jnp.array(given_away, copy=True)}
@@ -619,7 +611,7 @@ def test_weak_types_come_back_only_where_the_template_is_weak(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_arrays_on_several_devices_and_committed_ones_stay_where_the_template_is(tmp_path: Path) -> None:
+def test_restored_arrays_follow_template_devices(tmp_path: Path) -> None:
     """Arrays are restored to the devices of the template's arrays."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
@@ -648,7 +640,7 @@ FUNCTIONS = [
 ]
 
 
-def test_a_function_is_recorded_by_name_and_taken_from_the_template(tmp_path: Path) -> None:
+def test_function_is_taken_from_template(tmp_path: Path) -> None:
     """A checkpoint records only the name of a function. A restore takes the template's function."""
     tree = {"f": FUNCTIONS, "w": np.ones(1)}
     others = {"f": [_a_function] * len(FUNCTIONS), "w": np.ones(1)}
@@ -659,7 +651,7 @@ def test_a_function_is_recorded_by_name_and_taken_from_the_template(tmp_path: Pa
     assert "_a_function" in repr(tr.open(next(tmp_path.glob("*/ckpt"))))
 
 
-def test_a_none_stays_none_and_an_array_never_takes_its_place_unnoticed(tmp_path: Path) -> None:
+def test_none_and_array_do_not_replace_each_other(tmp_path: Path) -> None:
     """It is an error if only one of checkpoint and template has None at a path."""
     tr.save(tmp_path / "hole", {"a": None, "b": np.ones(1)})
     tr.save(tmp_path / "full", {"a": np.ones(2), "b": np.ones(1)})
@@ -685,7 +677,7 @@ def test_a_python_scalar_is_only_taken_for_its_own_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_integer_and_an_integer_array_without_axes_stand_for_each_other(tmp_path: Path) -> None:
+def test_integer_and_0d_integer_array_are_exchangeable(tmp_path: Path) -> None:
     """An int and a 0-d integer array of NumPy or JAX restore into each other."""
     forms = [5, np.int64(5), np.array(5, np.int16), jnp.asarray(5), jnp.zeros((), jnp.uint8) + 5, ml_dtypes.int4(5)]
     for saved in forms:
@@ -725,7 +717,7 @@ UNSAVABLE = {
 
 
 @pytest.mark.parametrize("save", [tr.save, tr.save_async])
-def test_all_leaves_that_cannot_be_saved_are_named_at_once_and_nothing_is_written(tmp_path: Path, save: Any) -> None:
+def test_unsupported_leaves_are_all_named(tmp_path: Path, save: Any) -> None:
     """One error names all leaves that cannot be saved, before anything is written."""
     deleted = _deleted()
     bad = {**UNSAVABLE, "deleted": deleted, "deleted key": jax.random.key(0)}

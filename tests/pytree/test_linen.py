@@ -108,7 +108,7 @@ def test_step_may_be_a_number_or_an_array_on_either_side(tmp_path: Path, saved: 
         assert from_shapes.step == saved and from_shapes.step.weak_type
 
 
-def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_equal_without_recompiling(tmp_path: Path) -> None:
     """A resumed training gives the same bits as one without a break, and compiles nothing."""
     interrupted = train(fresh(), 3)
     expected = train(interrupted, 2)
@@ -120,7 +120,7 @@ def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new
     assert len(traces) == before
 
 
-def test_functions_of_the_state_are_static_and_come_from_the_template(tmp_path: Path) -> None:
+def test_linen_functions_come_from_template(tmp_path: Path) -> None:
     """The functions of a train state are those of the template."""
     other = fresh().replace(apply_fn=len)
     for restored in every_way(tmp_path, fresh(), other):
@@ -203,7 +203,7 @@ class Split(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("logical", [False, True])
-def test_partition_metadata_of_a_template_is_followed_on_the_mesh_that_is_set(tmp_path: Path, logical: bool) -> None:
+def test_linen_partitioning_is_followed_on_set_mesh(tmp_path: Path, logical: bool) -> None:
     """Arrays go to the places that the template's partition metadata name on the set mesh."""
     model, x = Split(logical), jnp.ones((2, 8))
     variables = model.init(jax.random.key(0), x)
@@ -220,7 +220,7 @@ def test_partition_metadata_of_a_template_is_followed_on_the_mesh_that_is_set(tm
     assert len(without["params"]["Dense_0"]["kernel"].value.sharding.device_set) == 1
 
 
-def test_partition_metadata_that_does_not_fit_the_mesh_is_refused(tmp_path: Path) -> None:
+def test_linen_partitioning_unfit_for_mesh_is_refused(tmp_path: Path) -> None:
     """Partition metadata that name an axis which the set mesh lacks are an error."""
     model, x = Split(False), jnp.ones((2, 8))
     tr.save(tmp_path / "c", model.init(jax.random.key(0), x))

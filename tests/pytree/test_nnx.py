@@ -80,9 +80,7 @@ TEMPLATES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_module_comes_back_as_a_module_that_computes_the_same_bits(
-    tmp_path: Path, template: Callable[[], Net]
-) -> None:
+def test_nnx_module_round_trip_is_bitwise_equal(tmp_path: Path, template: Callable[[], Net]) -> None:
     """A restored module computes the same bits as the saved one."""
     net, x = trained(), jnp.linspace(-2, 2, 12).reshape(4, 3)
     for restored in every_way(tmp_path, net, template()):
@@ -93,7 +91,7 @@ def test_a_module_comes_back_as_a_module_that_computes_the_same_bits(
         assert_same_objects(restored, other)
 
 
-def test_paths_are_attributes_without_any_value_and_a_shared_variable_stands_once(tmp_path: Path) -> None:
+def test_nnx_shared_variable_has_one_path(tmp_path: Path) -> None:
     """Paths have no level for a Variable, and a shared Variable is saved once."""
     tr.save(tmp_path / "a", {"net": Net(nnx.Rngs(0, dropout=1))})
     assert sorted(tr.open(tmp_path / "a")) == [
@@ -146,7 +144,7 @@ def test_a_variable_that_stands_in_the_tree_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_lone_variable_shared_between_places_of_the_tree_stays_shared(tmp_path: Path) -> None:
+def test_nnx_lone_shared_variable_stays_shared(tmp_path: Path) -> None:
     """A Variable that the tree contains twice is one object after a restore, too."""
     net = trained()
     for tree in ({"a": net.tied, "b": net.tied}, {"net": net, "kernel": net.tied}):
@@ -247,7 +245,7 @@ def test_a_template_with_more_layers_is_a_mismatch_by_name(tmp_path: Path) -> No
     assert "2 differences" in str(caught.value)
 
 
-def test_keys_that_jax_cannot_sort_are_refused_with_their_place_where_nnx_is_imported_too(tmp_path: Path) -> None:
+def test_nnx_unsortable_keys_are_refused_with_path(tmp_path: Path) -> None:
     """Keys that cannot be sorted are an error with their path, also with NNX."""
     with pytest.raises(UnsupportedError, match="in/0: JAX cannot flatten this dict"):
         tr.save(tmp_path / "a", {"in": [{1: np.ones(1), "a": np.ones(1)}]})
@@ -305,7 +303,7 @@ def train(state: dict[str, Any], steps: range) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_resumed_training_equals_uninterrupted_training_and_compiles_nothing_new(tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_equal_without_recompiling(tmp_path: Path) -> None:
     """A resumed training gives the same bits as one without a break, and compiles nothing."""
     traces.clear()
     state = train(fresh(0), range(3))
@@ -332,7 +330,7 @@ def test_a_model_and_an_optimizer_that_holds_it(tmp_path: Path) -> None:
     assert not any(path.startswith("opt/model") for path in paths) and "opt/step" in paths
 
 
-def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_path: Path) -> None:
+def test_nnx_model_restores_without_optimizer(tmp_path: Path) -> None:
     """The model is restored alone with `at=`, or with `...` for the optimizer."""
     state = train(fresh(0), range(1))
     tr.save(tmp_path / "a", state)
@@ -342,7 +340,7 @@ def test_the_model_of_a_checkpoint_can_be_restored_without_its_optimizer(tmp_pat
 
 
 @pytest.mark.long
-def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_is_set(tmp_path: Path) -> None:
+def test_nnx_partitioning_is_followed_on_set_mesh(tmp_path: Path) -> None:
     """Arrays go to the places that an abstract module names on the set mesh."""
 
     def make(seed: int = 0) -> nnx.Linear:
@@ -361,7 +359,7 @@ def test_partition_metadata_of_an_abstract_module_is_followed_on_the_mesh_that_i
     assert module.bias.get_value().sharding == jax.NamedSharding(mesh, jax.P())
 
 
-def test_a_state_that_was_plain_the_last_time_may_share_a_variable_now() -> None:
+def test_nnx_cached_plain_state_may_share_variable_later() -> None:
     """A remembered structure does not show shared Variables, so these are looked for every time."""
     one, other = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))
     for n, tree in enumerate([{"a": one, "b": other}, {"a": one, "b": other}, {"a": one, "b": one}]):

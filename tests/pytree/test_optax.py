@@ -61,7 +61,7 @@ def advance(tx: optax.GradientTransformation, weights: Any, state: Any) -> tuple
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_state_survives_into_itself_a_fresh_one_and_an_abstract_one(tmp_path: Path, name: str) -> None:
+def test_optax_state_restores_into_any_template(tmp_path: Path, name: str) -> None:
     """A state restores into itself, into a new state, and into shapes."""
     tx = TRANSFORMS[name]
     state = jax.jit(lambda weights: advance(tx, weights, tx.init(weights)))(params())
@@ -137,9 +137,7 @@ def test_fields_of_named_tuples_are_in_the_paths(tmp_path: Path) -> None:
     ],
     ids=["moments", "counts", "other fields"],
 )
-def test_a_reordered_chain_is_noticed_even_if_all_shapes_are_equal(
-    tmp_path: Path, one: Any, other: Any, classes: tuple[str, str]
-) -> None:
+def test_optax_reordered_chain_is_refused(tmp_path: Path, one: Any, other: Any, classes: tuple[str, str]) -> None:
     """A reordered chain is an error, because its states have other classes."""
     tr.save(tmp_path / "a", {"opt": optax.chain(one, other).init(params())})
     with pytest.raises(MismatchError) as caught:
@@ -148,7 +146,7 @@ def test_a_reordered_chain_is_noticed_even_if_all_shapes_are_equal(
     assert f"opt/1: expected {classes[0]}, found {classes[1]}" in str(caught.value)
 
 
-def test_another_optimizer_of_equal_shapes_is_noticed_below_wrappers_too(tmp_path: Path) -> None:
+def test_optax_other_optimizer_in_wrapper_is_refused(tmp_path: Path) -> None:
     """Another optimizer is an error, even within wrappers, because its states have other classes."""
 
     def wrapped(tx: optax.GradientTransformation) -> Any:
@@ -159,7 +157,7 @@ def test_another_optimizer_of_equal_shapes_is_noticed_below_wrappers_too(tmp_pat
         tr.restore(tmp_path / "a", like=wrapped(optax.scale_by_belief()).init(params()))
 
 
-def test_empty_states_of_another_chain_length_are_noticed_by_the_paths(tmp_path: Path) -> None:
+def test_optax_other_chain_length_is_refused(tmp_path: Path) -> None:
     """An empty state moves the paths of the states after it, so another chain is an error."""
     tr.save(tmp_path / "a", optax.chain(optax.clip(1.0), optax.scale_by_adam()).init(params()))
     with pytest.raises(MismatchError, match=r"0/count: expected int32.*closest: 1/count"):
@@ -177,7 +175,7 @@ def test_a_learning_rate_set_by_hand_is_never_rounded_unnoticed(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_moment_whose_dtype_an_update_widened_is_not_narrowed_unnoticed(tmp_path: Path) -> None:
+def test_optax_widened_moment_is_not_narrowed(tmp_path: Path) -> None:
     """A moment that an update made wider is not narrowed to the dtype of a new state."""
     weights, tx = {"a": jnp.ones(2), "w": jnp.ones(2, jnp.bfloat16)}, TRANSFORMS["inject_hyperparams"]
     _, state = advance(tx, weights, tx.init(weights))

@@ -24,7 +24,7 @@ def leaves() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_leaves_without_names_keep_their_order_through_every_format(tmp_path: pathlib.Path, format: str) -> None:
+def test_unnamed_leaves_keep_order_in_every_format(tmp_path: pathlib.Path, format: str) -> None:
     """Every format keeps the order of leaves that have no names."""
     tr.save(tmp_path / "a.eqx", leaves())
     tr.convert(tmp_path / "a.eqx", tmp_path / "between", format=format)
@@ -38,9 +38,7 @@ def test_leaves_without_names_keep_their_order_through_every_format(tmp_path: pa
 
 
 @pytest.mark.parametrize("format", ["treering", "safetensors", "levanter", "orbax"])
-def test_what_is_restored_without_a_template_keeps_the_order_when_it_is_saved(
-    tmp_path: pathlib.Path, format: str
-) -> None:
+def test_restore_without_template_keeps_order_on_save(tmp_path: pathlib.Path, format: str) -> None:
     """A tree restored without a template and saved again has the same order of leaves."""
     tr.save(tmp_path / "a.eqx", leaves())
     assert_same(tr.restore(tmp_path / "a.eqx"), leaves())

@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 import treering as tr
-from treering._pytree import staging
+from treering._pytree import staged_supply
 from treering._pytree.leaves import LocalShard
-from treering._pytree.staging import Staging
+from treering._pytree.staged_supply import StagedSupply
 
 pytestmark = pytest.mark.compat
 
@@ -23,22 +23,22 @@ def test_all_is_staged_where_there_is_never_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: list[int]
 ) -> None:
     """Portions follow each other. In another order everything is staged, as writers may need any shard."""
-    monkeypatch.setattr(staging, "_PORTION_BYTES", _SIZE // jax.local_device_count())
+    monkeypatch.setattr(staged_supply, "_MAX_COPY_BYTES_PER_DEVICE", _SIZE // jax.local_device_count())
     arrays = [np.full(_SIZE, n, np.uint8) for n in range(4)]
     shards = [LocalShard(n, ((0, _SIZE),), array.dtype, _SIZE, True) for n, array in enumerate(arrays)]
-    supply = Staging(shards, list(arrays), None, lambda nbytes: False)
+    supply = StagedSupply(shards, list(arrays), None, lambda nbytes: False)
     caller = threading.Thread(target=supply.run, daemon=True)
     caller.start()
     supply.writers_needed.wait()
     assert "leave an eighth of all memory free" in caplog.text
-    supply.need(order, [_SIZE] * len(order))
+    supply.plan_reads(order, [_SIZE] * len(order))
     found: dict[int, bytes] = {}
 
     def write() -> None:
         for n in order:
             (part,) = supply.take([n])
             found[n] = part.tobytes()
-            supply.copied([n], [_SIZE])
+            supply.release_bytes([n], [_SIZE])
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

@@ -56,20 +56,20 @@ TREE = {
 
 
 def test_the_order_is_that_of_jax() -> None:
-    walked = walk.walk(TREE)
-    assert list(walked.leaves) == walk.flatten(TREE)[0]
+    flat_tree = walk.flatten_tree(TREE)
+    assert list(flat_tree.leaves) == walk.flatten_leaves(TREE)[0]
     by_jax = jax.tree_util.tree_flatten_with_path(TREE, is_leaf=lambda x: x is None)[0]
-    assert len(by_jax) == len(walked.paths)
+    assert len(by_jax) == len(flat_tree.paths)
 
 
 def test_paths_read_the_same_for_keys_attributes_and_indices() -> None:
-    paths = set(walk.walk(TREE).paths)
+    paths = set(walk.flatten_tree(TREE).paths)
     assert {"dict/a", "ints/10", "list/1/0", "point/x", "point/y/z", "record/b/0", "unnamed/1/1", "none/0"} <= paths
 
 
 def test_the_skeleton_builds_nested_containers() -> None:
-    walked = walk.walk(TREE)
-    built = _skeleton.build(walked.skeleton, walked.leaves)
+    flat_tree = walk.flatten_tree(TREE)
+    built = _skeleton.build(flat_tree.skeleton, flat_tree.leaves)
     assert built == {
         **TREE,
         "point": {"x": 1, "y": {"z": 2}},
@@ -82,37 +82,41 @@ def test_the_skeleton_builds_nested_containers() -> None:
 
 @pytest.mark.parametrize("at", ["dict", "list/1", "tuple/1", "point/y", "none", "unnamed", "record/b/0", ""])
 def test_a_subtree_of_the_skeleton_builds_that_part(at: str) -> None:
-    walked = walk.walk(TREE)
-    part = _skeleton.subtree(walked.skeleton, at)
+    flat_tree = walk.flatten_tree(TREE)
+    part = _skeleton.subtree(flat_tree.skeleton, at)
     assert part is not None
-    expected: Any = _skeleton.build(walked.skeleton, walked.leaves)
+    expected: Any = _skeleton.build(flat_tree.skeleton, flat_tree.leaves)
     for key in at.split("/") if at else ():
         expected = expected[int(key)] if isinstance(expected, list | tuple) else expected[key]
-    below = [leaf for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _paths.below(path, at) is not None]
+    below = [
+        leaf
+        for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True)
+        if _paths.relative_to(path, at) is not None
+    ]
     assert _skeleton.build(part, below) == expected
 
 
 def test_no_such_place_in_the_skeleton() -> None:
-    assert _skeleton.subtree(walk.walk(TREE).skeleton, "dict/c") is None
+    assert _skeleton.subtree(walk.flatten_tree(TREE).skeleton, "dict/c") is None
 
 
 def test_the_same_structure_is_named_once() -> None:
-    first, second = walk.walk(TREE), walk.walk(jax.tree.map(lambda x: x + 1, TREE))
+    first, second = walk.flatten_tree(TREE), walk.flatten_tree(jax.tree.map(lambda x: x + 1, TREE))
     assert first.paths is second.paths
     assert list(second.leaves) != list(first.leaves)
 
 
 def test_keys_with_dots_stay_apart() -> None:
-    assert set(walk.walk({"a.b": 1, "a": {"b": 2}, "a/b": 3}).paths) == {"a.b", "a/b", "a~1b"}
+    assert set(walk.flatten_tree({"a.b": 1, "a": {"b": 2}, "a/b": 3}).paths) == {"a.b", "a/b", "a~1b"}
 
 
 def test_depth_is_no_limit() -> None:
     tree: Any = 7
     for _ in range(200):
         tree = {"a": [tree]}
-    walked = walk.walk(tree)
-    assert walked.paths == ["/".join(["a/0"] * 200)]
-    assert _skeleton.build(walked.skeleton, walked.leaves) == tree
+    flat_tree = walk.flatten_tree(tree)
+    assert flat_tree.paths == ["/".join(["a/0"] * 200)]
+    assert _skeleton.build(flat_tree.skeleton, flat_tree.leaves) == tree
 
 
 class Two:
@@ -131,7 +135,7 @@ jax.tree_util.register_pytree_with_keys(
 
 def test_two_leaves_with_one_path_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"inner/1: two leaves have this path"):
-        walk.walk({"inner": Two(1, 2)})
+        walk.flatten_tree({"inner": Two(1, 2)})
 
 
 class Equal:
@@ -151,7 +155,7 @@ jax.tree_util.register_pytree_with_keys(
 @pytest.mark.parametrize("keys", [("a", "a"), (1, True), (0, 0.0)])
 def test_two_children_with_one_key_are_refused_by_name(keys: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"inner: two children of this Equal have one key"):
-        walk.walk({"inner": Equal(keys, {}, 1), "x": 1})
+        walk.flatten_tree({"inner": Equal(keys, {}, 1), "x": 1})
 
 
 class Slashes(tuple[Any, ...]):
@@ -161,21 +165,21 @@ class Slashes(tuple[Any, ...]):
 
 
 def test_fields_are_escaped_like_other_keys(tmp_path: pathlib.Path) -> None:
-    assert walk.walk({"n": Slashes([1, 2])}).paths == ["n/a~1b", "n/c~0d"]
+    assert walk.flatten_tree({"n": Slashes([1, 2])}).paths == ["n/a~1b", "n/c~0d"]
     treering.save(tmp_path / "c", {"n": Slashes([1, 2])})
     assert treering.restore(tmp_path / "c") == {"n": {"a/b": 1, "c~d": 2}}
 
 
 def test_keys_that_cannot_be_sorted_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"a/b: JAX cannot flatten this dict"):
-        walk.walk({"a": {"b": {1: 2, "x": 3}}})
+        walk.flatten_tree({"a": {"b": {1: 2, "x": 3}}})
 
 
 def test_keys_of_other_types_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"the key frozenset\(\{1\}\) is a frozenset; keys may be str"):
-        walk.walk({"a": {frozenset([1]): 3}})
+        walk.flatten_tree({"a": {frozenset([1]): 3}})
     with pytest.raises(UnsupportedError, match=r"the key \('a', None\) has a NoneType in it; .* a tuple of"):
-        walk.walk({"a": {("a", None): 3}})
+        walk.flatten_tree({"a": {("a", None): 3}})
 
 
 @pytest.mark.parametrize(
@@ -207,12 +211,12 @@ jax.tree_util.register_pytree_node(
 
 def test_namedtuples_may_have_registered_children_of_their_own() -> None:
     tree = {"swapped": Swapped(1, 1), "packed": Packed({"x": 2}, "static"), "plain": Point(3, 4)}
-    walked = walk.walk(tree)
-    assert dict(zip(walked.paths, walked.leaves, strict=True)) == {
+    flat_tree = walk.flatten_tree(tree)
+    assert dict(zip(flat_tree.paths, flat_tree.leaves, strict=True)) == {
         **{"swapped/second": 1, "swapped/first": 1, "packed/0/x": 2},
         **{"plain/x": 3, "plain/y": 4},
     }
-    assert _skeleton.build(walked.skeleton, walked.leaves) == {
+    assert _skeleton.build(flat_tree.skeleton, flat_tree.leaves) == {
         "swapped": {"second": 1, "first": 1},
         "packed": [{"x": 2}],
         "plain": {"x": 3, "y": 4},

@@ -14,7 +14,7 @@ import pytest
 import treering as tr
 from treering import Checkpoint
 from treering._core.entries import ValueEntry
-from treering._core.part import part_of
+from treering._core.subtree import subtree_of
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 TREE = {
@@ -135,7 +135,7 @@ def test_printing_shows_the_names_of_functions(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"f": jax.numpy.sum, "g": functools.partial(len), "long": type("x" * 99, (), {})})
     shown = ["  f     function sum", "  g     function len", "  long  function " + "x" * 60]
     assert str(tr.open(tmp_path / "c")).splitlines()[1:] == shown
-    odd = Checkpoint(part_of(tr.open(tmp_path / "c")._source, {"a": ValueEntry("a", "function", "x\ny")}, None))
+    odd = Checkpoint(subtree_of(tr.open(tmp_path / "c")._source, {"a": ValueEntry("a", "function", "x\ny")}, None))
     assert str(odd).splitlines()[1:] == ["  a  function"]  # No release of Treering has written this.
 
 

@@ -96,20 +96,20 @@ TREES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_has_the_same_names_by_the_public_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = TREES[name]()
-    quick = walk._walk(tree)
+    quick = walk._flatten_tree(tree)
     assert jax.tree_util.default_registry.flatten_one_level_with_keys({"a": 1}), "the quick way is there"
     monkeypatch.setattr(jax.tree_util, "default_registry", None)
-    public = walk._walk(tree)
+    public = walk._flatten_tree(tree)
     assert public.paths == quick.paths and public.skeleton == quick.skeleton
     assert all(a is b or a == b for a, b in zip(public.leaves, quick.leaves, strict=True))
-    assert list(map(id, public.leaves)) == list(map(id, walk.walk(tree).leaves))
+    assert list(map(id, public.leaves)) == list(map(id, walk.flatten_tree(tree).leaves))
 
 
-def test_keys_that_cannot_be_sorted_are_refused_by_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsortable_keys_are_refused_without_private_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without JAX's private function, keys that cannot be sorted raise the same error."""
     monkeypatch.setattr(jax.tree_util, "default_registry", None)
     with pytest.raises(UnsupportedError, match="bad: JAX cannot flatten this dict"):
-        walk.walk({"bad": {1: 2, "a": 3}})
+        walk.flatten_tree({"bad": {1: 2, "a": 3}})
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_process_alone_saves_with_any_jax(tmp_path: pathlib.Path, no_state: No
         ckpts.save(1, state)
     assert_same(tr.restore(tmp_path / "a", like=state), state)
     assert_same(tr.restore(tmp_path / "run", like=state), state)
-    assert not coordinator.several() and coordinator.position() == (0, 1)
+    assert not coordinator.is_multi_process() and coordinator.process_index_and_count() == (0, 1)
     coordinator.forget_after_fork()
 
 
@@ -149,7 +149,7 @@ def test_whether_there_is_a_preemption_service(
 
 
 @pytest.mark.long
-def test_several_processes_are_told_that_this_jax_hides_its_store(tmp_path: pathlib.Path) -> None:
+def test_job_without_reachable_store_is_refused(tmp_path: pathlib.Path) -> None:
     """In a job of several processes the error says that this JAX lacks the key-value store."""
     body = """
 import jax._src

@@ -17,7 +17,7 @@ import treering as tr
 from helpers import assert_same
 from treering import stores
 from treering._core import describe as _differences
-from treering._restore import place
+from treering._restore import array_placement
 from treering.errors import CorruptError, MismatchError, NotFoundError
 from treering.stores.posix import Disk
 
@@ -90,7 +90,7 @@ def test_no_two_results_share_memory(saved: Any, mmap: bool) -> None:
     assert not ckpt["a"][:].any() and not ckpt.restore(mmap=mmap)["a"].any()
 
 
-def test_aligned_arrays_are_adopted_from_the_mapped_file_without_a_copy(saved: Any) -> None:
+def test_aligned_mapped_arrays_are_not_copied(saved: Any) -> None:
     """JAX arrays on a CPU use the memory of the mapped file, if it is aligned."""
     state = {str(n): jnp.full((1 << 18,), n, jnp.float32) for n in range(4)} | {"odd": jnp.ones(3)}
     path = saved(state)
@@ -197,9 +197,7 @@ def test_a_glob_for_like_differences_names_nothing_else(saved: Any) -> None:
     assert "tr.rules.drop('layers/1')" in text and "drop('layers/*" not in text
 
 
-def test_no_more_lines_than_a_screen_has_and_names_are_compared_for_these_alone(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mismatch_error_fits_a_screen(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error has few lines, and looks for similar names only for those."""
     looks: list[str] = []
     monkeypatch.setattr(_differences, "closest", lambda path, names: looks.append(path) if names else None)
@@ -498,7 +496,7 @@ def test_a_reader_during_an_overwrite_gets_the_old_or_the_new(tmp_path: pathlib.
         def open(self, path: str) -> int:
             if path.endswith(".safetensors") and self.times:
                 self.times -= 1
-                now = stores.of("")
+                now = stores.get("")
                 stores.register(stores.Filesystem(Disk()))
                 tr.save(tmp_path / "c", {"x": np.full(1000, 5 - self.times)}, overwrite=True)
                 stores.register(now)
@@ -534,9 +532,9 @@ def test_arrays_are_the_same_by_the_public_way_of_making_them(
     saved: Any, monkeypatch: pytest.MonkeyPatch, public: bool
 ) -> None:
     if public:
-        monkeypatch.setattr(place.jax_private, "put_shards", lambda: None)
+        monkeypatch.setattr(array_placement.jax_private, "put_shards", lambda: None)
     else:  # The public way must not have replaced the fast one without a log line.
-        monkeypatch.delattr(place, "_put_publicly")
+        monkeypatch.delattr(array_placement, "_put_publicly")
     mesh = mesh_of(2, 4)
     state = {
         "free": jnp.arange(100.0),
@@ -632,7 +630,7 @@ def test_an_array_file_that_is_cut_short_while_open_is_damage(saved: Any, mmap: 
         ckpt.restore(mmap=mmap)
 
 
-def test_a_number_becomes_an_array_without_axes_if_nothing_is_lost(tmp_path: pathlib.Path) -> None:
+def test_number_becomes_0d_array_without_loss(tmp_path: pathlib.Path) -> None:
     """A saved Python number restores into a 0-d array that can hold it exactly."""
     numbers = {"a": 0.5, "b": float("nan"), "c": -0.0, "d": 1.5 + 2j, "e": True, "f": 0.1, "g": 0.1j}
     tr.save(tmp_path / "c", numbers)
@@ -734,7 +732,7 @@ def test_numbers_that_overflow_do_so_only_when_asked(tmp_path: pathlib.Path) -> 
     assert np.isinf(tr.restore(tmp_path / "c", {"a": jnp.float32(0)}, dtype="template")["a"])
 
 
-def test_the_log_counts_what_came_from_the_checkpoint_and_says_what_did_not(
+def test_restore_log_counts_restored_and_skipped_leaves(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log counts the restored leaves, and names those that were not restored."""

@@ -89,7 +89,7 @@ def test_what_cannot_go_where_it_was_is_refused(
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (("a", 1), "b"), ("a", 1)])
-def test_meshes_whose_axes_have_other_names_than_text_are_not_recorded(tmp_path: pathlib.Path, axes: Any) -> None:
+def test_mesh_with_non_text_axis_names_is_not_recorded(tmp_path: pathlib.Path, axes: Any) -> None:
     """A mesh whose axis names are not text is not recorded."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), axes)
     for spec in (PartitionSpec(), PartitionSpec(axes[1])):

@@ -160,7 +160,7 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
             looks.extend(part.size for part in found)
             return found
 
-    leaf, expected = views.leaves_of({"x": entry})["x"], array
+    leaf, expected = views.plain_leaves({"x": entry})["x"], array
     for _ in range(data.draw(st.integers(1, 3))):
         if data.draw(st.booleans()):
             axes = data.draw(st.permutations(range(expected.ndim)))
@@ -179,7 +179,7 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
 
 
 def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
-    found = views.leaves_of({f"{n}": ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
+    found = views.plain_leaves({f"{n}": ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
     stacked = views.transposed(views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
     split = views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
     for box, rows in {
@@ -206,7 +206,7 @@ class Memory:
             name: ArrayEntry(name, "numpy", tr._core.dtypes.to_text(array.dtype), array.shape)
             for name, array in self.arrays.items()
         }
-        return views.leaves_of(entries)
+        return views.plain_leaves(entries)
 
     def read(self, leaf: views.Leaf, box: Any) -> np.ndarray:
         plan = leaf.plan_of(box)
@@ -722,7 +722,7 @@ def test_rules_for_many_leaves_pass_over_none_and_functions(
         rules.stack("layers/*/**", axis=0),
     ],
 )
-def test_a_rule_for_none_alone_or_for_none_and_arrays_is_a_mistake(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
+def test_rule_that_matches_none_is_refused(tmp_path: pathlib.Path, rule: rules.Rule) -> None:
     """A rule that names a None, or groups one with arrays, is an error."""
     tree = {**LAYERS_WITH_NONE, "layers": [*LAYERS_WITH_NONE["layers"], {"bias": np.ones(2)}]}
     tr.save(tmp_path / "c", tree)
@@ -881,9 +881,7 @@ def replicated(tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_replicated_state_with_raw_keys_restores_into_one_with_typed_keys(
-    replicated: Any, tmp_path: pathlib.Path
-) -> None:
+def test_rules_turn_replicated_raw_keys_into_typed_keys(replicated: Any, tmp_path: pathlib.Path) -> None:
     """Rules turn a state saved under `pmap` with raw keys into one with typed keys."""
     path, state = replicated
     changes = [rules.take("**", 0), rules.wrap_key_data("rng"), rules.wrap_key_data("dropout")]
@@ -953,7 +951,7 @@ def test_data_of_another_size_or_implementation_is_no_key(tmp_path: pathlib.Path
 def test_an_index_reads_what_it_takes_and_no_more() -> None:
     """`take` reads one of 8 copies, and for a box of it only that box."""
     entry = ArrayEntry("w", "numpy", "float32", (8, 100, 50))
-    (leaf,) = rules.take("w", 3).apply(views.leaves_of({"w": entry})).values()
+    (leaf,) = rules.take("w", 3).apply(views.plain_leaves({"w": entry})).values()
     assert leaf.array.shape == (100, 50)
     assert leaf.plan_of(((0, 100), (0, 50))).needs == [(entry, ((3, 4), (0, 100), (0, 50)))]
     assert leaf.plan_of(((10, 20), (0, 5))).needs == [(entry, ((3, 4), (10, 20), (0, 5)))]

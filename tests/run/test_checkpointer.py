@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import assert_same
 from treering import stores
-from treering._run import latest_good
-from treering._run import steps as _steps
+from treering._run import step_catalog as _steps
+from treering._run import step_fallback
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.posix import Disk
 
@@ -374,9 +374,7 @@ def test_a_failed_save_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk:
 
 
 @pytest.mark.parametrize("call", ["save", "delete", "wait", "close", "restore", "pin", "rewind"])
-def test_who_was_told_by_the_result_is_not_told_again_and_what_comes_next_is_done(
-    tmp_path: pathlib.Path, use_disk: Any, call: str
-) -> None:
+def test_failure_raised_by_result_is_not_raised_again(tmp_path: pathlib.Path, use_disk: Any, call: str) -> None:
     """If the result of a save has raised its error, the next call does not raise it again, and does its work."""
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):
@@ -517,7 +515,7 @@ def test_an_init_that_cannot_be_traced_is_called(
     assert state["w"].committed is sharded and (not sharded or state["w"].sharding == where)
 
 
-def test_an_init_of_which_a_trace_shows_something_else_is_refused_on_the_first_day(tmp_path: pathlib.Path) -> None:
+def test_init_whose_trace_differs_is_refused_by_first_job(tmp_path: pathlib.Path) -> None:
     """The first job already refuses an `init` whose trace gives another tree than its call."""
 
     def init() -> Any:
@@ -793,9 +791,7 @@ def test_a_step_that_another_job_repaired_is_good_again(tmp_path: pathlib.Path) 
         assert ckpts.restore()["x"][0] == 22
 
 
-def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
-    tmp_path: pathlib.Path, use_disk: Any
-) -> None:
+def test_step_replaced_during_check_is_not_damaged(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """A step that is replaced between two reads is read again, and not considered damaged."""
 
     class Replaced(Disk):
@@ -818,12 +814,12 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
 
 def test_nothing_is_remembered_of_deleted_steps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of verdicts forgets deleted steps."""
-    monkeypatch.setattr(_steps, "_SETTLED", 0.0)
+    monkeypatch.setattr(_steps, "_MTIME_SETTLE_SECONDS", 0.0)
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(1)) as ckpts:
         for step in range(5):
             ckpts.save(step, {"x": step})
         ckpts.wait()
-        assert list(ckpts.disk_usage) == list(ckpts._directory.steps._known) == [4]
+        assert list(ckpts.disk_usage) == list(ckpts._directory.steps._cached_status) == [4]
 
 
 def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:
@@ -834,7 +830,7 @@ def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:
             ckpts.save(1, {"x": 2}, on_exists="overwrite")
 
 
-def test_a_step_that_is_deleted_while_it_is_restored_is_passed_over(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_restore_skips_step_deleted_meanwhile(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """If a step is deleted during a restore, the restore takes an earlier step."""
     loop(tmp_path, [1, 2])
 
@@ -863,7 +859,7 @@ def test_two_kinds_of_steps_in_one_directory(tmp_path: pathlib.Path) -> None:
     assert [problem.file.split("/")[0] for problem in tr.verify(tmp_path).problems] == ["step-00000002"]
 
 
-def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_restore_without_checkpointer_falls_back(tmp_path: pathlib.Path, caplog: Any) -> None:
     """`tr.restore` of a run also skips damaged steps."""
     loop(tmp_path, [1, 2])
     damage(tmp_path, 2, "bytes")
@@ -875,30 +871,26 @@ def test_restoring_a_run_without_a_checkpointer_falls_back_as_well(tmp_path: pat
 
 
 @pytest.mark.long
-def test_nothing_of_a_damaged_step_is_in_memory_while_the_one_before_is_restored(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fallback_frees_memory_of_damaged_step(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frees the damaged step first. Otherwise a model that fills the devices could not be restored."""
     for step in (1, 2):
         tr.save(tmp_path / f"step-0000000{step}", {"w": np.full(2 << 20, step, np.float32), "x": np.ones(9)}, step=step)
     damage(tmp_path, 2, "bytes")  # the bytes of `x`, which is read when `w` is already in JAX
     like = {"w": jax.ShapeDtypeStruct((2 << 20,), np.float32), "x": np.zeros(9)}
     gc.collect()  # of tests before this one
-    opened, before, left = latest_good.open_one, sum(one.nbytes for one in jax.live_arrays()), []
+    opened, before, left = step_fallback.open_in_store, sum(one.nbytes for one in jax.live_arrays()), []
 
-    def open_one(store: Any, path: str, *args: Any) -> Any:
+    def open_in_store(store: Any, path: str, *args: Any) -> Any:
         gc.collect()
         left.append(sum(one.nbytes for one in jax.live_arrays()) - before)
         return opened(store, path, *args)
 
-    monkeypatch.setattr(latest_good, "open_one", open_one)
+    monkeypatch.setattr(step_fallback, "open_in_store", open_in_store)
     assert tr.restore(tmp_path, like, memory_limit=1 << 20, mmap=False)["w"][0] == 1
     assert left == [0, 0]
 
 
-def test_a_failed_save_is_raised_by_its_checkpointer_and_by_no_other_call(
-    tmp_path: pathlib.Path, use_disk: Any
-) -> None:
+def test_failed_save_raises_only_in_its_checkpointer(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """Only the Checkpointer of a failed save raises its error; other calls on the run do not."""
     use_disk(Full())
     ckpts = tr.Checkpointer(tmp_path / "run")
@@ -974,9 +966,7 @@ def test_two_jobs_may_delete_the_same_step(tmp_path: pathlib.Path, use_disk: Any
     assert loop(tmp_path, [3], tr.keep.last(1)) == [3]
 
 
-def test_a_newest_step_that_is_overwritten_all_the_time_is_still_the_one_restored(
-    tmp_path: pathlib.Path, use_disk: Any
-) -> None:
+def test_restore_of_constantly_overwritten_newest_step(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """A restore takes the newest step even if another job overwrites it repeatedly."""
     loop(tmp_path, [1, 2])
 
@@ -988,7 +978,7 @@ def test_a_newest_step_that_is_overwritten_all_the_time_is_still_the_one_restore
         def open(self, path: str) -> int:
             if "step-00000002/arrays" in path and self.times:
                 self.times -= 1
-                now = stores.of("")
+                now = stores.get("")
                 stores.register(stores.Filesystem(Disk()))
                 tr.save(tmp_path / "step-00000002", {"x": np.full(3, 22)}, overwrite=True, step=2)
                 stores.register(stores.Filesystem(now))
@@ -1016,7 +1006,7 @@ def test_a_step_that_is_deleted_between_listing_and_opening(tmp_path: pathlib.Pa
         stores.register(stores.Filesystem(Disk()))
 
 
-def test_an_init_that_itself_restores_something_is_traced_when_the_run_goes_on(tmp_path: pathlib.Path) -> None:
+def test_init_that_restores_is_traced_on_resume(tmp_path: pathlib.Path) -> None:
     """A resumed job can trace an `init` that itself restores a checkpoint."""
     tr.save(tmp_path / "base", {"w": np.ones(2, np.float32)})
     like = {"w": jax.ShapeDtypeStruct((2,), np.float32)}

@@ -14,7 +14,7 @@ import pytest
 
 import treering as tr
 from host_jobs import ANY, SIZE, job
-from samples import some
+from sampling import sample_points
 
 
 def _arrays(path: pathlib.Path) -> list[str]:
@@ -34,11 +34,11 @@ def test_each_host_saves_on_its_own_disk(tmp_path: pathlib.Path, bucket: str) ->
 from treering._run import host_disks
 opened = []
 from treering.stores.filesystem import Filesystem
-class Watched(Filesystem):
+class ObservedSource(Filesystem):
     def open(self, path, **options):
         opened.append(path)
         return super().open(path, **options)
-stores.register(Watched(stores.posix.Disk()))
+stores.register(ObservedSource(stores.posix.Disk()))
 ckpts = run(keep=tr.keep.last(2))
 with ckpts:
     begun = ckpts.restore(template) if AGAIN else None
@@ -96,7 +96,7 @@ report([step, good, after, tr.steps(remote), Lines.text])
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["bbaa", "abab"])
-def test_what_a_killed_job_did_not_copy_the_next_one_copies_and_restores(tmp_path: pathlib.Path, hosts: str) -> None:
+def test_next_job_uploads_and_restores_after_kill(tmp_path: pathlib.Path, hosts: str) -> None:
     """The next job, on any order of hosts, uploads and restores the steps that a killed job did not upload."""
     job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
     for result in job(tmp_path, GOES_ON, hosts=hosts):
@@ -140,7 +140,7 @@ ckpts.close()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "at", "hosts"),
-    some(
+    sample_points(
         [
             (1, ("sync", "local-b/step-00000003"), "ba"),
             (0, ("link", "local-a/step-00000003/treering.json"), "ab"),
@@ -252,7 +252,7 @@ def _flip(file: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_a_change_does_not_wait_for_a_slow_copy_and_mistakes_are_named(tmp_path: pathlib.Path) -> None:
+def test_changes_during_slow_upload_and_bad_calls(tmp_path: pathlib.Path) -> None:
     """`delete` does not wait for a slow upload. Wrong uses of a local tier raise errors that name the mistake."""
     body = """
 ckpts = run(upload_limit=1)
@@ -530,7 +530,7 @@ def test_a_disk_that_has_not_given_up_all_manifests_loses_none(tmp_path: pathlib
 
 @pytest.mark.rare
 @pytest.mark.long
-def test_of_two_disks_that_think_they_are_that_of_process_0_one_decides(tmp_path: pathlib.Path) -> None:
+def test_two_disks_with_process_0_mark_one_decides(tmp_path: pathlib.Path) -> None:
     """If two disks have the mark of process 0's disk, one of them is authoritative."""
     _broken_off(tmp_path, UNCOPIED, "ab")
     body = "if INDEX: die_at('rename', 'local-a/copied-to.json')\n"
@@ -635,7 +635,7 @@ save(ckpts, 1, 2, 3, 4, 5)
 until(lambda: not ckpts._directory.busy)  # rounds have seen the files
 if INDEX == 0:
     def refuse(step): raise OSError(5, "no answer")
-    ckpts._directory.far.set_aside_after = refuse
+    ckpts._directory.remote.archive_after = refuse
 failed = caught(ckpts.rewind, 3)
 sync("failed")
 ckpts.delete(1)
@@ -656,13 +656,13 @@ report([failed, closed])
 
 
 @pytest.mark.long
-def test_the_run_is_locked_while_the_job_begins_and_free_when_it_saves(tmp_path: pathlib.Path) -> None:
+def test_run_lock_held_at_start_and_released_before_save(tmp_path: pathlib.Path) -> None:
     """The steps whose manifests the job could not adopt are archived completely, on all disks."""
     body = "with run() as ckpts: save(ckpts, 1)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, 3)"
     _broken_off(tmp_path, body + KILL, "ab")
     body = """
 import subprocess
-hold = f"from treering import stores; import sys; at = {str(remote)!r}; lock = stores.of(at).lease(at, lambda: True);"
+hold = f"from treering import stores; import sys; at = {str(remote)!r}; lock = stores.get(at).lease(at, lambda: True);"
 hold += "lock.acquire(); print('held', flush=True); sys.stdin.readline()"
 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 if INDEX == 0:
@@ -685,7 +685,7 @@ report([ckpts.restored_step, tr.steps(remote)])
 
 
 @pytest.mark.long
-def test_what_is_not_known_to_be_copied_is_not_copied_onto_itself(tmp_path: pathlib.Path, bucket: str) -> None:
+def test_upload_with_lost_reply_is_not_repeated_onto_itself(tmp_path: pathlib.Path, bucket: str) -> None:
     """A request about the remote copy fails once. Another upload would delete its files, which have the same names."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", remote=bucket)
     body = """

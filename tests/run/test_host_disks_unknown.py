@@ -69,7 +69,7 @@ def test_a_job_that_only_goes_back(tmp_path: pathlib.Path) -> None:
     assert tr.steps(tmp_path / "remote") == [1, 2] and tr.verify(tmp_path / "remote").ok
 
 
-def test_a_step_that_was_overwritten_by_one_whose_manifest_is_away(tmp_path: pathlib.Path) -> None:
+def test_overwritten_step_with_missing_new_manifest(tmp_path: pathlib.Path) -> None:
     """The disk with the new manifest is missing: the old remote step is restored and logged, and no part deleted."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", "cb")
     body = "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2, on_exists='overwrite')"
@@ -82,14 +82,14 @@ def test_a_step_that_was_overwritten_by_one_whose_manifest_is_away(tmp_path: pat
 
 
 @pytest.mark.rare
-def test_a_job_that_goes_on_elsewhere_does_not_know_of_what_was_not_copied(tmp_path: pathlib.Path) -> None:
+def test_job_on_other_hosts_lacks_steps_not_uploaded(tmp_path: pathlib.Path) -> None:
     """A job on other hosts continues without the steps that were not uploaded. They are archived, not deleted."""
     _two_uncopied(tmp_path)
     before = {host: _files(tmp_path, host, 1, 2) for host in "ab"}
     unreachable = """
 from treering._run.origin import Origin
 def down(self): raise TimeoutError(110, "no answer", "origin")
-Origin.set_far = down
+Origin.set_remote_mark = down
 save(ckpts, 4)
 """
     _killed(tmp_path, RESTORE + unreachable, "cd")
@@ -124,7 +124,7 @@ report([caught(ckpts.close), {LINES}])
 
 
 @pytest.mark.parametrize("hosts", ["xab", "abx"])
-def test_a_job_without_the_disk_that_decides_changes_nothing_by_restoring(tmp_path: pathlib.Path, hosts: str) -> None:
+def test_restore_without_deciding_disk_changes_nothing(tmp_path: pathlib.Path, hosts: str) -> None:
     """A job without the authoritative disk restores and changes nothing: the full job then restores the newest step."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ba")
     _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2)", "xab")
@@ -134,7 +134,7 @@ def test_a_job_without_the_disk_that_decides_changes_nothing_by_restoring(tmp_pa
     assert _report(tmp_path, RESTORE + "report(ckpts.restored_step)", hosts) == 2
 
 
-def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_one_that_was_deleted(tmp_path: pathlib.Path) -> None:
+def test_momentarily_unreadable_manifest_is_not_deleted(tmp_path: pathlib.Path) -> None:
     """A manifest that cannot be read once is not considered deleted: the parts of its step stay."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ba")
     _killed(tmp_path, "ckpts = run(upload_limit=1)\nckpts.restore(template)\nsave(ckpts, 2)", "ba")
@@ -173,7 +173,7 @@ report([caught(ckpts.restore, template, step=1), ckpts.restored_step])
 
 
 @pytest.mark.rare
-def test_what_is_left_of_a_manifest_that_was_about_to_be_given_up(tmp_path: pathlib.Path) -> None:
+def test_leftovers_of_manifest_demoted_before_kill(tmp_path: pathlib.Path) -> None:
     """Temporary files of an interrupted demotion of a manifest are removed later."""
     job(tmp_path, "with run(keep_local=None) as ckpts: save(ckpts, 1, 2)", "ab")
     body = """
@@ -204,7 +204,7 @@ def test_marks_of_what_was_deleted_go_with_it(tmp_path: pathlib.Path) -> None:
     assert not list(tmp_path.glob("local-*/rewound-*"))
 
 
-def test_the_run_is_locked_until_all_disks_have_been_told_who_decides(tmp_path: pathlib.Path) -> None:
+def test_run_locked_until_all_disks_know_deciding_disk(tmp_path: pathlib.Path) -> None:
     """Otherwise the manifests of another job that saves meanwhile would be demoted."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1)", "ab")
     body = """
@@ -212,7 +212,7 @@ from treering._run.host_disks import HostDisks
 take_part, seen = HostDisks.take_part, []
 def slow(self, *args):
     if INDEX == 1 and not seen:
-        seen.append(caught(stores.of(str(remote)).lease(str(remote), lambda: True).acquire))
+        seen.append(caught(stores.get(str(remote)).lease(str(remote), lambda: True).acquire))
     take_part(self, *args)
 HostDisks.take_part = slow
 ckpts = run()
@@ -231,7 +231,7 @@ ckpts = run()
 save(ckpts, 1, 2)
 if INDEX == 0:
     path = f"{local}/step-00000001"
-    for identity in host_parts.identities(stores.of(path), path): open(f"{path}/part-of-{identity}", "x").close()
+    for identity in host_parts.identities(stores.get(path), path): open(f"{path}/part-of-{identity}", "x").close()
 sync("marked")
 ckpts.delete(1)
 ckpts.close()

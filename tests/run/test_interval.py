@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import treering as tr
-from samples import some
+from sampling import sample_points
 from treering._run import schedule
-from treering._run.interval import Interval, optimum
+from treering._run.interval import Interval, optimal_interval
 from treering._run.schedule import Schedule
 from treering._save.pending import SaveReport
 from treering.errors import MismatchError
@@ -44,11 +44,11 @@ class Job:
                 if pending and self.now >= pending[0][0]:
                     ((_, saved),) = pending
                     pending.clear()
-                    chosen.committed(SaveReport("run", 0, 1, self._stall, self._write + self._stall))
-                if chosen.due(0) and not pending:
+                    chosen.on_commit(SaveReport("run", 0, 1, self._stall, self._write + self._stall))
+                if chosen.is_due(0) and not pending:
                     self.now += self._stall
                     pending.append((self.now + self._write, done))
-                    chosen.begun()
+                    chosen.on_save_started()
             if done < WORK:
                 self.now += RESTART
         return self.now
@@ -60,20 +60,20 @@ class Fixed:
     def __init__(self, job: Job, seconds: float):
         self._job, self._seconds, self._since = job, seconds, job.now
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return self._job.now - self._since >= self._seconds
 
-    def begun(self) -> None:
+    def on_save_started(self) -> None:
         self._since = self._job.now
 
-    def committed(self, report: SaveReport) -> None: ...
+    def on_commit(self, report: SaveReport) -> None: ...
 
 
 @pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtbf", "stall", "write", "slower"),
-    some(
+    sample_points(
         [
             (20_000, 5, 20, 0.0),
             (5_000, 2, 60, 0.0),
@@ -84,7 +84,7 @@ class Fixed:
         first=1,
     ),
 )
-def test_it_loses_no_more_than_five_per_cent_beside_the_best_interval(
+def test_auto_interval_loses_at_most_five_percent(
     monkeypatch: pytest.MonkeyPatch, mtbf: float, stall: float, write: float, slower: float
 ) -> None:
     """The chosen interval takes at most 5 % more time than the best fixed interval."""
@@ -116,30 +116,28 @@ def test_the_estimate_is_that_of_daly() -> None:
             work = np.geomspace(cost / 10, mtbf, 20_000)
             # Expected seconds for each second of work if failures are a Poisson process (Daly, equation 20).
             expected = mtbf * (np.exp((work + cost) / mtbf) - 1) / work
-            chosen = optimum(cost, mtbf)
+            chosen = optimal_interval(cost, mtbf)
             own = mtbf * (np.exp((chosen + cost) / mtbf) - 1) / chosen
             assert own <= 1.0005 * expected.min()
-    assert optimum(10_000, 3_600) == 3_600
+    assert optimal_interval(10_000, 3_600) == 3_600
 
 
 def test_a_save_is_over_before_the_next_one_begins() -> None:
     interval = Interval(datetime.timedelta(seconds=100))
-    interval.saved(SaveReport("run", 0, 1, 0.001, 50.0))
+    interval.add_save(SaveReport("run", 0, 1, 0.001, 50.0))
     assert interval.seconds >= 49
 
 
 def test_without_a_mean_time_it_is_that_of_many_jobs(caplog: pytest.LogCaptureFixture) -> None:
     interval = Interval(None)
     with caplog.at_level(logging.INFO, "treering"):
-        interval.saved(SaveReport("run", 0, 1, 0.05, 1.0))
-        interval.saved(SaveReport("run", 0, 1, 0.05, 1.0))
-    assert interval.seconds == pytest.approx(optimum(0.05, 50_000 * 3600 / 8))  # the tests have 8 devices
+        interval.add_save(SaveReport("run", 0, 1, 0.05, 1.0))
+        interval.add_save(SaveReport("run", 0, 1, 0.05, 1.0))
+    assert interval.seconds == pytest.approx(optimal_interval(0.05, 50_000 * 3600 / 8))  # the tests have 8 devices
     assert len(caplog.records) == 1 and "a save costs the loop 0.05 s" in caplog.text
 
 
-def test_a_real_loop_saves_at_once_and_then_as_often_as_it_should(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_interval_in_a_real_loop(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A real loop saves at its first step, and then at the chosen interval."""
     state = {"w": np.zeros(1 << 16, np.float32)}
     hour = datetime.timedelta(hours=1)
@@ -156,9 +154,9 @@ def test_a_real_loop_saves_at_once_and_then_as_often_as_it_should(
     assert "saving every" in caplog.text and "every 1 hours" in caplog.text
     often = datetime.timedelta(seconds=1e-3)
     with tr.Checkpointer(tmp_path / "b", save_every="auto", mtbf=often) as ckpts:
-        step, begun = 0, time.monotonic()
+        step, on_save_started = 0, time.monotonic()
         while len(ckpts.steps) <= 3:
-            assert time.monotonic() < begun + 60
+            assert time.monotonic() < on_save_started + 60
             time.sleep(0.002)
             ckpts.save(step := step + 1, state)
 

@@ -78,7 +78,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.
 
 
 @pytest.mark.long
-def test_a_cell_that_failed_while_it_saved_goes_on_from_that_step(tmp_path: pathlib.Path) -> None:
+def test_notebook_cell_resumes_after_failure_while_saving(tmp_path: pathlib.Path) -> None:
     """A cell fails during a save. The repeated cell waits for that save, and continues from its step."""
     disk = Slow()
     stores.register(stores.Filesystem(disk))

@@ -97,7 +97,7 @@ def test_a_wrong_call_is_raised_in_any_case(between: Proxy) -> None:
 
 
 @pytest.mark.long
-def test_a_failure_that_a_later_call_has_reported_is_raised_at_the_end(between: Proxy) -> None:
+def test_reported_failure_is_raised_at_close(between: Proxy) -> None:
     """Calls for steps that are not due report the failed save. No successful save follows."""
     told: list[BaseException] = []
     ckpts = tr.Checkpointer(f"flaky://tests/{secrets.token_hex(4)}", save_every=10, on_error=told.append)

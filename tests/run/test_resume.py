@@ -147,7 +147,7 @@ def test_one_array_in_two_leaves_is_read_once_and_stays_one(tmp_path: pathlib.Pa
     assert restored["embed"] is not restored["head"]
 
 
-def test_leaves_of_one_array_go_to_two_places_if_sharding_says_so(tmp_path: pathlib.Path) -> None:
+def test_shared_array_is_split_if_shardings_differ(tmp_path: pathlib.Path) -> None:
     """`sharding=` may place two leaves of one shared array differently."""
     one = jnp.arange(8.0)
     places = {"a": SingleDeviceSharding(jax.devices()[1]), "b": SingleDeviceSharding(jax.devices()[2]), "c": None}
@@ -198,7 +198,7 @@ def test_a_field_that_is_a_leaf_is_no_static_value(tmp_path: pathlib.Path, caplo
 
 
 @pytest.mark.long
-def test_no_array_of_an_init_that_is_called_is_alive_while_its_step_is_restored(
+def test_arrays_of_called_init_are_freed_before_restore(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arrays of a called `init` are freed before the step is restored."""

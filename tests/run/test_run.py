@@ -75,9 +75,7 @@ def test_wrong_rewinds(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("back", [None, 1])
-def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(
-    tmp_path: pathlib.Path, use_disk: Any, back: int | None
-) -> None:
+def test_interrupted_rewind_leaves_an_earlier_state(tmp_path: pathlib.Path, use_disk: Any, back: int | None) -> None:
     """An interrupted rewind leaves steps that the run had at an earlier time."""
 
     class Sticky(Disk):
@@ -97,9 +95,7 @@ def test_a_rewind_that_is_interrupted_leaves_what_was_there_at_some_time(
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_has_the_name_of_steps_set_aside_and_is_no_directory_of_ours_is_left_alone(
-    tmp_path: pathlib.Path, kind: str
-) -> None:
+def test_foreign_file_named_like_an_archive_is_untouched(tmp_path: pathlib.Path, kind: str) -> None:
     """A file or link named like an archived run stays untouched."""
     save_steps(tmp_path / "run", [1, 2, 3, 4])
     place = tmp_path / "run" / "rewound-1"
@@ -133,9 +129,7 @@ def test_what_the_disk_refuses_is_told_as_a_save_is(tmp_path: pathlib.Path, use_
     ckpts.close()
 
 
-def test_steps_behind_the_one_that_was_restored_are_set_aside_by_the_next_save(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_save_archives_steps_after_the_restored_one(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """After a restore of an earlier step, the next save archives the later steps."""
     save_steps(tmp_path, [10, 20, 30])
     with tr.Checkpointer(tmp_path, keep=tr.keep.last(2)) as ckpts:
@@ -316,7 +310,7 @@ ckpts.close()
         subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_in_one_process_the_lock_is_given_back_by_close_and_by_the_collector(tmp_path: pathlib.Path) -> None:
+def test_lock_released_by_close_and_garbage_collection(tmp_path: pathlib.Path) -> None:
     """`close` releases the lease, and so does the garbage collector."""
     first, second = tr.Checkpointer(tmp_path), tr.Checkpointer(tmp_path)
     first.save(1, {"x": 1})
@@ -420,9 +414,7 @@ def test_an_interrupt_forgets_no_save_and_keeps_the_lock_for_it(
     ckpts.close()
 
 
-def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_close_still_releases_the_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` releases the lease even if an interrupt ends its wait for a hook."""
     inside, go = threading.Event(), threading.Event()
     ckpts = tr.Checkpointer(tmp_path, on_save=lambda report: (inside.set(), go.wait(30)))
@@ -447,7 +439,7 @@ def test_an_interrupt_of_a_close_that_waits_for_a_hook_still_gives_the_run_back(
     assert not (tmp_path / "writer.lock").exists() and save_steps(tmp_path, [2]) == [1, 2]
 
 
-def test_a_tree_that_cannot_be_saved_neither_makes_the_run_nor_locks_it(tmp_path: pathlib.Path) -> None:
+def test_unsavable_tree_neither_creates_nor_locks_run(tmp_path: pathlib.Path) -> None:
     """An unsupported tree raises an error before the run's directory or lease exists."""
     ckpts = tr.Checkpointer(tmp_path / "run")
     with pytest.raises(UnsupportedError):
@@ -538,9 +530,7 @@ def test_slow_deletions_hold_no_save_up(tmp_path: pathlib.Path, use_disk: Any) -
 
 
 @pytest.mark.long
-def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
-    tmp_path: pathlib.Path, use_disk: Any
-) -> None:
+def test_save_after_failure_waits_for_deleted_space(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """The disk is a double with room for two steps that deletes slowly."""
 
     class Small(Disk):
@@ -562,7 +552,7 @@ def test_after_a_save_that_failed_the_next_one_has_the_room_of_deleted_steps(
 
 
 @pytest.mark.long
-def test_what_is_left_of_deletions_that_a_kill_interrupted_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
+def test_next_job_removes_leftovers_of_killed_deletions(tmp_path: pathlib.Path) -> None:
     """The next job completes the deletions that a kill interrupted."""
     code = f"""
 import os, numpy as np, treering as tr
@@ -602,7 +592,7 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
 
 
 @pytest.mark.long
-def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save_before(
+def test_report_has_stall_and_wait_seconds(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A report has the seconds of the stall, and those of it spent on the previous save."""
@@ -626,7 +616,7 @@ def test_a_report_says_how_long_the_loop_stood_and_how_long_of_that_for_the_save
 
 
 @pytest.mark.long
-def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_stall_seconds_of_a_blocking_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """The stall of `tr.save`, which returns after the commit, is its complete duration."""
     disk = use_disk(Slow())
     first = tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
@@ -637,7 +627,7 @@ def test_a_call_that_returns_with_the_commit_has_stood_all_the_time(tmp_path: pa
 
 
 @pytest.mark.long
-def test_waiting_for_room_behind_another_save_is_waiting_for_that_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_wait_seconds_include_waiting_for_memory(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """Waiting for memory that another save holds is reported as `wait_seconds`."""
     disk = use_disk(Slow())
     tr.save_async(tmp_path / "a", {"x": np.ones(1000)})
@@ -716,7 +706,7 @@ def test_recorded_metrics_decide_what_is_kept_and_what_is_best(tmp_path: pathlib
         assert ckpts.open(2).metrics == {"loss": 1.0, "acc": 0.9} == tr.open(tmp_path, step=2).metrics
 
 
-def test_the_last_of_several_records_counts_and_none_outlives_its_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_last_record_wins_and_dies_with_its_checkpoint(tmp_path: pathlib.Path) -> None:
     """The last recorded value is used. A new checkpoint of the step has no recorded metrics."""
     save_steps(tmp_path, [1, 2], metrics={"a": 0})
     tr.record(tmp_path, 1, {"a": 1, "b": float("nan")})
@@ -769,9 +759,7 @@ def test_a_record_that_cannot_be_written_is_told_as_a_save_is(tmp_path: pathlib.
     assert not list(tmp_path.glob("*/metrics*"))
 
 
-def test_a_step_that_is_deleted_before_it_is_marked_or_recorded_is_not_found(
-    tmp_path: pathlib.Path, use_disk: Any
-) -> None:
+def test_pin_and_record_of_a_step_deleted_meanwhile(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """Pinning or recording a step that was deleted meanwhile raises `NotFoundError`."""
 
     class Deleting(Disk):
@@ -855,7 +843,7 @@ def until(condition: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluator_sees_each_step_once_in_order_until_the_run_is_finished(tmp_path: pathlib.Path) -> None:
+def test_follow_yields_each_step_once_until_finished(tmp_path: pathlib.Path) -> None:
     """`follow` yields each step once, ascending, and ends when the run is finished."""
     run = tmp_path / "run"
     seen, thread = follow_in_background(run)  # before the run exists
@@ -889,7 +877,7 @@ def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: pathlib.Path) -> 
     assert [ckpt.step for ckpt in tr.follow(tmp_path, timeout=0)] == [1, 2]
 
 
-def test_what_is_deleted_is_left_out_and_what_was_yielded_can_still_be_read(tmp_path: pathlib.Path) -> None:
+def test_follow_of_deleted_steps(tmp_path: pathlib.Path) -> None:
     """`follow` leaves out deleted steps. A yielded step can be read after its deletion."""
     save_steps(tmp_path, range(1, 6))
     steps = tr.follow(tmp_path, timeout=0)
@@ -1026,7 +1014,7 @@ OPENING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", OPENING)
-def test_metrics_from_another_process_prune_when_the_run_is_opened_next(tmp_path: pathlib.Path, how: str) -> None:
+def test_late_metrics_prune_at_next_open(tmp_path: pathlib.Path, how: str) -> None:
     """Metrics from another process delete steps when the next job applies its policy."""
     save_steps(tmp_path, range(1, 6), KEEP)
     evaluate(tmp_path, 1, 2, 3, 4, 5)
@@ -1045,7 +1033,7 @@ def test_reading_deletes_nothing(tmp_path: pathlib.Path) -> None:
     """Another job may have restored a step that the policy does not keep. It acquires the lease with its next save."""
     save_steps(tmp_path, range(1, 6), KEEP)
     for step in range(1, 6):
-        summary.add_metrics(stores.of(str(tmp_path)), f"{tmp_path}/step-{step:08}", {"val": abs(step - 2.0)})
+        summary.add_metrics(stores.get(str(tmp_path)), f"{tmp_path}/step-{step:08}", {"val": abs(step - 2.0)})
     with tr.Checkpointer(tmp_path, keep=KEEP) as reader:
         held = reader.open(3)
         reader.restore()
@@ -1068,7 +1056,7 @@ def test_going_back_to_a_step_that_late_metrics_rule_out(tmp_path: pathlib.Path)
 
 
 @pytest.mark.slow
-def test_opening_deletes_nothing_in_a_run_that_another_job_writes(tmp_path: pathlib.Path) -> None:
+def test_open_deletes_nothing_while_another_job_writes(tmp_path: pathlib.Path) -> None:
     """`restore_or_init` with late metrics deletes no step while another job writes the run."""
     code = f"""
 import sys, treering as tr
@@ -1110,7 +1098,7 @@ def test_a_reader_takes_the_lock_from_no_other_checkpointer(tmp_path: pathlib.Pa
 
 
 @pytest.mark.slow
-def test_an_evaluator_in_another_process_feeds_the_choice_of_the_training_one(tmp_path: pathlib.Path) -> None:
+def test_evaluator_process_feeds_retention_of_training(tmp_path: pathlib.Path) -> None:
     """Metrics that an evaluator records in another process decide which steps the training job keeps."""
     code = f"""
 import treering as tr
@@ -1299,7 +1287,7 @@ report([reports, steps, rewound, branched, refused, finished, taken, busy.steps]
     assert tr.steps(tmp_path / "run" / "rewound-1") == [5] and tr.steps(tmp_path / "run" / "rewound-2") == [4]
 
 
-def test_what_killed_saves_leave_beside_a_step_goes_with_the_next_job(tmp_path: pathlib.Path) -> None:
+def test_next_job_removes_leftovers_beside_steps(tmp_path: pathlib.Path) -> None:
     """One process's share of a tree of several processes is first saved under a temporary name. A kill leaves that."""
     names = [".step-00000005.0fe007.tmp", ".step-00000006.0fe008.tmp", ".other.0fe007.tmp", ".step-00000007.tmp"]
     for name in names:

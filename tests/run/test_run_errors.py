@@ -39,7 +39,7 @@ def stop_at(run: pathlib.Path, last: int, error: BaseException, state: Any = Non
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), SystemExit(3), StopIteration()], ids=repr)
-def test_the_state_before_an_error_is_saved_and_the_error_goes_on(
+def test_save_on_error_saves_state_and_reraises(
     tmp_path: pathlib.Path, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The state before an error is saved, and the error is still raised."""
@@ -66,7 +66,7 @@ def test_a_loop_that_ends_well_saves_no_more_than_it_is_told_to(tmp_path: pathli
     assert tr.steps(tmp_path) == [0, 2, 4]
 
 
-def test_a_step_that_is_there_already_is_replaced_only_if_so_wished(
+def test_save_on_error_replaces_existing_step_on_request(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last save replaces an existing step only with `on_exists="overwrite"`."""
@@ -157,7 +157,7 @@ def test_no_array_lives_longer_for_it(tmp_path: pathlib.Path, caplog: pytest.Log
     assert "2 of its 2 arrays are gone: the loop has donated" in caplog.text and tr.steps(tmp_path) == []
 
 
-def test_the_newest_state_counts_and_each_call_replaces_the_one_before(tmp_path: pathlib.Path) -> None:
+def test_save_on_error_keeps_only_the_newest_state(tmp_path: pathlib.Path) -> None:
     """The state of the newest call is saved; each call replaces the noted one."""
     with pytest.raises(ZeroDivisionError), tr.Checkpointer(tmp_path, save_every=10, save_on_error=True) as ckpts:
         states = {step: {"n": jnp.full(2, step)} for step in (10, 11, 12)}
@@ -203,9 +203,7 @@ def test_what_changes_in_place_is_saved_as_it_was_at_the_call(tmp_path: pathlib.
     assert not tr.diff(tmp_path / "step-00000001", tr.open(tmp_path / "directly").apply([tr.rules.drop("more")]))
 
 
-def test_metadata_is_kept_as_a_save_would_take_it_or_left_out_for_the_state(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_save_on_error_copies_or_omits_metadata(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """The last save has the metadata of the call. Metadata that cannot be saved is left out and logged."""
     frozen = types.MappingProxyType({"path": tmp_path})
     for run, metadata, found in (("a", frozen, {"path": str(tmp_path)}), ("b", {1}, None)):
@@ -217,9 +215,7 @@ def test_metadata_is_kept_as_a_save_would_take_it_or_left_out_for_the_state(
     assert "step 1: its metadata is left out: metadata: a set is not JSON" in caplog.text
 
 
-def test_a_module_that_is_updated_in_place_is_never_taken_for_an_earlier_step(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_save_on_error_of_module_updated_in_place(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A module that the loop has updated in place is not saved under the step of an earlier call."""
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -265,7 +261,7 @@ def test_on_a_new_branch_the_old_one_is_set_aside_as_by_any_save(tmp_path: pathl
     assert tr.steps(tmp_path) == [10, 15] and tr.steps(tmp_path / "rewound-1") == [20, 30]
 
 
-def test_a_save_that_fails_is_tried_once_more_with_what_is_newest(
+def test_save_on_error_after_a_failed_save(
     tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a failed save, an error of the loop saves the newest state once more."""
@@ -309,7 +305,7 @@ def test_a_closed_run_is_not_written(tmp_path: pathlib.Path, caplog: pytest.LogC
     assert tr.steps(tmp_path) == [] and "this Checkpointer is closed" in caplog.text
 
 
-def test_a_second_interrupt_ends_the_last_save_and_gives_the_run_back(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_second_interrupt_ends_last_save_and_releases_run(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """A second interrupt cancels the last save and releases the lease."""
 
     class Interrupting(Disk):
@@ -331,7 +327,7 @@ def test_a_second_interrupt_ends_the_last_save_and_gives_the_run_back(tmp_path: 
     assert tr.steps(tmp_path)[-1] == 8
 
 
-def test_an_interrupt_while_a_state_is_noted_leaves_the_one_before(
+def test_interrupt_while_remembering_keeps_previous_state(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If an interrupt comes while a state is noted, the state of the previous call is saved."""
@@ -343,7 +339,7 @@ def test_an_interrupt_while_a_state_is_noted_leaves_the_one_before(
         first = {"a": jnp.ones(2), "data": Counter()}
         ckpts.save(1, first)
         with monkeypatch.context() as patch:
-            patch.setattr("treering._pytree.iterators.frozen", interrupt)
+            patch.setattr("treering._pytree.iterators.freeze", interrupt)
             ckpts.save(2, {"a": jnp.ones(2) + 1, "data": Counter()})
     assert tr.steps(tmp_path) == [1] and (tr.restore(tmp_path, {"a": first["a"], "data": ...})["a"] == 1).all()
 

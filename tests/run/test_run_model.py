@@ -204,7 +204,7 @@ class Run(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores.register(stores.Filesystem(stores.of("")))
+    stores.register(stores.Filesystem(stores.get("")))
     monkeypatch.setattr(logging.getLogger("treering"), "disabled", True)
 
 

@@ -67,7 +67,7 @@ def _check(tree: Any, step: int) -> None:
 
 
 def _manifest(path: str) -> bytes:
-    blob = stores.of(path).open(f"{path}/treering.json")
+    blob = stores.get(path).open(f"{path}/treering.json")
     return blob.read(0, blob.size)
 
 
@@ -204,7 +204,7 @@ def test_a_step_is_wanted_again_when_newer_ones_are_gone(local: str, tmp_path: p
         _save(ckpts, step)
         _until(lambda step=step: step == 2 or step in tr.steps(remote))
     _until(lambda: not places.busy)
-    assert [one.step for one in places._seen_far] == [3, 4, 5] and 2 in tr.steps(local)
+    assert [one.step for one in places._seen_remote] == [3, 4, 5] and 2 in tr.steps(local)
     places._copies._copy_all = lambda: None
     if change == "rewind":
         ckpts.rewind(2)
@@ -221,7 +221,7 @@ def test_copying_is_tried_again_without_another_save(
     local: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The network fails for a moment after the only save in a long time."""
-    monkeypatch.setattr(copies, "_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(copies, "_MIN_RETRY_SECONDS", 0.05)
     with proxy(s3_server) as between:
         buckets = ObjectStore()
         buckets.add("away://b", s3.client(between.url, retry_config={"max_retries": 0}))
@@ -279,7 +279,7 @@ def test_steps_of_a_job_that_was_overtaken(local: str, remote: str, caplog: pyte
     other = local + "-of-another-host"
     with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2)
-    store = stores.of(remote)
+    store = stores.get(remote)
     with tr.Checkpointer(remote, local=other) as ckpts:
         ckpts.restore(step=1)
         ckpts.save(2, _state(20))
@@ -364,7 +364,7 @@ def test_managing_both(local: str, remote: str) -> None:
         ckpts.save(6, _state(60))
         ckpts.finish()
     for place in (local, remote):
-        assert tr.steps(place)[-2:] == [5, 6] and "finished" in stores.of(place).list(place)
+        assert tr.steps(place)[-2:] == [5, 6] and "finished" in stores.get(place).list(place)
         _check(tr.restore(place), 60)
     assert 1 in (ckpt.step for ckpt in tr.follow(remote))  # the best one
 
@@ -761,7 +761,7 @@ def test_metrics_after_the_end_prune_where_the_run_stays(local: str, remote: str
     for step in (1, 2, 3):
         tr.record(remote, step, {"val": abs(step - 2.0)})
     assert tr.steps(remote) == [2, 4] and not [
-        path for path in stores.of(remote).list(remote) if path == "step-00000001"
+        path for path in stores.get(remote).list(remote) if path == "step-00000001"
     ]
     with tr.Checkpointer(remote, keep=keep, **options) as ckpts:
         ckpts.restore()
@@ -770,7 +770,7 @@ def test_metrics_after_the_end_prune_where_the_run_stays(local: str, remote: str
 
 
 @pytest.mark.long
-def test_metrics_while_steps_are_copied_prune_before_the_next_save(local: str, remote: str) -> None:
+def test_metrics_during_upload_prune_before_next_save(local: str, remote: str) -> None:
     """Late metrics that arrive during an upload delete remote steps before the next save."""
     ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(1) | tr.keep.best(1, "val", "min"))
     _save(ckpts, *range(1, 5))
@@ -791,7 +791,7 @@ def test_nothing_goes_far_before_a_step_is_known_to_be_good(local: str, tmp_path
     file.write_bytes(bytes(file.stat().st_size))
     with tr.Checkpointer(remote, local=local, keep=tr.keep.last(1)) as ckpts:
         places: Any = ckpts._directory
-        places.claim()
+        places.acquire_run()
         _until(lambda: not places.busy)
         assert tr.steps(remote) == [1, 2], "no process has read step 2"
         _save(ckpts, 3)
@@ -828,7 +828,7 @@ def test_a_deletion_far_takes_nothing_of_a_new_copy(local: str, remote: str, mon
     """The deleted step and its new upload have files of the same names."""
     with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
-    remove = removal.unpublish(stores.of(remote), f"{remote}/step-00000001")
+    remove = removal.unpublish(stores.get(remote), f"{remote}/step-00000001")
     with tr.Checkpointer(remote, local=local) as ckpts:
         ckpts.restore()
     assert tr.steps(remote) == [1]
@@ -853,7 +853,7 @@ def test_a_step_that_is_pinned_while_it_is_about_to_go_stays(local: str, monkeyp
 
 
 @pytest.mark.long
-def test_a_pinned_step_and_one_that_was_lost_far_are_copied_again(local: str, tmp_path: pathlib.Path) -> None:
+def test_pinned_or_remotely_lost_step_is_uploaded_again(local: str, tmp_path: pathlib.Path) -> None:
     """Only the steps that the policy has deleted remotely are not uploaded again."""
     remote = tmp_path / "remote"
     ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.last(2), keep_local=None)

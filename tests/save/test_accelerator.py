@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import accelerator
 import treering as tr
-from treering._pytree import available_memory, devices
-from treering._restore import place
+from treering._pytree import devices, host_memory
+from treering._restore import array_placement
 from treering.testing._doubles import HeldDisk
 
 pytestmark = pytest.mark.compat
@@ -54,8 +54,8 @@ def test_no_more_is_copied_than_the_host_has_room_for(
 ) -> None:
     """A save without a memory limit holds at most a quarter of the available memory in copies."""
     double = accelerator.install(monkeypatch)
-    monkeypatch.setattr(available_memory, "_LEAST", MIB)
-    monkeypatch.setattr(available_memory, "available", lambda: 32 * MIB)
+    monkeypatch.setattr(host_memory, "_MIN_LIMIT_BYTES", MIB)
+    monkeypatch.setattr(host_memory, "available", lambda: 32 * MIB)
     disk = use_disk(HeldDisk())
     saved = state(32)
     returned = threading.Event()
@@ -158,7 +158,7 @@ def test_the_next_group_is_read_while_one_goes_to_the_device(
     accelerator.install(monkeypatch)
     from treering.formats.treering.read import Reader
 
-    read, put = Reader.read, place.put
+    read, put = Reader.read, array_placement.put_arrays
     begun: list[int] = []  # the number of leaves of each group whose reading has begun
     more = threading.Semaphore(0)
     over: list[int] = []
@@ -179,7 +179,7 @@ def test_the_next_group_is_read_while_one_goes_to_the_device(
         return made
 
     monkeypatch.setattr(Reader, "read", reading)
-    monkeypatch.setattr(place, "put", putting)
+    monkeypatch.setattr(array_placement, "put_arrays", putting)
     found = tr.restore(tmp_path / "c", {name: like(value) for name, value in saved.items()}, memory_limit=4 * MIB)
     assert over == [2, 2, 2, 2]  # Each group has half of the memory limit.
     for name, value in found.items():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import treering as tr
-from torture.scenarios import assert_tidy
+from fault_injection.scenarios import assert_tidy
 from treering import stores
 from treering.formats.treering import removal
 from treering.stores.posix import Disk
@@ -78,14 +78,14 @@ def result(process: subprocess.Popen[str]) -> Any:
 
 @pytest.mark.rare
 @pytest.mark.slow
-def test_readers_find_a_version_or_nothing_while_it_is_overwritten_and_deleted(tmp_path: pathlib.Path) -> None:
+def test_readers_see_one_version_during_overwrite(tmp_path: pathlib.Path) -> None:
     """Readers find a consistent version or none, while a writer overwrites and deletes the checkpoint."""
     writer = """
         for n in range(1, 61):
             tr.save(place, tree(n), overwrite=True)
             time.sleep(0.01)
             if n % 3 == 0 and n < 60:
-                removal.delete(stores.of(""), str(place))
+                removal.delete(stores.get(""), str(place))
         """
     readers = [start(READER, tmp_path / "c") for _ in range(2)]
     result(start(writer, tmp_path / "c"))
@@ -213,7 +213,7 @@ def test_a_run_whose_known_steps_all_give_way_to_newer_ones(tmp_path: pathlib.Pa
             if self.again and path == str(tmp_path / "step-1" / "treering.json"):
                 self.again = False
                 tr.save(tmp_path / "step-2", {"n": 2})
-                removal.delete(stores.of(""), str(tmp_path / "step-1"))
+                removal.delete(stores.get(""), str(tmp_path / "step-1"))
             return super().open(path)
 
     use_disk(Late())

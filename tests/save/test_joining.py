@@ -12,7 +12,7 @@ import pytest
 
 import treering as tr
 from helpers import assert_same
-from hostile import flip
+from hostile_input import flip
 from treering.errors import CorruptError, SaveError, UnsupportedError
 
 PARAMS = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from samples import EVERY
+from sampling import STRIDE
 
 # A real SIGTERM arrives at each disk operation of the call `OUTER` in turn, and its handler makes the call `INNER`.
 # Background operations send it too. It then interrupts the main thread where that waits.
@@ -109,10 +109,10 @@ INNER = ["tr.save", "tr.save_async", "save", "wait", "close", "delete", "restore
 
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", OUTER)
-def test_a_call_within_a_call_works_or_is_refused_and_never_hangs(tmp_path: pathlib.Path, outer: str) -> None:
+def test_reentrant_call_works_or_is_refused(tmp_path: pathlib.Path, outer: str) -> None:
     """Each outer call is tried with a save, and with one or two other calls. `make thorough` tries all pairs."""
     refused = 0
-    for inner in INNER if EVERY == 1 else sorted({"save", *INNER[OUTER.index(outer) :: len(OUTER)]}):
+    for inner in INNER if STRIDE == 1 else sorted({"save", *INNER[OUTER.index(outer) :: len(OUTER)]}):
         at = tmp_path / inner
         at.mkdir()
         done = subprocess.run(
@@ -126,7 +126,7 @@ def test_a_call_within_a_call_works_or_is_refused_and_never_hangs(tmp_path: path
 
 
 @pytest.mark.long
-def test_a_handler_that_saves_while_the_main_thread_saves_is_told_what_to_do(tmp_path: pathlib.Path) -> None:
+def test_save_in_signal_handler_is_refused_with_advice(tmp_path: pathlib.Path) -> None:
     """A handler that saves while the main thread is in a save gets an error that says what to do."""
     code = """
 import faulthandler, os, signal, sys, time

@@ -281,7 +281,7 @@ class Watcher(Disk):
         self.held: list[int] = []
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        self.held.append(self.feed._held)
+        self.held.append(self.feed._held_bytes)
         super().write(fd, data, offset)
 
 
@@ -291,13 +291,13 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     watcher = use_disk(Watcher())
-    make = native_ways.Staging
+    make = native_ways.StagedSupply
 
     def feed(*args: Any) -> Any:
         watcher.feed = make(*args)
         return watcher.feed
 
-    monkeypatch.setattr(native_ways, "Staging", feed)
+    monkeypatch.setattr(native_ways, "StagedSupply", feed)
     sizes = [3_000_000, 5_000_000, 100, 9_000_000, 12_345_677, 8, 0, 4_000_000]
     tree = {str(n): np.full(size, n, np.uint8) for n, size in enumerate(sizes)}
     tr.save_async(tmp_path / "c", tree, memory_limit=limit).result()
@@ -305,7 +305,7 @@ def test_no_more_than_the_memory_limit_is_in_flight(
         np.testing.assert_array_equal(tr.restore(tmp_path / "c")[str(n)], np.full(size, n, np.uint8))
     if limit is not None:
         assert max(watcher.held) <= max(limit, max(sizes))
-    assert watcher.feed._held == 0
+    assert watcher.feed._held_bytes == 0
 
 
 @pytest.mark.slow
@@ -341,7 +341,7 @@ def test_the_memory_limit_holds_with_rules_and_in_other_formats(
 # Bad input
 
 
-def test_every_leaf_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: pathlib.Path) -> None:
+def test_save_names_every_unsupported_leaf(tmp_path: pathlib.Path) -> None:
     """The error names every leaf that cannot be saved, and nothing is written."""
     tree = {"good": np.ones(3), "bad": [object(), {"x": np.array([{}])}], "s": jax.ShapeDtypeStruct((2,), "float32")}
     for save in (tr.save, tr.save_async):
@@ -494,7 +494,7 @@ def test_foreign_files_in_a_checkpoint_survive_an_overwrite(tmp_path: pathlib.Pa
 
 
 @pytest.mark.long
-def test_of_two_writers_of_a_new_path_one_wins_and_the_other_is_told(tmp_path: pathlib.Path) -> None:
+def test_save_race_for_new_path_has_one_winner(tmp_path: pathlib.Path) -> None:
     """Two processes save to a new path at once: one commits, and the other raises ExistsError."""
     code = """
         import sys, numpy as np, treering as tr
@@ -682,7 +682,7 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: pathlib.Path, monk
     tr.save(tmp_path / "c", {"x": jnp.ones(8)})
     x = jax.device_put(jnp.ones(8), jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a")))
     # A mock: a defect of the writer that no other check finds.
-    monkeypatch.setattr(layout, "describe", lambda sharding: {"mesh": {"a": 0}, "spec": []})
+    monkeypatch.setattr(layout, "sharding_to_json", lambda sharding: {"mesh": {"a": 0}, "spec": []})
     for path in (tmp_path / "c", tmp_path / "new"):
         with pytest.raises(tr.errors.UnsupportedError, match=rf"{path}: expected a tree that can be read back, .*mesh"):
             tr.save(path, {"x": x}, overwrite=True)
@@ -800,9 +800,7 @@ def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_started(
-    tmp_path: pathlib.Path, monkeypatch: Any
-) -> None:
+def test_save_works_with_fewer_threads(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     """If the system starts no more threads, fewer threads do the work. No thread is left over."""
     real, started = threading.Thread.start, []
 
@@ -833,7 +831,7 @@ def test_fewer_threads_do_the_work_and_none_is_left_when_threads_cannot_be_start
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root becomes another, whom the limit binds"
 )
-def test_where_the_system_allows_few_threads_all_works_or_says_so() -> None:
+def test_save_under_thread_limit_works_or_is_refused() -> None:
     """Under a real limit on threads, a save and a restore succeed or raise an error that names the limit."""
     code = """
 import os, resource, sys
@@ -885,7 +883,7 @@ def test_writers_cleaners_and_readers_at_once(tmp_path: pathlib.Path) -> None:
             if role == "write":
                 tr.save(path, {"x": np.full(1000, n)}, overwrite=True)
             elif role == "clean":
-                removal.remove_leftovers(stores.of(""), path)
+                removal.collect_garbage(stores.get(""), path)
             else:
                 x = tr.restore(path)["x"]
                 assert (x == x[0]).all()
@@ -923,7 +921,7 @@ def test_a_failed_save_lets_go_of_what_was_never_handed_over(
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_moment_after_a_lock_was_taken_hangs_nobody(tmp_path: pathlib.Path) -> None:
+def test_save_interrupted_after_locking_does_not_hang(tmp_path: pathlib.Path) -> None:
     """Ctrl-C right after a lock was acquired hangs no thread.
 
     `threading.Condition` is Python code, which may be interrupted before `with` knows that it has the lock.

@@ -19,10 +19,10 @@ import azurite
 import gcs
 import s3
 from treering import stores
+from treering.stores.file_io import files_in
 from treering.stores.memory import MemoryStore
 from treering.stores.objects.store import ObjectStore
 from treering.stores.store import Stat, Store, Writer
-from treering.stores.whole_files import files_in
 from treering.testing import StoreConformance
 from treering.testing._doubles import QuickDisk
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import refusing
+import refused_syscalls
 import treering as tr
-from samples import some
-from torture.scenarios import SCENARIOS, Scenario, assert_is, tree
+from fault_injection.scenarios import SCENARIOS, Scenario, assert_is, tree
+from sampling import sample_points
 from treering.testing._doubles import FailingDisk, QuickDisk, SteppedDisk
 
 CODES = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EINTR]
@@ -74,9 +74,9 @@ SLOW = [pair for pair in itertools.product(SCENARIOS, (False, True)) if pair not
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "lasting"),
-    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in some(SLOW, first=2))],
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in sample_points(SLOW, first=2))],
 )
-def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
+def test_error_at_any_operation_leaves_only_the_old_one(
     tmp_path: pathlib.Path, use_disk: Any, name: str, lasting: bool
 ) -> None:
     """After an error at any operation, the old checkpoint is in place and no other files are left."""
@@ -109,7 +109,7 @@ def test_an_error_at_any_operation_leaves_the_old_one_and_nothing_else(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), some(itertools.product(["save_async", "overwrite"], CODES)))
+@pytest.mark.parametrize(("name", "code"), sample_points(itertools.product(["save_async", "overwrite"], CODES)))
 def test_every_error_at_any_operation(tmp_path: pathlib.Path, use_disk: Any, name: str, code: int) -> None:
     """Every kind of error at any operation is raised as a `SaveError` that contains the system's text."""
     scenario = SCENARIOS[name]
@@ -119,9 +119,7 @@ def test_every_error_at_any_operation(tmp_path: pathlib.Path, use_disk: Any, nam
         assert error is None or (isinstance(error, tr.errors.SaveError) and os.strerror(code) in str(error))
 
 
-def test_a_new_checkpoint_that_can_neither_be_made_durable_nor_taken_back(
-    tmp_path: pathlib.Path, use_disk: Any
-) -> None:
+def test_commit_that_fails_to_sync_and_to_roll_back(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """If a new checkpoint can be neither synced nor removed, the error says that it is in place and may be lost."""
 
     class Broken(QuickDisk):
@@ -250,9 +248,7 @@ class BadFiles(QuickDisk):
 
 @pytest.mark.parametrize("part", ["step-00000004/arrays-", "step-00000004/treering.json", "step-00000004"])
 @pytest.mark.parametrize("code", DAMAGE, ids=errno.errorcode.get)
-def test_a_run_goes_on_from_the_step_before_one_that_cannot_be_read(
-    tmp_path: pathlib.Path, use_disk: Any, part: str, code: int
-) -> None:
+def test_run_resumes_before_an_unreadable_step(tmp_path: pathlib.Path, use_disk: Any, part: str, code: int) -> None:
     """A run continues from the step before an unreadable one."""
     use_disk(QuickDisk())
     with tr.Checkpointer(tmp_path) as ckpts:
@@ -361,13 +357,13 @@ TENSORSTORE = """
     import sys
     import numpy as np
     import treering as tr
-    import refusing
+    import refused_syscalls
     place, code, kinds = sys.argv[1], int(sys.argv[2]), ("CorruptError", "NotFoundError")
     for name in ("orbax", "levanter", "t5x"):
         tr.save(f"{place}/{name}", {"w": np.ones(100_000, np.float32)}, format=name)
         tr.restore(f"{place}/{name}")
     lazy = tr.open(f"{place}/levanter")["w"]
-    refusing.refuse("pread64", code)  # only TensorStore reads by this call
+    refused_syscalls.refuse("pread64", code)  # only TensorStore reads by this call
     for name in ("orbax", "levanter", "t5x"):
         try:
             tr.restore(f"{place}/{name}")
@@ -386,7 +382,7 @@ TENSORSTORE = """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not refusing.available(), reason="no system call can be refused here")
+@pytest.mark.skipif(not refused_syscalls.available(), reason="no system call can be refused here")
 @pytest.mark.parametrize(
     ("code", "kind"),
     [*((code, "CorruptError") for code in DAMAGE), (errno.ESTALE, "NotFoundError")],

@@ -28,7 +28,7 @@ def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path
 
 
 @LINUX
-def test_leaves_that_are_read_one_by_one_share_a_mapping_and_its_descriptor(path: pathlib.Path) -> None:
+def test_leaves_read_one_by_one_share_a_mapping(path: pathlib.Path) -> None:
     """Leaves that are read one by one share one mapping and its descriptor."""
     tr.save(path, {f"{n:03}": np.full(1000, n, np.float32) for n in range(120)})
     ckpt = tr.open(path)
@@ -58,7 +58,7 @@ def test_what_is_written_into_one_array_shows_in_no_other(path: pathlib.Path) ->
     np.testing.assert_array_equal(ckpt.restore()["a"], tree["a"])
 
 
-def test_what_is_written_into_an_array_that_was_not_verified_is_no_damage(tmp_path: pathlib.Path) -> None:
+def test_writing_into_an_unverified_array_is_no_damage(tmp_path: pathlib.Path) -> None:
     """Writing to an unverified array does not make a later read of its block report damage."""
     tree = {"a": np.arange(200_000.0), "b": np.arange(200_000.0)}  # both are in the second block
     tr.save(tmp_path / "c", tree)
@@ -93,7 +93,7 @@ def test_damage_that_comes_between_two_reads_is_seen(tmp_path: pathlib.Path) -> 
     assert not first.any()
 
 
-def test_who_maps_in_the_middle_of_mapping_gets_memory_of_its_own(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_nested_mapping_gets_its_own_memory(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """A signal handler that maps a file while its thread maps the same file gets its own memory."""
     tr.save(tmp_path / "c", {"a": np.arange(100_000.0), "b": np.arange(100.0)})
 
@@ -163,7 +163,7 @@ LITTLE = """
 
 @LINUX
 @pytest.mark.slow
-def test_a_few_bytes_of_a_large_file_are_read_where_there_is_no_room_for_all(path: pathlib.Path) -> None:
+def test_slice_of_a_file_larger_than_the_address_space(path: pathlib.Path) -> None:
     """A few bytes of a file can be read even if the address space has no room for all of it."""
     small = path.with_name(f"small-{path.name}")
     tr.save(path, {"a": np.arange(16 << 20, dtype=np.float32), "b": np.arange(6, dtype=np.float32)})
@@ -203,11 +203,11 @@ class Populated(mmap.mmap):
 @LINUX
 @pytest.mark.parametrize("trusted", [True, False], ids=["6.9", "older"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_page_that_cannot_be_read_is_damage_before_anyone_looks_at_it(
+def test_unreadable_page_is_damage_before_it_is_accessed(
     path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, trusted: bool, verify: bool
 ) -> None:
     """An unreadable page raises `CorruptError` when it is read, and no signal on access."""
-    monkeypatch.setattr(module, "_POPULATES", trusted)
+    monkeypatch.setattr(module, "_CAN_POPULATE", trusted)
     monkeypatch.setattr(module.mmap, "mmap", Populated)
     tr.save(path, {"a": np.zeros(1000, np.uint8), "b": np.zeros(5 << 20, np.uint8)})
     Populated.asked = 0
@@ -232,4 +232,4 @@ def test_which_kernels_may_be_asked_to_populate(monkeypatch: pytest.MonkeyPatch,
     """Only kernels from 6.9 on populate mappings."""
     monkeypatch.setattr(module.os, "uname", lambda: type("", (), {"release": release}))
     monkeypatch.setattr(module.sys, "platform", "linux")
-    assert module._populates() == trusted
+    assert module._can_populate() == trusted

@@ -16,9 +16,9 @@ import pytest
 import treering as tr
 from treering import stores
 from treering.formats.treering import removal
-from treering.stores import directories, whole_files
+from treering.stores import directories, file_io
 from treering.stores import posix as module
-from treering.stores.buffers import adoptable, aligned
+from treering.stores.buffers import aligned, empty_aligned_array
 from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
 
@@ -31,8 +31,8 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.delattr(os, name)
         monkeypatch.setattr(module, "fcntl", None)
         monkeypatch.setattr(module.sys, "platform", "other")
-        monkeypatch.setattr(module, "_POPULATES", False)
-        monkeypatch.setattr(module, "RELATIVE", False)
+        monkeypatch.setattr(module, "_CAN_POPULATE", False)
+        monkeypatch.setattr(module, "HAS_DIR_FD", False)
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     return request.param
 
@@ -64,7 +64,7 @@ def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path
     disk.make_read_only(fd)
     disk.sync(fd)
     disk.close(fd)
-    assert whole_files.read_file(Filesystem(disk), path) == b"abc"
+    assert file_io.read_file(Filesystem(disk), path) == b"abc"
     assert os.stat(path).st_mode & 0o777 == 0o444
     with pytest.raises(FileExistsError):
         disk.create(path)
@@ -103,9 +103,7 @@ def test_file_systems_that_refuse_direct_io(tmp_path: pathlib.Path, monkeypatch:
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct writing")
-def test_direct_writes_that_are_refused_to_several_threads_at_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_writes_refused_to_several_threads(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several threads get a refusal before the first of them has ended direct writing; all continue without it."""
     fcntl = pytest.importorskip("fcntl")
     real, together = os.pwrite, threading.Barrier(3)
@@ -131,7 +129,7 @@ def test_direct_writes_that_are_refused_to_several_threads_at_once(
 def test_nothing_is_opened_for_direct_writing_on_fuse(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Direct writing is not used on FUSE: some of its programs refuse it only when data is written."""
     real = os.open
-    monkeypatch.setattr(module, "_kind", lambda place: 0x65735546)
+    monkeypatch.setattr(module, "_filesystem_type", lambda place: 0x65735546)
 
     def check(path: Any, flags: int, *rest: Any, **more: Any) -> int:
         assert not flags & getattr(os, "O_DIRECT", 0)
@@ -212,17 +210,15 @@ def test_local_file_systems_are_recognized(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("shape", [(3,), (1000, 7), (512, 1024)])
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, ml_dtypes.bfloat16, np.complex64])
 def test_jax_takes_adoptable_memory_over_without_a_copy(shape: tuple[int, ...], dtype: Any) -> None:
-    """JAX adopts memory from `adoptable` without copying it."""
-    arrays = [adoptable(shape, np.dtype(dtype)) for _ in range(5)]
+    """JAX adopts memory from `empty_aligned_array` without copying it."""
+    arrays = [empty_aligned_array(shape, np.dtype(dtype)) for _ in range(5)]
     for array in arrays:
         array[...] = 1
         assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data
 
 
 @pytest.mark.parametrize("times", [1, 1000])
-def test_a_name_that_another_host_has_given_to_something_else_is_looked_up_again(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+def test_stale_name_is_looked_up_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A stale NFS name (ESTALE) is looked up again, a limited number of times.
 
     Real ones would need two hosts, so the errors are simulated wherever names are looked up.
@@ -254,7 +250,7 @@ def test_a_name_that_another_host_has_given_to_something_else_is_looked_up_again
 
 
 @pytest.mark.parametrize("times", range(1, 5))
-def test_a_file_that_goes_stale_once_it_is_open_is_looked_up_again(tmp_path: pathlib.Path, times: int) -> None:
+def test_file_that_goes_stale_while_open_is_looked_up_again(tmp_path: pathlib.Path, times: int) -> None:
     """A file that becomes stale while it is open is opened again, and never counts as missing.
 
     Otherwise files of a valid checkpoint would be removed as leftovers.
@@ -271,8 +267,8 @@ def test_a_file_that_goes_stale_once_it_is_open_is_looked_up_again(tmp_path: pat
 
     tr.save(tmp_path / "c", {"x": np.ones(3)})
     before = sorted(os.listdir(tmp_path / "c"))
-    assert whole_files.read_file(Filesystem(Stale()), str(tmp_path / "c/treering.json"))
-    removal.remove_leftovers(Filesystem(Stale()), str(tmp_path / "c"))
+    assert file_io.read_file(Filesystem(Stale()), str(tmp_path / "c/treering.json"))
+    removal.collect_garbage(Filesystem(Stale()), str(tmp_path / "c"))
     assert sorted(os.listdir(tmp_path / "c")) == before
     with stores.using(Filesystem(Stale())):
         assert (tr.restore(tmp_path / "c")["x"] == 1).all()
@@ -291,7 +287,7 @@ def test_trees_are_replaced_and_removed_everywhere(
 ) -> None:
     """Replacing and removing directories works on every platform, and never follows a link out of them."""
     if isinstance(disk, WithoutFolders):
-        monkeypatch.setattr(module, "RELATIVE", False)
+        monkeypatch.setattr(module, "HAS_DIR_FD", False)
     use_disk(disk)
     outside, path = tmp_path / "outside", tmp_path / "c"
     outside.mkdir()
@@ -302,7 +298,7 @@ def test_trees_are_replaced_and_removed_everywhere(
         if not n:
             (path / "link").symlink_to(outside)
     assert (tr.restore(path)["a"] == 1).all() and {"notes", "link"} < set(os.listdir(path))
-    with stores.of("").scratch_folder(str(path)) as scratch:
+    with stores.get("").scratch_folder(str(path)) as scratch:
         for folder in (scratch, f"{scratch}/d", f"{scratch}/d/e"):
             os.makedirs(folder, exist_ok=True)
             os.symlink(outside, f"{folder}/link")

@@ -92,7 +92,7 @@ def test_the_format_is_what_is_asked_for_or_what_the_suffix_says(tmp_path: pathl
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.safetensors").exists()
 
 
-def test_a_background_save_in_another_format_keeps_what_was_there_at_the_call(tmp_path: pathlib.Path) -> None:
+def test_async_save_in_other_format_copies_at_the_call(tmp_path: pathlib.Path) -> None:
     """A background save in another format writes the values at the time of the call."""
     host, device = np.arange(5.0), jnp.arange(6.0)
     pending = tr.save_async(tmp_path / "a.safetensors", {"host": host, "device": device})
@@ -115,7 +115,7 @@ def test_sharded_arrays_go_into_other_formats_whole(tmp_path: pathlib.Path) -> N
         assert (np.asarray(shard.data) == value.T[shard.index]).all()
 
 
-def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path: pathlib.Path) -> None:
+def test_unsupported_tree_is_refused_without_leftovers(tmp_path: pathlib.Path) -> None:
     """A leaf that a format cannot store is refused before a file is written."""
     for save in (tr.save, lambda *a: tr.save_async(*a).result()):
         with pytest.raises(UnsupportedError) as caught:

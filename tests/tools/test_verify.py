@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import treering as tr
-from hostile import flip
+from hostile_input import flip
 from treering.errors import NotFoundError
 from treering.stores.posix import Disk
 
@@ -92,7 +92,7 @@ def test_the_weights_beside_a_run_are_verified_with_it(tmp_path: pathlib.Path) -
 
 
 @pytest.mark.parametrize("what", ["deleted", "replaced"])
-def test_a_step_that_another_host_deletes_or_replaces_is_not_damaged(
+def test_step_changed_by_another_host_is_not_damaged(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], what: str
 ) -> None:
     """Over NFS, a file that another host removes is stale. Here the removal is real and the error is simulated."""

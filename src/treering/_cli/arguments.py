@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core import expansion
-from .._core.values import EXACT
+from .._core.values import MAX_EXACT_INT
 from ..errors import MismatchError
 
 if TYPE_CHECKING:
@@ -17,18 +17,18 @@ KEEP = "KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or ma
 MAX_EXPANSION = click.option(
     "--max-expansion",
     type=click.FloatRange(1),
-    default=expansion.MOST,
+    default=expansion.MAX_RATIO,
     show_default=True,
     help="Refuse arrays (above 64 MiB) of more than this many times the stored bytes; inf lifts the limit.",
 )
-STEP = click.IntRange(0, EXACT)
+STEP = click.IntRange(0, MAX_EXACT_INT)
 PREFIX = click.option(
     "--prefix", metavar="TEXT", help="The beginning of the names of a run's steps; by default found from its steps."
 )
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _STEPS = re.compile(r"([0-9]{1,16})(?:\.\.([0-9]{1,16}))?")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNIT_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class Bytes(click.ParamType):
@@ -42,7 +42,7 @@ class Bytes(click.ParamType):
         text = value.upper().removesuffix("B")
         unit = text[-1:] if text[-1:].isalpha() else ""
         try:
-            nbytes = int(float(text.removesuffix(unit)) * _UNITS[unit])
+            nbytes = int(float(text.removesuffix(unit)) * _UNIT_BYTES[unit])
         except (KeyError, ValueError, OverflowError):
             nbytes = 0
         if not 1 <= nbytes < 1 << 63:
@@ -157,7 +157,7 @@ def _interval(text: str) -> int | datetime.timedelta:
     return int(text)
 
 
-def joined(policies: "tuple[Policy, ...]") -> "Policy | None":
+def union(policies: "tuple[Policy, ...]") -> "Policy | None":
     """Returns the union of the policies, or None if there are none."""
     found = None
     for one in policies:

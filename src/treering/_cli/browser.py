@@ -14,21 +14,21 @@ from textual.widgets.tree import TreeNode
 
 from .. import stores
 from .._core.outline import Node, outline
-from .._core.readable import count, nbytes
+from .._core.units import count, nbytes
 from .._printable import safe, safe_lines
 from .._restore.checkpoint import Checkpoint
-from .._run.latest_good import open_step
+from .._run.step_fallback import open_step
 from .._tools.diff import diff
 from .._tools.listing import Listing
 from ..errors import TreeringError
-from .leaf import describe_node, leaf_lines
+from .leaf_text import describe_node, leaf_lines
 
 # A node shows at most this many children; more are shown in groups, because Textual takes long to unfold them.
 _MAX_CHILDREN = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TreeItem:
     """A node of the tree on the screen: a node of a checkpoint, or a step that unfolding opens."""
 
     ckpt: Checkpoint | None
@@ -37,7 +37,7 @@ class Place:
     path: str = ""
 
 
-class CheckpointTree(Tree[Place]):
+class CheckpointTree(Tree[TreeItem]):
     """The tree of a checkpoint, or of a run's steps. Unfolding a node reads its children."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -60,33 +60,35 @@ class CheckpointTree(Tree[Place]):
         if isinstance(self.source, Listing):
             for row in reversed(self.source.rows):
                 notes = "" if row.state == "good" else f"  {row.state}"
-                place = Place(None, None, row.step, row.path)
-                self.root.add(Text(f"step {row.step}{notes}"), place, allow_expand=row.state == "good")
+                item = TreeItem(None, None, row.step, row.path)
+                self.root.add(Text(f"step {row.step}{notes}"), item, allow_expand=row.state == "good")
         else:
-            self.root.data = Place(self.source, _grouped(outline(self.source._source.entries, collapse=False)))
+            self.root.data = TreeItem(
+                self.source, _group_children(outline(self.source._source.entries, collapse=False))
+            )
             self._fill(self.root)
         self.root.expand()
 
-    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Place]) -> None:
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[TreeItem]) -> None:
         self._fill(event.node)
 
-    def _fill(self, node: TreeNode[Place]) -> None:
+    def _fill(self, node: TreeNode[TreeItem]) -> None:
         """Adds the children of a node, unless it has them already."""
-        place = node.data
-        if place is None or node.children:
+        item = node.data
+        if item is None or node.children:
             return
-        if place.step is not None and place.ckpt is None:
+        if item.step is not None and item.ckpt is None:
             try:
-                ckpt = open_step(stores.of(place.path), place.path, place.step, None)
+                ckpt = open_step(stores.get(item.path), item.path, item.step, None)
             except (TreeringError, OSError) as error:
                 self.notify(escape(safe(error)), severity="error")
                 return
-            place = node.data = Place(ckpt, _grouped(outline(ckpt._source.entries, collapse=False)), place.step)
-        assert place.ckpt is not None and place.node is not None
-        for child in place.node.children:
-            about = describe_node(place.ckpt, child)
+            item = node.data = TreeItem(ckpt, _group_children(outline(ckpt._source.entries, collapse=False)), item.step)
+        assert item.ckpt is not None and item.node is not None
+        for child in item.node.children:
+            about = describe_node(item.ckpt, child)
             label = Text.assemble(safe(child.name), "  ", (about, "dim"))
-            node.add(label, Place(place.ckpt, child), allow_expand=bool(child.children))
+            node.add(label, TreeItem(item.ckpt, child), allow_expand=bool(child.children))
 
     def action_unfold(self) -> None:
         if self.cursor_node and self.cursor_node.allow_expand:
@@ -118,7 +120,7 @@ class CheckpointTree(Tree[Place]):
                 return True
             node = below
 
-    def _top(self) -> TreeNode[Place] | None:
+    def _top(self) -> TreeNode[TreeItem] | None:
         """Returns the root node of the checkpoint under the cursor."""
         node = self.cursor_node or self.root
         while node.parent is not None and (node.data is None or node.data.step is None):
@@ -132,7 +134,7 @@ class CheckpointTree(Tree[Place]):
         return node.data.ckpt if node and node.data else None
 
 
-def _leads_to(child: TreeNode[Place], path: str) -> bool:
+def _leads_to(child: TreeNode[TreeItem], path: str) -> bool:
     node = child.data.node if child.data else None
     if node is None:
         return False
@@ -146,15 +148,15 @@ def _is_group(node: Node) -> bool:
     return node.path == "" and bool(node.children)
 
 
-def _grouped(node: Node) -> Node:
+def _group_children(node: Node) -> Node:
     """Cuts containers with more than `_MAX_CHILDREN` children into groups, in place, and returns the tree."""
     for _, one in [(0, node), *node.walk()]:
         if len(one.children) > _MAX_CHILDREN:
-            one.children = [_group(part) for part in _parts(one.children)]
+            one.children = [_group(part) for part in _chunks(one.children)]
     return node
 
 
-def _parts(children: Sequence[Node]) -> Iterable[Sequence[Node]]:
+def _chunks(children: Sequence[Node]) -> Iterable[Sequence[Node]]:
     return (children[start : start + _MAX_CHILDREN] for start in range(0, len(children), _MAX_CHILDREN))
 
 
@@ -187,8 +189,8 @@ class Browser(App[None]):
     def __init__(self, sources: Sequence[Checkpoint | Listing]):
         super().__init__()
         self._sources = sources
-        self._found: list[str] = []
-        self._at = -1
+        self._matches: list[str] = []
+        self._match_index = -1
 
     def compose(self) -> ComposeResult:
         with Horizontal():
@@ -207,31 +209,31 @@ class Browser(App[None]):
         """The tree that has the focus, or the first one."""
         return self.focused if isinstance(self.focused, CheckpointTree) else self.query(CheckpointTree).first()
 
-    def _say(self, text: str) -> None:
+    def _show_text(self, text: str) -> None:
         self.query_one("#text", Static).update(Text(safe_lines(text)))
 
     # Leaves
 
-    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Place]) -> None:
-        place = event.node.data
-        if place is None or place.node is None or place.ckpt is None:
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[TreeItem]) -> None:
+        item = event.node.data
+        if item is None or item.node is None or item.ckpt is None:
             return
-        node, ckpt = place.node, place.ckpt
+        node, ckpt = item.node, item.ckpt
         size = f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}"
-        self._say("\n".join([node.path or ckpt.path, size if node.entry is None else describe_node(ckpt, node)]))
+        self._show_text("\n".join([node.path or ckpt.path, size if node.entry is None else describe_node(ckpt, node)]))
 
-    def on_tree_node_selected(self, event: Tree.NodeSelected[Place]) -> None:
+    def on_tree_node_selected(self, event: Tree.NodeSelected[TreeItem]) -> None:
         if event.node.data and event.node.data.node and event.node.data.node.entry is not None:
             self.action_statistics()
 
     def action_statistics(self) -> None:
         """Reads the leaf under the cursor in a thread and shows its statistics."""
         node = self.side.cursor_node
-        place = node.data if node else None
-        if place is None or place.node is None or place.ckpt is None or place.node.entry is None:
+        item = node.data if node else None
+        if item is None or item.node is None or item.ckpt is None or item.node.entry is None:
             return
-        ckpt, path = place.ckpt, place.node.path
-        self._say(f"{path}\nreading …")
+        ckpt, path = item.ckpt, item.node.path
+        self._show_text(f"{path}\nreading …")
         self.run_worker(lambda: self._read(ckpt, path), thread=True, exclusive=True)
 
     def _read(self, ckpt: Checkpoint, path: str) -> None:
@@ -239,7 +241,7 @@ class Browser(App[None]):
             text = "\n".join(leaf_lines(ckpt, path))
         except (TreeringError, OSError) as error:
             text = str(error)
-        self.call_from_thread(self._say, text)
+        self.call_from_thread(self._show_text, text)
 
     def action_difference(self) -> None:
         """Compares the leaf or subtree under the cursor with the one at the same path on the other side."""
@@ -253,17 +255,17 @@ class Browser(App[None]):
         if sides[0] is None or sides[1] is None:
             self.notify("select a step on both sides first")
             return
-        self._say(f"{path}\ncomparing …")
+        self._show_text(f"{path}\ncomparing …")
         self.run_worker(lambda: self._compare(sides, path), thread=True, exclusive=True)
 
     def _compare(self, sides: Sequence[Checkpoint | None], path: str) -> None:
         try:
-            a, b = (_part(side, path) for side in sides if side is not None)
+            a, b = (_comparable(side, path) for side in sides if side is not None)
             found = diff(a, b)
             lines = [path, str(found), *(f"{one}: {change!r}" for one, change in found.values.items())]
         except (TreeringError, KeyError, OSError) as error:
             lines = [path, str(error)]
-        self.call_from_thread(self._say, "\n".join(lines))
+        self.call_from_thread(self._show_text, "\n".join(lines))
 
     # Search
 
@@ -278,18 +280,18 @@ class Browser(App[None]):
         tree.focus()
         ckpt = tree.current or (tree.source if isinstance(tree.source, Checkpoint) else None)
         text = event.value.casefold()
-        self._found = [path for path in ckpt or () if text in path.casefold()]
-        self._at = -1
-        if not self._found:
+        self._matches = [path for path in ckpt or () if text in path.casefold()]
+        self._match_index = -1
+        if not self._matches:
             self.notify(escape(f"no path contains {safe(event.value)!r}") if ckpt else "unfold a step first")
         self.action_next(1)
 
-    def action_next(self, by: int) -> None:
+    def action_next(self, offset: int) -> None:
         """Moves both sides to the next match, or with ``by=-1`` to the previous one."""
-        if self._found:
-            self._at = (self._at + by) % len(self._found)
+        if self._matches:
+            self._match_index = (self._match_index + offset) % len(self._matches)
             for tree in self.query(CheckpointTree):
-                tree.reveal(self._found[self._at])
+                tree.reveal(self._matches[self._match_index])
 
     def on_key(self, event: Any) -> None:
         search = self.query_one("#search", Input)
@@ -298,6 +300,6 @@ class Browser(App[None]):
             self.query(CheckpointTree).first().focus()
 
 
-def _part(ckpt: Checkpoint, path: str) -> Any:
+def _comparable(ckpt: Checkpoint, path: str) -> Any:
     """Returns the leaf or subtree at a path in a form that `diff` accepts."""
     return {"": ckpt[path]} if path in ckpt else ckpt.at(path)

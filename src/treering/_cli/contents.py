@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.readable import count, nbytes, number
-from .._core.readable import sharding as sharding_text
+from .._core.units import count, nbytes, number
+from .._core.units import sharding as sharding_text
 from .._printable import safe
 from .arguments import PREFIX, STEP, Format
-from .leaf import describe_node
-from .output import PATH, as_json, cut, iso, say, say_json, table, when, width
+from .leaf_text import describe_node
+from .output import PATH, as_json, local_time, say, say_json, table, terminal_columns, truncate, utc_time
 
 if TYPE_CHECKING:
     from .._core.entries import Entry
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .._tools.diff import ValueChange
     from .._tools.stats import Stats
 
-_METADATA = 400  # characters of metadata that are shown
+_MAX_METADATA_CHARACTERS = 400  # characters of metadata that are shown
 
 
 def _open(path: str, prefix: str | None, step: int | None, format: str | None = None) -> "Checkpoint":
@@ -29,14 +29,16 @@ def _open(path: str, prefix: str | None, step: int | None, format: str | None = 
     return open_prefixed(path, prefix, step=step, format=format)
 
 
-_step = click.option("--step", type=STEP, metavar="N", help="The step of a run; by default the latest valid one.")
+_STEP_OPTION = click.option(
+    "--step", type=STEP, metavar="N", help="The step of a run; by default the latest valid one."
+)
 FORMAT = click.option("--format", type=Format(), help="The format to read; by default recognized from the files.")
 
 
 @click.command()
 @click.argument("checkpoint", type=PATH)
 @click.argument("path", default="")
-@_step
+@_STEP_OPTION
 @FORMAT
 @PREFIX
 @click.option("--all", "everything", is_flag=True, help="Show every leaf, also of layers that are alike.")
@@ -64,7 +66,10 @@ def show(
     ckpt = ckpt.at(path)
     if json_:
         say_json(
-            {**_about(ckpt), "leaves": {name: _entry(ckpt, entry) for name, entry in ckpt._source.entries.items()}}
+            {
+                **_checkpoint_fields(ckpt),
+                "leaves": {name: _entry_fields(ckpt, entry) for name, entry in ckpt._source.entries.items()},
+            }
         )
         return
     _show_head(ckpt, path)
@@ -75,21 +80,21 @@ def show(
     )
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
     most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
-    columns = width()
+    columns = terminal_columns()
     column = min(most, columns // 2) if columns else most
     for level, node in lines:
         name = f"{'  ' * level}{_name(node)}"
         what = describe_node(ckpt, node)
-        say(cut(f"{name:{column}}  {what}".rstrip(), columns))
+        say(truncate(f"{name:{column}}  {what}".rstrip(), columns))
 
 
-def _about(ckpt: "Checkpoint") -> dict[str, Any]:
+def _checkpoint_fields(ckpt: "Checkpoint") -> dict[str, Any]:
     created = ckpt.created and ckpt.created.timestamp()
-    about = {"path": ckpt.path, "format": ckpt.format, "step": ckpt.step, "created": iso(created)}
+    about = {"path": ckpt.path, "format": ckpt.format, "step": ckpt.step, "created": utc_time(created)}
     return {**about, "nbytes": ckpt.nbytes, "metrics": ckpt.metrics, "metadata": ckpt.metadata}
 
 
-def _entry(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
+def _entry_fields(ckpt: "Checkpoint", entry: "Entry") -> dict[str, Any]:
     from .._core.entries import ArrayEntry, StatesEntry
 
     if isinstance(entry, ArrayEntry):
@@ -109,16 +114,16 @@ def _show_head(ckpt: "Checkpoint", path: str) -> None:
     created = ckpt.created and ckpt.created.timestamp()
     parts = [ckpt.format, *([] if ckpt.step is None else [f"step {ckpt.step}"]), count(len(ckpt), "leaf", "leaves")]
     size = sum(entry.nbytes for entry in ckpt._source.entries.values() if isinstance(entry, ArrayEntry))
-    parts += [nbytes(size if path else ckpt.nbytes), *([f"saved {when(created)}"] if created else [])]
+    parts += [nbytes(size if path else ckpt.nbytes), *([f"saved {local_time(created)}"] if created else [])]
     say(click.style(safe(ckpt.path + (f", at {path}" if path else "")), bold=True))
     say(" · ".join(parts))
-    columns = width()
+    columns = terminal_columns()
     if ckpt.metrics:
         metrics = ", ".join(f"{safe(name)} {number(value, 6)}" for name, value in ckpt.metrics.items())
-        say(cut(f"metrics: {metrics}", columns))
+        say(truncate(f"metrics: {metrics}", columns))
     if ckpt.metadata is not None:
         text = safe(json.dumps(ckpt.metadata, ensure_ascii=False))
-        say(cut(cut(f"metadata: {text}", _METADATA), columns))
+        say(truncate(truncate(f"metadata: {text}", _MAX_METADATA_CHARACTERS), columns))
     say()
 
 
@@ -128,14 +133,14 @@ def _name(node: "Node") -> str:
 
 def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
     from .._core.entries import StatesEntry
-    from .leaf import leaf_lines, statistics
+    from .leaf_text import leaf_lines, statistics
 
     if not json_:
         for line in leaf_lines(ckpt, path):
             say(line)
         return
     entry = ckpt._source.entries.get(path)
-    about = _entry(ckpt, entry) if entry else {}
+    about = _entry_fields(ckpt, entry) if entry else {}
     found = None if isinstance(entry, StatesEntry) else statistics(ckpt[path])
     say_json({"path": path, **about, **({"stats": dataclasses.asdict(found)} if found else {})})
 
@@ -143,7 +148,7 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
 @click.command()
 @click.argument("checkpoint", type=PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
-@_step
+@_STEP_OPTION
 @FORMAT
 @PREFIX
 @as_json
@@ -218,10 +223,10 @@ def diff(a: str, b: str | None, steps: tuple[int, int] | None, prefix: str | Non
         say_json(dataclasses.asdict(found))
         return int(bool(found))
     say(count(found.equal, "leaf is", "leaves are") + " equal")
-    columns = width()
+    columns = terminal_columns()
     for sign, colour, paths in (("-", "red", found.only_a), ("+", "green", found.only_b)):
         for path in paths:
-            say(click.style(cut(f"{sign} {safe(path)}", columns), fg=colour))
+            say(click.style(truncate(f"{sign} {safe(path)}", columns), fg=colour))
     for path, what in found.changed.items():
         say(click.style("~", fg="yellow") + f" {safe(path)}: {safe(what)}{_measures(found.values.get(path))}")
     return int(bool(found))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .._core.readable import count, nbytes
+from .._core.units import count, nbytes
 from .._printable import safe
 from .arguments import MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
 from .output import PATH, as_json, say, say_json
@@ -58,7 +58,7 @@ def convert(
     """
     from .. import rules as r
     from .. import stores
-    from .._run import incoming
+    from .._run import external_writes
     from .._run.open import open_prefixed
     from .._save.options import SaveOptions
     from .._tools.convert import convert as write
@@ -81,9 +81,9 @@ def convert(
             say(f"{safe(found.path)}: would be written, {found.format}, {leaves}, {nbytes(found.nbytes)} of arrays")
         return
     place = stores.absolute(target)
-    store = stores.of(place)
-    run, replaces = incoming.run_around(store, place), overwrite and store.stat(place) is not None
-    with contextlib.nullcontext() if run is None else incoming.writing(store, run, replaces=replaces):
+    store = stores.get(place)
+    run, replaces = external_writes.enclosing_run(store, place), overwrite and store.stat(place) is not None
+    with contextlib.nullcontext() if run is None else external_writes.locked_run(store, run, replaces=replaces):
         report = write(
             source,
             target,
@@ -131,9 +131,9 @@ def cp(
     or are damaged. The exit code is 1 if it left steps behind: damaged ones, and those of other libraries, which
     convert copies. It refuses a TARGET that a job writes.
     """
-    from .._tools.copy import copy_all
+    from .._tools.copy import copy_checkpoints
 
-    done = copy_all(source, target, steps=steps or (), overwrite=overwrite, dry_run=dry_run, prefix=prefix)
+    done = copy_checkpoints(source, target, steps=steps or (), overwrite=overwrite, dry_run=dry_run, prefix=prefix)
     code = int(bool(done.left_behind))
     if json_:
         say_json({**dataclasses.asdict(done), "there_read": overwrite, "dry_run": dry_run})

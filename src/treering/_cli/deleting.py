@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.readable import count, nbytes
+from .._core.units import count, nbytes
 from .._printable import safe
-from .arguments import PREFIX, STEP, Keep, joined
+from .arguments import PREFIX, STEP, Keep, union
 from .output import FAILED, PATH, as_json, say, say_json
-from .runs import opened_directory
+from .runs import open_run
 
 if TYPE_CHECKING:
-    from .._run.directory import Directory
-    from .._tools.deletion import Inspection, Removed
+    from .._run.run_directory import RunDirectory
+    from .._tools.deletion import Inspection, RemovalResult
     from .._tools.listing import Row
 
 
@@ -55,20 +55,20 @@ def prune(
     from .. import stores
     from .._tools.listing import list_run
 
-    directory = opened_directory(run, prefix)
-    policy = joined(keep)
+    directory = open_run(run, prefix)
+    policy = union(keep)
     assert policy is not None
     for step in sorted(policy.numbers):
-        directory.existing(step)
+        directory.committed_path(step)
     inspection = _inspection(not no_verify)
     place = None if to is None else stores.absolute_run(to)
 
     def choose() -> "list[Row]":
-        rows = [row for row in list_run(run, policy, prefix, inspection.judge).rows if row.deleted]
+        rows = [row for row in list_run(run, policy, prefix, inspection.inspect).rows if row.deleted]
         if place is not None:
-            from .._tools.move import check_place
+            from .._tools.move import check_target_run
 
-            check_place(directory, [row.path for row in rows], place)
+            check_target_run(directory, [row.path for row in rows], place)
         return rows
 
     return _Deletion(directory, inspection, dry_run, json_, place).carry_out(choose, yes=yes)
@@ -94,29 +94,29 @@ def delete(
     Pinned steps are deleted only with --pinned, links and steps that links lead to never. While a job writes the run,
     its newest valid step is not deleted.
     """
-    from .._tools.deletion import named
+    from .._tools.deletion import select_steps
     from .._tools.listing import list_run
 
-    directory = opened_directory(run, prefix)
+    directory = open_run(run, prefix)
     inspection = _inspection(not no_verify)
     deletion = _Deletion(directory, inspection, dry_run, json_, pinned=pinned)
 
     def choose() -> "list[Row]":
         listing = list_run(run, prefix=prefix)
-        deletion.alone = listing.latest in steps
-        return named(directory, listing.rows, steps, pinned=pinned, judge=inspection.judge)
+        deletion.needs_lock = listing.latest in steps
+        return select_steps(directory, listing.rows, steps, pinned=pinned, inspect=inspection.inspect)
 
     return deletion.carry_out(choose, yes=yes)
 
 
-def _inspection(wanted: bool) -> "Inspection":
+def _inspection(enabled: bool) -> "Inspection":
     from .._tools.deletion import Inspection
 
-    def begins(row: "Row") -> None:
+    def on_begin(row: "Row") -> None:
         if sys.stderr.isatty():
             say(f"reading step {row.step}, {nbytes(row.nbytes or 0)}, the newest that would stay …", err=True)
 
-    return Inspection(wanted, begins)
+    return Inspection(enabled, on_begin)
 
 
 class _Deletion:
@@ -124,7 +124,7 @@ class _Deletion:
 
     def __init__(
         self,
-        directory: "Directory",
+        directory: "RunDirectory",
         inspection: "Inspection",
         dry_run: bool,
         json_: bool,
@@ -135,15 +135,15 @@ class _Deletion:
         self._directory, self._inspection = directory, inspection
         self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
         # True if the latest step is deleted. It needs the run's lock, because a job would continue from that step.
-        self.alone = False
+        self.needs_lock = False
 
     def carry_out(self, choose: "Callable[[], list[Row]]", *, yes: bool) -> int:
         """Deletes or moves the chosen steps, and returns the exit code."""
-        from .._tools.deletion import Removed, identities
+        from .._tools.deletion import RemovalResult, listed_identities
 
-        known, rows = identities(self._directory), choose()
+        known, rows = listed_identities(self._directory), choose()
         if self._dry_run:
-            self._report(rows, Removed(rows))
+            self._report(rows, RemovalResult(rows))
             return 0
         if rows and not yes:
             if self._json or not sys.stdin.isatty():
@@ -154,14 +154,14 @@ class _Deletion:
                 say(f"nothing was {self._verb}")
                 return 1
             # A job may have saved, deleted or rewound while the question was open. Only what the user saw may go.
-            now, still = identities(self._directory), {(row.path, row.created) for row in choose()}
+            now, still = listed_identities(self._directory), {(row.path, row.created) for row in choose()}
             rows = [
                 row for row in rows if (row.path, row.created) in still and now.get(row.path) == known.get(row.path)
             ]
-        done = Removed()
+        done = RemovalResult()
         try:
-            if self.alone and rows:
-                self._directory.claim()
+            if self.needs_lock and rows:
+                self._directory.acquire_run()
             try:
                 self._remove(rows, known, done)
             finally:
@@ -170,21 +170,21 @@ class _Deletion:
             self._directory.release()
         return FAILED if done.failed else 0
 
-    def _remove(self, rows: "list[Row]", known: "dict[str, str | None]", done: "Removed") -> None:
-        from .._tools.deletion import remove
+    def _remove(self, rows: "list[Row]", known: "dict[str, str | None]", done: "RemovalResult") -> None:
+        from .._tools.deletion import remove_steps
 
         with contextlib.ExitStack() as stack:
-            each = lambda: None  # noqa: E731
+            on_step = lambda: None  # noqa: E731
             if rows and sys.stderr.isatty() and not self._json:
                 bar = stack.enter_context(click.progressbar(length=len(rows), file=sys.stderr))
-                each = lambda: bar.update(1)  # noqa: E731
+                on_step = lambda: bar.update(1)  # noqa: E731
             directory, inspection, pinned = self._directory, self._inspection, self._pinned
-            remove(directory, rows, known, inspection, done, to=self._to, pinned=pinned, each=each)
+            remove_steps(directory, rows, known, inspection, done, to=self._to, pinned=pinned, on_step=on_step)
 
-    def _report(self, rows: "list[Row]", done: "Removed") -> None:
+    def _report(self, rows: "list[Row]", done: "RemovalResult") -> None:
         for step, why in done.failed.items():
             say(f"step {step} is not {self._verb}: {safe(why)}", err=True)
-        read = self._inspection
+        inspection = self._inspection
         if self._json:
             about = {
                 "path": self._directory.root,
@@ -194,8 +194,8 @@ class _Deletion:
                 "failed": done.failed,
                 "gone": done.gone,
                 "to": self._to,
-                "verified": read.good,
-                "damaged": read.damaged,
+                "verified": inspection.verified_step,
+                "damaged": inspection.damaged,
             }
             say_json(about)
             return
@@ -206,10 +206,10 @@ class _Deletion:
         self._say(done.deleted, f"{some} would be" if self._dry_run else some)
         if done.gone:
             say(f"{len(done.gone)} deleted by another process meanwhile: {', '.join(map(str, done.gone))}")
-        if not read.wanted:
+        if not inspection.enabled:
             say("no step was read (--no-verify): the newest that stays may be damaged")
-        elif read.good is not None:
-            say(f"step {read.good}, which stays, was read and is good")
+        elif inspection.verified_step is not None:
+            say(f"step {inspection.verified_step}, which stays, was read and is good")
 
     @property
     def _verb(self) -> str:

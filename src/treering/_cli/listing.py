@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.readable import count, nbytes, number
+from .._core.units import count, nbytes, number
 from .._printable import safe
 from ..errors import MismatchError, NotFoundError, TreeringError
-from .arguments import KEEP, PREFIX, Keep, joined
-from .output import FAILED, PATH, as_json, check_one_way, iso, say, say_csv, say_json, table, when
+from .arguments import KEEP, PREFIX, Keep, union
+from .output import FAILED, PATH, as_json, check_one_format, local_time, say, say_csv, say_json, table, utc_time
 
 if TYPE_CHECKING:
     from .._tools.listing import Listing, Row
     from ..stores.store import Store
 
-_STATES = {"damaged": "red", "unsupported": "red", "closed": "red", "unfinished": "yellow"}
+_STATE_COLORS = {"damaged": "red", "unsupported": "red", "closed": "red", "unfinished": "yellow"}
 
 
-def _best(value: str) -> tuple[str, str]:
+def _parse_best(value: str) -> tuple[str, str]:
     metric, _, mode = value.rpartition(":")
     if not metric or mode not in ("min", "max"):
         raise click.BadParameter(f"{value!r}: expected METRIC:min or METRIC:max")
@@ -43,13 +43,13 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     from .. import stores
     from .._tools.listing import list_run, runs_in
 
-    check_one_way(json_, csv_)
-    wanted = _best(best) if best else None
+    check_one_format(json_, csv_)
+    wanted = _parse_best(best) if best else None
     try:
-        listing = list_run(run, joined(keep), prefix)
+        listing = list_run(run, union(keep), prefix)
     except NotFoundError:
         place = stores.absolute(run)
-        if not (runs := runs_in(stores.of(place), place)):
+        if not (runs := runs_in(stores.get(place), place)):
             raise
         if best or keep:
             raise click.UsageError(
@@ -57,21 +57,21 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
             ) from None
         return _ls_runs(place, runs, prefix, csv_=csv_, json_=json_)
     first = _best_step(listing, *wanted) if wanted else None
-    rows = [{**_plain(row), "latest": row.step == listing.latest} for row in listing.rows]
+    rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.set_aside, "steps": rows}
         about["closed"] = listing.closed
         say_json({**about, "best": first} if wanted else about)
     elif csv_:
-        _say_csv(rows)
+        _print_csv(rows)
     else:
-        _say_listing(listing, first)
+        _print_listing(listing, first)
     for path in listing.closed:
         say(f"not listed, because this user may not read it: {safe(path)}", err=True)
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
 
 
-def _say_csv(rows: Sequence[dict[str, Any]]) -> None:
+def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
     from .._tools.listing import Row
 
     names = [field.name for field in dataclasses.fields(Row) if field.name != "metrics"]
@@ -80,14 +80,14 @@ def _say_csv(rows: Sequence[dict[str, Any]]) -> None:
     say_csv(flat, [*names, "latest", *metrics])
 
 
-def _say_listing(listing: "Listing", best: int | None) -> None:
+def _print_listing(listing: "Listing", best: int | None) -> None:
     metrics = list(dict.fromkeys(name for row in listing.rows for name in row.metrics))
     head = ["step", "saved", "size", *map(safe, metrics), "notes"]
     rows = []
     for row in listing.rows:
         numbers = [number(row.metrics[name], 6) if name in row.metrics else "" for name in metrics]
-        notes = ", ".join(_notes(row, listing, best))
-        rows.append([str(row.step), when(row.created), nbytes(row.nbytes), *numbers, notes])
+        notes = ", ".join(_row_notes(row, listing, best))
+        rows.append([str(row.step), local_time(row.created), nbytes(row.nbytes), *numbers, notes])
     table(head, rows, left=["notes"])
     total = nbytes(sum(row.nbytes or 0 for row in listing.rows))
     parts = [count(len(listing.rows), "step"), total, *(["finished"] if listing.finished else [])]
@@ -98,8 +98,8 @@ def _say_listing(listing: "Listing", best: int | None) -> None:
 
 def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:
     """Lists the runs of a directory, one line each, and returns the exit code."""
-    found = [_summary(run, prefix) for run in runs]
-    plain = [{**one, "created": iso(one["created"])} for one in found]
+    found = [_run_fields(run, prefix) for run in runs]
+    plain = [{**one, "created": utc_time(one["created"])} for one in found]
     if json_:
         say_json({"path": place, "runs": plain})
     elif csv_:
@@ -107,23 +107,25 @@ def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool,
     else:
         rows = []
         for one in found:
-            notes = [f"{one[state]} {click.style(state, fg=colour)}" for state, colour in _STATES.items() if one[state]]
+            notes = [
+                f"{one[state]} {click.style(state, fg=colour)}" for state, colour in _STATE_COLORS.items() if one[state]
+            ]
             notes += ["finished"] * one["finished"] + [click.style(safe(one["error"]), fg="red")] * bool(one["error"])
             latest = "" if one["latest"] is None else str(one["latest"])
             name = safe(os.path.basename(one["path"]))
             rows.append(
-                [name, f"{one['good']:,}", latest, when(one["created"]), nbytes(one["nbytes"]), ", ".join(notes)]
+                [name, f"{one['good']:,}", latest, local_time(one["created"]), nbytes(one["nbytes"]), ", ".join(notes)]
             )
         table(["run", "steps", "latest", "saved", "size", "notes"], rows, left=["run", "notes"])
         say(f"{count(len(found), 'run')} · {nbytes(sum(one['nbytes'] or 0 for one in found))}")
     return FAILED if any(one["error"] or one["closed"] for one in found) else 0
 
 
-def _summary(run: str, prefix: str | None) -> dict[str, Any]:
+def _run_fields(run: str, prefix: str | None) -> dict[str, Any]:
     """Returns the line of a run among others: the number of steps in each state, and the latest valid step."""
     from .._tools.listing import list_run
 
-    states = {"good": 0, **dict.fromkeys(_STATES, 0)}
+    states = {"good": 0, **dict.fromkeys(_STATE_COLORS, 0)}
     about = {"path": run, "latest": None, "created": None, "nbytes": None, "finished": False, "error": None}
     try:
         listing = list_run(run, prefix=prefix)
@@ -150,14 +152,14 @@ def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
     return ranked[0]
 
 
-def _plain(row: "Row") -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "created": iso(row.created)}
+def _row_fields(row: "Row") -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "created": utc_time(row.created)}
 
 
-def _notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
+def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
     notes = []
     if row.state != "good":
-        notes.append(click.style(row.state, fg=_STATES.get(row.state)))
+        notes.append(click.style(row.state, fg=_STATE_COLORS.get(row.state)))
     if row.format != "treering":
         notes.append(row.format)
     notes += ["latest"] * (row.step == listing.latest) + ["best"] * (row.step == best and row.state == "good")
@@ -178,7 +180,7 @@ def du(path: str, depth: int, json_: bool) -> int:
 
     place = stores.absolute(path)
     closed: list[str] = []
-    if _has_runs(stores.of(place), place):
+    if _has_runs(stores.get(place), place):
         root, parts = place, _parts_of_folder(place, closed)
         total = sum(size for _, size in parts)
     else:
@@ -215,7 +217,7 @@ def _parts_of_folder(place: str, closed: list[str]) -> list[tuple[str, int]]:
     from .. import stores
     from .._tools.listing import tree_bytes
 
-    store = stores.of(place)
+    store = stores.get(place)
     parts: list[tuple[str, int]] = []
     files = 0
     with store.glance(place):

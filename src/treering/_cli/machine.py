@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .._core.readable import nbytes, number
+from .._core.units import nbytes, number
 from .._printable import safe
 from .arguments import PREFIX, Bytes
 from .output import PATH, as_json, say, say_json
@@ -14,7 +14,7 @@ from .output import PATH, as_json, say, say_json
 if TYPE_CHECKING:
     from .._restore.checkpoint import Checkpoint
     from .._tools.listing import Listing
-    from ..stores.trial import Finding
+    from ..stores.probe import Finding
 
 
 @click.command()
@@ -35,13 +35,13 @@ def doctor(place: str, size: int, json_: bool) -> None:
         return
     column = max(len(one.name) for one in findings)
     for one in findings:
-        say(f"{one.name:{column}}  {_value(one)}")
+        say(f"{one.name:{column}}  {_finding_text(one)}")
     for one in findings:
         if one.advice:
             say(f"{click.style(one.name, fg='yellow')}: {one.advice}")
 
 
-def _value(one: "Finding") -> str:
+def _finding_text(one: "Finding") -> str:
     if isinstance(one.value, bool):
         return click.style("yes", fg="green") if one.value else click.style("no", fg="yellow")
     if isinstance(one.value, str):

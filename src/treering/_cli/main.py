@@ -17,10 +17,10 @@ from .._version import __version__
 from ..errors import TreeringError
 from . import contents, copying, deleting, listing, machine, report, runs, verifying
 from .output import FAILED, say
-from .wording import in_shell
+from .shell_wording import to_shell_wording
 
 _NAME = "treering"
-_COMPLETE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
+_COMPLETE_VARIABLE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
 _SIGPIPE = getattr(signal, "SIGPIPE", 13)
 
 
@@ -47,7 +47,7 @@ def completion(shell: str) -> None:
     """Print the completion script for a SHELL; for bash: eval "$(treering completion bash)" in ~/.bashrc."""
     kind = get_completion_class(shell)
     assert kind is not None
-    say(kind(cli, {}, _NAME, _COMPLETE).source())
+    say(kind(cli, {}, _NAME, _COMPLETE_VARIABLE).source())
 
 
 for module in (listing, contents, verifying, runs, deleting, report, copying, machine):
@@ -57,8 +57,8 @@ for module in (listing, contents, verifying, runs, deleting, report, copying, ma
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments, by default the program's, and returns its exit code."""
-    if _COMPLETE in os.environ:
-        cli.main(prog_name=_NAME, complete_var=_COMPLETE)
+    if _COMPLETE_VARIABLE in os.environ:
+        cli.main(prog_name=_NAME, complete_var=_COMPLETE_VARIABLE)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _prepare_streams()
     try:
@@ -85,7 +85,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:
         what = str(error) if isinstance(error, TreeringError | OSError) else repr(error)
-        _say_error(debug, in_shell(what, cli.commands, arguments))
+        _say_error(debug, to_shell_wording(what, cli.commands, arguments))
         for note in getattr(error, "__notes__", ()) if isinstance(error, TreeringError) else ():
             say(click.style(safe(note), dim=True), err=True)
         return FAILED
@@ -137,7 +137,7 @@ def _invoke(arguments: list[str]) -> int:
             raise
 
 
-class _OnStderr(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Prints each log record as a line. It looks up the stream for each record, because tests replace it."""
 
     def __init__(self, arguments: Sequence[str]):
@@ -145,14 +145,14 @@ class _OnStderr(logging.Handler):
         self._arguments = arguments
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = in_shell(record.getMessage(), cli.commands, self._arguments)
+        message = to_shell_wording(record.getMessage(), cli.commands, self._arguments)
         say(f"{record.levelname.lower()}: {safe(message)}", err=True)
 
 
 @contextlib.contextmanager
 def _log_on_stderr(arguments: Sequence[str], debug: bool) -> Iterator[None]:
     """Prints the library's log on stderr within a `with` block."""
-    log, handler = logging.getLogger("treering"), _OnStderr(arguments)
+    log, handler = logging.getLogger("treering"), _StderrHandler(arguments)
     before = log.propagate, log.level
     log.addHandler(handler)
     log.propagate = False

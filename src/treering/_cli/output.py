@@ -17,7 +17,7 @@ from .._core.values import encode_float
 from .._printable import safe
 
 FAILED = 3  # The exit code of an error that was printed.
-_MAX_BITS = 10_000  # A larger int is printed in hexadecimal: Python refuses to print very long decimals.
+_MAX_INT_BITS = 10_000  # A larger int is printed in hexadecimal: Python refuses to print very long decimals.
 _MIN_COLUMNS = 8  # A cell keeps this many columns, however narrow the terminal is.
 
 
@@ -50,17 +50,17 @@ def say_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(safe, columns))
     for row in rows:
-        writer.writerow([_cell(row.get(name)) for name in columns])
+        writer.writerow([_csv_cell(row.get(name)) for name in columns])
     click.echo(text.getvalue(), nl=False)
 
 
-def _cell(value: Any) -> str:
+def _csv_cell(value: Any) -> str:
     if isinstance(value, tuple):
         return safe(", ".join(value))
-    return "" if value is None else json.dumps(value) if isinstance(value, bool) else safe(_plain(value))
+    return "" if value is None else json.dumps(value) if isinstance(value, bool) else safe(_to_json(value))
 
 
-def check_one_way(json_: bool, csv_: bool) -> None:
+def check_one_format(json_: bool, csv_: bool) -> None:
     """Raises `click.UsageError` if the user wants both JSON and CSV."""
     if json_ and csv_:
         raise click.UsageError("expected --json or --csv, found both")
@@ -68,42 +68,42 @@ def check_one_way(json_: bool, csv_: bool) -> None:
 
 def say_json(value: Any) -> None:
     """Prints a value as JSON. Numbers that JSON lacks become the texts "nan", "inf" and "-inf"."""
-    click.echo(json.dumps(_plain(value), indent=2))
+    click.echo(json.dumps(_to_json(value), indent=2))
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, float):
         return "nan" if math.isnan(value) else encode_float(value)
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         return hex(value)
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _to_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(one) for one in value]
+        return [_to_json(one) for one in value]
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def when(seconds: float | None) -> str:
+def local_time(seconds: float | None) -> str:
     """Formats a time in seconds since the epoch, in the local time zone. None is the empty text."""
     return "" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
-def iso(seconds: float | None) -> str | None:
+def utc_time(seconds: float | None) -> str | None:
     """Formats a time in seconds since the epoch as ISO 8601, in UTC."""
     return None if seconds is None else datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
 
 
-def width() -> int | None:
+def terminal_columns() -> int | None:
     """Returns the columns of the terminal, or None if stdout is not a terminal. Then nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def cut(text: str, columns: int | None) -> str:
+def truncate(text: str, columns: int | None) -> str:
     """Cuts the end of a text that has more than `columns` columns."""
     return text if columns is None or len(text) <= columns else text[: max(columns - 1, 0)] + "…"
 
 
-def cut_middle(text: str, columns: int) -> str:
+def truncate_middle(text: str, columns: int) -> str:
     """Cuts the middle of a text that has more than `columns` columns.
 
     The end stays longer than the beginning, because the ends of paths distinguish them.
@@ -119,7 +119,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collectio
     """
     used = [n for n, _ in enumerate(head) if any(row[n] for row in rows)]
     widths = {n: max(len(head[n]), *(len(click.unstyle(row[n])) for row in rows)) for n in used}
-    space = width()
+    space = terminal_columns()
     texts = [n for n in used if head[n] in left]  # Numbers are never cut: a cut number is another number.
     while space is not None and texts and sum(widths.values()) + 2 * (len(widths) - 1) > space:
         widest = max(texts, key=lambda n: widths[n])
@@ -129,7 +129,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collectio
 
     def cell(n: int, text: str) -> str:
         plain = click.unstyle(text)
-        shown = text if len(plain) <= widths[n] else cut_middle(plain, widths[n])
+        shown = text if len(plain) <= widths[n] else truncate_middle(plain, widths[n])
         pad = " " * (widths[n] - min(len(plain), widths[n]))
         return shown + pad if head[n] in left else pad + shown
 

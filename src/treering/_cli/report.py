@@ -2,7 +2,7 @@
 
 import click
 
-from .._core.readable import nbytes
+from .._core.units import nbytes
 from .._printable import safe
 from .arguments import MAX_EXPANSION, PREFIX, STEP
 from .output import PATH, as_json, say, say_json
@@ -37,7 +37,7 @@ def report(
     from .._tools import report as tools
 
     place = stores.absolute(output)
-    store = stores.of(place)
+    store = stores.get(place)
     tools.check_replaceable(store, place)
     found = tools.gather(
         run,

@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .._core.readable import count
+from .._core.units import count
 from .arguments import PREFIX, STEP
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
-    from .._run.directory import Directory
+    from .._run.run_directory import RunDirectory
 
 
 @click.command()
@@ -33,9 +33,9 @@ def unpin(run: str, steps: tuple[int, ...], prefix: str | None, json_: bool) -> 
 
 
 def _pin(run: str, steps: tuple[int, ...], prefix: str | None, *, wanted: bool, json_: bool) -> None:
-    directory = opened_directory(run, prefix)
+    directory = open_run(run, prefix)
     for step in steps:  # All are checked before the first is changed, so that an error changes nothing.
-        directory.check_own(step)
+        directory.check_own_step(step)
     for step in steps:
         directory.pin(step, wanted)
     if json_:
@@ -57,44 +57,46 @@ def rewind(run: str, step: int | None, all_: bool, dry_run: bool, prefix: str | 
     """
     if all_ == (step is not None):
         raise click.UsageError("expected a STEP, or --all")
-    from .._run import incoming
-    from .._run.run import BEFORE_ALL, aside
+    from .._run import external_writes
+    from .._run.run_layout import BEFORE_FIRST_STEP, archived_runs
 
-    directory, back_to = opened_directory(run, prefix), BEFORE_ALL if step is None else step
+    directory, back_to = open_run(run, prefix), BEFORE_FIRST_STEP if step is None else step
     store, root = directory.steps.store, directory.root
-    later, before = directory.to_set_aside(back_to), aside(store, root)
+    later, before = directory.steps_to_archive(back_to), archived_runs(store, root)
     if dry_run:
-        incoming.check(store, root)
+        external_writes.check_no_writer(store, root)
     else:
         try:
             directory.rewind(back_to)
         finally:
             directory.release()
     if json_:
-        place = next((one for one in aside(store, root) if one not in before), None)
+        place = next((one for one in archived_runs(store, root) if one not in before), None)
         say_json({"path": root, "step": step, "set_aside": later, "to": place, "dry_run": dry_run})
     elif dry_run:
         steps = ", ".join(map(str, later))
         say(f"{count(len(later), 'step')} would be archived: {steps}" if later else "nothing to archive")
 
 
-def opened_directory(run: str, prefix: str | None) -> "Directory":
+def open_run(run: str, prefix: str | None) -> "RunDirectory":
     """Opens the directory of a run in order to change it.
 
     Raises `NotFoundError` if it is not a run, and `MismatchError` for a ``local=`` directory or several prefixes.
     """
     from .. import stores
-    from .._run.directory import Directory
-    from .._run.origin import check_not_near
-    from .._run.run import prefix_of
-    from .._run.steps import Steps
+    from .._run.origin import check_not_local
+    from .._run.run_directory import RunDirectory
+    from .._run.run_layout import find_prefix
+    from .._run.step_catalog import StepCatalog
     from .._tools.listing import check_run
 
     place = stores.absolute(run)
-    store = stores.of(place)
+    store = stores.get(place)
     check_run(store, place, prefix)
-    check_not_near(store, place)
-    return Directory(Steps(store, place, prefix_of(store, place) if prefix is None else prefix), lambda: True)
+    check_not_local(store, place)
+    return RunDirectory(
+        StepCatalog(store, place, find_prefix(store, place) if prefix is None else prefix), lambda: True
+    )
 
 
 COMMANDS = (pin, unpin, rewind)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.readable import count, nbytes
+from .._core.units import count, nbytes
 from .._printable import safe
 from ..errors import NotFoundError, TreeringError
 from .arguments import PREFIX, Seconds, Subset
@@ -16,7 +16,7 @@ from .contents import FORMAT
 from .output import FAILED, PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
-    from .._tools.check import Checked
+    from .._tools.check import CheckResult
 
 
 @click.command()
@@ -45,29 +45,29 @@ def verify(
     damage.
     """
     from .. import formats, stores
-    from .._tools.folder import look_into
+    from .._tools.runs_folder import scan_runs_folder
 
     since = None if newer is None else time.time() - newer
     place = stores.absolute(path)
-    folder = look_into(stores.of(place), place, None if format is None else formats.get(format), prefix)
+    folder = scan_runs_folder(stores.get(place), place, None if format is None else formats.get(format), prefix)
     if folder is None:
         part, (checked,) = _check([place], subset, format, prefix, since)
-        say_json({**_plain(checked), "part": part}) if json_ else _say(checked, part)
-        return _code([checked])
-    part, found = _check([*folder.checkpoints, *folder.runs], subset, format, prefix, since, each=True)
+        say_json({**_result_fields(checked), "part": part}) if json_ else _print_result(checked, part)
+        return _exit_code([checked])
+    part, found = _check([*folder.checkpoints, *folder.runs], subset, format, prefix, since, many=True)
     if json_:
-        total = {"path": place, "ok": not _code(found), "nbytes": sum(one.nbytes for one in found), "part": part}
-        total["not_checked"] = folder.deeper
-        say_json({**total, "runs": [_plain(one) for one in found]})
-        return _code(found)
+        total = {"path": place, "ok": not _exit_code(found), "nbytes": sum(one.nbytes for one in found), "part": part}
+        total["not_checked"] = folder.folders_below
+        say_json({**total, "runs": [_result_fields(one) for one in found]})
+        return _exit_code(found)
     for one in found:
-        _say(one, part)
-    for one in folder.deeper:
+        _print_result(one, part)
+    for one in folder.folders_below:
         say(f"not checked: {safe(one)}, which has runs or checkpoints in it")
     numbers = [count(len(folder.runs), "run")] * bool(folder.runs)
     numbers += [count(len(folder.checkpoints), "checkpoint")] * bool(folder.checkpoints)
     say(", ".join([*numbers, nbytes(sum(one.nbytes for one in found))]))
-    return _code(found)
+    return _exit_code(found)
 
 
 def _check(
@@ -77,26 +77,26 @@ def _check(
     prefix: str | None,
     since: float | None,
     *,
-    each: bool = False,
-) -> "tuple[tuple[int, int] | None, list[Checked]]":
+    many: bool = False,
+) -> "tuple[tuple[int, int] | None, list[CheckResult]]":
     """Checks checkpoints or runs, and returns the part of their bytes that was read, and the results.
 
-    With `each`, an error of one is part of its result, and the others are checked.
+    With `many`, an error of one is part of its result, and the others are checked.
     """
-    from .._tools.check import Checked, check
+    from .._tools.check import CheckResult, check
 
-    part = _part(paths, subset, format, prefix, each=each) if isinstance(subset, int) else subset
-    found: list[Checked] = []
+    part = _choose_part(paths, subset, format, prefix, many=many) if isinstance(subset, int) else subset
+    found: list[CheckResult] = []
     for path in paths:
         try:
             found.append(check(path, part, format, prefix=prefix, since=since))
         except (TreeringError, PermissionError) as error:
-            if not each:
+            if not many:
                 raise
             if isinstance(error, PermissionError):
-                found.append(Checked(path, closed=[error]))
+                found.append(CheckResult(path, closed=[error]))
             else:
-                found.append(Checked(path, unsupported=[] if _has_just_begun(path, prefix) else [error]))
+                found.append(CheckResult(path, unsupported=[] if _has_just_begun(path, prefix) else [error]))
     return part, found
 
 
@@ -111,18 +111,18 @@ def _has_just_begun(path: str, prefix: str | None) -> bool:
     return not listing.closed and all(row.state == "unfinished" for row in listing.rows)
 
 
-def _code(found: "Sequence[Checked]") -> int:
+def _exit_code(found: "Sequence[CheckResult]") -> int:
     if any(one.problems for one in found):
         return 1
     return 0 if all(one.ok for one in found) else FAILED
 
 
-def _plain(checked: "Checked") -> dict[str, Any]:
+def _result_fields(checked: "CheckResult") -> dict[str, Any]:
     return {
         "path": checked.path,
         "ok": checked.ok,
         "nbytes": checked.nbytes,
-        "checked": checked.parts,
+        "checked": checked.checkpoints,
         "problems": [problem._asdict() for problem in checked.problems],
         "unsupported": [str(error) for error in checked.unsupported],
         "closed": [str(error) for error in checked.closed],
@@ -132,9 +132,9 @@ def _plain(checked: "Checked") -> dict[str, Any]:
     }
 
 
-def _say(checked: "Checked", part: tuple[int, int] | None) -> None:
+def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
     which = "" if part is None else f", part {part[0]} of {part[1]}"
-    say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_verdict(checked)}")
+    say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_result_text(checked)}")
     for problem in checked.problems:
         say(f"  {safe(problem)}")
     for error in (*checked.unsupported, *checked.closed):
@@ -147,34 +147,39 @@ def _say(checked: "Checked", part: tuple[int, int] | None) -> None:
         say(f"  skipped, committed earlier: {count(checked.passed_over, 'checkpoint')}")
 
 
-def _verdict(checked: "Checked") -> str:
+def _result_text(checked: "CheckResult") -> str:
     cannot = len(checked.unsupported) + len(checked.closed)
     if checked.problems:
         return click.style(count(len(checked.problems), "problem"), fg="red")
     if cannot:
-        return click.style(f"{cannot} of {count(checked.parts + cannot, 'checkpoint')} cannot be checked", fg="yellow")
-    if checked.parts:
+        return click.style(
+            f"{cannot} of {count(checked.checkpoints + cannot, 'checkpoint')} cannot be checked", fg="yellow"
+        )
+    if checked.checkpoints:
         return click.style("all good", fg="green")
     return "nothing was checked" if checked.passed_over or checked.deleted else "nothing to check yet"
 
 
-def _part(paths: Sequence[str], most: int, format: str | None, prefix: str | None, *, each: bool) -> tuple[int, int]:
-    """Chooses at random one of the equal parts that have at most `most` bytes: its number, and the number of parts.
+def _choose_part(
+    paths: Sequence[str], max_bytes: int, format: str | None, prefix: str | None, *, many: bool
+) -> tuple[int, int]:
+    """Chooses at random one of the equal parts that have at most `max_bytes` bytes: its number, and the number of
+    parts.
 
-    With `each`, a checkpoint of unknown size adds nothing to the total.
+    With `many`, a checkpoint of unknown size adds nothing to the total.
     """
     total = 0
     for path in paths:
         try:
-            total += _size(path, format, prefix)
+            total += _total_bytes(path, format, prefix)
         except (TreeringError, PermissionError):  # The check reports the same error.
-            if not each:
+            if not many:
                 raise
-    parts = max(1, -(-total // max(most, 1)))
+    parts = max(1, -(-total // max(max_bytes, 1)))
     return random.randint(1, parts), parts
 
 
-def _size(path: str, format: str | None, prefix: str | None) -> int:
+def _total_bytes(path: str, format: str | None, prefix: str | None) -> int:
     """Returns the bytes of a checkpoint, or of a run's steps including archived ones."""
     from .._run.open import open_checkpoint
     from .._tools.listing import list_run
@@ -187,7 +192,7 @@ def _size(path: str, format: str | None, prefix: str | None) -> int:
     for archived in listing.set_aside:
         # An empty archive has no size. The check names an unreadable one.
         with contextlib.suppress(NotFoundError, PermissionError):
-            total += _size(archived, format, None)
+            total += _total_bytes(archived, format, None)
     return total
 
 

@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def whole(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> Box:
     """Returns the box of an entire array."""
     return tuple((0, size) for size in shape)
 
@@ -68,7 +68,7 @@ def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iter
         yield pending
 
 
-def rows_apart(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[Box]:
+def split_at_gaps(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[Box]:
     """Yields the parts of a box of a C-ordered array that have no gap of `gap` bytes or more in them.
 
     These are the rows of the box, if they are separate in memory.
@@ -81,7 +81,7 @@ def rows_apart(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Itera
         yield (*((n, n + 1) for n in outer), *box[split:])
 
 
-def in_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
+def slice_boxes(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
     """Yields boxes of at most `limit` bytes whose contents, one after the other, are the array in C order.
 
     A box has at least one element, even if that is larger than the limit.
@@ -94,7 +94,7 @@ def in_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
         axis += 1
         inner = itemsize * math.prod(shape[axis + 1 :])
     rows = max(1, limit // max(inner, 1))
-    for outer in _positions(whole(tuple(shape[:axis]))):
+    for outer in _positions(full_box(tuple(shape[:axis]))):
         for start in range(0, max(shape[axis], 1), rows):
             cut = (start, min(start + rows, shape[axis]))
             yield (*((n, n + 1) for n in outer), cut, *((0, size) for size in shape[axis + 1 :]))
@@ -211,7 +211,7 @@ def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
     return list(found.items())
 
 
-def describe(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
+def sharding_to_json(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
     """Returns a `NamedSharding` as JSON: the sizes of the mesh axes, and the spec.
 
     Returns None for other shardings, because their boxes say enough, and for axis names that are not text, because

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import Difference, MismatchError
 from .entries import Entry, LostEntry, StatesEntry, ValueEntry
 from .leaf_paths import closest, matches
-from .readable import nbytes
+from .units import nbytes
 
 NOTHING = "nothing"
 NONE, FUNCTION = "None", "a function"
@@ -17,7 +17,7 @@ _MAX_LINES = 20  # lines
 _NUMBER = re.compile(r"\d+")
 
 
-def describe(entry: Entry) -> str:
+def describe_entry(entry: Entry) -> str:
     """Returns an entry in a few characters: ``float32[2,3]``, ``int``, ``key<threefry2x32>[]``."""
     if isinstance(entry, LostEntry):
         return "lost"
@@ -41,7 +41,7 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
+def reshape_hint(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
     """Returns the hint for an array of shape `found` where the template has the shape `wanted`.
 
     It names a rule that makes one shape of the other, if there is one, and how to keep the template's array.
@@ -66,7 +66,7 @@ def reshaping(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has
     return f"shapes must be equal; {change}{own}"
 
 
-def mismatch(
+def mismatch_error(
     name: str,
     differences: Sequence[Difference],
     template: Sequence[str],

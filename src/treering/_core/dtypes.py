@@ -37,14 +37,14 @@ SAFETENSORS = {
 # safetensors does not have these dtypes. They are stored as U8: with one byte per element, or with a last axis that has
 # the bytes of an element.
 _ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
-_WIDE = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
-_OF_NUMPY = {name for name in SAFETENSORS if not name.startswith(("float8", "bfloat16"))} | {"complex128"}
+_COMPLEX_BYTES = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
+_NUMPY_DTYPES = {name for name in SAFETENSORS if not name.startswith(("float8", "bfloat16"))} | {"complex128"}
 _UNIT = r"\[(?:[2-9]|[1-9]\d{1,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"
 _SIZED = re.compile(rf"(datetime64|timedelta64)(?:{_UNIT})?|<U([1-9]\d{{0,7}})|\|S([1-9]\d{{0,7}})", re.ASCII)
 
 
 @functools.lru_cache(maxsize=512)
-def stored_as(text: str) -> tuple[str, int, bool]:
+def safetensors_layout(text: str) -> tuple[str, int, bool]:
     """Returns the safetensors dtype, the bytes per element, and True if a last axis of bytes is added.
 
     Raises `UnsupportedError` for a dtype that this version of the format does not know.
@@ -53,14 +53,14 @@ def stored_as(text: str) -> tuple[str, int, bool]:
         return *SAFETENSORS[text], False
     if _ONE_BYTE.fullmatch(text):
         return "U8", 1, False
-    if text in _WIDE:
-        return "U8", _WIDE[text], True
+    if text in _COMPLEX_BYTES:
+        return "U8", _COMPLEX_BYTES[text], True
     if found := _SIZED.fullmatch(text):
         return "U8", 8 if found[1] else 4 * int(found[2]) if found[2] else int(found[3]), True
     raise UnsupportedError(f"dtype {text}")
 
 
-def widest(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
+def compute_dtype(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
     """Returns the type in which to compute with numbers of a dtype. It also knows the dtypes of ml_dtypes."""
     import numpy as np
 
@@ -69,7 +69,7 @@ def widest(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
 
 def itemsize(text: str) -> int:
     """Returns the bytes per stored element."""
-    return stored_as(text)[1]
+    return safetensors_layout(text)[1]
 
 
 @functools.lru_cache(maxsize=512)
@@ -77,8 +77,8 @@ def to_numpy(text: str) -> "np.dtype[Any]":
     """Returns the NumPy dtype of a text, in little-endian byte order. Raises `UnsupportedError` for an unknown one."""
     import numpy as np
 
-    stored_as(text)
-    if text in _OF_NUMPY:
+    safetensors_layout(text)
+    if text in _NUMPY_DTYPES:
         return np.dtype(text)
     import ml_dtypes  # imported late: loading it takes as long as opening a checkpoint
 
@@ -106,7 +106,7 @@ def to_text(dtype: "np.dtype[Any]") -> str:
     raise UnsupportedError(f"dtype {dtype}{hint if dtype.names or dtype.hasobject else ''}")
 
 
-def asked(dtype: Any) -> "np.dtype[Any]":
+def requested_dtype(dtype: Any) -> "np.dtype[Any]":
     """Returns the dtype that the caller wants for floats.
 
     Raises `MismatchError` if it is not a dtype, and `UnsupportedError` if it is not a floating-point dtype.
@@ -163,7 +163,7 @@ def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[A
         return array.astype(dtype, order="C")
 
 
-def whole_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def defined_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Returns an array whose bytes have only defined bits: integers of less than 8 bits are sign-extended."""
     if array.dtype.kind != "V" or not is_integer(array.dtype):
         return array

@@ -13,7 +13,7 @@ import msgspec
 
 from ..errors import CorruptError, MismatchError
 from .leaf_paths import matches, may_match_below
-from .values import EXACT, ValueType, decode
+from .values import MAX_EXACT_INT, ValueType, decode
 
 if TYPE_CHECKING:
     from .boxes import Box
@@ -60,7 +60,7 @@ class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
 
     def at(self, path: str) -> "LostEntry":
         """Returns this entry under another path."""
-        return lost(path, *self.why, tree=self.tree)
+        return lost_entry(path, *self.why, tree=self.tree)
 
 
 class ValueEntry(
@@ -79,9 +79,9 @@ class ValueEntry(
     def decode(self) -> Any:
         """Returns the Python value: None for a function, and for an iterator the list of its states."""
         if self.type == "iterator":
-            from .states import decoded
+            from .iterator_states import decode_states
 
-            return decoded(self.value)
+            return decode_states(self.value)
         return decode(self.type, self.value)
 
 
@@ -139,37 +139,37 @@ def step_number(step: Any) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if isinstance(step, bool) or not 0 <= number <= EXACT:
+    if isinstance(step, bool) or not 0 <= number <= MAX_EXACT_INT:
         raise MismatchError(f"step={step!r:.100}: expected an integer from 0 to 2^53")
     return number
 
 
-def lost(path: str, *why: str, tree: bool = False) -> LostEntry:
+def lost_entry(path: str, *why: str, tree: bool = False) -> LostEntry:
     """Returns the entry of a leaf that cannot be read, or with `tree` of all leaves at and below its path."""
     return LostEntry(path, "numpy", "uint8", (), "", why, tree)
 
 
-def is_lost_tree(entry: Entry | None) -> TypeGuard[LostEntry]:
+def is_unreadable_tree(entry: Entry | None) -> TypeGuard[LostEntry]:
     """Returns True if an entry stands for a damaged part of the tree, whose leaves are not known by name."""
     return isinstance(entry, LostEntry) and entry.tree
 
 
-def fits(path: str, entry: Entry, globs: str | Iterable[str]) -> bool:
+def glob_fits(path: str, entry: Entry, globs: str | Iterable[str]) -> bool:
     """Returns True if one of the globs matches a leaf's path, or could match a leaf in a damaged part of the tree."""
-    if not is_lost_tree(entry):
+    if not is_unreadable_tree(entry):
         return matches(path, globs)
     return any(may_match_below(path, glob) for glob in ((globs,) if isinstance(globs, str) else globs))
 
 
-def covered(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
+def glob_covers(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
     """Returns True if one of the globs matches a leaf's path. For a damaged part one has to match all of it."""
-    if not is_lost_tree(entry):
+    if not is_unreadable_tree(entry):
         return matches(path, globs)
     candidates = (globs,) if isinstance(globs, str) else globs
     return any(glob == path or (glob.rpartition("/")[2] == "**" and matches(path, glob)) for glob in candidates)
 
 
-def check_whole(entries: Iterable[Entry]) -> None:
+def check_readable(entries: Iterable[Entry]) -> None:
     """Raises a `CorruptError` if some of these entries cannot be read. It says which, and why."""
     entries = list(entries)
     if LostEntry not in set(map(type, entries)):  # a fast test for the usual case of thousands of sound entries

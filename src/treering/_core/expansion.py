@@ -10,11 +10,11 @@ from typing import Any
 
 from ..errors import MismatchError
 from .entries import ArrayEntry
-from .readable import nbytes
 from .source import Source, expands
+from .units import nbytes
 
-MOST = 100.0  # bytes in memory for each stored byte
-_FREE = 64 << 20  # bytes that every checkpoint may use, even beyond that ratio
+MAX_RATIO = 100.0  # bytes in memory for each stored byte
+_EXEMPT_BYTES = 64 << 20  # bytes that every checkpoint may use, even beyond that ratio
 
 
 def check_bound(most: Any) -> None:
@@ -29,7 +29,7 @@ def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float)
     if not expands(source) or most == math.inf:
         return
     total = sum(entry.nbytes for entry in entries)
-    if total > max(most * source.nbytes, _FREE):
+    if total > max(most * source.nbytes, _EXEMPT_BYTES):
         raise MismatchError(
             f"{name}: expected arrays of at most {most:g} times the {nbytes(source.nbytes)} that are stored, found "
             f"{nbytes(total)}. Many leaves may share one array, or the arrays compress well. If you trust this "

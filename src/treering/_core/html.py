@@ -6,7 +6,7 @@ from html import escape
 from .._printable import safe
 from .entries import ArrayEntry, Entry
 from .outline import Node, outline
-from .readable import count, nbytes
+from .units import count, nbytes
 
 _MAX_NODES = 2000  # nodes of a tree that are shown; more would make a notebook slow
 _OPEN_LEVELS = 1  # levels of a tree that are unfolded at first

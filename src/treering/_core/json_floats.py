@@ -16,20 +16,23 @@ _POINTER = re.compile("(?:/(?:[^~/]|~[01])*)*", re.DOTALL)
 _INDEX = re.compile("0|[1-9][0-9]*")
 
 
-def as_text(value: Any, place: str, places: list[str]) -> Any:
+def floats_to_text(value: Any, place: str, places: list[str]) -> Any:
     """Returns the value with text for every NaN and infinity in it. Appends their places to `places`."""
     if isinstance(value, dict):
-        return {name: as_text(part, f"{place}/{key_text(name)}", places) for name, part in value.items()}
+        return {name: floats_to_text(part, f"{place}/{key_text(name)}", places) for name, part in value.items()}
     if isinstance(value, list):
-        return [as_text(part, f"{place}/{n}", places) for n, part in enumerate(value)]
+        return [floats_to_text(part, f"{place}/{n}", places) for n, part in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         places.append(place)
         return encode_float(value)
     return value
 
 
-def as_floats(value: Any, places: Iterable[str]) -> Any:
-    """Undoes `as_text`, in the value itself, and returns it. Raises `ValueError` if a place has no text of a float."""
+def text_to_floats(value: Any, places: Iterable[str]) -> Any:
+    """Undoes `floats_to_text`, in the value itself, and returns it.
+
+    Raises `ValueError` if a place has no text of a float.
+    """
     top: Any = {"": value}
     for place in places:
         part, key, text = top, "", None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import dtypes
-from .boxes import Box, whole
+from .boxes import Box, full_box
 from .entries import ArrayEntry
 from .source import Source
 
@@ -83,7 +83,7 @@ class LazyArray:
 
         if copy is False:
             raise ValueError("an array in a checkpoint cannot become a NumPy array without reading it")
-        (array,) = self._reader.read([(self._entry, whole(self.shape))])
+        (array,) = self._reader.read([(self._entry, full_box(self.shape))])
         return np.asarray(array, dtype)
 
     def __len__(self) -> int:
@@ -92,17 +92,17 @@ class LazyArray:
         return self.shape[0]
 
     def _repr_html_(self) -> str:
-        from . import html, readable
-        from .describe import describe
+        from . import html, units
+        from .describe import describe_entry
 
-        about = [("array", describe(self._entry)), ("size", readable.nbytes(self.nbytes))]
-        about += [("sharding", text)] if (text := readable.sharding(self.place)) else []
+        about = [("array", describe_entry(self._entry)), ("size", units.nbytes(self.nbytes))]
+        about += [("sharding", text)] if (text := units.sharding(self.place)) else []
         return html.page(self._entry.path or "(root)", html.table([*about, ("in", self._reader.path)]))
 
     def __repr__(self) -> str:
-        from .describe import describe
+        from .describe import describe_entry
 
-        return f"<LazyArray {self._entry.path!r} {describe(self._entry)}>"
+        return f"<LazyArray {self._entry.path!r} {describe_entry(self._entry)}>"
 
 
 def recorded_sharding(place: "Mapping[str, Any] | None") -> "jax.sharding.NamedSharding | None":

@@ -80,7 +80,7 @@ def split(path: str) -> list[str]:
     return [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")]
 
 
-def below(path: str, at: str) -> str | None:
+def relative_to(path: str, at: str) -> str | None:
     """Returns `path` relative to `at`, or None if it is not at or below `at`."""
     if not at:
         return path
@@ -101,7 +101,7 @@ def _compile(glob: str) -> re.Pattern[str]:
     return re.compile("".join(parts), re.DOTALL)
 
 
-def written(path: str) -> str:
+def unescape(path: str) -> str:
     """Returns a path as people write it, without escapes."""
     return "/".join(split(path)) if "~" in path else path
 
@@ -115,12 +115,12 @@ def matches(path: str, globs: str | Iterable[str]) -> bool:
     """Returns True if one of the globs matches a path.
 
     ``*`` and ``?`` match within a component, ``**`` matches any number of components. A glob with wildcards may also
-    match the path as people write it. `meant` does that for a glob without wildcards.
+    match the path as people write it. `find_path` does that for a glob without wildcards.
     """
     candidates = (globs,) if isinstance(globs, str) else globs
     if "~" not in path:
         return any(matches_exactly(path, glob) for glob in candidates)
-    plain = written(path)
+    plain = unescape(path)
     return any(
         matches_exactly(path, glob) or (has_wildcards(glob) and matches_exactly(plain, glob)) for glob in candidates
     )
@@ -136,7 +136,7 @@ def has_wildcards(glob: str) -> bool:
     return "*" in glob or "?" in glob
 
 
-def meant(text: str, paths: Collection[str]) -> str:
+def find_path(text: str, paths: Collection[str]) -> str:
     """Returns the path that a text means: the text itself, or else the only path that people write like that.
 
     Returns a text with wildcards as it is.
@@ -145,25 +145,27 @@ def meant(text: str, paths: Collection[str]) -> str:
     """
     if has_wildcards(text) or text in paths:
         return text
-    found = tuple(path for path in paths if "~" in path and written(path) == text)
+    found = tuple(path for path in paths if "~" in path and unescape(path) == text)
     if len(found) > 1:
-        raise MismatchError(f"{text!r}: expected one path, found several that it may mean: {few(found)}; give one")
+        raise MismatchError(
+            f"{text!r}: expected one path, found several that it may mean: {join_names(found)}; give one"
+        )
     return found[0] if found else text
 
 
-def all_meant(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
-    """Returns the path that each of one or several globs means; see `meant`."""
-    return [meant(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
+def find_globs(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
+    """Returns the path that each of one or several globs means; see `find_path`."""
+    return [find_path(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
 
 
-def above(path: str) -> list[str]:
+def parent_paths(path: str) -> list[str]:
     """Returns the paths of the containers around a path, except the root, the outermost first."""
     return [path[:n] for n, character in enumerate(path) if character == "/"]
 
 
 def may_match_below(path: str, glob: str) -> bool:
     """Returns True if the glob could match the path, or a path below it."""
-    return not path or any(_may_match_below(parts, glob) for parts in (path.split("/"), written(path).split("/")))
+    return not path or any(_may_match_below(parts, glob) for parts in (path.split("/"), unescape(path).split("/")))
 
 
 def _may_match_below(parts: Sequence[str], glob: str) -> bool:
@@ -218,6 +220,6 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
     return os.path.abspath(home)
 
 
-def few(names: tuple[str, ...]) -> str:
+def join_names(names: tuple[str, ...]) -> str:
     """Returns the first five names, and the number of the rest. Names from files cannot control a terminal."""
     return ", ".join(map(safe, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -5,9 +5,9 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
-from .describe import describe
+from .describe import describe_entry
 from .entries import ArrayEntry, Entry, StatesEntry
-from .leaf_paths import written
+from .leaf_paths import unescape
 
 _MAX_LEVELS = 64
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
@@ -66,7 +66,7 @@ def _place(places: dict[str, Node], path: str) -> Node:
         missing.append(above)
     node = places[above]
     for one in reversed(missing):
-        child = Node(written(one.removeprefix(above + "/" if above else "")), one)
+        child = Node(unescape(one.removeprefix(above + "/" if above else "")), one)
         node.children.append(child)
         places[one] = node = child
         above = one
@@ -89,7 +89,7 @@ def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
         own: Hashable = None
         if entry is not None:
             node.leaves = 1
-            own = describe(entry)
+            own = describe_entry(entry)
             if isinstance(entry, ArrayEntry):
                 node.nbytes = entry.nbytes
                 node.values = math.prod(entry.shape)

@@ -3,18 +3,18 @@
 import itertools
 
 from .._printable import safe
-from . import html, readable
-from .describe import describe, value_text
+from . import html, units
+from .describe import describe_entry, value_text
 from .entries import ArrayEntry, Entry
-from .part import name_of
 from .source import Source
+from .subtree import source_name
 
 
 def text(source: Source, most: int) -> str:
     """Returns the names and shapes of at most `most` leaves, one per line."""
     entries = source.entries
     step = "" if source.step is None else f", step {source.step}"
-    head = f"Checkpoint {safe(name_of(source))} ({source.format}{step}, {len(entries)} leaves)"
+    head = f"Checkpoint {safe(source_name(source))} ({source.format}{step}, {len(entries)} leaves)"
     shown = dict(itertools.islice(entries.items(), most))
     width = max(map(len, shown), default=0)
     lines = []
@@ -22,7 +22,7 @@ def text(source: Source, most: int) -> str:
         value = "" if isinstance(entry, ArrayEntry) else f" {value_text(entry)}"
         if entry.type == "function":  # The file has only its name, which may be any text.
             value = f" {entry.value:.60}" if isinstance(entry.value, str) and entry.value.isprintable() else ""
-        lines.append(f"  {safe(path) or '(root)':{min(width, 60)}}  {safe(describe(entry))}{value}")
+        lines.append(f"  {safe(path) or '(root)':{min(width, 60)}}  {safe(describe_entry(entry))}{value}")
     if more := len(entries) - len(shown):
         lines.append(f"  and {more} more; print() shows all")
     return "\n".join([head, *lines])
@@ -33,12 +33,12 @@ def page(source: Source) -> str:
 
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):
-            return f"{describe(entry)} {value_text(entry)}"
-        return f"{describe(entry)} {readable.sharding(source.sharding(entry))}".rstrip()
+            return f"{describe_entry(entry)} {value_text(entry)}"
+        return f"{describe_entry(entry)} {units.sharding(source.sharding(entry))}".rstrip()
 
     step = "" if source.step is None else f"step {source.step}"
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"
-    leaves = readable.count(len(source.entries), "leaf", "leaves")
-    head = html.line(source.format, step, leaves, readable.nbytes(source.nbytes), saved)
+    leaves = units.count(len(source.entries), "leaf", "leaves")
+    head = html.line(source.format, step, leaves, units.nbytes(source.nbytes), saved)
     metrics = html.table(source.metrics) if source.metrics else ""
-    return html.page(name_of(source), head, metrics, html.tree(source.entries, what))
+    return html.page(source_name(source), head, metrics, html.tree(source.entries, what))

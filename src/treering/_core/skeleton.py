@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import CorruptError, UnsupportedError
 from .leaf_paths import join, key_text, split
-from .values import EXACT, decode, encode
+from .values import MAX_EXACT_INT, decode, encode
 
 LEAF = 0
 _TEXT = {str}
@@ -57,7 +57,7 @@ def encode_key(key: Any) -> Any:
 
 
 def _decode_key(key: Any, kinds: Collection[str] = ("int", "float", "bytes", "tuple")) -> Any:
-    if isinstance(key, str | bool) or (isinstance(key, int) and abs(key) <= EXACT):
+    if isinstance(key, str | bool) or (isinstance(key, int) and abs(key) <= MAX_EXACT_INT):
         return key
     if isinstance(key, list) and len(key) == 2 and key[0] in kinds:
         if key[0] == "tuple" and isinstance(key[1], list):
@@ -86,10 +86,10 @@ def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
     begin = next((position for position, path, _ in containers(skeleton) if path == at), None)
     if begin is None:
         return None
-    return skeleton[begin : end_of(skeleton, begin)]
+    return skeleton[begin : subtree_end(skeleton, begin)]
 
 
-def end_of(skeleton: Skeleton, begin: int) -> int:
+def subtree_end(skeleton: Skeleton, begin: int) -> int:
     """Returns the position after the tree that begins at a position."""
     open_places, end = 1, begin
     while open_places:
@@ -199,7 +199,7 @@ def assemble(
     return order, skeleton
 
 
-def inferred(at: str, names: list[str], *, lists: bool = True, sort: bool = True) -> tuple[Node, list[str]]:
+def infer_container(at: str, names: list[str], *, lists: bool = True, sort: bool = True) -> tuple[Node, list[str]]:
     """Returns the node of a container of which only the names are known, and these names in its order.
 
     With `lists`, it is a list if the names are the numbers from 0. Otherwise it is a dict. Its keys are in the order of
@@ -220,13 +220,13 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and (name[0] != "0" or name == "0")
 
 
-def nest(paths: Iterable[str], values: Iterable[Any]) -> Any:
-    """Returns nested dicts and lists that are inferred from paths alone; see `inferred`.
+def nest_by_path(paths: Iterable[str], values: Iterable[Any]) -> Any:
+    """Returns nested dicts and lists that are inferred from paths alone; see `infer_container`.
 
     This is for selected leaves and for formats that record no tree.
     """
     given = dict(zip(paths, values, strict=True))
-    order, skeleton = assemble(given, inferred)
+    order, skeleton = assemble(given, infer_container)
     return build(skeleton, [given[path] for path in order])
 
 

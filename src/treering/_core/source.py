@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .._printable import safe, safe_lines
-from .boxes import Box, whole
+from .boxes import Box, full_box
 from .entries import ArrayEntry, Entry
-from .leaf_paths import few
+from .leaf_paths import join_names
 from .skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         place = safe(self.file) if self.block is None else f"{safe(self.file)}, block {self.block}"
-        return f"{place}: {safe_lines(self.what)}" + (f" (leaves: {few(self.leaves)})" if self.leaves else "")
+        return f"{place}: {safe_lines(self.what)}" + (f" (leaves: {join_names(self.leaves)})" if self.leaves else "")
 
 
 class Share(NamedTuple):
@@ -128,7 +128,7 @@ def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]
     A piece is one run of bytes in C order. For a source without a method `pieces` the array is one piece.
     """
     own = getattr(source, "pieces", None)
-    return own(entry, box) if own else [(0, whole(entry.shape))]
+    return own(entry, box) if own else [(0, full_box(entry.shape))]
 
 
 def records_kinds(source: Source) -> bool:
@@ -174,7 +174,7 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
     return [origin(path) for path in paths] if origin else paths
 
 
-ABOUT = ("step", "metrics", "metadata")  # attributes of a source that are recorded together with a tree
+INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are recorded together with a tree
 
 
 class Written(NamedTuple):

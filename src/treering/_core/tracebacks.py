@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import TypeVar
 
 from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
-from . import habits
+from . import migration_hints
 
-_MISTAKES = (ExistsError, MismatchError, NotFoundError, UnsupportedError)  # damage and failures keep their frames
+_USAGE_ERRORS = (ExistsError, MismatchError, NotFoundError, UnsupportedError)  # damage and failures keep their frames
 
 F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
@@ -22,7 +22,7 @@ class _WithoutFrames:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, _MISTAKES) and all(frame in _OURS for frame in _folders(traceback)):
+        if isinstance(error, _USAGE_ERRORS) and all(frame in _HIDDEN_FILES for frame in _folders(traceback)):
             error.__traceback__ = None  # Python adds the frames above this one while the error goes up.
 
 
@@ -30,16 +30,19 @@ def _folders(traceback: TracebackType | None) -> Iterator[str]:
     """Yields the file of each frame's code, with `_HERE` for all files of this library."""
     while traceback:
         file = traceback.tb_frame.f_code.co_filename
-        yield _HERE if file.startswith(_HERE) else file
+        yield _PACKAGE_FOLDER if file.startswith(_PACKAGE_FOLDER) else file
         traceback = traceback.tb_next
 
 
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the folder of the library
-_OURS = {_HERE, contextlib.__file__}  # Any other frame is the user's, such as a function passed to the library.
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the folder of the library
+_HIDDEN_FILES = {
+    _PACKAGE_FOLDER,
+    contextlib.__file__,
+}  # Any other frame is the user's, such as a function passed to the library.
 _without_frames = _WithoutFrames()
 
 
-def at_the_caller(function: F) -> F:
+def hide_internal_frames(function: F) -> F:
     """Makes a public call whose errors about its arguments show no frames of this library. Causes stay.
 
     This also releases the objects that those frames hold: templates, readers, a `Checkpointer`. An error about the
@@ -52,15 +55,15 @@ def at_the_caller(function: F) -> F:
             with _without_frames:
                 return function(*args, **options)
         except (TypeError, MismatchError) as error:
-            habits.explain(error, function, args, options)
+            migration_hints.add_hint(error, function, args, options)
             raise
 
     return call  # type: ignore[return-value]
 
 
-def methods_at_the_caller(public: C) -> C:
-    """Applies `at_the_caller` to the public methods of a class, and to its `__init__`."""
+def hide_internal_frames_of_methods(public: C) -> C:
+    """Applies `hide_internal_frames` to the public methods of a class, and to its `__init__`."""
     for name, value in list(vars(public).items()):
         if inspect.isfunction(value) and (name == "__init__" or not name.startswith("_")):
-            setattr(public, name, at_the_caller(value))
+            setattr(public, name, hide_internal_frames(value))
     return public

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..errors import CorruptError, UnsupportedError
 
 ValueType = Literal["bool", "int", "float", "complex", "str", "bytes", "none", "function", "iterator"]
-EXACT = 1 << 53  # Many readers of JSON take numbers as doubles, which hold every integer up to here.
+MAX_EXACT_INT = 1 << 53  # Many readers of JSON take numbers as doubles, which hold every integer up to here.
 
 
 def is_shape(shape: Sequence[int], itemsize: int) -> bool:
@@ -68,7 +68,7 @@ def encode(value: Any) -> tuple[ValueType, Any]:
     if kind is bool:
         return "bool", value
     if kind is int:
-        return "int", value if abs(value) <= EXACT else hex(value)
+        return "int", value if abs(value) <= MAX_EXACT_INT else hex(value)
     if kind is float:
         return "float", encode_float(value)
     if kind is complex:
@@ -89,7 +89,7 @@ def decode(kind: str, value: Any) -> Any:
     try:
         if kind == "bool" and isinstance(value, bool):
             return value
-        if kind == "int" and type(value) is int and abs(value) <= EXACT:
+        if kind == "int" and type(value) is int and abs(value) <= MAX_EXACT_INT:
             return value
         if kind == "int" and isinstance(value, str) and encode(found := int(value, 16)) == ("int", value):
             return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from . import dtypes
-from .boxes import Box, box_shape, intersect, slices, whole
+from .boxes import Box, box_shape, full_box, intersect, slices
 from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .skeleton import Skeleton
 from .source import WHOLE, Problem, Share, Source, expands, left_out, pieces, records_kinds, static_values
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class Plan(NamedTuple):
+class ReadPlan(NamedTuple):
     """The entries and boxes of the checkpoint to read for a box of a leaf, and the function that makes that box."""
 
     needs: "list[tuple[Any, Box]]"
@@ -33,7 +33,7 @@ class Leaf(msgspec.Struct, frozen=True):
     """
 
     entry: Entry
-    plan: Callable[[Box], Plan] | None = None
+    plan: Callable[[Box], ReadPlan] | None = None
     plain: bool = False
     source: str = ""
     in_place: bool = False
@@ -42,7 +42,7 @@ class Leaf(msgspec.Struct, frozen=True):
         """Returns this leaf under another path."""
         return Leaf(self.entry.at(path), self.plan, self.plain, self.source, self.in_place)
 
-    def made(self, plan: Callable[[Box], Plan], *, in_place: bool = False, **changed: Any) -> "Leaf":
+    def made(self, plan: Callable[[Box], ReadPlan], *, in_place: bool = False, **changed: Any) -> "Leaf":
         """Returns a leaf that is made of this one, with some fields of its entry changed."""
         entry = self.array
         fields = {
@@ -62,18 +62,18 @@ class Leaf(msgspec.Struct, frozen=True):
         assert isinstance(self.entry, ArrayEntry)
         return self.entry
 
-    def plan_of(self, box: Box) -> Plan:
+    def plan_of(self, box: Box) -> ReadPlan:
         assert self.plan is not None
         return self.plan(box)
 
 
-def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
+def plain_leaves(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
     """Returns the leaves of a checkpoint without changes, named by the keys of the mapping."""
 
     def leaf(path: str, entry: Entry) -> Leaf:
         if isinstance(entry, ValueEntry) and not isinstance(entry, StatesEntry):
             return Leaf(entry.at(path), source=entry.path)
-        plan = lambda box: Plan([(entry, box)], lambda arrays: arrays[0])  # noqa: E731
+        plan = lambda box: ReadPlan([(entry, box)], lambda arrays: arrays[0])  # noqa: E731
         return Leaf(entry.at(path), plan, plain=True, source=entry.path)
 
     return {path: leaf(path, entry) for path, entry in entries.items()}
@@ -82,12 +82,12 @@ def leaves_of(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
 def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
     """Returns the leaf with its axes in another order, like `numpy.transpose`."""
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         source: list[Any] = [None] * len(box)
         for n, axis in enumerate(axes):
             source[axis] = box[n]
         inner = leaf.plan_of(tuple(source))
-        return Plan(inner.needs, lambda arrays: inner.make(arrays).transpose(axes))
+        return ReadPlan(inner.needs, lambda arrays: inner.make(arrays).transpose(axes))
 
     return leaf.made(plan, shape=tuple(leaf.array.shape[axis] for axis in axes))
 
@@ -95,9 +95,9 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
 def cast(leaf: Leaf, dtype: str) -> Leaf:
     """Returns the leaf with its values in another dtype."""
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         inner = leaf.plan_of(box)
-        return Plan(inner.needs, lambda arrays: dtypes.cast(inner.make(arrays), dtypes.to_numpy(dtype)))
+        return ReadPlan(inner.needs, lambda arrays: dtypes.cast(inner.make(arrays), dtypes.to_numpy(dtype)))
 
     return leaf.made(plan, in_place=True, dtype=dtype)
 
@@ -105,9 +105,9 @@ def cast(leaf: Leaf, dtype: str) -> Leaf:
 def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:
     """Returns the leaf with its bytes as another dtype of the same size."""
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         inner = leaf.plan_of(box)
-        return Plan(inner.needs, lambda arrays: inner.make(arrays).view(dtypes.to_numpy(dtype)))
+        return ReadPlan(inner.needs, lambda arrays: inner.make(arrays).view(dtypes.to_numpy(dtype)))
 
     return leaf.made(plan, dtype=dtype)
 
@@ -120,12 +120,12 @@ def wrapped(leaf: Leaf, impl: str) -> Leaf:
 def part(leaf: Leaf, path: str, axis: int, start: int, stop: int, *, drop_axis: bool = False) -> Leaf:
     """Returns a range of the leaf along an axis. With `drop_axis` it is the position `start`, without the axis."""
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         own = (start, start + 1) if drop_axis else (box[axis][0] + start, box[axis][1] + start)
         inner = leaf.plan_of((*box[:axis], own, *box[axis + (not drop_axis) :]))
         if not drop_axis:
             return inner
-        return Plan(inner.needs, lambda arrays: inner.make(arrays).squeeze(axis))
+        return ReadPlan(inner.needs, lambda arrays: inner.make(arrays).squeeze(axis))
 
     shape = leaf.array.shape
     middle = () if drop_axis else (stop - start,)
@@ -136,7 +136,7 @@ def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
     """Returns the leaf repeated along each axis. If a box crosses the end of a repetition, all of that axis is read."""
     old = leaf.array.shape
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         source: list[tuple[int, int]] = []
         for (start, stop), size in zip(box, old, strict=True):
             begin = start - start % size if size else 0
@@ -152,7 +152,7 @@ def tiled(leaf: Leaf, repeats: Sequence[int]) -> Leaf:
                     array = array.take(np.arange(start, stop) % max(size, 1), axis)
             return array
 
-        return Plan(inner.needs, make)
+        return ReadPlan(inner.needs, make)
 
     return leaf.made(plan, shape=tuple(size * count for size, count in zip(old, repeats, strict=True)))
 
@@ -162,10 +162,10 @@ def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -
     old = leaf.array.shape
     inside = tuple((before, before + size) for (before, _), size in zip(widths, old, strict=True))
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         common = intersect(box, inside)
         if common is None:
-            inner = Plan([], lambda arrays: empty((0,), leaf.array.dtype))
+            inner = ReadPlan([], lambda arrays: empty((0,), leaf.array.dtype))
         else:
             inner = leaf.plan_of(tuple((a - o, b - o) for (a, b), (o, _) in zip(common, inside, strict=True)))
         if common == box:
@@ -178,7 +178,7 @@ def padded(leaf: Leaf, widths: Sequence[tuple[int, int]], value: "np.ndarray") -
                 out[slices(common, box)] = inner.make(arrays)
             return out
 
-        return Plan(inner.needs, make)
+        return ReadPlan(inner.needs, make)
 
     shape = tuple(before + size + after for (before, after), size in zip(widths, old, strict=True))
     return leaf.made(plan, shape=shape)
@@ -231,7 +231,7 @@ class View:
 
     def origins(self, path: str) -> "list[tuple[ArrayEntry, Box]]":
         """Returns the entries and boxes that an array is made of, in the source below all views."""
-        needs = self.leaves[path].plan_of(whole(self.leaves[path].array.shape)).needs
+        needs = self.leaves[path].plan_of(full_box(self.leaves[path].array.shape)).needs
         if not isinstance(self._reader, View):
             return needs
         return [origin for entry, _ in needs for origin in self._reader.origins(entry.path)]
@@ -249,7 +249,7 @@ class View:
         leaf = self.leaves[entry.path]
         if leaf.plan is None or not (leaf.plain or leaf.in_place):
             return None
-        ((source, _),) = leaf.plan_of(whole(leaf.array.shape)).needs
+        ((source, _),) = leaf.plan_of(full_box(leaf.array.shape)).needs
         return self._reader.sharding(source)
 
     def can_mmap(self, requested: bool | None) -> bool:
@@ -261,7 +261,7 @@ class View:
     ) -> "list[np.ndarray]":
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
-        arrays = list(each(plans, found))
+        arrays = list(make_all(plans, found))
         owners: dict[str, str] = {}  # If a rule has copied a leaf, the two arrays must not share memory.
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
@@ -272,15 +272,15 @@ class View:
         """Returns the pieces of an array; see `source.pieces`. An array made of other leaves counts as one piece."""
         leaf = self.leaves[entry.path]
         if leaf.plan is None or not (leaf.plain or leaf.in_place):
-            return [(0, whole(entry.shape))]
-        ((below, _),) = leaf.plan_of(whole(entry.shape)).needs
+            return [(0, full_box(entry.shape))]
+        ((below, _),) = leaf.plan_of(full_box(entry.shape)).needs
         return pieces(self._reader, below, box)
 
     def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
         return self._reader.problems(share)
 
 
-def each(plans: Sequence[Plan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
+def make_all(plans: Sequence[ReadPlan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":
     """Yields the result of each plan, made of its share of the arrays that were read for all plans."""
     rest = iter(arrays)
     for plan in plans:

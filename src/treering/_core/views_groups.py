@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import MismatchError
 from . import dtypes
-from .boxes import Box, box_shape, intersect, slices, whole
-from .views import Leaf, Plan, each, empty
+from .boxes import Box, box_shape, full_box, intersect, slices
+from .views import Leaf, ReadPlan, empty, make_all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
     """Returns leaves of one shape and dtype, stacked along a new axis."""
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         rest = box[:axis] + box[axis + 1 :]
         inner = [leaf.plan_of(rest) for leaf in leaves[slice(*box[axis])]]
 
@@ -24,11 +24,11 @@ def stacked(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
             import numpy as np
 
             out = empty(box_shape(box), leaves[0].array.dtype)
-            for n, part in enumerate(each(inner, arrays)):
+            for n, part in enumerate(make_all(inner, arrays)):
                 out[(slice(None),) * axis + (n,)] = part
             return np.asarray(out)
 
-        return Plan([need for one in inner for need in one.needs], make)
+        return ReadPlan([need for one in inner for need in one.needs], make)
 
     shape = leaves[0].array.shape
     kind = "jax" if leaves[0].array.type == "jax-weak" else leaves[0].array.type
@@ -43,8 +43,8 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
     shape = leaves[0].array.shape
     new_shape = (*shape[:axis], ends[-1], *shape[axis + 1 :])
 
-    def plan(box: Box) -> Plan:
-        parts: list[tuple[Box, Plan]] = []
+    def plan(box: Box) -> ReadPlan:
+        parts: list[tuple[Box, ReadPlan]] = []
         for leaf, start, stop in zip(leaves, ends, ends[1:], strict=False):
             common = intersect(box, (*box[:axis], (start, stop), *box[axis + 1 :]))
             if common:
@@ -53,11 +53,11 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             out = empty(box_shape(box), leaves[0].array.dtype)
-            for (common, _), part in zip(parts, each([one for _, one in parts], arrays), strict=True):
+            for (common, _), part in zip(parts, make_all([one for _, one in parts], arrays), strict=True):
                 out[slices(common, box)] = part
             return out
 
-        return Plan([need for _, one in parts for need in one.needs], make)
+        return ReadPlan([need for _, one in parts for need in one.needs], make)
 
     return leaves[0].made(plan, path=path, shape=new_shape)
 
@@ -65,23 +65,23 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
 def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
     """Returns the leaf times a scale for each block of it, computed in float32 and cast to `dtype`."""
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         if not math.prod(box_shape(box)):
-            return Plan([], lambda arrays: empty(box_shape(box), dtype))
+            return ReadPlan([], lambda arrays: empty(box_shape(box), dtype))
         cells = tuple((a // size, (b - 1) // size + 1) for (a, b), size in zip(box, block, strict=True))
         inner = [leaf.plan_of(box), scale.plan_of(cells)]
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            product, factors = (dtypes.cast(array, np.dtype(np.float32)) for array in each(inner, arrays))
+            product, factors = (dtypes.cast(array, np.dtype(np.float32)) for array in make_all(inner, arrays))
             for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
                 if last - first > 1:  # a single factor is broadcast
                     factors = factors.take(np.arange(start, stop) // size - first, axis)
             product *= factors
             return dtypes.cast(product, dtypes.to_numpy(dtype))
 
-        return Plan([need for one in inner for need in one.needs], make)
+        return ReadPlan([need for one in inner for need in one.needs], make)
 
     return leaf.made(plan, dtype=dtype, type="jax" if leaf.array.type == "jax-weak" else leaf.array.type)
 
@@ -96,23 +96,23 @@ def mapped(
 ) -> Leaf:
     """Returns the result of a function of entire leaves. These are read again for each box of it."""
 
-    def plan(box: Box) -> Plan:
-        inner = [leaf.plan_of(whole(leaf.array.shape)) for leaf in leaves]
+    def plan(box: Box) -> ReadPlan:
+        inner = [leaf.plan_of(full_box(leaf.array.shape)) for leaf in leaves]
 
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
             # The function gets copies, because it may change them. A save of a live tree passes the tree's own arrays,
             # and passes them again for the next box.
-            found = np.asarray(function(*(array.copy() for array in each(inner, arrays))))
+            found = np.asarray(function(*(array.copy() for array in make_all(inner, arrays))))
             expected = dtypes.to_numpy(dtype)
             if found.shape != shape or found.dtype != expected:
                 raise MismatchError(
                     f"{path}: expected {expected}{list(shape)} from the function of a rule, found "
                     f"{found.dtype}{list(found.shape)}; {hint}"
                 )
-            return found[(*slices(box, whole(shape)), ...)]  # The ellipsis makes it an array even without axes.
+            return found[(*slices(box, full_box(shape)), ...)]  # The ellipsis makes it an array even without axes.
 
-        return Plan([need for one in inner for need in one.needs], make)
+        return ReadPlan([need for one in inner for need in one.needs], make)
 
     return leaves[0].made(plan, path=path, shape=shape, dtype=dtype)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .boxes import Box, box_shape
-from .views import Leaf, Plan, empty
+from .views import Leaf, ReadPlan, empty
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,9 +19,9 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
     """
     old = leaf.array.shape
 
-    def plan(box: Box) -> Plan:
+    def plan(box: Box) -> ReadPlan:
         if not math.prod(box_shape(box)):
-            return Plan([], lambda arrays: empty(box_shape(box), leaf.array.dtype))
+            return ReadPlan([], lambda arrays: empty(box_shape(box), leaf.array.dtype))
         source: list[tuple[int, int]] = []
         sizes, skipped = [], []  # of each group: the elements that are read, and how many come before the first wanted
         groups = _groups(old, shape)
@@ -47,7 +47,7 @@ def reshaped(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
             ]
             return np.lib.stride_tricks.as_strided(flat[begin:], box_shape(box), strides)
 
-        return Plan(inner.needs, make)
+        return ReadPlan(inner.needs, make)
 
     return leaf.made(plan, shape=shape)
 

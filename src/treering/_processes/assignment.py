@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import Box, Cells, box_shape, in_slices, intersect, slices, whole
+from .._core.boxes import Box, Cells, box_shape, full_box, intersect, slice_boxes, slices
 from .._core.entries import ArrayEntry, StatesEntry
 from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from .layouts import Layout, held_by, layout_of, owner
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
 _MAX_LOOPED_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
-_FINER_CELLS = 8  # cells per part; with eight, a process writes at most an eighth more than its fair share
+_CELLS_PER_WRITER = 8  # cells per part; with eight, a process writes at most an eighth more than its fair share
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +35,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
-class Share(NamedTuple):
+class Assignment(NamedTuple):
     """The writers of an array: process `writers[i]` writes the piece `boxes[i]`.
 
     With a `layout`, the boxes are the boxes of the layout, and the writers are row `turn` of its `holders.turns`.
@@ -47,7 +47,7 @@ class Share(NamedTuple):
     turn: int = 0
 
 
-def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Share]:
+def assign(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Assignment]:
     """Returns the shares of all arrays of a tree, by leaf, for a job of `count` processes.
 
     An array that each process has its own copy of is treated as held by all processes. `single` maps leaves that exist
@@ -66,21 +66,21 @@ def plan(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = No
         if layout and n in catalogue.global_leaves and owner(layout) is None:
             together[n] = layout, itemsize
         else:
-            boxes = layout.boxes if layout else Cells.of([whole(entry.shape)])[0]
+            boxes = layout.boxes if layout else Cells.of([full_box(entry.shape)])[0]
             holders = (single[n],) if single and n in single else everyone
             copied[n] = held_by(boxes, holders), itemsize
     loads = np.zeros(count, np.int64)
     total = sum(layout.nbytes(itemsize) for layout, itemsize in (*together.values(), *copied.values()))
-    shares: dict[int, Share] = {}
+    shares: dict[int, Assignment] = {}
     for group in (together, copied):
-        shares.update(zip(group, share_out(list(group.values()), loads, total // count), strict=True))
+        shares.update(zip(group, balance(list(group.values()), loads, total // count), strict=True))
     return shares
 
 
-def of_states(entries: Sequence[Any], count: int) -> dict[int, Share]:
+def assign_states(entries: Sequence[Any], count: int) -> dict[int, Assignment]:
     """Returns the shares of the iterator states that are stored in array files: each process writes its own state."""
     stored = {n: one for n, one in enumerate(entries) if isinstance(one, StatesEntry) and len(one.value) == count}
-    return {n: Share([one.box(process) for process in range(count)], range(count)) for n, one in stored.items()}
+    return {n: Assignment([one.box(process) for process in range(count)], range(count)) for n, one in stored.items()}
 
 
 def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:
@@ -100,13 +100,13 @@ def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piec
     return found
 
 
-def cut_shares(entries: Sequence[Any], shares: Mapping[int, Share], most: int) -> dict[int, Share]:
+def cut_assignments(entries: Sequence[Any], shares: Mapping[int, Assignment], most: int) -> dict[int, Assignment]:
     """Returns the shares with boxes of more than `most` bytes cut up. The writer of a box writes all of its parts."""
     steps = _steps(entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), most)
     found = dict(shares)
     for leaf, step in steps.items():
         cells = [(cell, n) for n, box in enumerate(shares[leaf].boxes) for cell in _cells(box, step)]
-        found[leaf] = Share([cell for cell, _ in cells], [int(shares[leaf].writers[n]) for _, n in cells])
+        found[leaf] = Assignment([cell for cell, _ in cells], [int(shares[leaf].writers[n]) for _, n in cells])
     return found
 
 
@@ -134,7 +134,7 @@ def _step(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | N
     shape = [max(stop - start for start, stop in axis) for axis in zip(*boxes, strict=True)]
     if itemsize * math.prod(shape) <= most:
         return None
-    return box_shape(next(in_slices(shape, itemsize, most)))
+    return box_shape(next(slice_boxes(shape, itemsize, most)))
 
 
 def _cells(box: Box, step: Sequence[int]) -> Iterator[Box]:
@@ -145,18 +145,18 @@ def _cells(box: Box, step: Sequence[int]) -> Iterator[Box]:
     )
 
 
-def unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Share]:
+def assign_unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int, Assignment]:
     """Returns the shares of the leaves that are spread over the devices of a process that writes alone."""
     boxes: dict[int, list[Box]] = {leaf: [] for leaf in spread}
     for piece in pieces:
         own = boxes.get(piece.leaf)
         if own is not None and (not own or own[-1] != piece.box):  # A repeated box is another run of the same piece.
             own.append(piece.box)
-    return {leaf: Share(own, [0] * len(own)) for leaf, own in boxes.items()}
+    return {leaf: Assignment(own, [0] * len(own)) for leaf, own in boxes.items()}
 
 
-def to_stage(
-    described: Described, shares: Mapping[int, Share] | None, index: int
+def select_shards(
+    described: Described, shares: Mapping[int, Assignment] | None, index: int
 ) -> tuple[Sequence[LocalShard], list[Any]]:
     """Returns the shards that process `index` stages, in the order in which it writes them, and their arrays.
 
@@ -168,7 +168,7 @@ def to_stage(
         return shards, data
     own = _by_leaf(shards)
     chosen: dict[int, tuple[LocalShard, Any]] = {}
-    for leaf, box, _ in written(catalogue.entries, shares, index):
+    for leaf, box, _ in piece_sizes(catalogue.entries, shares, index):
         if leaf in own:  # A leaf may exist only in another process; `check_consistent` finds that later.
             n, shard = _containing(own[leaf], box)
             if leaf in catalogue.global_leaves and shard.box != box:
@@ -181,7 +181,7 @@ def to_stage(
 
 
 def pieces(
-    entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Share] | None, index: int
+    entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Assignment] | None, index: int
 ) -> list[Piece]:
     """Returns the pieces that process `index` writes, in order; if `shares` is None, one for each shard.
 
@@ -191,7 +191,7 @@ def pieces(
         return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(shards)]
     own = _by_leaf(shards)
     found: list[Piece] = []
-    for leaf, box, nbytes in written(entries, shares, index):
+    for leaf, box, nbytes in piece_sizes(entries, shares, index):
         if isinstance(entries[leaf], StatesEntry):
             # This process holds only its own state, so `begin` is relative to the begin of that state.
             ((n, _),), begin = own[leaf], box[0][0] - entries[leaf].box(index)[0][0]
@@ -203,7 +203,7 @@ def pieces(
     return found
 
 
-def written(entries: Sequence[Any], shares: Mapping[int, Share], index: int) -> list[tuple[int, Box, int]]:
+def piece_sizes(entries: Sequence[Any], shares: Mapping[int, Assignment], index: int) -> list[tuple[int, Box, int]]:
     """Returns leaf, box and size in bytes of each piece that process `index` writes, in the order of `alignment`."""
     found: list[tuple[int, Box, int]] = []
     for leaf in sorted(shares):
@@ -242,7 +242,7 @@ def _offset(box: Box, origin: Box) -> int:
     return found
 
 
-def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) -> list[Share]:
+def balance(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) -> list[Assignment]:
     """Chooses the writers of arrays, given as layouts and bytes per element.
 
     `loads` are the bytes that each process writes already; this function adds the bytes that it assigns. `fair` is the
@@ -265,7 +265,7 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
             if layout not in held:
                 held[layout] = np.bincount(turns[0], layout.elements, len(loads)).astype(np.int64)
             loads += held[layout] * itemsize
-            shares[n] = Share(layout.boxes, turns[0], layout)
+            shares[n] = Assignment(layout.boxes, turns[0], layout)
             continue
         sizes = layout.elements * itemsize
         after = loads.take(turns)
@@ -278,11 +278,11 @@ def share_out(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int
         if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # Otherwise each process would write a small file.
             turn = int(np.where(most <= most_before, most, -1).argmax())
         np.add.at(loads, turns[turn], sizes)
-        shares[n] = Share(layout.boxes, turns[turn], layout, turn)
+        shares[n] = Assignment(layout.boxes, turns[turn], layout, turn)
     return shares
 
 
-def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Share:
+def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Assignment:
     boxes: list[Box] = []
     writers: list[int] = []
     cuts = _cuts(layout, itemsize, parts)
@@ -292,47 +292,47 @@ def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Sha
             boxes.append(cell)
             writers.append(int(writer))
             loads[writer] += math.prod(box_shape(cell)) * itemsize
-    return Share(boxes, writers)
+    return Assignment(boxes, writers)
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """The number of parts that an axis is cut into. The parts begin at multiples of `rows` rows."""
 
     parts: int
     rows: int
 
 
-def _cuts(layout: Layout, itemsize: int, parts: int) -> list[Cut]:
+def _cuts(layout: Layout, itemsize: int, parts: int) -> list[AxisCut]:
     """Returns the cuts of each axis. They are along the leading axes, so that each cell is one run of bytes of its box.
 
     The cuts are the same for every box, so that the cells of a grid form a grid again. If the rows do not divide evenly
     into `parts` parts, there are about eight times as many cells, which can be assigned more evenly.
     """
     shape = tuple(max(map(operator.sub, axis[1:], axis)) for axis in layout.boxes.cuts)
-    cuts: list[Cut] = []
+    cuts: list[AxisCut] = []
     finer = 1
     for axis, size in enumerate(shape):
-        if finer == 1 and size % parts and parts % size and size < _FINER_CELLS * parts:
-            finer = _FINER_CELLS
+        if finer == 1 and size % parts and parts % size and size < _CELLS_PER_WRITER * parts:
+            finer = _CELLS_PER_WRITER
             parts *= finer
-        if size % parts == 0 or size >= parts * _FINER_CELLS // finer:
+        if size % parts == 0 or size >= parts * _CELLS_PER_WRITER // finer:
             row = itemsize * math.prod(shape[axis + 1 :])
             even = 64 // math.gcd(row, 64)  # JAX can adopt memory without a copy only at multiples of 64 bytes.
-            cuts.append(Cut(parts, even if size >= _FINER_CELLS * parts * even else 1))
+            cuts.append(AxisCut(parts, even if size >= _CELLS_PER_WRITER * parts * even else 1))
             parts = 1
         else:
-            cuts.append(Cut(size, 1))
+            cuts.append(AxisCut(size, 1))
             parts = -(-parts // size)
     return cuts
 
 
-def cells(box: Box, cuts: Sequence[Cut]) -> Iterator[Box]:
+def cells(box: Box, cuts: Sequence[AxisCut]) -> Iterator[Box]:
     """Yields the parts of a box, in C order."""
     axes = [_ranges(start, stop, cut) for (start, stop), cut in zip(box, cuts, strict=True)]
     return itertools.product(*axes)
 
 
-def _ranges(start: int, stop: int, cut: Cut) -> list[tuple[int, int]]:
+def _ranges(start: int, stop: int, cut: AxisCut) -> list[tuple[int, int]]:
     size = stop - start
     parts = min(cut.parts, size)
     steps = [n * size // parts // cut.rows * cut.rows for n in range(parts)]

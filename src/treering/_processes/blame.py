@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Collection
 
-from .roll import Roll
+from .liveness import LivenessReport
 
 _USUAL_MISTAKE = (
     '`if jax.process_index() == 0:` around it is the usual mistake; processes="this" saves one process\'s data alone'
 )
-EVERYONE = f"; every process must make this call: {_USUAL_MISTAKE}"
+ALL_MUST_CALL = f"; every process must make this call: {_USUAL_MISTAKE}"
 _NOT_COMMITTED = "nothing was committed"
-_NOT_KNOWN = "this process does not know whether the checkpoint was committed"
+_IN_DOUBT = "this process does not know whether the checkpoint was committed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,15 @@ class Blame:
     ending: str
 
 
-def find(
-    roll: Roll, awaited: list[int], *, seen: Collection[int], here: int, seconds: float, known: bool, undecided: bool
+def find_suspects(
+    roll: LivenessReport,
+    awaited: list[int],
+    *,
+    seen: Collection[int],
+    here: int,
+    seconds: float,
+    known: bool,
+    in_doubt: bool,
 ) -> Blame:
     """Blames dead processes first, then processes that ended, and live ones only if the roll has none of these.
 
@@ -31,11 +38,11 @@ def find(
     awaited: the processes from which this one has heard nothing for `seconds` seconds.
     seen: those of `awaited` that were in this call before.
     known: True if the roll lists every process that was dead when this one began to wait.
-    undecided: True if the commit is in doubt for this process.
+    in_doubt: True if the commit is in doubt for this process.
 
     A process that cancelled its call because of a peer is blamed only if no other process can be.
     """
-    outcome = _NOT_KNOWN if undecided else _NOT_COMMITTED
+    outcome = _IN_DOUBT if in_doubt else _NOT_COMMITTED
     dead = {**roll.silent, **dict.fromkeys(seen, seconds)}
     dead.pop(here, None)  # The roll lists this process as silent if it was suspended itself.
     if dead:
@@ -48,5 +55,5 @@ def find(
         both = list(dict.fromkeys([*unknown, *suspects]))
         return Blame(both, seconds, f"; dead, or alive without making this call: {_USUAL_MISTAKE}")
     if suspects:
-        return Blame(suspects, seconds, f"; alive{EVERYONE}")
+        return Blame(suspects, seconds, f"; alive{ALL_MUST_CALL}")
     return Blame(awaited, seconds, f"; stopped waiting for another process and ended, and {outcome}")

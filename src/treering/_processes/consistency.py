@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from .._core.describe import describe, shorten
+from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry
+from .._core.iterator_states import MAX_STATE_BYTES
 from .._core.skeleton import Skeleton
-from .._core.states import MAX_STATE_BYTES
 from .._pytree import iterators
+from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
-from .._pytree.on_demand import Supply
 from ..errors import CorruptError, MismatchError, TreeringError
 from ..stores.read_errors import ReplacedError
 from .assignment import Layout, layout_of, owner
@@ -28,7 +28,9 @@ _MAX_DIFFERENCES = 20  # differences that an error lists
 _RESTORE_ATTEMPTS = 5  # attempts to restore the same checkpoint in all processes, while another job replaces it
 
 
-def gather_alike(call: Call, requested: str, mine: Sequence[Any], decide: Callable[[Sequence[Any]], Any]) -> Any:
+def gather_from_equal_calls(
+    call: Call, requested: str, value: Sequence[Any], choose: Callable[[Sequence[Any]], Any]
+) -> Any:
     """Sends `mine` to process 0 and returns its decision, as `Call.gather_and_decide` does.
 
     Raises `MismatchError` if the processes differ in `requested`. Each way to save must begin with this exchange:
@@ -42,13 +44,13 @@ def gather_alike(call: Call, requested: str, mine: Sequence[Any], decide: Callab
                     f"expected the same call in every process: process 0 saves with {messages[0][0]}, process "
                     f"{process} with {message[0]}; nothing was written"
                 )
-        return decide([message[1:] for message in messages])
+        return choose([message[1:] for message in messages])
 
-    return call.gather_and_decide([requested, *mine], chosen)
+    return call.gather_and_decide([requested, *value], chosen)
 
 
 def check_consistent(
-    call: Call, tree: Skeleton, catalogue: Catalogue, staging: Supply, requested: str
+    call: Call, tree: Skeleton, catalogue: Catalogue, staging: ShardSupply, requested: str
 ) -> tuple[Catalogue, dict[int, int]]:
     """Compares the arguments (`requested`) and the trees of all processes.
 
@@ -61,12 +63,12 @@ def check_consistent(
     """
     if call.count == 1:
         return catalogue, {}
-    call.doing("comparing")
-    remote = _remote(catalogue)
+    call.set_activity("comparing")
+    remote = _single_process_leaves(catalogue)
     digests = _digests(catalogue, staging)
     rows = [_row(catalogue, leaf) for leaf in range(len(catalogue.entries))]
     message = [_hash([msgspec.to_builtins(list(tree)), rows]), _hash(list(digests.values())), list(remote.items())]
-    differing, found = gather_alike(call, requested, message, lambda messages: _compare(catalogue, messages))
+    differing, found = gather_from_equal_calls(call, requested, message, lambda messages: _compare(catalogue, messages))
     single: dict[int, int] = dict(found)
     if single and differing is None:  # The first checksum covered these leaves too; now all know to leave them out.
         contents = _hash([digest for leaf, digest in digests.items() if leaf not in single])
@@ -100,12 +102,12 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
             sizes, states = zip(*found, strict=True)
             large.append(list(sizes) if None in states else None)
             if None not in states:
-                joined[n] = iterators.together(own[n].path, states)
+                joined[n] = iterators.join_states(own[n].path, states)
         return large
 
     def message(entry: StatesEntry) -> list[Any]:
         """Returns the size of a state in bytes, and the state if it is small enough for the manifest, else None."""
-        return [entry.nbytes, iterators.as_json(entry.state(0)) if entry.nbytes <= MAX_STATE_BYTES else None]
+        return [entry.nbytes, iterators.state_to_json(entry.state(0)) if entry.nbytes <= MAX_STATE_BYTES else None]
 
     large = call.gather_and_decide([message(entry) for entry in own.values()], join)
     for (n, entry), sizes in zip(own.items(), large, strict=True):
@@ -114,7 +116,7 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
     return catalogue._replace(entries=[joined.get(n, entry) for n, entry in enumerate(catalogue.entries)])
 
 
-def _remote(catalogue: Catalogue) -> dict[int, int]:
+def _single_process_leaves(catalogue: Catalogue) -> dict[int, int]:
     """Returns the leaves that only one other process holds, with that process."""
     layouts = {n: layout_of(catalogue.shardings[n], _shape(catalogue, n)) for n in catalogue.global_leaves}
     return {n: process for n, layout in layouts.items() if (process := owner(layout)) is not None}
@@ -126,7 +128,7 @@ def _shape(catalogue: Catalogue, leaf: int) -> tuple[int, ...]:
     return entry.shape
 
 
-def _digests(catalogue: Catalogue, staging: Supply) -> dict[int, str]:
+def _digests(catalogue: Catalogue, staging: ShardSupply) -> dict[int, str]:
     """Returns the checksum of the bytes of each leaf that every process has its own copy of."""
     excluded = {n for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
     excluded.update(catalogue.global_leaves)
@@ -151,7 +153,7 @@ def _row(catalogue: Catalogue, leaf: int) -> list[str]:
         # An array in one piece may be on another number of devices in another process, which does not matter.
         if split or len(layout.boxes) > 1:
             placement = _placement(layout, split)
-    return [entry.path, f"{entry.type} {describe(entry)} {entry.impl}".rstrip(), str(placement)]
+    return [entry.path, f"{entry.type} {describe_entry(entry)} {entry.impl}".rstrip(), str(placement)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -204,7 +206,7 @@ def _raise_differences(ours: list[list[str]], theirs: list[list[str]], process: 
     )
 
 
-class TogetherError(TreeringError):
+class CollectiveError(TreeringError):
     """Carries a problem out of an attempt that all processes make together.
 
     It has its own class so that code which retries alone on a `CorruptError` does not catch it.
@@ -218,7 +220,7 @@ class TogetherError(TreeringError):
         self.problem, self.decided = problem, decided
 
 
-def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
+def attempt_on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[str, T]:
     """Repeats `attempt` until it succeeds in every process on the same checkpoint, and returns its result.
 
     An attempt returns the identity of the checkpoint and a result. If any process finds damage, every process raises
@@ -231,7 +233,7 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
             result = attempt()
         except (CorruptError, ReplacedError) as error:
             problem = error
-        except TogetherError as error:
+        except CollectiveError as error:
             problem = error.problem
             if error.decided and problem:
                 raise problem from None
@@ -242,12 +244,12 @@ def on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -> tuple[
     raise ReplacedError("the checkpoint is replaced faster than all processes can read it")
 
 
-def decide(
+def decide_for_attempt(
     call: Call, identity: str, state: dict[str, Any], choose: Callable[[Sequence[Any]], dict[str, Any] | None]
 ) -> Any:
     """Returns what `choose` returns in process 0 for the states of all processes, during an attempt of all.
 
-    `identity` is that of the checkpoint that this process reads. Raises `TogetherError` if the attempt has failed in
+    `identity` is that of the checkpoint that this process reads. Raises `CollectiveError` if the attempt has failed in
     one of the processes, or if they read different checkpoints.
     """
 
@@ -260,13 +262,13 @@ def decide(
 
     found = call.gather_and_decide({"identity": identity, **state}, chosen)
     if isinstance(found, list):
-        raise TogetherError(_as_error(found) if found else None, decided=True)
+        raise CollectiveError(_as_error(found) if found else None, decided=True)
     return found
 
 
-def check_all_well(call: Call) -> None:
-    """Raises `TogetherError` if the attempt has failed in another process, so that no process waits for it."""
-    decide(call, "", {}, lambda states: None)
+def check_attempt(call: Call) -> None:
+    """Raises `CollectiveError` if the attempt has failed in another process, so that no process waits for it."""
+    decide_for_attempt(call, "", {}, lambda states: None)
 
 
 def _agree(call: Call, problem: CorruptError | ReplacedError | None, identity: str) -> bool:

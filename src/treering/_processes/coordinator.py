@@ -7,11 +7,11 @@ from typing import Any
 
 from .._pytree.jax_private import imported_job_state, job_state
 from ..errors import MismatchError, UnsupportedError
-from . import roll
-from .calls import Call, SingleProcess
-from .multi_process import MultiProcess
+from . import liveness
+from .calls import Call, SingleProcessCall
+from .multi_process import MultiProcessCall
 
-_inherited: Any = None  # in a forked child, the client of the store of the parent's job
+_inherited_client: Any = None  # in a forked child, the client of the store of the parent's job
 
 
 def check_timeout(timeout: Any) -> None:
@@ -20,7 +20,7 @@ def check_timeout(timeout: Any) -> None:
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds")
 
 
-def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
+def begin_call(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     """Begins a collective call of the processes of this job. `what` describes it and is the same in all of them.
 
     Raises `MismatchError` for bad arguments, and `UnsupportedError` if the store of the job cannot be reached or if
@@ -37,16 +37,16 @@ def begin(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
             f"{what}: expected the key-value store of the job in the private module where JAX keeps it, found none in "
             f"JAX {jax.__version__}; use a Treering for this JAX, or processes='this'"
         )
-    if job and job[0] is _inherited:
+    if job and job[0] is _inherited_client:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     if not job:
-        return SingleProcess()
-    roll.join(*job)
-    return MultiProcess(*job, what, timeout)
+        return SingleProcessCall()
+    liveness.start_signs(*job)
+    return MultiProcessCall(*job, what, timeout)
 
 
 @contextlib.contextmanager
-def ending(call: Call) -> Iterator[None]:
+def ending_call(call: Call) -> Iterator[None]:
     """Ends the call in every process if the block raises."""
     try:
         yield
@@ -56,33 +56,33 @@ def ending(call: Call) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def begun(what: str, doing: str) -> Iterator[Call]:
+def collective_call(what: str, doing: str) -> Iterator[Call]:
     """Makes a call of all processes for a block, and ends it after the block.
 
     `doing` is the activity of this process that the errors of its peers name.
     """
-    call = begin(what)
-    with ending(call):
-        call.doing(doing)
+    call = begin_call(what)
+    with ending_call(call):
+        call.set_activity(doing)
         yield call
         call.close()
 
 
-def join() -> None:
+def announce_alive() -> None:
     """Begins the signs of life of this process before its first call. Does nothing in a job of one process.
 
     A child of `multiprocessing` may have inherited the job of its parent, but is not part of it.
     """
     if multiprocessing.parent_process() is None and (job := _job()):
-        roll.join(*job)
+        liveness.start_signs(*job)
 
 
-def several() -> bool:
+def is_multi_process() -> bool:
     """Returns True if this job has more than one process."""
     return _job() is not None
 
 
-def position() -> tuple[int, int]:
+def process_index_and_count() -> tuple[int, int]:
     """Returns the index of this process in its job, and the number of processes."""
     job = _job()
     return job[1:] if job else (0, 1)
@@ -90,9 +90,9 @@ def position() -> tuple[int, int]:
 
 def forget_after_fork() -> None:
     """Notes that a forked child is not a process of its parent's job. It may join a job that is formed later."""
-    global _inherited
+    global _inherited_client
     if job := imported_job_state():
-        _inherited = job.client
+        _inherited_client = job.client
 
 
 def _job() -> tuple[Any, int, int] | None:
@@ -101,8 +101,8 @@ def _job() -> tuple[Any, int, int] | None:
     The client is None if this release of JAX does not keep it where Treering looks.
     """
     if job := job_state():
-        several = job.client is not None and (job.num_processes or 1) > 1
-        return (job.client, job.process_id, job.num_processes) if several else None
+        is_multi = job.client is not None and (job.num_processes or 1) > 1
+        return (job.client, job.process_id, job.num_processes) if is_multi else None
     import jax
 
     # This is the second choice, because `process_count` starts JAX's backends.

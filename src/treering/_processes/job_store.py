@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .._threads.pool import start
+from .._threads.pool import start_threads
 from ..errors import PeerError
 
 
@@ -19,31 +19,31 @@ class JobStore:
         self._client, self._what, self._here, self._timeout = client, what, here, timeout
 
     def put(self, key: str, text: str) -> None:
-        self._reach(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
+        self._request(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
 
     def put_new(self, key: str, text: str) -> None:
         """Puts a value unless the key has one."""
-        self._reach(self._client.key_value_set, key, text, absent=("ALREADY_EXISTS", None))
+        self._request(self._client.key_value_set, key, text, absent=("ALREADY_EXISTS", None))
 
     def get(self, key: str, default: Any) -> Any:
-        return self._reach(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
+        return self._request(self._client.key_value_try_get, key, absent=("NOT_FOUND", default))
 
     def wait_for(self, key: str, seconds: float) -> str | None:
         """Returns the value of a key, or None if it has none after `seconds` seconds."""
         get, milliseconds = self._client.blocking_key_value_get, int(seconds * 1000)
-        return self._reach(get, key, milliseconds, absent=("DEADLINE_EXCEEDED", None))
+        return self._request(get, key, milliseconds, absent=("DEADLINE_EXCEEDED", None))
 
-    def listed(self, directory: str) -> dict[int, str]:
+    def list_values(self, directory: str) -> dict[int, str]:
         """Returns the values below a key by process."""
-        found = self._reach(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
+        found = self._request(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))
         named = ((key.rpartition("/")[2], value) for key, value in found)
         return {int(name): value for name, value in named if name.isdigit()}
 
     def delete(self, key: str) -> None:
         """Deletes a key, or the keys below it if it ends in a slash."""
-        self._reach(self._client.key_value_delete, key)
+        self._request(self._client.key_value_delete, key)
 
-    def _reach(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
+    def _request(self, ask: Callable[..., Any], *args: Any, absent: tuple[str, Any] = ("", None)) -> Any:
         """Sends a request. `absent` is a part of the error that means "no such key", and the value to return then."""
         found: list[Any] = []
 
@@ -58,7 +58,7 @@ class JobStore:
         else:
             # JAX's client has no timeout for most requests. A daemon thread can be left behind in one.
             thread = threading.Thread(target=work, name="jax-store", daemon=True)
-            start(thread)
+            start_threads(thread)
             thread.join(self._timeout)
         if not found:
             raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")

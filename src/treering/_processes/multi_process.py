@@ -35,9 +35,9 @@ import msgspec
 import xxhash
 
 from .. import errors
-from .._threads.pool import start
+from .._threads.pool import start_threads
 from ..errors import PeerError, TreeringError
-from . import blame, host, roll, tree
+from . import blame, call_tree, host_relay, liveness
 from .job_store import JobStore
 
 _LATER_CALL_SECONDS = 2.0  # seconds, at most, for which a peer must be in a later call before this process fails
@@ -45,10 +45,10 @@ _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a finished call stay
 _MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
 _NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
 _TOKEN = "treering/token"  # key of a random name, by which the processes of this job find one another on a host
-_ON_HOST_SECONDS = 2 * tree.HEARTBEAT_SECONDS  # seconds, at most, until a sign reaches the process that passes it on
+_RELAY_SECONDS = 2 * call_tree.HEARTBEAT_SECONDS  # seconds, at most, until a sign reaches the process that passes it on
 _TOKEN_SECONDS = 5.0  # seconds for which a process waits until process 0 has made the token
-_ROLL_CERTAIN = 3.5  # intervals after which the roll lists every process that was dead at their begin
-_ROLL_WAIT = 4.0  # intervals, at most, of waiting after the timeout until the roll is settled
+_ROLL_CERTAIN_INTERVALS = 3.5  # intervals after which the roll lists every process that was dead at their begin
+_ROLL_WAIT_INTERVALS = 4.0  # intervals, at most, of waiting after the timeout until the roll is settled
 
 
 @dataclasses.dataclass
@@ -62,7 +62,7 @@ class History:
     """
 
     counts: collections.OrderedDict[str, int] = dataclasses.field(default_factory=collections.OrderedDict)
-    over: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=collections.deque)
+    ended_calls: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=collections.deque)
     ordinal: int = 0
     token: str = ""
 
@@ -70,86 +70,90 @@ class History:
 _history = History()
 
 
-def _heard(index: int) -> str:
+def _listed_key(index: int) -> str:
     """Returns the last part of a key of a process. It begins with the parent, which lists its children at once."""
-    return f"{tree.parent(index) if index else 'first'}/{index}"
+    return f"{call_tree.parent(index) if index else 'first'}/{index}"
 
 
-def _now_of(index: int) -> str:
-    return _NOW + _heard(index)
+def _latest_call_key(index: int) -> str:
+    return _NOW + _listed_key(index)
 
 
-def _encoded(error: BaseException) -> str:
+def _encode_error(error: BaseException) -> str:
     kind = type(error).__name__ if isinstance(error, TreeringError) else ""
     text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
-    return host.FAILED + msgspec.json.encode([kind, text]).decode()
+    return host_relay.FAILED + msgspec.json.encode([kind, text]).decode()
 
 
-def _decoded(failure: str, index: int) -> TreeringError:
+def _decode_error(failure: str, index: int) -> TreeringError:
     """Returns the error of a failed process, as its peers raise it."""
-    kind, text = msgspec.json.decode(failure.removeprefix(host.FAILED))
+    kind, text = msgspec.json.decode(failure.removeprefix(host_relay.FAILED))
     return getattr(errors, kind, PeerError)(text if text.startswith("process ") else f"process {index}: {text}")
 
 
-class MultiProcess:
+class MultiProcessCall:
     """A call that every process of the job makes."""
 
     def __init__(self, client: Any, index: int, count: int, what: str, timeout: float, history: History | None = None):
-        self.index, self.count, self.undecided = index, count, False
-        self._what, self._asked, self.timeout = what, timeout, tree.timeout(timeout, count)
+        self.index, self.count, self.in_doubt = index, count, False
+        self._description, self._requested_timeout, self.timeout = what, timeout, call_tree.timeout(timeout, count)
         self._store = JobStore(client, what, here=not index, timeout=self.timeout)
         self._history = history or _history
-        self._children = tree.children(index, count)
-        self._heartbeat_seconds = min(tree.heartbeat_seconds(count), self.timeout / 4)
-        self._poll_seconds = min(tree.poll_seconds(count, hears=bool(self._children)), self.timeout / 4)
+        self._children = call_tree.children(index, count)
+        self._heartbeat_seconds = min(call_tree.heartbeat_seconds(count), self.timeout / 4)
+        self._poll_seconds = min(call_tree.poll_seconds(count, hears=bool(self._children)), self.timeout / 4)
         self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
-        self._exchanges = 0  # exchanges that have begun
-        self._answered = 0  # exchanges that process 0 has answered
-        self._doing = "beginning"
-        self._cancelled: BaseException | None = None
-        self._heard_of_failure = False
-        self._silent: dict[int, tuple[str, float]] = {}  # the last heartbeat of each process, and its age in seconds
-        self._looked = time.monotonic()
-        self._ended = False
-        self._given: set[str] = set()  # the keys of the signs of life that this process has put
+        self._exchange_count = 0  # exchanges that have begun
+        self._answer_count = 0  # exchanges that process 0 has answered
+        self._activity = "beginning"
+        self._cancel_reason: BaseException | None = None
+        self._has_peer_error = False
+        self._last_signs: dict[
+            int, tuple[str, float]
+        ] = {}  # the last heartbeat of each process, and its age in seconds
+        self._last_poll = time.monotonic()
+        self._is_closed = False
+        self._sign_keys: set[str] = set()  # the keys of the signs of life that this process has put
         # `SimpleQueue` is written in C, so that an interrupt cannot leave a lock of it held.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._heartbeat: threading.Thread | None = None
-        self._ordered = threading.current_thread() is threading.main_thread()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
         self._ordinal = 0
-        self._met = False  # True once process 0 was seen in this call
-        self._ahead: dict[int, float] = {}  # the time at which each process was first seen in a later call
-        if self._ordered:  # Before the requests below: a call that fails there has an ordinal too.
+        self._saw_process_0 = False  # True once process 0 was seen in this call
+        self._later_call_since: dict[int, float] = {}  # the time at which each process was first seen in a later call
+        if self._in_main_thread:  # Before the requests below: a call that fails there has an ordinal too.
             self._history.ordinal += 1
             self._ordinal = self._history.ordinal
-        self._number = self._next()
+        self._number = self._next_number()
         try:
-            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{host.FAILED}["PeerError"'):
-                self._number = self._next()  # Process 0 has made that call without this process, and it has failed.
+            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{host_relay.FAILED}["PeerError"'):
+                self._number = (
+                    self._next_number()
+                )  # Process 0 has made that call without this process, and it has failed.
         except PeerError:
             self._uncount()
             raise
 
-    def doing(self, what: str) -> None:
-        self._doing = what
-        if self.count <= tree.FAN_OUT:  # In a large job the store would get the signs of all processes at once.
+    def set_activity(self, what: str) -> None:
+        self._activity = what
+        if self.count <= call_tree.FAN_OUT:  # In a large job the store would get the signs of all processes at once.
             self._wake.put(None)
         if self._heartbeat is None:
-            self._heartbeat = threading.Thread(target=self._beat, name="treering-heartbeat", daemon=True)
-            start(self._heartbeat)
+            self._heartbeat = threading.Thread(target=self._run_heartbeat, name="treering-heartbeat", daemon=True)
+            start_threads(self._heartbeat)
 
-    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         exchange = self._next_exchange()
-        values = self._gather(exchange, mine)
+        values = self._gather(exchange, value)
         if not self.index:
             return self._answer(exchange, decide([values[index] for index in range(self.count)]))
-        self.undecided = True  # Set before sending, because a value may arrive although its sending failed.
-        self._set(f"{exchange}/{tree.parent(self.index)}/{self.index}", values)
-        return self._received(exchange)
+        self.in_doubt = True  # Set before sending, because a value may arrive although its sending failed.
+        self._put_value(f"{exchange}/{call_tree.parent(self.index)}/{self.index}", values)
+        return self._receive(exchange)
 
     def broadcast(self, decide: Callable[[], Any]) -> Any:
         exchange = self._next_exchange()
-        return self._received(exchange) if self.index else self._answer(exchange, decide())
+        return self._receive(exchange) if self.index else self._answer(exchange, decide())
 
     def check(self) -> None:
         if self.index and self._is_due:
@@ -162,194 +166,201 @@ class MultiProcess:
     @property
     def _is_due(self) -> bool:
         """True if it is time to poll again. In a large job the store could not bear a request at every call."""
-        return self.count <= tree.FAN_OUT or time.monotonic() - self._looked >= self._poll_seconds
+        return self.count <= call_tree.FAN_OUT or time.monotonic() - self._last_poll >= self._poll_seconds
 
     def cancel(self, reason: BaseException) -> None:
-        self._cancelled = reason
+        self._cancel_reason = reason
 
     def close(self, error: BaseException | None = None) -> None:
-        if self._ended:
+        if self._is_closed:
             return
-        self._ended = True
+        self._is_closed = True
         if isinstance(error, PeerError):
-            roll.give_up()
+            liveness.note_failed_call()
         self._wake.put(None)
         # An interrupt may have come before the thread began. It then ends at once when it begins.
         if self._heartbeat and self._heartbeat.is_alive():
             self._heartbeat.join(self.timeout)  # Otherwise a heartbeat could overwrite the error that is put next.
-        if isinstance(error, PeerError) and self.index and not self._met:
+        if isinstance(error, PeerError) and self.index and not self._saw_process_0:
             self._withdraw()
         elif error:
             try:
-                self._store.put(self._heartbeat_of(self.index), _encoded(error))
+                self._store.put(self._heartbeat_of(self.index), _encode_error(error))
                 if not self.index:
                     # The peers wait for this answer, or will. An answer that was published before stays valid.
-                    key = f"{self.name}/{max(self._exchanges - 1, self._answered)}/answer"
-                    self._store.put_new(key, _encoded(error))
+                    key = f"{self.name}/{max(self._exchange_count - 1, self._answer_count)}/answer"
+                    self._store.put_new(key, _encode_error(error))
             except PeerError:  # Process 0 is gone, and the store with it.
                 return
         if not self.index:
-            self._history.over.append((time.monotonic(), self.name))
+            self._history.ended_calls.append((time.monotonic(), self.name))
             self._delete_old()
 
     def _withdraw(self) -> None:
         """Removes the traces of a call that process 0 has not made."""
         self._uncount()
         with contextlib.suppress(PeerError):
-            for key in list(self._given):  # A copy: after an interrupt the heartbeat thread may still change the set.
+            for key in list(
+                self._sign_keys
+            ):  # A copy: after an interrupt the heartbeat thread may still change the set.
                 self._store.delete(key)
 
     def _uncount(self) -> None:
         """Frees the number of this call for the next call of its kind, because process 0 has not used it yet."""
         counts = self._history.counts
-        if counts.get(self._what) == self._number:
-            counts[self._what] -= 1
+        if counts.get(self._description) == self._number:
+            counts[self._description] -= 1
 
     # In processes with children
 
-    def _gather(self, exchange: int, mine: Any) -> dict[int, Any]:
+    def _gather(self, exchange: int, value: Any) -> dict[int, Any]:
         """Returns the values of this process and of all its descendants in the tree, by process."""
-        values: dict[int, Any] = {self.index: mine}
+        values: dict[int, Any] = {self.index: value}
         missing = list(self._children)
         while missing:
-            for index, text in self._store.listed(f"{self.name}/{exchange}/{self.index}/").items():
+            for index, text in self._store.list_values(f"{self.name}/{exchange}/{self.index}/").items():
                 if index in missing:
                     values.update(msgspec.json.decode(text, type=dict[int, Any]))
             missing = [index for index in missing if index not in values]
             if missing:
                 self._check([*([0] if self.index else []), *missing])
-                self._await(f"{exchange}/{self.index}/{missing[0]}")
+                self._wait_for_key(f"{exchange}/{self.index}/{missing[0]}")
         return values
 
     # In process 0
 
     def _answer(self, exchange: int, answer: Any) -> Any:
-        self._set(f"{exchange}/answer", answer)
-        self._answered = exchange + 1
+        self._put_value(f"{exchange}/answer", answer)
+        self._answer_count = exchange + 1
         return answer
 
     def _delete_old(self) -> None:
-        over = self._history.over
+        over = self._history.ended_calls
         while over and time.monotonic() - over[0][0] > _KEEP_KEYS_SECONDS:
             self._store.delete(f"{over.popleft()[1]}/")
 
     # In all processes except process 0
 
-    def _received(self, exchange: int) -> Any:
-        while (text := self._await(f"{exchange}/answer")) is None:
+    def _receive(self, exchange: int) -> Any:
+        while (text := self._wait_for_key(f"{exchange}/answer")) is None:
             try:
                 self._check([0])
             except TreeringError:
-                if not self._heard_of_failure:
+                if not self._has_peer_error:
                     raise
                 # Process 0 may have failed after it had answered. Then its answer is valid.
                 if (text := self._store.get(f"{self.name}/{exchange}/answer", None)) is None:
-                    self.undecided = False
+                    self.in_doubt = False
                     raise
                 break
-        self.undecided, self._met = False, True
-        if text.startswith(host.FAILED):
-            raise _decoded(text, 0)
+        self.in_doubt, self._saw_process_0 = False, True
+        if text.startswith(host_relay.FAILED):
+            raise _decode_error(text, 0)
         return msgspec.json.decode(text)
 
     # In all processes
 
     def _check(self, awaited: list[int]) -> None:
         """Raises the error of an awaited process that failed, or `PeerError` if one has been silent for too long."""
-        if self._cancelled:
-            raise self._cancelled
-        found = self._store.listed(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
-        heartbeats, every = host.each(found)
+        if self._cancel_reason:
+            raise self._cancel_reason
+        found = self._store.list_values(f"{self.name}/heartbeat/{self.index}/") if awaited != [0] else {}
+        heartbeats, every = host_relay.decode_signs(found)
         if 0 in awaited:
             heartbeats[0] = self._store.get(self._heartbeat_of(0), "")
         now = time.monotonic()
-        since, self._looked = now - self._looked, now
+        since, self._last_poll = now - self._last_poll, now
         for index in awaited:
             heartbeat = heartbeats.get(index, "")
-            if heartbeat.startswith(host.FAILED):
-                self._heard_of_failure = True
-                raise _decoded(heartbeat, index)
-            before, silence = self._silent.get(index, ("", 0.0))
+            if heartbeat.startswith(host_relay.FAILED):
+                self._has_peer_error = True
+                raise _decode_error(heartbeat, index)
+            before, silence = self._last_signs.get(index, ("", 0.0))
             # At most one interval is added, so that no process looks dead after all were suspended together.
             silence += min(since, every.get(index, self._heartbeat_seconds))
-            self._silent[index] = heartbeat, silence if heartbeat == before else 0.0
-        self._met = self._met or bool(self._silent.get(0, ("",))[0])
-        patience = {index: tree.patience(self._asked, seconds) for index, seconds in every.items()}
-        silent = [index for index in awaited if self._silent[index][1] > patience.get(index, self.timeout)]
+            self._last_signs[index] = heartbeat, silence if heartbeat == before else 0.0
+        self._saw_process_0 = self._saw_process_0 or bool(self._last_signs.get(0, ("",))[0])
+        patience = {
+            index: call_tree.silence_limit(self._requested_timeout, seconds) for index, seconds in every.items()
+        }
+        silent = [index for index in awaited if self._last_signs[index][1] > patience.get(index, self.timeout)]
         if silent:
             self._raise_if_known(silent, patience.get(silent[0], self.timeout))
-        if self._ordered:  # A process that was seen in this call is still in it, however slow it is.
-            self._check_gone([index for index in awaited if not self._silent[index][0]], now)
+        if self._in_main_thread:  # A process that was seen in this call is still in it, however slow it is.
+            self._check_gone([index for index in awaited if not self._last_signs[index][0]], now)
 
     def _check_gone(self, quiet: list[int], now: float) -> None:
         """Raises `PeerError` if a process in `quiet` has begun a later call that this process has not reached."""
         if not quiet:
             return
-        latest = self._store.listed(f"{_NOW}{self.index}/") if quiet != [0] else {}
+        latest = self._store.list_values(f"{_NOW}{self.index}/") if quiet != [0] else {}
         if 0 in quiet:
-            latest[0] = self._store.get(_now_of(0), _NOWHERE)
+            latest[0] = self._store.get(_latest_call_key(0), _NOWHERE)
         for index in quiet:
             what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
             if ordinal <= self._ordinal or number <= self._history.counts.get(what, -1):
-                self._ahead.pop(index, None)
-            elif now - self._ahead.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
-                found = roll.read(self._store, self.count)
+                self._later_call_since.pop(index, None)
+            elif now - self._later_call_since.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
+                found = liveness.read_report(self._store, self.count)
                 if found.silent.keys() - {self.index}:  # A dead process is the cause, also of the peer's later call.
                     self._raise_silent([], 0, found, known=True)
                 raise PeerError(
-                    f"{self._what}: process {index} (not in this call; its last is {what}) continued without it; if "
-                    f"one of the two stood still for long, they meet again at a later call{blame.EVERYONE}"
+                    f"{self._description}: process {index} (not in this call; its last is {what}) continued "
+                    "without it; if "
+                    f"one of the two stood still for long, they meet again at a later call{blame.ALL_MUST_CALL}"
                 )
 
     def _raise_if_known(self, silent: list[int], seconds: float) -> None:
         """Raises `PeerError`, unless the roll will soon say which process the silent ones wait for."""
-        found, interval = roll.read(self._store, self.count), tree.roll_seconds(self.count)
-        waited = max(self._silent[index][1] for index in silent)
-        known = found.is_settled and waited >= _ROLL_CERTAIN * interval
-        is_seen = any(self._silent[index][0] for index in silent)  # It was in this call, so its silence is certain.
-        if is_seen or known or 0 in found.unknown or waited > seconds + _ROLL_WAIT * interval:
+        found, interval = liveness.read_report(self._store, self.count), call_tree.idle_sign_seconds(self.count)
+        waited = max(self._last_signs[index][1] for index in silent)
+        known = found.is_settled and waited >= _ROLL_CERTAIN_INTERVALS * interval
+        is_seen = any(self._last_signs[index][0] for index in silent)  # It was in this call, so its silence is certain.
+        if is_seen or known or 0 in found.unknown or waited > seconds + _ROLL_WAIT_INTERVALS * interval:
             self._raise_silent(silent, seconds, found, known=known)
 
-    def _raise_silent(self, silent: list[int], seconds: float, found: roll.Roll, *, known: bool) -> None:
-        seen = {index: doing for index in silent if (doing := self._silent[index][0].partition(" ")[2])}
-        here, undecided = self.index, self.undecided
-        cause = blame.find(found, silent, seen=seen, here=here, seconds=seconds, known=known, undecided=undecided)
-        shown = [f"process {index} ({self._doing_of(index, seen)})" for index in cause.processes[:5]]
+    def _raise_silent(self, silent: list[int], seconds: float, found: liveness.LivenessReport, *, known: bool) -> None:
+        seen = {index: doing for index in silent if (doing := self._last_signs[index][0].partition(" ")[2])}
+        here, in_doubt = self.index, self.in_doubt
+        cause = blame.find_suspects(
+            found, silent, seen=seen, here=here, seconds=seconds, known=known, in_doubt=in_doubt
+        )
+        shown = [f"process {index} ({self._activity_of(index, seen)})" for index in cause.processes[:5]]
         more = f" and {len(cause.processes) - 5} more" if len(cause.processes) > 5 else ""
         silence = f"nothing heard for {cause.seconds:.3g} s from {', '.join(shown)}{more}"
-        raise PeerError(f"{self._what}: {silence}{cause.ending}")
+        raise PeerError(f"{self._description}: {silence}{cause.ending}")
 
-    def _doing_of(self, index: int, seen: dict[int, str]) -> str:
+    def _activity_of(self, index: int, seen: dict[int, str]) -> str:
         if index in seen:
             return f"last seen {seen[index]}"
-        what = msgspec.json.decode(self._store.get(_now_of(index), _NOWHERE))[0]
+        what = msgspec.json.decode(self._store.get(_latest_call_key(index), _NOWHERE))[0]
         return f"not in this call; its last is {what}" if what else "not in this call, nor in one before"
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         try:
             if self._ordinal == self._history.ordinal:  # Also if the call is over, because peers may look for it.
-                where = [self._what, self._number, self._ordinal]
-                self._store.put(_now_of(self.index), msgspec.json.encode(where).decode())
-            together = self._on_host() if tree.is_large(self.count) and not self._ended else None
-            with contextlib.closing(together) if together else contextlib.nullcontext():
+                where = [self._description, self._number, self._ordinal]
+                self._store.put(_latest_call_key(self.index), msgspec.json.encode(where).decode())
+            relay = self._join_host() if call_tree.is_large(self.count) and not self._is_closed else None
+            with contextlib.closing(relay) if relay else contextlib.nullcontext():
                 given = -math.inf  # the time of the last sign that this process has put
                 for beat in itertools.count():
-                    if self._ended:
+                    if self._is_closed:
                         return
-                    sign = f"{beat} {self._doing}"
-                    if together:
-                        signs = together.signs(self.index, sign)
+                    sign = f"{beat} {self._activity}"
+                    if relay:
+                        signs = relay.signs(self.index, sign)
                         if not self.index:
                             signs[0] = sign  # All processes poll the sign of process 0, so no other may pass it on.
                         given = self._pass_on(signs, given)
                     else:
-                        self._give(self._heartbeat_of(self.index), sign)
+                        self._put_sign(self._heartbeat_of(self.index), sign)
                     with contextlib.suppress(queue.Empty):
-                        self._wake.get(timeout=tree.HEARTBEAT_SECONDS if together else self._heartbeat_seconds)
+                        self._wake.get(timeout=call_tree.HEARTBEAT_SECONDS if relay else self._heartbeat_seconds)
         except PeerError:  # Process 0 is gone, and the store with it. The thread in the call raises this error itself.
             return
 
-    def _on_host(self) -> host.Host | None:
+    def _join_host(self) -> host_relay.HostRelay | None:
         """Connects this process to those of its host. Returns None if it must put its signs into the store itself."""
         history = self._history
         if not history.token and self.index:
@@ -357,7 +368,7 @@ class MultiProcess:
         elif not history.token:
             history.token = secrets.token_hex(16)
             self._store.put(_TOKEN, history.token)
-        return host.join(f"{history.token}/{self.name}") if history.token else None
+        return host_relay.join_host(f"{history.token}/{self.name}") if history.token else None
 
     def _pass_on(self, signs: dict[int, str], given: float) -> float:
         """Puts signs of life into the store unless the last ones are recent. Returns the time of the last ones.
@@ -365,53 +376,55 @@ class MultiProcess:
         `given` is the time of the last ones before, by `time.monotonic`.
         """
         if not signs:
-            # Another process passes them on. `host.each` uses its interval only if this process has no sign of its own.
-            while self._given:
-                self._store.delete(self._given.pop())
+            # Another process passes them on. `host.decode_signs` uses its interval only if this process has no sign of
+            # its own.
+            while self._sign_keys:
+                self._store.delete(self._sign_keys.pop())
             return -math.inf
         by_parent: dict[int, dict[int, str]] = {}
         for index, sign in signs.items():
             if index or not self.index:  # Only process 0 puts its own sign.
-                by_parent.setdefault(tree.parent(index), {})[index] = sign
-        now, every = time.monotonic(), tree.heartbeat_seconds(self.count * len(by_parent) / len(signs))
+                by_parent.setdefault(call_tree.parent(index), {})[index] = sign
+        now, every = time.monotonic(), call_tree.heartbeat_seconds(self.count * len(by_parent) / len(signs))
         if now - given < every:
             return given
         for parent, group in by_parent.items():
             if group.keys() == {self.index}:
-                self._give(self._heartbeat_of(self.index), group[self.index])
+                self._put_sign(self._heartbeat_of(self.index), group[self.index])
             else:
-                self._give(
-                    f"{self.name}/heartbeat/{parent}/{self.index}", host.as_text(every + _ON_HOST_SECONDS, group)
+                self._put_sign(
+                    f"{self.name}/heartbeat/{parent}/{self.index}",
+                    host_relay.encode_signs(every + _RELAY_SECONDS, group),
                 )
         return now
 
-    def _give(self, key: str, sign: str) -> None:
-        self._given.add(key)
+    def _put_sign(self, key: str, sign: str) -> None:
+        self._sign_keys.add(key)
         self._store.put(key, sign)
 
     def _next_exchange(self) -> int:
-        self._exchanges += 1
-        return self._exchanges - 1
+        self._exchange_count += 1
+        return self._exchange_count - 1
 
     @property
     def name(self) -> str:
         return f"treering/{self._hash}/{self._number}"
 
     def _heartbeat_of(self, index: int) -> str:
-        return f"{self.name}/heartbeat/{_heard(index)}"
+        return f"{self.name}/heartbeat/{_listed_key(index)}"
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         """Returns the number of the next call of this kind."""
         counts = self._history.counts
-        n = counts.pop(self._what, -1) + 1
-        counts[self._what] = n
+        n = counts.pop(self._description, -1) + 1
+        counts[self._description] = n
         if len(counts) > _MAX_COUNTED_CALLS:
             counts.popitem(last=False)
         return n
 
-    def _set(self, key: str, value: Any) -> None:
+    def _put_value(self, key: str, value: Any) -> None:
         self._store.put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
 
-    def _await(self, key: str) -> str | None:
+    def _wait_for_key(self, key: str) -> str | None:
         """Returns the value of a key, or None if it has none after `_poll_seconds`."""
         return self._store.wait_for(f"{self.name}/{key}", self._poll_seconds)

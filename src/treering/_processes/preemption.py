@@ -24,9 +24,9 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._noticed = self._closed = False
-        self._together = coordinator.several()
-        if self._together:
+        self._is_announced = self._closed = False
+        self._is_multi_process = coordinator.is_multi_process()
+        if self._is_multi_process:
             _check_service()
             return
         if threading.current_thread() is not threading.main_thread():
@@ -34,39 +34,41 @@ class Preemption:
                 "save_on_preemption=True: Python sets signal handlers only in the main thread; make the Checkpointer "
                 "there, or catch SIGTERM yourself and save with force=True"
             )
-        self._earlier: Any = signal.getsignal(signal.SIGTERM)  # Set first: the new handler may run at once.
+        self._previous_handler: Any = signal.getsignal(signal.SIGTERM)  # Set first: the new handler may run at once.
         signal.signal(signal.SIGTERM, self._handle)
 
-    def reached(self) -> bool:
+    def is_due(self) -> bool:
         """Returns True from the moment when the job should save. All processes must call this equally often."""
-        if not self._together and coordinator.several():  # The job was formed since, and JAX now handles the signal.
+        if (
+            not self._is_multi_process and coordinator.is_multi_process()
+        ):  # The job was formed since, and JAX now handles the signal.
             _check_service()
-            self._together = True
-        if self._together and not self._noticed:
+            self._is_multi_process = True
+        if self._is_multi_process and not self._is_announced:
             from jax.experimental import multihost_utils
 
             # The numbers count calls, not training steps. JAX chooses the number after the largest that it has seen,
             # and a loop that asks only every hundredth step would never ask with exactly that step.
             if _announced.is_set() or multihost_utils.reached_preemption_sync_point(next(_calls)):
                 _announced.set()
-                self._noticed = True
-        return self._noticed
+                self._is_announced = True
+        return self._is_announced
 
     def close(self) -> None:
         """Restores the earlier handler, unless another one was set since."""
         self._closed = True
         here = threading.current_thread() is threading.main_thread()
-        if here and not self._together and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._earlier)
+        if here and not self._is_multi_process and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        self._noticed = True
-        earlier = self._earlier
-        while isinstance(one := getattr(earlier, "__self__", None), Preemption) and one._closed:
-            earlier = one._earlier  # A closed one would end the process, and this one must prevent that.
-        if callable(earlier):
-            earlier(number, frame)
-        elif self._closed and earlier == signal.SIG_DFL:  # A handler that was set since then has called this one.
+        self._is_announced = True
+        previous = self._previous_handler
+        while isinstance(one := getattr(previous, "__self__", None), Preemption) and one._closed:
+            previous = one._previous_handler  # A closed one would end the process, and this one must prevent that.
+        if callable(previous):
+            previous(number, frame)
+        elif self._closed and previous == signal.SIG_DFL:  # A handler that was set since then has called this one.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

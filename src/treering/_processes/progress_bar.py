@@ -39,7 +39,7 @@ def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]
 
     Shows nothing unless `wanted` is True, stderr is a terminal or a notebook, and this is process 0.
     """
-    console = _console() if wanted and not coordinator.position()[0] else None
+    console = _console() if wanted and not coordinator.process_index_and_count()[0] else None
     if console is None:
         yield lambda nbytes: None
         return
@@ -57,7 +57,7 @@ def bar(what: str, nbytes: int, wanted: bool) -> Iterator[Callable[[int], None]]
         yield lambda nbytes: shown.advance(task, nbytes)
 
 
-class Watched:
+class ObservedSource:
     """A source that calls `moved` with the bytes of each read, and `check`, which may raise, before each read."""
 
     def __init__(self, source: "Source", moved: Callable[[int], None], check: Callable[[], None]):

@@ -11,19 +11,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.boxes import box_shape
-from .._threads.ahead import Job
+from .._threads.prefetch import Task
 
 _log = logging.getLogger("treering")
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
 _CHECK_SECONDS = 0.25  # between checks of the peers during a transfer
-_OF_IMPLICIT_ONES = ("disallow", "log")  # guard levels that concern only implicit transfers; not "disallow_explicit"
+_IMPLICIT_GUARDS = ("disallow", "log")  # guard levels that concern only implicit transfers; not "disallow_explicit"
 
 
 def start_copies(arrays: list[Any]) -> Iterator[Any]:
     """Starts all device-to-host copies at once, in pinned memory if the backend has it and grants it.
 
-    Yields the copies in order. No copy is the caller's own object, which would keep its host copy; see `fetched`.
+    Yields the copies in order. No copy is the caller's own object, which would keep its host copy; see `fetch`.
     """
     originals = dict(enumerate(arrays))
     pinned = {n: where for n, a in enumerate(arrays) if isinstance(a, jax.Array) and (where := _pinned(a.sharding))}
@@ -62,7 +62,7 @@ def _moved(arrays: list[Any], shardings: list[Any]) -> list[Any]:
     return jax.device_put(arrays, shardings)
 
 
-def fetched(array: Any) -> np.ndarray:
+def fetch(array: Any) -> np.ndarray:
     """Returns the values of an array on the host.
 
     It asks for them through another object: JAX keeps a host copy as long as the object that was asked exists.
@@ -88,7 +88,7 @@ def _pinned(sharding: Any) -> Any:
     return sharding.with_memory_kind("pinned_host")
 
 
-def part_of(array: jax.Array, box: Sequence[tuple[int, int]]) -> jax.Array:
+def slice_on_device(array: jax.Array, box: Sequence[tuple[int, int]]) -> jax.Array:
     """Returns a box of an array, cut out on its device.
 
     JAX's checks for NaN and infinity are off, because the values are only moved. Indices have 64 bits, because 32-bit
@@ -134,14 +134,14 @@ def exchange(messages: np.ndarray, processes: tuple[int, ...], check: Callable[[
     The thread of the caller waits, so that this process runs no other collective at the same time. Raises `ValueError`
     or `RuntimeError` if one of the processes has ended.
     """
-    job = Job(functools.partial(_sent, messages, processes), daemon=True)
+    job = Task(functools.partial(_sent, messages, processes), daemon=True)
     while not job.wait(_CHECK_SECONDS):
         check()
     return job.result()
 
 
 @contextlib.contextmanager
-def _plain(mesh: Mesh) -> Iterator[None]:
+def _default_config(mesh: Mesh) -> Iterator[None]:
     """Sets JAX's options to their defaults, even if the caller has set others, and the mesh to that of the messages."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
@@ -155,7 +155,7 @@ def _plain(mesh: Mesh) -> Iterator[None]:
 def _sent(messages: np.ndarray, processes: tuple[int, ...]) -> np.ndarray:
     mesh, send = _exchange(processes, len(messages) == 1)
     (own,) = (device for device in mesh.local_devices)
-    with _plain(mesh):
+    with _default_config(mesh):
         by_process = NamedSharding(mesh, PartitionSpec("processes"))
         part = jax.device_put(messages[None], own)
         sent = jax.make_array_from_single_device_arrays((len(processes), *messages.shape), by_process, [part])
@@ -180,10 +180,10 @@ def _exchange(processes: tuple[int, ...], same: bool) -> tuple[Mesh, Callable[[j
 
 
 @contextlib.contextmanager
-def explicit() -> Iterator[None]:
+def allow_transfers() -> Iterator[None]:
     """Allows transfers if JAX's guards forbid only implicit ones, because a save or restore asks for its transfers."""
     with contextlib.ExitStack() as stack:
         for guard in _GUARDS:
-            if getattr(jax.config, f"jax_transfer_guard_{guard}", None) in _OF_IMPLICIT_ONES:
+            if getattr(jax.config, f"jax_transfer_guard_{guard}", None) in _IMPLICIT_GUARDS:
                 stack.enter_context(getattr(jax, f"transfer_guard_{guard}")("allow"))
         yield

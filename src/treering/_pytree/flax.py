@@ -23,7 +23,7 @@ def box_types() -> dict[str, type]:
     return {kind: getattr(module, name) for kind, (module, name) in modules.items() if module}
 
 
-def plain(tree: Any) -> Any:
+def unbox_graph_modules(tree: Any) -> Any:
     """Returns a tree that JAX can flatten: NNX graph objects that are not pytrees are replaced by their states."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from .._core.entries import StatesEntry, ValueEntry
-from .._core.states import MAX_STATE_BYTES, Packed, decode_state, encode_state, of_processes, pack, unpack
-from .._threads.reentry import calls_back
+from .._core.iterator_states import MAX_STATE_BYTES, Packed, decode_state, encode_state, pack, per_process, unpack
+from .._threads.reentry import runs_user_code
 from ..errors import MismatchError
 
 _log = logging.getLogger("treering")
@@ -25,7 +25,7 @@ _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("get
 _CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
 # The class of `tf.data.Dataset.as_numpy_iterator()`. It is recognized by its name, because other classes, such as those
 # that save entire models, have methods `save` and `restore` too.
-_OF_TENSORFLOW = ("tensorflow.python.data.ops.dataset_ops", "NumpyIterator")
+_TENSORFLOW_TYPE = ("tensorflow.python.data.ops.dataset_ops", "NumpyIterator")
 _SPAWNED = "n_children_spawned"  # NumPy's name for the number of generators spawned by one; its state lacks it
 _GLOBAL = "global_next_index"  # the only key in the state of Grain's elastic iterators, equal in all processes
 
@@ -53,7 +53,7 @@ def is_generator(leaf_type: type) -> bool:
     return issubclass(leaf_type, np.random.Generator | np.random.BitGenerator | random.Random)
 
 
-def why_not(leaf_type: type) -> str:
+def unsupported_hint(leaf_type: type) -> str:
     """Returns advice for data and iterators that have no state to save, or "" for a type that is neither."""
     if leaf_type.__module__.startswith("tensorflow.python.data."):
         return "put as_numpy_iterator() of the dataset into the tree, which has a state"
@@ -69,17 +69,17 @@ def why_not(leaf_type: type) -> str:
     return ""
 
 
-@calls_back
-def state_of(leaf: Any) -> Any:
+@runs_user_code
+def packed_state(leaf: Any) -> Any:
     """Returns the state of an iterator as bytes. Raises `UnsupportedError` if the state is not plain."""
     methods = _methods(type(leaf))
     assert methods
     return pack(methods[0](leaf))
 
 
-def frozen(leaf: Any) -> Any:
+def freeze(leaf: Any) -> Any:
     """Returns a copy of an iterator's state, to be saved. Raises `UnsupportedError` if the state is not plain."""
-    return _Frozen(state_of(leaf))
+    return _Frozen(packed_state(leaf))
 
 
 def entry_of(path: str, state: Packed, *, several: bool) -> ValueEntry:
@@ -89,15 +89,15 @@ def entry_of(path: str, state: Packed, *, several: bool) -> ValueEntry:
     """
     if several or state.nbytes > MAX_STATE_BYTES:
         return StatesEntry(path, "iterator", (state.nbytes,), lambda process: unpack(state))
-    return together(path, [as_json(unpack(state))])
+    return join_states(path, [state_to_json(unpack(state))])
 
 
-def as_json(state: Any) -> Any:
+def state_to_json(state: Any) -> Any:
     """Returns a state as it is written in the manifest."""
     return encode_state(state, "", 0)
 
 
-def together(path: str, states: Sequence[Any]) -> ValueEntry:
+def join_states(path: str, states: Sequence[Any]) -> ValueEntry:
     """Returns the entry of an iterator with the states of all processes. An elastic iterator of Grain has one for all.
 
     Raises `MismatchError` if the states of an elastic iterator differ between processes.
@@ -112,7 +112,7 @@ def together(path: str, states: Sequence[Any]) -> ValueEntry:
     return ValueEntry(path, "iterator", ["each", list(states)])
 
 
-def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
+def state_for_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
     """Returns the state for one of `count` processes, and the number of processes that saved states.
 
     The state is None if these numbers differ. Raises the same errors as reading an array.
@@ -120,24 +120,24 @@ def of_process(entry: ValueEntry, index: int, count: int) -> tuple[Any, int]:
     if isinstance(entry, StatesEntry):
         saved = len(entry.value)
         return entry.state(index) if saved == count else None, saved
-    kind, states = of_processes(entry.value)
+    kind, states = per_process(entry.value)
     if kind == "all":
         return decode_state(states[0], 0), count
     return decode_state(states[index], 0) if len(states) == count else None, len(states)
 
 
-@calls_back
-def put_back(path: str, leaf: Any, state: Any) -> None:
+@runs_user_code
+def set_state(path: str, leaf: Any, state: Any) -> None:
     """Sets an iterator to a state. Raises `MismatchError` if the iterator does not accept it."""
     methods = _methods(type(leaf))
     assert methods
     try:
-        methods[1](leaf, _as_given(leaf, methods[0], state))
+        methods[1](leaf, _in_iterator_form(leaf, methods[0], state))
     except Exception as error:
         raise MismatchError(f"{path}: this {type(leaf).__name__} does not accept the saved state: {error!r}") from error
 
 
-def _as_given(leaf: Any, get: Callable[[Any], Any], state: Any) -> Any:
+def _in_iterator_form(leaf: Any, get: Callable[[Any], Any], state: Any) -> Any:
     """Returns a state in the form that the iterator itself uses.
 
     The files of Grain do not record if a state in JSON was bytes or a dict, so the iterator's present state says it.
@@ -155,7 +155,7 @@ def _methods(leaf_type: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any]
     """Returns the functions that get and set the state of leaves of a type, or None if they have no state."""
     if issubclass(leaf_type, np.random.Generator | np.random.BitGenerator):
         return _numpy_state, _set_numpy_state
-    if any((base.__module__, base.__qualname__) == _OF_TENSORFLOW for base in leaf_type.__mro__):
+    if any((base.__module__, base.__qualname__) == _TENSORFLOW_TYPE for base in leaf_type.__mro__):
         return _tensorflow_state, functools.partial(_call, "restore")
     for get, put in _METHODS:
         if callable(getattr(leaf_type, get, None)) and callable(getattr(leaf_type, put, None)):

@@ -13,16 +13,16 @@ import numpy as np
 from jax import core
 from jax.custom_batching import custom_vmap
 
-from .._core import dtypes, habits
-from .._core.boxes import Box, box_shape, in_slices, local_shards, whole
+from .._core import dtypes, migration_hints
+from .._core.boxes import Box, box_shape, full_box, local_shards, slice_boxes
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
+from .._core.iterator_states import Packed
 from .._core.lazy import LazyArray
-from .._core.leaf_paths import few
-from .._core.states import Packed
+from .._core.leaf_paths import join_names
 from .._core.values import encode
 from ..errors import UnsupportedError
 from . import iterators, placements
-from .devices import fetched, on_host
+from .devices import fetch, on_host
 
 _FUNCTIONS = (
     types.FunctionType,
@@ -67,7 +67,7 @@ class Catalogue(NamedTuple):
     tied: maps a leaf to the earlier leaf that is the same array object.
     shardings: the shardings of the leaves that are spread over devices.
     global_leaves: the leaves of which this process has only a part, or nothing.
-    places: the place of every JAX array as JSON (see `placements.describe`), and None for other leaves.
+    places: the place of every JAX array as JSON (see `placements.placement_to_json`), and None for other leaves.
     """
 
     entries: Sequence[Entry]
@@ -75,7 +75,7 @@ class Catalogue(NamedTuple):
     shardings: Mapping[int, jax.sharding.Sharding]
     global_leaves: Collection[int]
     places: Sequence[Mapping[str, Any] | None]
-    static: Mapping[str, Mapping[str, Any]] = {}  # see `walk.Walk`
+    static: Mapping[str, Mapping[str, Any]] = {}  # see `walk.FlatTree`
 
 
 class Described(NamedTuple):
@@ -90,7 +90,7 @@ class Described(NamedTuple):
     data: list[Any]
 
 
-class _Found(NamedTuple):
+class _Draft(NamedTuple):
     """The parts of a `Described` while it is made."""
 
     entries: list[Entry]
@@ -106,14 +106,14 @@ class _Found(NamedTuple):
         self.data.append(data)
 
 
-def describe(
+def describe_leaves(
     paths: Sequence[str],
     leaves: Sequence[Any],
     *,
     dtype: Any = None,
     detach: bool = False,
-    alone: bool = True,
-    together: bool = False,
+    single_process: bool = True,
+    collective: bool = False,
 ) -> Described:
     """Describes a flattened tree.
 
@@ -124,19 +124,19 @@ def describe(
 
     Raises one `UnsupportedError` that names every leaf that cannot be saved.
     """
-    cast = None if dtype is None else dtypes.asked(dtype)
-    found = _Found([], {}, {}, set(), [None] * len(leaves), [], [])
+    cast = None if dtype is None else dtypes.requested_dtype(dtype)
+    found = _Draft([], {}, {}, set(), [None] * len(leaves), [], [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         try:
-            kind = kind_of(type(leaf))
+            kind = leaf_kind(type(leaf))
             if kind == "value":
                 found.entries.append(value_entry(path, leaf))
             elif kind == "entry":  # a value of an open checkpoint
                 found.entries.append(leaf.at(path))
             elif kind == "iterator":
-                _add_iterator(found, path, iterators.state_of(leaf), together)
+                _add_iterator(found, path, iterators.packed_state(leaf), collective)
             elif kind == "function":
                 found.entries.append(ValueEntry(path, "function", _function_name(leaf)))
             elif id(leaf) in first_use:
@@ -147,9 +147,9 @@ def describe(
                 if kind in ("numpy", "numpy-scalar"):
                     _add_numpy(found, path, kind, np.asarray(leaf), cast, detach)
                 elif kind == "lazy":
-                    _add_lazy(found, path, leaf, cast, alone)
+                    _add_lazy(found, path, leaf, cast, single_process)
                 else:
-                    _add_jax(found, path, kind, leaf, cast, alone)
+                    _add_jax(found, path, kind, leaf, cast, single_process)
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
@@ -167,9 +167,9 @@ def value_entry(path: str, leaf: Any) -> ValueEntry:
     return ValueEntry(path, *encode(leaf))
 
 
-def parts_of(leaf: jax.Array) -> list[tuple[Box, Any]]:
+def local_parts(leaf: jax.Array) -> list[tuple[Box, Any]]:
     """Returns the distinct parts of an array, or of the data of keys, on devices of this process, each with its box."""
-    return local_shards(jax.random.key_data(leaf) if kind_of(type(leaf)) == "key" else leaf)
+    return local_shards(jax.random.key_data(leaf) if leaf_kind(type(leaf)) == "key" else leaf)
 
 
 def alignment(nbytes: int) -> int:
@@ -194,41 +194,41 @@ def host_bytes(shard: LocalShard, data: Any, on_host: Any = None) -> np.ndarray[
     data: the array that holds the shard.
     on_host: a copy of it on the host, if one was made.
     """
-    array = fetched(data) if on_host is None else np.asarray(on_host)
+    array = fetch(data) if on_host is None else np.asarray(on_host)
     if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(data, np.ndarray):
         array = dtypes.cast(array, shard.dtype)
-    return dtypes.whole_bytes(array).reshape(-1).view(np.uint8)
+    return dtypes.defined_bytes(array).reshape(-1).view(np.uint8)
 
 
-def _add_lazy(found: _Found, path: str, array: LazyArray, cast: Any, alone: bool) -> None:
+def _add_lazy(found: _Draft, path: str, array: LazyArray, cast: Any, single_process: bool) -> None:
     entry = array.entry
     stored, text, _ = _storage(array.dtype, None if entry.type == "key" else cast)
     leaf = len(found.entries)
     found.places[leaf] = array.place
     found.entries.append(ArrayEntry(path, entry.type, text, entry.shape, entry.impl))
-    box = whole(array.shape)
-    for part in in_slices(array.shape, stored.itemsize, SLICE_BYTES) if alone else (box,):
+    box = full_box(array.shape)
+    for part in slice_boxes(array.shape, stored.itemsize, SLICE_BYTES) if single_process else (box,):
         nbytes = math.prod(box_shape(part)) * stored.itemsize
         found.add(LocalShard(leaf, part, stored, nbytes, True, box), array.part(part))
 
 
-def _add_iterator(found: _Found, path: str, state: Packed, together: bool) -> None:
-    entry = iterators.entry_of(path, state, several=together)
+def _add_iterator(found: _Draft, path: str, state: Packed, collective: bool) -> None:
+    entry = iterators.entry_of(path, state, several=collective)
     if isinstance(entry, StatesEntry):
         found.add(LocalShard(len(found.entries), entry.box(0), state.dtype, state.nbytes, False), state)
     found.entries.append(entry)
 
 
-def _add_numpy(found: _Found, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
+def _add_numpy(found: _Draft, path: str, kind: Any, array: np.ndarray, cast: Any, detach: bool) -> None:
     stored, text, packed = _storage(array.dtype, cast)
     leaf = len(found.entries)
     found.places[leaf] = placements.CAST if cast is not None and stored != array.dtype else None
     found.entries.append(ArrayEntry(path, kind, text, array.shape))
     copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    found.add(LocalShard(leaf, whole(array.shape), stored, array.size * stored.itemsize, copies), array)
+    found.add(LocalShard(leaf, full_box(array.shape), stored, array.size * stored.itemsize, copies), array)
 
 
-def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: bool) -> None:
+def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_process: bool) -> None:
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
@@ -241,17 +241,17 @@ def _add_jax(found: _Found, path: str, kind: Any, array: Any, cast: Any, alone: 
     if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
         _check_reduced(sharding)
     leaf = len(found.entries)
-    found.places[leaf] = placements.describe(at, committed, layout, cast is not None and stored != aval.dtype)
+    found.places[leaf] = placements.placement_to_json(at, committed, layout, cast is not None and stored != aval.dtype)
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # The buffer of a CPU array can be written as it is, unless JAX would have to unpack its elements.
     copies = packed or aval.dtype != stored or not on_host(sharding)
-    if single and (alone or sharding.is_fully_addressable):
+    if single and (single_process or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
-        found.add(LocalShard(leaf, whole(aval.shape), stored, nbytes, copies), array)
+        found.add(LocalShard(leaf, full_box(aval.shape), stored, nbytes, copies), array)
         return
     found.shardings[leaf] = sharding
-    if not (alone or array.is_fully_addressable):
+    if not (single_process or array.is_fully_addressable):
         found.global_leaves.add(leaf)
     for box, data in local_shards(array):
         found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, copies), data)
@@ -276,7 +276,7 @@ def _storage(dtype: np.dtype[Any], cast: np.dtype[Any] | None) -> tuple[np.dtype
 
 
 @functools.lru_cache(maxsize=512)
-def kind_of(leaf_type: type) -> str:
+def leaf_kind(leaf_type: type) -> str:
     """Returns how leaves of a type are saved. Raises `UnsupportedError` for types that cannot be saved."""
     name = f"{leaf_type.__module__}.{leaf_type.__qualname__}"
     if leaf_type in (bool, int, float, complex, str, bytes, type(None)):
@@ -305,9 +305,9 @@ def kind_of(leaf_type: type) -> str:
         return "function"
     if iterators.is_iterator(leaf_type):
         return "iterator"
-    if answer := habits.of_leaf(leaf_type):
+    if answer := migration_hints.leaf_hint(leaf_type):
         raise UnsupportedError(f"{name}; {answer}")
-    hint = iterators.why_not(leaf_type) or "convert it to an array, a number, text or bytes"
+    hint = iterators.unsupported_hint(leaf_type) or "convert it to an array, a number, text or bytes"
     raise UnsupportedError(f"{name}; {hint}, or leave it out of the tree")
 
 
@@ -317,7 +317,8 @@ def check_no_tracers(paths: Sequence[str], leaves: Sequence[Any], name: str) -> 
     if kinds:
         found = tuple(path or "(root)" for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in kinds)
         raise UnsupportedError(
-            f"{name}: expected a template of arrays or shapes, found tracers: {few(found)}; call restore outside of "
+            f"{name}: expected a template of arrays or shapes, found tracers: {join_names(found)}; call restore "
+            "outside of "
             "jit, grad and vmap, and pass the arrays to the function"
         )
 

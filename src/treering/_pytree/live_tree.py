@@ -14,7 +14,7 @@ from .._core.skeleton import Skeleton
 from .._core.source import WHOLE, Problem, Share
 from . import devices
 from .leaves import Described, LocalShard, host_bytes
-from .staging import Staging
+from .staged_supply import StagedSupply
 
 
 class LiveTree:
@@ -37,15 +37,15 @@ class LiveTree:
         self.metrics: Mapping[str, float] = {}
         self.entries: Mapping[str, Entry] = {entry.path: entry for entry in catalogue.entries}
         self.catalogue, self.shards, self.static = catalogue, shards, catalogue.static
-        self._staging: Staging | None = None
+        self._staging: StagedSupply | None = None
         self._leaf = {entry.path: catalogue.tied.get(n, n) for n, entry in enumerate(catalogue.entries)}
         self._by_leaf: dict[int, list[int]] = {}
         for n, shard in enumerate(shards):
             self._by_leaf.setdefault(shard.leaf, []).append(n)
 
-    def stage(self) -> Staging:
+    def stage(self) -> StagedSupply:
         """Returns the staging, which the caller runs. After that the tree is read from the copies, and may change."""
-        self._staging = Staging(self.shards, self.described.data, None)
+        self._staging = StagedSupply(self.shards, self.described.data, None)
         return self._staging
 
     def shards_of(self, path: str) -> list[LocalShard]:
@@ -102,9 +102,9 @@ class LiveTree:
         # Only the wanted box is copied from the device, or read from the checkpoint.
         if box != shard.box and isinstance(data, jax.Array | LazyPart):
             inner = tuple((a - first, b - first) for (a, b), (first, _) in zip(box, shard.box, strict=True))
-            part = np.asarray(data.part(inner)) if isinstance(data, LazyPart) else devices.part_of(data, inner)
+            part = np.asarray(data.part(inner)) if isinstance(data, LazyPart) else devices.slice_on_device(data, inner)
         else:
-            part = _within(devices.fetched(data), box, shard.box)
+            part = _within(devices.fetch(data), box, shard.box)
         return host_bytes(shard, data, part).view(shard.dtype).reshape(box_shape(box))
 
 

@@ -21,12 +21,12 @@ class Placement(NamedTuple):
     committed: bool = True
 
 
-class CannotFollow(Exception):
+class PlacementError(Exception):
     """This job cannot place an array where another job had it. The text says why."""
 
 
 @functools.lru_cache(maxsize=1024)
-def describe(sharding: Sharding, committed: bool, layout: Layout, cast: bool) -> Mapping[str, Any]:
+def placement_to_json(sharding: Sharding, committed: bool, layout: Layout, cast: bool) -> Mapping[str, Any]:
     """Returns a place as JSON; see `docs/format.md`. It is one object for all arrays with the same place.
 
     cast: True if the array is saved in another dtype than it has.
@@ -41,7 +41,7 @@ def _describe(sharding: Sharding, committed: bool, layout: Layout) -> dict[str, 
             found = _describe_device(sharding, committed)
         else:
             found = _describe_mesh(sharding)
-    except CannotFollow as error:
+    except PlacementError as error:
         return {"unrecorded": str(error)}
     memory, device = sharding.memory_kind, next(iter(sharding.addressable_devices), None)
     if device is not None and memory not in (None, device.default_memory().kind):
@@ -70,7 +70,7 @@ def _describe_device(sharding: SingleDeviceSharding, committed: bool) -> dict[st
     (device,) = sharding.device_set
     local = jax.local_devices(backend=device.client)
     if device not in local:
-        raise CannotFollow("a device of another process")
+        raise PlacementError("a device of another process")
     number = local.index(device)
     if committed:
         return {"device": number}
@@ -80,11 +80,11 @@ def _describe_device(sharding: SingleDeviceSharding, committed: bool) -> dict[st
 def _describe_mesh(sharding: Sharding) -> dict[str, Any]:
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh):
-        raise CannotFollow(f"a {type(sharding).__name__} over {sharding.num_devices} devices")
+        raise PlacementError(f"a {type(sharding).__name__} over {sharding.num_devices} devices")
     spec = sharding.spec
     partial = getattr(spec, "reduced", None) or getattr(spec, "unreduced", None)
     if partial or not all(isinstance(name, str) for name in mesh.axis_names):
-        raise CannotFollow(f"{spec} on a mesh with the axes {mesh.axis_names}")
+        raise PlacementError(f"{spec} on a mesh with the axes {mesh.axis_names}")
     found: dict[str, Any] = {"mesh": dict(mesh.shape), "spec": [_axis_to_json(axis) for axis in spec]}
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         found["axis_types"] = [kind.name.lower() for kind in mesh.axis_types]
@@ -105,7 +105,7 @@ def _describe_mesh(sharding: Sharding) -> dict[str, Any]:
 
 def _axis_to_json(axis: Any) -> Any:
     if axis is PartitionSpec.UNCONSTRAINED:
-        raise CannotFollow("a PartitionSpec with an unconstrained axis")
+        raise PlacementError("a PartitionSpec with an unconstrained axis")
     return list(axis) if isinstance(axis, tuple) else axis
 
 
@@ -115,30 +115,30 @@ def _devices(found: Mapping[str, Any], *, local: bool) -> Sequence[Any]:
     try:
         return jax.local_devices(backend=platform) if local else jax.devices(platform)
     except RuntimeError:
-        raise CannotFollow(f"{platform} devices, which this job lacks") from None
+        raise PlacementError(f"{platform} devices, which this job lacks") from None
 
 
-def follow(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placement:
+def resolve_placement(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placement:
     """Returns the place in this job that corresponds to a recorded place.
 
     An array on a mesh goes to a mesh of the recorded devices. A set mesh with the recorded axes is used instead if this
     job cannot make such a mesh, if only its sizes differ, or if `exactly` is False.
 
-    found: what `describe` returned in the job that saved, or the mesh and spec that another format records.
+    found: what `placement_to_json` returned in the job that saved, or the mesh and spec that another format records.
     ambient: the mesh that is set, or None.
     exactly: True if a mesh that spanned all devices of its job must also span all devices of this job. If False, a set
         mesh without the recorded axes is an error.
 
-    Raises `CannotFollow` if this job has no such place.
+    Raises `PlacementError` if this job has no such place.
     """
     if "unrecorded" in found:
-        raise CannotFollow(str(found["unrecorded"]))
+        raise PlacementError(str(found["unrecorded"]))
     try:
         sharding = _on_mesh(found, ambient, exactly) if "mesh" in found else _on_device(found)
-    except CannotFollow:
+    except PlacementError:
         raise
     except Exception as error:  # The file may contain anything, and JAX raises many kinds of errors for it.
-        raise CannotFollow(f"a place that JAX refuses: {error}") from None
+        raise PlacementError(f"a place that JAX refuses: {error}") from None
     layout = tuple(found.get("layout") or ())
     is_order = layout and sorted(layout) == list(range(len(layout)))
     return Placement(sharding, layout if is_order else None, "mesh" in found or bool(found.get("committed", True)))
@@ -151,13 +151,13 @@ def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
         return _with_memory(NamedSharding(_mesh(found, exactly), spec), found)
     fits = (named or set(found["mesh"])) <= set(ambient.axis_names)
     if not (exactly or fits):
-        raise CannotFollow(f"{spec} does not fit the mesh that is set, of {dict(ambient.shape)}")
+        raise PlacementError(f"{spec} does not fit the mesh that is set, of {dict(ambient.shape)}")
     mesh = ambient
     try:
         if exactly:
             own = _mesh(found, exactly)
             mesh = ambient if fits and _replaces(ambient, own) else own
-    except CannotFollow:
+    except PlacementError:
         if not fits:
             raise
     return _with_memory(NamedSharding(mesh, spec), found)
@@ -182,13 +182,13 @@ def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
     size, of = math.prod(sizes), found.get("job_devices")
     if size > len(devices) or (exactly and of in (None, size) and size != len(devices)):
         text = ", ".join(f"{name}={length}" for name, length in found["mesh"].items())
-        raise CannotFollow(f"a mesh of {size} devices ({text}) in a job with {len(devices)}")
+        raise PlacementError(f"a mesh of {size} devices ({text}) in a job with {len(devices)}")
     if of is None:  # Other formats and earlier releases do not record devices, so JAX chooses their order.
         return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:size])
     positions = found.get("devices") or range(size)
     if max(positions, default=0) >= len(devices):
         if exactly:
-            raise CannotFollow(f"device {max(positions)} of a job with {len(devices)}")
+            raise PlacementError(f"device {max(positions)} of a job with {len(devices)}")
         positions = range(size)
     return Mesh(np.array([devices[n] for n in positions]).reshape(sizes), names, axis_types=types)
 
@@ -199,7 +199,7 @@ def _on_device(found: Mapping[str, Any]) -> Sharding | None:
         return None
     number, local = found.get("device", 0), _devices(found, local=True)
     if number >= len(local):
-        raise CannotFollow(f"local device {number} of a process with {len(local)}")
+        raise PlacementError(f"local device {number} of a process with {len(local)}")
     return _with_memory(SingleDeviceSharding(local[number]), found)
 
 
@@ -209,5 +209,5 @@ def _with_memory(sharding: Any, found: Mapping[str, Any]) -> Sharding:
         return sharding
     device = next(iter(sharding.addressable_devices), None)
     if device is not None and all(memory.kind != kind for memory in device.addressable_memories()):
-        raise CannotFollow(f"{kind} memory, which {device.platform} devices lack")
+        raise PlacementError(f"{kind} memory, which {device.platform} devices lack")
     return sharding.with_memory_kind(kind)

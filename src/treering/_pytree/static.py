@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .._core.leaf_paths import join, key_text
-from .._core.values import EXACT
+from .._core.values import MAX_EXACT_INT
 
 Static = Mapping[str, Mapping[str, Any]]  # by the path of the container, and by name
 
-_MAX_TEXT = 1_000  # characters of a value
+_MAX_TEXT_CHARACTERS = 1_000  # characters of a value
 
 
-def of_node(value: Any, children: Collection[str]) -> dict[str, Any]:
+def node_fields(value: Any, children: Collection[str]) -> dict[str, Any]:
     """Returns the fields of a dataclass that are JSON and not among its children, by name.
 
     children: the names of its children. If one of them is not a field, the dataclass has its own way of flattening, and
@@ -39,18 +39,18 @@ def to_json(value: Any, depth: int = 4) -> Any:
     if value is None or kind is bool:
         return value
     if kind is int:
-        return value if abs(value) <= EXACT else ...
+        return value if abs(value) <= MAX_EXACT_INT else ...
     if kind is float:
         return value if math.isfinite(value) else ...
     if kind is str:
-        return value if len(value) <= _MAX_TEXT and value.isprintable() else ...
+        return value if len(value) <= _MAX_TEXT_CHARACTERS and value.isprintable() else ...
     if kind in (list, tuple) and depth:
         items = [to_json(item, depth - 1) for item in value]
-        return items if ... not in items and len(items) <= _MAX_TEXT else ...
+        return items if ... not in items and len(items) <= _MAX_TEXT_CHARACTERS else ...
     return ...
 
 
-def of_graph(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def graph_fields(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the static attributes of NNX graph objects that are JSON. `objects` has them by their paths."""
     from flax import nnx
 
@@ -67,7 +67,7 @@ def of_graph(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def differences(saved: Static, own: Static) -> list[str]:
+def static_differences(saved: Static, own: Static) -> list[str]:
     """Returns a text for each static value that a checkpoint records and the program makes differently."""
     found: list[str] = []
     for place in saved.keys() & own.keys():

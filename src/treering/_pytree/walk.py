@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from .._core.leaf_paths import join, key_text, key_texts
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
-from .._threads.reentry import calls_back
+from .._threads.reentry import runs_user_code
 from ..errors import UnsupportedError
 from . import flax, jax_private, static
 from .static import Static
 
 
-class Walk(NamedTuple):
+class FlatTree(NamedTuple):
     """A flattened tree.
 
-    paths, leaves: one path for each leaf, in the order of `flatten`.
+    paths, leaves: one path for each leaf, in the order of `flatten_leaves`.
     boxes: the boxes that do not show in the paths, by the path of their contents, from the outside in. Each has a kind,
         and a name for its child.
     structure: JAX's treedef for these leaves, or None if the treedef has other leaves.
@@ -49,11 +49,11 @@ class _Names(NamedTuple):
 
 _MAX_KNOWN = 4  # structures that are remembered
 # Always replaced and never changed, so that no lock is needed: it would be held while JAX runs comparisons of the user.
-_known: dict[Any, _Names] = {}
+_cache: dict[Any, _Names] = {}
 
 
-@calls_back
-def walk(tree: Any) -> Walk:
+@runs_user_code
+def flatten_tree(tree: Any) -> FlatTree:
     """Flattens a pytree. None is a leaf here, so that it keeps its place.
 
     Paths and skeleton depend only on JAX's treedef. So a training loop that saves the same structure again gets the
@@ -61,39 +61,41 @@ def walk(tree: Any) -> Walk:
 
     Raises `UnsupportedError` for keys that no path can name, and for two leaves with one path.
     """
-    global _known
+    global _cache
     import jax
 
     try:
         leaves, treedef = jax.tree.flatten(tree)
-        names = _known.get(treedef)
+        names = _cache.get(treedef)
     except (RecursionError, SystemError):  # In some places JAX turns the first into the second.
         raise UnsupportedError("this tree is nested deeper than JAX can flatten") from None
     except (TypeError, ValueError):  # Keys cannot be sorted, which `_walk` reports, or static values do not compare.
-        return _walk(tree)
+        return _flatten_tree(tree)
     if names is None or (names.text is not None and names.text != str(treedef)):
-        walked = _walk(tree)
-        nones = frozenset(n for n, leaf in enumerate(walked.leaves) if leaf is None)
-        if len(walked.leaves) - len(nones) != len(leaves):
+        flat_tree = _flatten_tree(tree)
+        nones = frozenset(n for n, leaf in enumerate(flat_tree.leaves) if leaf is None)
+        if len(flat_tree.leaves) - len(nones) != len(leaves):
             raise UnsupportedError("a container of this tree flattens differently with and without key paths")
-        only_text = all(type(key) is str for node in walked.skeleton if isinstance(node, Node) for key in node.names())
+        only_text = all(
+            type(key) is str for node in flat_tree.skeleton if isinstance(node, Node) for key in node.names()
+        )
         text = None if only_text else str(treedef)
-        names = _Names(walked.paths, walked.skeleton, walked.boxes, nones, text, walked.static)
-        known = dict(_known)
+        names = _Names(flat_tree.paths, flat_tree.skeleton, flat_tree.boxes, nones, text, flat_tree.static)
+        known = dict(_cache)
         known.pop(treedef, None)  # A dict keeps its old key if the new one is equal, but their texts may differ.
-        _known = {**dict(list(known.items())[1 - _MAX_KNOWN :]), treedef: names}
+        _cache = {**dict(list(known.items())[1 - _MAX_KNOWN :]), treedef: names}
     if names.nones:
         rest = iter(leaves)
         leaves = [None if n in names.nones else next(rest) for n in range(len(names.paths))]
-    return Walk(names.paths, leaves, names.skeleton, names.boxes, None if names.nones else treedef, names.static)
+    return FlatTree(names.paths, leaves, names.skeleton, names.boxes, None if names.nones else treedef, names.static)
 
 
-def walk_split(split: flax.Split) -> Walk:
+def flatten_split(split: flax.Split) -> FlatTree:
     """Flattens a tree whose NNX graph objects were replaced by their states, with their static attributes."""
-    walked = walk(split.tree)
+    flat_tree = flatten_tree(split.tree)
     if not split.objects:
-        return walked
-    return walked._replace(static={**walked.static, **_static_of(split)})
+        return flat_tree
+    return flat_tree._replace(static={**flat_tree.static, **_static_of(split)})
 
 
 _graph: tuple[Any, Any, Static] | None = None  # the last graph definition and outer structure, and their static values
@@ -107,15 +109,15 @@ def _static_of(split: flax.Split) -> Static:
         if last and bool(last[0] == split.graphdef) and bool(last[1] == split.outer):
             return last[2]
     marks = [object() for _ in range(split.outer.num_leaves)]
-    outer = walk(split.outer.unflatten(marks))
+    outer = flatten_tree(split.outer.unflatten(marks))
     at = {id(leaf): path for path, leaf in zip(outer.paths, outer.leaves, strict=True)}
-    found = static.of_graph({at[id(marks[number])]: node for number, node in split.objects.items()})
+    found = static.graph_fields({at[id(marks[number])]: node for number, node in split.objects.items()})
     _graph = split.graphdef, split.outer, found
     return found
 
 
-@calls_back
-def _walk(tree: Any) -> Walk:
+@runs_user_code
+def _flatten_tree(tree: Any) -> FlatTree:
 
     flatten_one = jax_private.flatten_one_level() or _flatten_one  # The public way takes four times as long.
     kinds = flax.box_types()
@@ -146,7 +148,7 @@ def _walk(tree: Any) -> Walk:
             if not isinstance(node.keys, int) and len(set(node.children())) != len(pairs):
                 raise UnsupportedError(f"two children of this {type(value).__name__} have one key: {node.keys!r:.200}")
             skeleton.append(node)
-            if fields := static.of_node(value, names):
+            if fields := static.node_fields(value, names):
                 found[path] = fields
             for (_, child), name in zip(reversed(pairs), reversed(names), strict=True):
                 stack.append((join(path, name, root=root), child, False))
@@ -160,7 +162,7 @@ def _walk(tree: Any) -> Walk:
         problems += [f"  {path or '(root)'}: two leaves have this path; rename one of them" for path in sorted(twice)]
     if problems:
         raise UnsupportedError("these leaves cannot be named:\n" + "\n".join(problems))
-    return Walk(paths, leaves, skeleton, boxes, static=found)
+    return FlatTree(paths, leaves, skeleton, boxes, static=found)
 
 
 def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
@@ -173,22 +175,25 @@ def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
     return [(path[0], child) for path, child in pairs], treedef
 
 
-@calls_back
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Flattens a tree like `jax.tree.flatten`, with None as a leaf. The order is that of `walk`."""
+@runs_user_code
+def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
+    """Flattens a tree like `jax.tree.flatten`, with None as a leaf. The order is that of `flatten_tree`."""
     import jax
 
     return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
 
 
-@calls_back
-def rebuilt(tree: Any, leaves: Sequence[Any], structure: Any = None) -> Any:
-    """Returns a tree with other leaves, which are in the order of `walk`. `structure` is the treedef of the tree."""
+@runs_user_code
+def unflatten(tree: Any, leaves: Sequence[Any], structure: Any = None) -> Any:
+    """Returns a tree with other leaves, which are in the order of `flatten_tree`.
+
+    `structure` is the treedef of the tree.
+    """
     import jax
 
     structure = jax.tree.structure(tree) if structure is None else structure
     if structure.num_leaves != len(leaves):  # Some leaves are None. Flattening with them is slow, so it is done late.
-        structure = flatten(tree)[1]
+        structure = flatten_leaves(tree)[1]
     return structure.unflatten(leaves)
 
 

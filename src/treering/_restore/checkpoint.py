@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from .._core import dtypes, expansion
 from .._core import skeleton as _skeleton
-from .._core.entries import Entry, ValueEntry, check_whole, fits, is_lost_tree
+from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
-from .._core.leaf_paths import all_meant, below, closest, few, meant
-from .._core.part import below_of, part_of, whole_of
+from .._core.leaf_paths import closest, find_globs, find_path, join_names, relative_to
 from .._core.source import Source
-from .._core.tracebacks import methods_at_the_caller
+from .._core.subtree import full_source, subtree_of, subtree_path
+from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _log = logging.getLogger("treering")
 _MAX_SHOWN_LEAVES = 40  # leaves that a `repr` names
 
 
-@methods_at_the_caller
+@hide_internal_frames_of_methods
 class Checkpoint(Mapping[str, LazyArray | Any]):
     """A checkpoint, or a part of one, as a mapping from path to leaf. `treering.open` makes it.
 
@@ -82,15 +82,15 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return self._source.nbytes
 
     def __getitem__(self, path: str) -> LazyArray | Any:
-        entry = self._source.entries.get(path) or self._source.entries.get(meant(path, self._source.entries))
+        entry = self._source.entries.get(path) or self._source.entries.get(find_path(path, self._source.entries))
         if entry is None:
-            check_whole(self._lost_above(path))
+            check_readable(self._lost_above(path))
             similar = closest(path, list(self._source.entries))
-            inside = sum(below(name, path) is not None for name in self._source.entries)
+            inside = sum(relative_to(name, path) is not None for name in self._source.entries)
             hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
             hint = hint or (f"; the closest name is {similar}" if similar else "")
             raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
-        check_whole([entry])
+        check_readable([entry])
         return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._source, entry)
 
     def __iter__(self) -> Iterator[str]:
@@ -104,7 +104,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return (
             entry
             for name, entry in self._source.entries.items()
-            if is_lost_tree(entry) and below(path, name) is not None
+            if is_unreadable_tree(entry) and relative_to(path, name) is not None
         )
 
     def at(self, path: str) -> "Checkpoint":
@@ -117,27 +117,27 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         if not path:
             return self
         entries = {
-            rest: entry for name, entry in self._source.entries.items() if (rest := below(name, path)) is not None
+            rest: entry for name, entry in self._source.entries.items() if (rest := relative_to(name, path)) is not None
         }
         skeleton = None if self._source.skeleton is None else _skeleton.subtree(self._source.skeleton, path)
         if not entries and skeleton is None:
-            if (known := meant(path, _skeleton.places(self._source.entries))) != path:
+            if (known := find_path(path, _skeleton.places(self._source.entries))) != path:
                 return self.at(known)
-            check_whole(self._lost_above(path))
+            check_readable(self._lost_above(path))
             level = getattr(self._source, "level", "")
-            if level and (rest := below(path, level)) is not None:
+            if level and (rest := relative_to(path, level)) is not None:
                 return self.at(rest)
             places = dict.fromkeys(name[:i] for name in self._source.entries for i, c in enumerate(name) if c == "/")
             similar = closest(path, [*places, *self._source.entries])
             top = tuple(dict.fromkeys(name.partition("/")[0] for name in self._source.entries))
-            hint = f"; closest: {similar}" if similar else f"; there are {few(top)}" if any(top) else ""
+            hint = f"; closest: {similar}" if similar else f"; there are {join_names(top)}" if any(top) else ""
             if self._source.positional:
                 hint = (
                     "; its leaves have only numbers; restore into a template of the entire tree and take the part of "
                     "it, or choose leaves: tr.open(path).select(['4', '5']).restore(part)"
                 )
             raise NotFoundError(f"{self.path}: nothing is at {path!r}{hint}")
-        return Checkpoint(part_of(self._source, entries, skeleton, path))
+        return Checkpoint(subtree_of(self._source, entries, skeleton, path))
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
         """Returns the leaves whose paths match a glob, or one of several globs.
@@ -151,17 +151,17 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         given = [glob] if isinstance(glob, str) else list(glob) if isinstance(glob, Iterable) else [glob]
         if not all(isinstance(one, str) for one in given):
             raise MismatchError(f"select: expected a glob or a list of them, found {glob!r:.100}")
-        globs = all_meant(given, self._source.entries)
-        entries = {path: entry for path, entry in self._source.entries.items() if fits(path, entry, globs)}
-        idle = [one for one in globs if not any(fits(path, entry, one) for path, entry in entries.items())]
+        globs = find_globs(given, self._source.entries)
+        entries = {path: entry for path, entry in self._source.entries.items() if glob_fits(path, entry, globs)}
+        idle = [one for one in globs if not any(glob_fits(path, entry, one) for path, entry in entries.items())]
         if idle or not entries:
             similar = closest(idle[0], list(self._source.entries)) if idle else None
-            shown = few(tuple(self._source.entries)) + (f"; the closest name is {similar}" if similar else "")
-            problem = f"{self.path}: none of {len(self)} leaves fits {few(tuple(idle))!r}, found {shown}"
+            shown = join_names(tuple(self._source.entries)) + (f"; the closest name is {similar}" if similar else "")
+            problem = f"{self.path}: none of {len(self)} leaves fits {join_names(tuple(idle))!r}, found {shown}"
             if not entries:
                 raise NotFoundError(problem)
             _log.warning("%s", problem)
-        return Checkpoint(part_of(self._source, entries, None))
+        return Checkpoint(subtree_of(self._source, entries, None))
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
         """Returns the leaves as `treering.rules` change them. Print the result to see every name and shape.
@@ -173,15 +173,15 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._core import views
         from .._rules.base import apply
 
-        leaves = apply(rules, views.leaves_of(self._source.entries))
+        leaves = apply(rules, views.plain_leaves(self._source.entries))
         # Leaves without names are matched by their order, until rules name or reorder them. Once a rule changes bytes
         # whose dtype the format does not record, the template can no longer say the dtype of these bytes.
         numbered = self._source.positional and [path for path in self._source.entries if path in leaves] == list(leaves)
         known = all(leaf.plain for path, leaf in leaves.items() if path in self._source.ambiguous_dtypes)
-        view = views.View(whole_of(self._source), leaves, positional=numbered and known)
+        view = views.View(full_source(self._source), leaves, positional=numbered and known)
         same = list(leaves) == list(self._source.entries)
         skeleton = self._source.skeleton if same else None
-        return Checkpoint(part_of(view, view.entries, skeleton, below_of(self._source)))
+        return Checkpoint(subtree_of(view, view.entries, skeleton, subtree_path(self._source)))
 
     def abstract(self) -> Any:
         """Returns nested containers of `jax.ShapeDtypeStruct` and of values, as a template. Reads no array.
@@ -192,24 +192,24 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         import jax
         import numpy as np
 
-        from .targets import is_of_jax
+        from .leaf_targets import is_jax_dtype
 
         def shape(entry: Entry) -> Any:
             if isinstance(entry, ValueEntry):
                 return entry.decode()
             if entry.type == "key":
-                from .groups import as_key
+                from .read_groups import as_key
 
                 return jax.eval_shape(lambda d: as_key(d, entry), jax.ShapeDtypeStruct(entry.shape, "uint32"))
             dtype = dtypes.to_numpy(entry.dtype)
-            if not is_of_jax(dtype):
+            if not is_jax_dtype(dtype):
                 return np.broadcast_to(np.zeros((), dtype), entry.shape)
             return jax.ShapeDtypeStruct(entry.shape, dtype, weak_type=entry.type == "jax-weak")
 
-        check_whole(self._source.entries.values())
+        check_readable(self._source.entries.values())
         values = [shape(entry) for entry in self._source.entries.values()]
         return (
-            _skeleton.nest(self, values)
+            _skeleton.nest_by_path(self, values)
             if self._source.skeleton is None
             else _skeleton.build(self._source.skeleton, values)
         )
@@ -233,7 +233,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         memory_limit: int | None = None,
         progress: bool = False,
         read: Literal["each", "once"] | None = None,
-        max_expansion: float = expansion.MOST,
+        max_expansion: float = expansion.MAX_RATIO,
     ) -> Any:
         """Returns the tree, shaped like `like`. `treering.restore` describes the arguments."""
         options: RestoreOptions = {
@@ -254,9 +254,9 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             return self._restore(like, None, **options)
         from .._processes import consistency, coordinator
 
-        with coordinator.begun(f"restore({self.path!r})", "restoring") as call:
+        with coordinator.collective_call(f"restore({self.path!r})", "restoring") as call:
             attempt = lambda: (self._source.identity, self._restore(like, call, **options))  # noqa: E731
-            return consistency.on_all_processes(call, attempt)[1]
+            return consistency.attempt_on_all_processes(call, attempt)[1]
 
     def _restore(
         self,

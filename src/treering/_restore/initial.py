@@ -12,7 +12,7 @@ from .._pytree import flax, walk
 from .._pytree.leaks import find_tracer
 from .._pytree.leaves import check_no_tracers
 from ..errors import MismatchError
-from . import place as _place
+from . import array_placement as _place
 
 _log = logging.getLogger("treering")
 _ARRAY = object()
@@ -30,15 +30,15 @@ class _SeparateArrays:
     """The tree of `init` as `flax.split` returns it, with its JAX arrays in a list of their own."""
 
     def __init__(self, split: flax.Split):
-        leaves, self._treedef = walk.flatten(split.tree)
+        leaves, self._treedef = walk.flatten_leaves(split.tree)
         self._split = split
         self.arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        self._rest = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        self._other_leaves = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
 
     def with_arrays(self, arrays: Sequence[Any]) -> flax.Split:
         """Returns the tree with other arrays, or with their shapes."""
         new = iter(arrays)
-        leaves = [next(new) if leaf is _ARRAY else leaf for leaf in self._rest]
+        leaves = [next(new) if leaf is _ARRAY else leaf for leaf in self._other_leaves]
         return self._split._replace(tree=self._treedef.unflatten(leaves))
 
 
@@ -61,28 +61,28 @@ class Initial:
         except _Untraceable as error:
             _log.warning("init cannot be traced, so it is called for the shapes of the state: %s", error)
             self.split, self.called = self._from_call(), True
-        self.walked = walk.walk_split(self.split)
+        self.flat_tree = walk.flatten_split(self.split)
         self.split = self.split._replace(objects={})  # The objects would keep arrays or tracers alive.
 
     def _from_call(self) -> flax.Split:
         split = flax.split(self._init())
         separate = _SeparateArrays(split)
         if any(isinstance(array, core.Tracer) for array in separate.arrays):
-            walked = walk.walk_split(split)
-            check_no_tracers(walked.paths, walked.leaves, "init")
+            flat_tree = walk.flatten_split(split)
+            check_no_tracers(flat_tree.paths, flat_tree.leaves, "init")
         return separate.with_arrays([_shape(array) for array in separate.arrays])
 
     @functools.cached_property
-    def places(self) -> Sequence[_place.Where]:
+    def places(self) -> Sequence[_place.ShardingOrNone]:
         """The place of each leaf in the state that `init` returns. Calls `init` if it was only traced before."""
         split = self.split if self.called else self._from_call()
         if not self.called:
-            _check_same(walk.walk(split.tree), self.walked)
-        leaves, _ = walk.flatten(split.tree)
+            _check_same(walk.flatten_tree(split.tree), self.flat_tree)
+        leaves, _ = walk.flatten_leaves(split.tree)
         return [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
 
 
-def first(init: Callable[[], Any], sharding: Any = None) -> Any:
+def first_state(init: Callable[[], Any], sharding: Any = None) -> Any:
     """Returns the state that `init` makes, for the first job of a run. With a `sharding`, JAX arrays are made there.
 
     If `init` cannot be traced, its arrays are made first and moved afterwards.
@@ -106,7 +106,7 @@ def first(init: Callable[[], Any], sharding: Any = None) -> Any:
         moved = [one if to is None else jax.device_put(one, to) for one, to in zip(arrays, places, strict=True)]
         return _joined(separate.with_arrays(moved))
     if sharding is None:
-        _check_same(walk.walk(flax.split(tree).tree), walk.walk(traced.tree))
+        _check_same(walk.flatten_tree(flax.split(tree).tree), walk.flatten_tree(traced.tree))
         return tree
     made: list[_SeparateArrays] = []
 
@@ -137,11 +137,11 @@ def _traced(init: Callable[[], Any]) -> flax.Split:
     return split
 
 
-def _array_places(sharding: Any, split: flax.Split) -> list[_place.Where]:
-    """Returns the place that `sharding` gives each JAX array of a template; see `_place.resolve`."""
-    walked = walk.walk(split.tree)
-    shaped = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in walked.leaves]
-    places = _place.resolve(sharding, split.tree, walked.paths, walked.leaves, lambda: shaped)
+def _array_places(sharding: Any, split: flax.Split) -> list[_place.ShardingOrNone]:
+    """Returns the place that `sharding` gives each JAX array of a template; see `_place.choose_shardings`."""
+    flat_tree = walk.flatten_tree(split.tree)
+    shaped = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in flat_tree.leaves]
+    places = _place.choose_shardings(sharding, split.tree, flat_tree.paths, flat_tree.leaves, lambda: shaped)
     return [place for place, leaf in zip(places, shaped, strict=True) if leaf is not None]
 
 
@@ -149,7 +149,7 @@ def _joined(split: flax.Split) -> Any:
     return split.join(split.tree)
 
 
-def _check_same(real: walk.Walk, traced: walk.Walk) -> None:
+def _check_same(real: walk.FlatTree, traced: walk.FlatTree) -> None:
     expected = dict(zip(real.paths, map(_described, real.leaves), strict=True))
     given = dict(zip(traced.paths, map(_described, traced.leaves), strict=True))
     problems = [

@@ -8,26 +8,26 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._core import dtypes
-from .._core.describe import FUNCTION, NONE, NOTHING, describe, mismatch
-from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole, is_absent
-from .._core.leaf_paths import above, below, closest, few, matches
+from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, mismatch_error
+from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable, is_absent
+from .._core.leaf_paths import closest, join_names, matches, parent_paths, relative_to
 from .._core.skeleton import Skeleton
-from .._pytree import box_levels
+from .._pytree import variable_levels
 from .._pytree.leaves import is_function
-from .._pytree.walk import Walk
+from .._pytree.walk import FlatTree
 from ..errors import Difference, MismatchError
 from . import named_tuples
+from .iterator_hints import OutsideState, with_hints
+from .leaf_targets import LeafMismatch, LeafTarget, check_width, missing_target, target_of
 from .policy import Policy
-from .positions import Elsewhere, with_hints
 from .saved_kinds import saved_target
-from .targets import Differs, Target, check_width, missing_target, target_of
 
 _log = logging.getLogger("treering")
 _ARRAYS = ("numpy", "numpy-scalar", "jax")
 
 
 def match(
-    walked: Walk,
+    flat_tree: FlatTree,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
     policy: Policy,
@@ -35,8 +35,8 @@ def match(
     as_written: Mapping[str, Entry],
     *,
     numbers_are_arrays: bool,
-    elsewhere: Callable[[], Elsewhere],
-) -> list[Target]:
+    elsewhere: Callable[[], OutsideState],
+) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
 
     walked: the template.
@@ -48,54 +48,58 @@ def match(
 
     Raises `MismatchError` with the likely cause and every difference.
     """
-    policy = policy.among(walked.paths, entries)
+    policy = policy.among(flat_tree.paths, entries)
     if LostEntry in set(map(type, entries.values())):
-        check_whole(_needed(entries, walked, policy))
+        check_readable(_needed(entries, flat_tree, policy))
 
     def compare(
-        like: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
+        like: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
     ) -> _Compared:
-        entries = box_levels.named(like, entries) if written else entries
+        entries = variable_levels.rename_to_tree(like, entries) if written else entries
         return _compare(like, entries, skeleton, policy, numbers_are_arrays)
 
-    _check_globs(policy, walked.paths)
-    targets, found, differences = compare(walked, entries, skeleton, policy, written=False)
-    filled = [] if differences else [p for p, target in zip(walked.paths, targets, strict=True) if target.filled]
+    _check_globs(policy, flat_tree.paths)
+    targets, found, differences = compare(flat_tree, entries, skeleton, policy, written=False)
+    filled = [] if differences else [p for p, target in zip(flat_tree.paths, targets, strict=True) if target.filled]
     if differences or (filled and not found):
-        differences = with_hints(differences, walked, entries, elsewhere())
-        from .causes import likely  # Imported here, because only this error needs the rules.
+        differences = with_hints(differences, flat_tree, entries, elsewhere())
+        from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
 
         try:
-            cause = likely(walked, as_written, skeleton, policy, differences, compare)
+            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare)
         except Exception:  # A defect in the suggestion must not hide the differences.
             _log.debug("%s: the likely cause could not be found", name, exc_info=True)
             cause = ""
         if differences:
-            raise mismatch(name, differences, walked.paths, entries, cause)
+            raise mismatch_error(name, differences, flat_tree.paths, entries, cause)
         raise _nothing_found(name, filled, entries, cause)
-    named_tuples.warn_of_renamed(walked.skeleton, skeleton or (), name)
+    named_tuples.warn_of_renamed(flat_tree.skeleton, skeleton or (), name)
     return targets
 
 
 class _Compared(NamedTuple):
     """The targets of a template's leaves, and the differences. `found`: the checkpoint has some of the leaves."""
 
-    targets: list[Target]
+    targets: list[LeafTarget]
     found: bool
     differences: list[Difference]
 
 
 def _compare(
-    walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, numbers_are_arrays: bool
+    flat_tree: FlatTree,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: Policy,
+    numbers_are_arrays: bool,
 ) -> _Compared:
-    targets: list[Target] = []
+    targets: list[LeafTarget] = []
     differences: list[Difference] = []
     skipped: list[str] = []
     used: set[str] = set()
     without: dict[str, str] = {}  # by path: the template has None or a function, and the checkpoint has data
     found = False
-    alike: dict[tuple[Any, ...], Target] = {}  # the target of one leaf of each kind, to reuse for thousands like it
-    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+    alike: dict[tuple[Any, ...], LeafTarget] = {}  # the target of one leaf of each kind, to reuse for thousands like it
+    for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
         entry = entries.get(path)
         kind: tuple[Any, ...] | None = None
         if isinstance(entry, ArrayEntry) and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
@@ -103,11 +107,11 @@ def _compare(
             kind = (*kind, path in policy.cast_leaves) if policy.cast_leaves else kind
             if (like := alike.get(kind)) is not None:
                 used.add(path)
-                targets.append(Target(like.make, entry, like.dtype, like.weak))
+                targets.append(LeafTarget(like.make, entry, like.dtype, like.weak))
                 continue
         if leaf is ...:
             skipped.append(path)
-            targets.append(Target("value", value=...))
+            targets.append(LeafTarget("value", value=...))
             continue
         absent = is_absent(entry)
         if leaf is None or is_function(leaf):
@@ -115,7 +119,7 @@ def _compare(
                 used.add(path)
             else:
                 without[path] = NONE if leaf is None else FUNCTION
-            targets.append(Target("value", value=leaf))
+            targets.append(LeafTarget("value", value=leaf))
             continue
         used.add(path)
         try:
@@ -128,25 +132,25 @@ def _compare(
                 targets.append(make(path, leaf, entry, policy.dtype, numbers_are_arrays))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]
-        except Differs as difference:
+        except LeafMismatch as difference:
             differences.append(Difference(path, *difference.args))
     for path, entry in () if entries.keys() <= used else entries.items():
         if path in used or is_absent(entry):
             continue
-        if any(below(path, at) is not None for at in skipped) or policy.allows("extra", path):
+        if any(relative_to(path, at) is not None for at in skipped) or policy.allows("extra", path):
             continue
         hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
-        differences.append(Difference(path, without.get(path, NOTHING), describe(entry), hint))
+        differences.append(Difference(path, without.get(path, NOTHING), describe_entry(entry), hint))
     # The class of a container matters only if the checkpoint has something to restore in it.
-    classes = named_tuples.differences(walked.skeleton, skeleton or ())
+    classes = named_tuples.class_differences(flat_tree.skeleton, skeleton or ())
     everywhere = bool(differences) or not found
-    differences += [one for one in classes if everywhere or not _is_own(one.path, walked.paths, targets)]
+    differences += [one for one in classes if everywhere or not _is_own(one.path, flat_tree.paths, targets)]
     return _Compared(targets, found, differences)
 
 
-def _is_own(path: str, paths: Sequence[str], targets: Sequence[Target]) -> bool:
+def _is_own(path: str, paths: Sequence[str], targets: Sequence[LeafTarget]) -> bool:
     """Returns True if all leaves of a container keep the template's values, because the checkpoint has none."""
-    inside = [target.filled for at, target in zip(paths, targets, strict=True) if below(at, path) is not None]
+    inside = [target.filled for at, target in zip(paths, targets, strict=True) if relative_to(at, path) is not None]
     return bool(inside) and all(inside)
 
 
@@ -154,7 +158,7 @@ def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
     """Raises `MismatchError` for a glob in `missing` that matches no leaf, because it is probably misspelt."""
     for glob in () if isinstance(policy.missing, str) else policy.missing:
         if not any(matches(path, glob) for path in paths):
-            shown = few(tuple(paths))
+            shown = join_names(tuple(paths))
             raise MismatchError(f"missing=[{glob!r}]: expected a glob of leaves of the template, found none in {shown}")
 
 
@@ -167,57 +171,63 @@ def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry
     hint = f"; likely: {cause}" if cause else f"; closest: {nearest}" if nearest else ""
     return MismatchError(
         f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "
-        f"nothing would be restored; the checkpoint has {few(tuple(entries))}{hint}"
+        f"nothing would be restored; the checkpoint has {join_names(tuple(entries))}{hint}"
     )
 
 
-def untemplated(entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str) -> list[Target]:
+def match_without_template(
+    entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str
+) -> list[LeafTarget]:
     """Returns the targets of a restore without a template, in order.
 
     Arrays of the types `to_jax` become JAX arrays, other arrays NumPy arrays, and keys typed PRNG keys. Other values
     stay as they are. Raises `MismatchError` for arrays that cannot become JAX arrays.
     """
-    check_whole(entries)
-    targets: list[Target] = []
+    check_readable(entries)
+    targets: list[LeafTarget] = []
     differences: list[Difference] = []
-    alike: dict[tuple[str, str], Target] = {}  # the target of one array of each kind, to reuse for thousands like it
+    alike: dict[
+        tuple[str, str], LeafTarget
+    ] = {}  # the target of one array of each kind, to reuse for thousands like it
     for entry in entries:
         if isinstance(entry, ValueEntry):
-            targets.append(Target("value", value=entry.decode()))
+            targets.append(LeafTarget("value", value=entry.decode()))
         elif like := alike.get((entry.type, entry.dtype)):
-            targets.append(Target(like.make, entry, like.dtype, like.weak))
+            targets.append(LeafTarget(like.make, entry, like.dtype, like.weak))
         else:
             try:
                 targets.append(_untemplated(entry, policy, in_jax=entry.type in to_jax))
                 alike[entry.type, entry.dtype] = targets[-1]
-            except Differs as difference:
+            except LeafMismatch as difference:
                 differences.append(Difference(entry.path, *difference.args))
     if differences:
-        raise mismatch(name, differences, [entry.path for entry in entries], {}, what="cannot become JAX arrays")
+        raise mismatch_error(name, differences, [entry.path for entry in entries], {}, what="cannot become JAX arrays")
     return targets
 
 
-def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> Target:
-    """Returns the target of an array without a template. Raises `Differs` if JAX cannot have the dtype."""
+def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> LeafTarget:
+    """Returns the target of an array without a template. Raises `LeafMismatch` if JAX cannot have the dtype."""
     dtype = dtypes.to_numpy(entry.dtype)
     if entry.type == "key":
-        return Target("key", entry, dtype)
+        return LeafTarget("key", entry, dtype)
     dtype = policy.cast(dtype)
     if in_jax:
         check_width(dtype, entry)
     make = "jax" if in_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"
-    return Target(make, entry, dtype, entry.type == "jax-weak")
+    return LeafTarget(make, entry, dtype, entry.type == "jax-weak")
 
 
-def _needed(entries: Mapping[str, Entry], walked: Walk, policy: Policy) -> Iterator[Entry]:
+def _needed(entries: Mapping[str, Entry], flat_tree: FlatTree, policy: Policy) -> Iterator[Entry]:
     """Yields the unreadable entries that a template asks for or may not leave out."""
-    skipped = [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if leaf is ...]
+    skipped = [path for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if leaf is ...]
     asked, leaves = {""}, set[str]()
-    for path, leaf in zip(walked.paths, walked.leaves, strict=True):
+    for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
         if leaf is not None and leaf is not ... and not is_function(leaf):
             leaves.add(path)
-            asked |= {path, *above(path)}
+            asked |= {path, *parent_paths(path)}
     for path, entry in entries.items():
-        left_out = policy.allows("extra", path, entry) or any(below(path, at) is not None for at in skipped)
-        if isinstance(entry, LostEntry) and (path in asked or not left_out or not leaves.isdisjoint(above(path))):
+        left_out = policy.allows("extra", path, entry) or any(relative_to(path, at) is not None for at in skipped)
+        if isinstance(entry, LostEntry) and (
+            path in asked or not left_out or not leaves.isdisjoint(parent_paths(path))
+        ):
             yield entry

@@ -8,7 +8,7 @@ import collections
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from .._core.leaf_paths import above, below
+from .._core.leaf_paths import parent_paths, relative_to
 from .._core.skeleton import Node, Skeleton, containers
 
 _COUNTS = frozenset(("count", "gradient_step"))  # fields that count updates, equal in all states of one optimizer
@@ -77,7 +77,7 @@ class States:
         return state.kind if isinstance(state.kind, frozenset) else frozenset()
 
 
-def grouped(states: Mapping[str, State]) -> dict[tuple[Hashable, str], dict[str, str]]:
+def paths_by_state(states: Mapping[str, State]) -> dict[tuple[Hashable, str], dict[str, str]]:
     """Returns the leaves of each state: for its kind and path, the leaves' paths by their paths within the state."""
     groups: dict[tuple[Hashable, str], dict[str, str]] = {}
     for path, state in states.items():
@@ -106,16 +106,16 @@ def _names(paths: Collection[str]) -> dict[str, frozenset[str]]:
     """Returns the names in each container, by its path."""
     found: dict[str, set[str]] = collections.defaultdict(set)
     for path in paths:
-        for place in ("", *above(path)):
-            found[place].add((below(path, place) or "").partition("/")[0])
+        for place in ("", *parent_paths(path)):
+            found[place].add((relative_to(path, place) or "").partition("/")[0])
     return {place: frozenset(names) for place, names in found.items()}
 
 
 def _states(paths: Collection[str], kinds: Mapping[str, Hashable]) -> dict[str, State]:
     found: dict[str, State] = {}
     for path in paths if kinds else ():
-        for place in (*reversed(above(path)), ""):
+        for place in (*reversed(parent_paths(path)), ""):
             if place in kinds:
-                found[path] = State(kinds[place], place, below(path, place) or "")
+                found[path] = State(kinds[place], place, relative_to(path, place) or "")
                 break
     return found

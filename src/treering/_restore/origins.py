@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from .._core.entries import Entry, is_absent
 from .._core.skeleton import Skeleton
 from .._pytree.leaves import is_function
-from .._pytree.walk import Walk
-from .optimizer_states import States, grouped
+from .._pytree.walk import FlatTree
+from .leaf_targets import LeafMismatch, target_of
+from .optimizer_states import States, paths_by_state
 from .path_likeness import (
-    common,
-    ends,
+    common_prefix,
     is_average,
     is_copy,
     is_level,
@@ -22,13 +22,13 @@ from .path_likeness import (
     may_be_levels,
     most_alike,
     names_of,
-    numberless,
+    suffixes,
+    without_numbers,
 )
 from .policy import Policy
-from .targets import Differs, target_of
 
 _MAX_COMPARED_LEAVES = 20_000
-_MAX_ALIKE = 20  # leaves of the checkpoint that are compared for each end of a path
+_MAX_CANDIDATES = 20  # leaves of the checkpoint that are compared for each end of a path
 _MIN_RENAMED_SHARE = 0.9  # of the parameters that only one side has; a level that holds as many may be renamed
 _POSITIONS = re.compile(r"pos|wpe|type|segment|patch|time", re.IGNORECASE)  # embeddings that no head is tied to
 _HEAD = re.compile(r"head|logits|unemb|output|decod|classif", re.IGNORECASE)
@@ -49,33 +49,33 @@ class Origins(NamedTuple):
     sources: dict[str, str]
     untied: dict[str, str]
     copied: set[str]
-    turned: set[str]
-    counted: set[str]
+    transposed: set[str]
+    update_counts: set[str]
     doubtful: list[str]
 
 
 class _Search:
-    def __init__(self, walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy):
-        self.leaves = wanted(walked)
+    def __init__(self, flat_tree: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy):
+        self.leaves = wanted(flat_tree)
         self.entries = {path: entry for path, entry in entries.items() if not is_absent(entry)}
-        self.states = States(self.leaves, walked.skeleton, self.entries, skeleton)
+        self.states = States(self.leaves, flat_tree.skeleton, self.entries, skeleton)
         self.dtype = policy.dtype
         self.sources: dict[str, str] = {}
         self.untied: dict[str, str] = {}
         self.copied: set[str] = set()
-        self.turned: set[str] = set()
-        self.counted: set[str] = set()
+        self.transposed: set[str] = set()
+        self.update_counts: set[str] = set()
         self.doubtful: list[str] = []
 
     def fits(self, path: str, found: str) -> bool:
         """Returns True if the template's leaf can be made of the checkpoint's."""
         try:
             target_of(path, self.leaves[path], self.entries[found], self.dtype, numbers_are_arrays=True)
-        except Differs:
+        except LeafMismatch:
             return False
         return True
 
-    def rest(self) -> list[str]:
+    def unmatched(self) -> list[str]:
         return [path for path in self.leaves if path not in self.sources]
 
     def in_place(self) -> None:
@@ -89,7 +89,7 @@ class _Search:
 
         If several states of that kind have the leaf, the one with the most similar path is the origin.
         """
-        ours, theirs = grouped(self.states.template), grouped(self.states.found)
+        ours, theirs = paths_by_state(self.states.template), paths_by_state(self.states.found)
         used = set(self.sources.values())
         claims: dict[str, list[str]] = collections.defaultdict(list)
         for (kind, place), leaves in ours.items():
@@ -134,24 +134,26 @@ class _Search:
         Each pair of beginnings gets a vote from every leaf that it would explain, and those with most votes come first.
         """
         used = set(self.sources.values())
-        rest = self.rest()[:_MAX_COMPARED_LEAVES]
+        rest = self.unmatched()[:_MAX_COMPARED_LEAVES]
         by_end: dict[str, list[str]] = collections.defaultdict(list)
         for found in self.entries:
             if found not in used:
-                for end in ends(found):
+                for end in suffixes(found):
                     by_end[end].append(found)
         votes: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
         for path in rest:
-            for end in ends(path):
+            for end in suffixes(path):
                 has_voted = False
-                for found in by_end.get(end, ())[:_MAX_ALIKE]:
+                for found in by_end.get(end, ())[:_MAX_CANDIDATES]:
                     heads = found[: len(found) - len(end)], path[: len(path) - len(end)]
                     if may_be_levels(*heads) and self.states.may_become(found, path) and self.fits(path, found):
                         votes[heads][path] = found
                         has_voted = True
                 if has_voted:  # Shorter ends have less in common with the path.
                     break
-        series = {numberless(head) for path in self.sources if self.sources[path] == path for head in _heads(path)}
+        series = {
+            without_numbers(head) for path in self.sources if self.sources[path] == path for head in _prefixes(path)
+        }
         moved: set[str] = set()
         ours = sum(path not in self.states.template for path in rest)
         theirs = sum(path not in self.states.found and path not in used for path in self.entries)
@@ -160,7 +162,7 @@ class _Search:
             # An average of the parameters is not an origin of the parameters. While other layers of a series keep their
             # numbers, one layer does not move to the number of another.
             if (old and new and is_copy(old) != is_copy(new)) or (
-                is_renumbered(old, new) and numberless(old) in series
+                is_renumbered(old, new) and without_numbers(old) in series
             ):
                 continue
             are_most = len(pairs) >= min(ours, theirs) * _MIN_RENAMED_SHARE and (
@@ -187,7 +189,7 @@ class _Search:
         """
         places = {found: path for path, found in self.sources.items()}
         inside = collections.Counter(one.place for one in self.states.found.values())
-        for path in self.rest():
+        for path in self.unmatched():
             state, leaf = self.states.template.get(path), self.leaves[path]
             if state is None or not state.is_count or _rank(leaf):
                 continue
@@ -205,11 +207,11 @@ class _Search:
             schedules = [place for place, found in having.items() if inside[self.states.found[found].place] == 1]
             if best := most_alike(path, schedules or list(having)):
                 self.sources[path] = having[best[0]]
-                self.counted.add(path)
+                self.update_counts.add(path)
 
     def shared(self) -> None:
         """Finds matrices that were one array with another when saved, such as a head that was tied to an embedding."""
-        rest = [path for path in self.rest() if path not in self.states.template]
+        rest = [path for path in self.unmatched() if path not in self.states.template]
         for path in rest:
             shape = _shape(self.leaves[path])
             if len(shape) != 2 or min(shape) < 2:
@@ -226,18 +228,18 @@ class _Search:
                 most = max((lead(path, other) for other in alike), default=0)
                 alike = [other for other in alike if lead(path, other) == most]
                 alike = [other for other in alike if not _POSITIONS.search(other)]
-                named = [other for other in alike if _EMBEDDING.search(other[len(common(path, other)) :])]
+                named = [other for other in alike if _EMBEDDING.search(other[len(common_prefix(path, other)) :])]
                 best = alike if len(alike) == 1 else named
                 sure = bool(named) or (len(rest) == 1 and shape[0] != shape[1] and _HEAD.search(path))
-                if len(best) == 1 and sure and numberless(best[0]) != numberless(path):
-                    self._share(path, best[0], turned)
+                if len(best) == 1 and sure and without_numbers(best[0]) != without_numbers(path):
+                    self._share_source(path, best[0], turned)
                     break
 
-    def _share(self, path: str, other: str, turned: bool) -> None:
-        head = len(common(path, other))
+    def _share_source(self, path: str, other: str, turned: bool) -> None:
+        head = len(common_prefix(path, other))
         new, old = path[head:], other[head:]
         self.untied[path] = other
-        for one in self.rest():
+        for one in self.unmatched():
             before = one[: len(one) - len(new)]
             source = before + old
             if one.endswith(new) and (not before or before[-1] in "/.") and source in self.sources:
@@ -246,23 +248,25 @@ class _Search:
                     self.sources[one] = self.sources[source]
                     self.copied.add(one)
                     if turned:
-                        self.turned.add(one)
+                        self.transposed.add(one)
 
 
-def origins(walked: Walk, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy) -> Origins:
+def origins(flat_tree: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy) -> Origins:
     """Returns where the checkpoint has each leaf of the template; not those of which it is not clear."""
-    search = _Search(walked, entries, skeleton, policy)
+    search = _Search(flat_tree, entries, skeleton, policy)
     search.in_place()
     search.in_states()
     search.with_levels()
     search.counts()
     search.shared()
-    return Origins(search.sources, search.untied, search.copied, search.turned, search.counted, search.doubtful)
+    return Origins(
+        search.sources, search.untied, search.copied, search.transposed, search.update_counts, search.doubtful
+    )
 
 
-def wanted(walked: Walk) -> dict[str, Any]:
+def wanted(flat_tree: FlatTree) -> dict[str, Any]:
     """Returns the template's leaves that take something from a checkpoint, by path."""
-    pairs = zip(walked.paths, walked.leaves, strict=True)
+    pairs = zip(flat_tree.paths, flat_tree.leaves, strict=True)
     return {path: leaf for path, leaf in pairs if leaf is not None and leaf is not ... and not is_function(leaf)}
 
 
@@ -270,7 +274,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 
-def _heads(path: str) -> Iterator[str]:
+def _prefixes(path: str) -> Iterator[str]:
     """Yields the beginnings of a path, up to the end of each of its names."""
     names = names_of(path)
     return ("".join(names[:n]) for n in range(1, len(names) + 1))

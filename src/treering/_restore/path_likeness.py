@@ -10,7 +10,7 @@ _COPY = re.compile(r"(?:^|[/._])(?:ema|avg|averages?|averaged|polyak|swa)(?:$|[/
 _NAME = re.compile(r".*?(?:/|\.|~1)|.+")  # a name with the separator after it
 
 
-def ends(path: str) -> Iterator[str]:
+def suffixes(path: str) -> Iterator[str]:
     """Yields the ends of a path, the longest first, which is the path itself."""
     yield path
     for found in _BOUNDARY.finditer(path):
@@ -29,7 +29,7 @@ def is_average(head: str) -> bool:
 
 def may_be_levels(old: str, new: str) -> bool:
     """Returns True if one of two beginnings of paths may be a level that replaced the other."""
-    return is_level(old, new) or not common(old, new)
+    return is_level(old, new) or not common_prefix(old, new)
 
 
 def is_level(old: str, new: str) -> bool:
@@ -37,11 +37,11 @@ def is_level(old: str, new: str) -> bool:
     if old == new:
         return False
     few, many = sorted((old, new), key=len)
-    head = len(common(few, many))
+    head = len(common_prefix(few, many))
     return many.endswith(few[head:])
 
 
-def common(a: str, b: str) -> str:
+def common_prefix(a: str, b: str) -> str:
     """Returns the beginning that two paths have in common, up to the end of a name."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     return a[: max((found.end() for found in _BOUNDARY.finditer(a[:same])), default=0)]
@@ -77,14 +77,14 @@ def most_alike(place: str, places: Sequence[str]) -> list[str]:
     return [other for other in places if alike(other) == most]
 
 
-def numberless(path: str) -> str:
+def without_numbers(path: str) -> str:
     return re.sub(r"\d+", "#", path)
 
 
 def is_renumbered(old: str, new: str) -> bool:
     """Returns True if two paths differ, and only in their numbers; 00 and 0 are the same number."""
     numbers = ([int(number) for number in re.findall(r"\d+", path)] for path in (old, new))
-    return numberless(old) == numberless(new) and next(numbers) != next(numbers)
+    return without_numbers(old) == without_numbers(new) and next(numbers) != next(numbers)
 
 
 def differing_heads(there: str, path: str) -> tuple[str, str]:

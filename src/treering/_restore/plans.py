@@ -10,31 +10,31 @@ import jax
 import msgspec
 
 from .._core import dtypes
-from .._core.describe import mismatch
+from .._core.describe import mismatch_error
 from .._core.entries import ArrayEntry, Entry
-from .._core.leaf_paths import below, few
-from .._core.part import below_of, whole_of
-from .._core.skeleton import LEAF, Node, Skeleton, build, nest
+from .._core.leaf_paths import join_names, relative_to
+from .._core.skeleton import LEAF, Node, Skeleton, build, nest_by_path
 from .._core.source import Source, origins, records_kinds, static_values
+from .._core.subtree import full_source, subtree_path
 from .._core.views import View
-from .._pytree import box_levels, flax, static, walk
+from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function
 from ..errors import Difference
-from . import match, positional, saved_kinds, saved_places
-from . import place as _place
-from .groups import entry_of
+from . import array_placement as _place
+from . import match, positional, saved_kinds, saved_shardings
+from .array_placement import ShardingOrNone
 from .initial import Initial
-from .place import Where
+from .iterator_hints import OutsideState
+from .leaf_targets import LeafMismatch, LeafTarget, check_width
 from .policy import Policy
-from .positions import Elsewhere
-from .targets import Differs, Target, check_width
+from .read_groups import target_entry
 
 _log = logging.getLogger("treering")
-_NUMPY = ("numpy", "numpy-scalar")  # values of `Target.make` that give an array on the host
-_OF_JAX, _ALL = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
+_NUMPY_TYPES = ("numpy", "numpy-scalar")  # values of `LeafTarget.make` that give an array on the host
+_JAX_TYPES, _ARRAY_TYPES = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "numpy-scalar")  # types of arrays
 
 
-class Plan(NamedTuple):
+class RestorePlan(NamedTuple):
     """What each leaf becomes, decided before anything is read. Leaves are known by their position in `paths`.
 
     asked: returns the paths of the leaves that the template wants from the checkpoint.
@@ -47,59 +47,61 @@ class Plan(NamedTuple):
     source: Source
     entries: Mapping[str, Entry]
     paths: Sequence[str]
-    targets: Sequence[Target]
-    places: Sequence[Where]
-    asked: Callable[[], Sequence[str]]
+    targets: Sequence[LeafTarget]
+    places: Sequence[ShardingOrNone]
+    requested_paths: Callable[[], Sequence[str]]
     build: Callable[[list[Any]], Any]
     layouts: Mapping[int, tuple[int, ...]] = {}
     uncommitted: Collection[int] = ()
     aliases: Mapping[int, int] = {}
 
 
-def without_template(source: Source, policy: Policy, name: str, sharding: Any) -> Plan:
+def without_template(source: Source, policy: Policy, name: str, sharding: Any) -> RestorePlan:
     """Plans nested containers of NumPy arrays, or of JAX arrays at the places that `sharding` says."""
     entries, skeleton = source.entries, source.skeleton
     as_saved = isinstance(sharding, str)
-    to_jax: Collection[str] = () if sharding is None else _OF_JAX if as_saved else _ALL
+    to_jax: Collection[str] = () if sharding is None else _JAX_TYPES if as_saved else _ARRAY_TYPES
     listed, paths = list(entries.values()), list(entries)
-    targets = match.untemplated(listed, policy, to_jax, name)
+    targets = match.match_without_template(listed, policy, to_jax, name)
     layouts: Mapping[int, tuple[int, ...]] = {}
     uncommitted: Collection[int] = ()
     if as_saved:
-        saved = saved_places.saved_places(source, listed, targets, exactly=False)
-        saved_places.check(saved, source, paths, targets, name)
-        places = _place.concrete(saved.wishes, paths, lambda: [_shaped(target) for target in targets])
+        saved = saved_shardings.saved_shardings(source, listed, targets, exactly=False)
+        saved_shardings.check(saved, source, paths, targets, name)
+        places = _place.on_real_devices(saved.wishes, paths, lambda: [_shaped(target) for target in targets])
         layouts, uncommitted = saved.layouts, saved.uncommitted
     else:
         places = _untemplated_places(sharding, entries, skeleton)
-    build_tree = functools.partial(nest, entries) if skeleton is None else functools.partial(build, skeleton)
-    return Plan(whole_of(source), entries, paths, targets, places, lambda: paths, build_tree, layouts, uncommitted)
+    build_tree = functools.partial(nest_by_path, entries) if skeleton is None else functools.partial(build, skeleton)
+    return RestorePlan(
+        full_source(source), entries, paths, targets, places, lambda: paths, build_tree, layouts, uncommitted
+    )
 
 
-def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> Plan:
+def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: Any) -> RestorePlan:
     """Plans a tree shaped like `like`.
 
     An `Initial` as `like` means that a job is resumed: kinds and places are those that were saved, not the template's.
     """
     split = like.split if isinstance(like, Initial) else flax.split(like)
-    walked = like.walked if isinstance(like, Initial) else walk.walk_split(split)
-    check_no_tracers(walked.paths, walked.leaves, name)
+    flat_tree = like.flat_tree if isinstance(like, Initial) else walk.flatten_split(split)
+    check_no_tracers(flat_tree.paths, flat_tree.leaves, name)
     template, join = split.tree, split.join
-    skeleton, elsewhere = source.skeleton, functools.partial(Elsewhere.of, source)
+    skeleton, elsewhere = source.skeleton, functools.partial(OutsideState.of, source)
     if source.positional:
-        source = positional.named(source, walked, name)
+        source = positional.name_leaves(source, flat_tree, name)
     entries = source.entries
     level = getattr(source, "level", "")
-    if level and skeleton and _has_level(walked.paths, entries, level):
+    if level and skeleton and _has_level(flat_tree.paths, entries, level):
         alone = skeleton[0] == LEAF
         entries = {level if alone else f"{level}/{path}": entry for path, entry in entries.items()}
         skeleton = [Node("dict", "", [level]), *skeleton]
-    as_written, entries = entries, box_levels.named(walked, entries)
+    as_written, entries = entries, variable_levels.rename_to_tree(flat_tree, entries)
     initial = like if isinstance(like, Initial) else None
     if initial and records_kinds(source):
         policy = dataclasses.replace(policy, kinds="saved", cast_leaves=_cast(source, entries))
     targets = match.match(
-        walked,
+        flat_tree,
         entries,
         skeleton,
         policy,
@@ -108,19 +110,19 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         numbers_are_arrays=source.numbers_are_arrays,
         elsewhere=elsewhere,
     )
-    plan = Plan(
-        whole_of(source),
+    plan = RestorePlan(
+        full_source(source),
         entries,
-        walked.paths,
+        flat_tree.paths,
         targets,
         [],
-        lambda: [path for path, leaf in zip(walked.paths, walked.leaves, strict=True) if _asks(leaf)],
-        lambda values: join(walk.rebuilt(template, values, walked.structure)),
+        lambda: [path for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if _wants_data(leaf)],
+        lambda values: join(walk.unflatten(template, values, flat_tree.structure)),
     )
-    _log_static(source, walked, name, resumed=initial is not None)
+    _log_static(source, flat_tree, name, resumed=initial is not None)
     if initial and policy.kinds == "saved" and policy.dtype is None:
-        saved_kinds.log_changes(name, walked.paths, walked.leaves, targets)
-    plan = _with_places(plan, walked, template, sharding, initial, name)
+        saved_kinds.log_changes(name, flat_tree.paths, flat_tree.leaves, targets)
+    plan = _with_places(plan, flat_tree, template, sharding, initial, name)
     return _with_aliases(plan) if policy.kinds == "saved" else plan
 
 
@@ -131,48 +133,48 @@ def _cast(source: Source, entries: Mapping[str, Entry]) -> frozenset[str]:
 
 
 def _with_places(
-    plan: Plan, walked: walk.Walk, template: Any, sharding: Any, initial: Initial | None, name: str
-) -> Plan:
+    plan: RestorePlan, flat_tree: walk.FlatTree, template: Any, sharding: Any, initial: Initial | None, name: str
+) -> RestorePlan:
     """Returns the plan with the place of each leaf.
 
     A place that `sharding` gives comes first. A resumed job and ``sharding='saved'`` then take the saved place. The
     place in the template comes last.
     """
-    paths, leaves, targets = walked.paths, walked.leaves, plan.targets
+    paths, leaves, targets = flat_tree.paths, flat_tree.leaves, plan.targets
     entries = [plan.entries.get(path) for path in paths]
     arrays = functools.cache(lambda: [_shaped(target) for target in plan.targets])
     as_saved = isinstance(sharding, str)
     layouts: dict[int, tuple[int, ...]] = {}
-    wished = [None] * len(paths) if as_saved or sharding is None else _place.wishes(
-        sharding, template, paths, leaves, arrays if initial else lambda: [_on_request(target) for target in targets]
+    wished = [None] * len(paths) if as_saved or sharding is None else _place.requested_shardings(
+        sharding, template, paths, leaves, arrays if initial else lambda: [_placed_array(target) for target in targets]
     )  # fmt: skip
     if as_saved or initial:
         recorded = as_saved or records_kinds(plan.source)  # A foreign format records no places, so `init` says them.
-        saved = saved_places.saved_places(
+        saved = saved_shardings.saved_shardings(
             plan.source, entries if recorded else [None] * len(entries), targets, exactly=not as_saved
         )
         if as_saved:
-            saved_places.check(saved, plan.source, paths, targets, name)
+            saved_shardings.check(saved, plan.source, paths, targets, name)
         free = {n for n, wish in enumerate(wished) if wish is None}
         layouts.update({n: layout for n, layout in saved.layouts.items() if n in free})
         plan = plan._replace(uncommitted=saved.uncommitted & free)
-        rest = _place.wishes(None, template, paths, leaves, arrays)
+        rest = _place.requested_shardings(None, template, paths, leaves, arrays)
         if initial and not as_saved:
-            saved_places.log_moves(name, paths, saved, rest)
-            rest = saved_places.resumed(saved, rest, wished, paths, targets, initial, name)
+            saved_shardings.log_moves(name, paths, saved, rest)
+            rest = saved_shardings.resumed_shardings(saved, rest, wished, paths, targets, initial, name)
         else:
             rest = [own if one is None else one for one, own in zip(saved.wishes, rest, strict=True)]
         wished = [other if wish is None else wish for wish, other in zip(wished, rest, strict=True)]
     elif sharding is None:
-        wished = _place.wishes(None, template, paths, leaves, arrays)
-        layouts.update(saved_places.template_layouts(leaves))
-        saved_places.warn_if_gathered(name, plan.source, paths, entries, targets, wished)
+        wished = _place.requested_shardings(None, template, paths, leaves, arrays)
+        layouts.update(saved_shardings.template_layouts(leaves))
+        saved_shardings.warn_if_gathered(name, plan.source, paths, entries, targets, wished)
     else:
         plan = plan._replace(targets=_moved(plan, wished, name))
-    return plan._replace(places=_place.concrete(wished, paths, arrays), layouts=layouts)
+    return plan._replace(places=_place.on_real_devices(wished, paths, arrays), layouts=layouts)
 
 
-def _moved(plan: Plan, wishes: Sequence[Any], name: str) -> list[Target]:
+def _moved(plan: RestorePlan, wishes: Sequence[Any], name: str) -> list[LeafTarget]:
     """Returns the targets; a NumPy leaf of the template becomes a JAX array if `sharding` gives it a place.
 
     Raises `MismatchError` for a dtype that JAX lacks.
@@ -180,94 +182,102 @@ def _moved(plan: Plan, wishes: Sequence[Any], name: str) -> list[Target]:
     targets = list(plan.targets)
     differences: list[Difference] = []
     for n, (target, wish) in enumerate(zip(plan.targets, wishes, strict=True)):
-        if wish is None or target.make not in _NUMPY or target.entry is None:
+        if wish is None or target.make not in _NUMPY_TYPES or target.entry is None:
             continue
         try:
             check_width(target.dtype, target.entry)
             targets[n] = msgspec.structs.replace(target, make="jax")
-        except Differs as difference:
+        except LeafMismatch as difference:
             differences.append(Difference(plan.paths[n], *difference.args))
     if differences:
-        raise mismatch(name, differences, plan.paths, plan.entries, what="cannot become JAX arrays")
+        raise mismatch_error(name, differences, plan.paths, plan.entries, what="cannot become JAX arrays")
     return targets
 
 
-def _on_request(target: Target) -> Any:
+def _placed_array(target: LeafTarget) -> Any:
     """Returns the shape and dtype that a function passed as `sharding` sees, or None if the leaf is not an array.
 
     It sees NumPy leaves too, because it may move them to JAX.
     """
-    if target.make in _NUMPY and target.entry is not None:
+    if target.make in _NUMPY_TYPES and target.entry is not None:
         return _shape_and_dtype(target.entry.shape, target.dtype)
     return _shaped(target)
 
 
-def _with_aliases(plan: Plan) -> Plan:
+def _with_aliases(plan: RestorePlan) -> RestorePlan:
     """Returns the plan with one array for all leaves that were one JAX array when saved and go to one place."""
     if isinstance(plan.source, View):  # Rules may have made different leaves of one array.
         return plan
-    arrays = [n for n, target in enumerate(plan.targets) if target.make in _place.IN_JAX and target.entry is not None]
+    arrays = [
+        n for n, target in enumerate(plan.targets) if target.make in _place.JAX_MAKES and target.entry is not None
+    ]
     first: dict[Any, int] = {}
     aliases: dict[int, int] = {}
     targets = list(plan.targets)
-    names = origins(plan.source, [entry_of(targets[n]).path for n in arrays])
+    names = origins(plan.source, [target_entry(targets[n]).path for n in arrays])
     for n, name in zip(arrays, names, strict=True):
         target, place = targets[n], (plan.places[n], plan.layouts.get(n), n in plan.uncommitted)
         other = first.setdefault((name, target.make, target.dtype, target.weak, place), n)
         if other != n:
             aliases[n] = other
-            targets[n] = Target("value")
+            targets[n] = LeafTarget("value")
     if not aliases:
         return plan
     rest = {n for n in plan.uncommitted if n not in aliases}
     return plan._replace(targets=targets, aliases=aliases, uncommitted=rest)
 
 
-def _log_static(source: Source, walked: walk.Walk, name: str, *, resumed: bool) -> None:
-    at = below_of(source)
-    saved = {place: named for path, named in static_values(source).items() if (place := below(path, at)) is not None}
-    if found := static.differences(saved, walked.static):
+def _log_static(source: Source, flat_tree: walk.FlatTree, name: str, *, resumed: bool) -> None:
+    at = subtree_path(source)
+    saved = {
+        place: named for path, named in static_values(source).items() if (place := relative_to(path, at)) is not None
+    }
+    if found := static.static_differences(saved, flat_tree.static):
         _log.log(
             logging.WARNING if resumed else logging.INFO,
             "%s: %d static values differ from those of the job that saved: %s; the program's are kept, because static "
             "values are a part of the program. Keep a value that changes during training in an array or a Variable",
             name,
             len(found),
-            few(tuple(found)),
+            join_names(tuple(found)),
         )
 
 
-def _asks(leaf: Any) -> bool:
+def _wants_data(leaf: Any) -> bool:
     """Returns True if a leaf of a template takes something from the checkpoint."""
     return leaf is not None and leaf is not ... and not is_function(leaf)
 
 
 def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> bool:
     """Returns True if all paths of a template are below `level`, and no path in the checkpoint is."""
-    here = [below(path, level) is not None for path in template]
-    return bool(here) and all(here) and all(below(path, level) is None for path in found)
+    here = [relative_to(path, level) is not None for path in template]
+    return bool(here) and all(here) and all(relative_to(path, level) is None for path in found)
 
 
-def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: Skeleton | None) -> list[Where]:
+def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: Skeleton | None) -> list[ShardingOrNone]:
     if sharding is None:
         return [None] * len(entries)
     listed = list(entries.values())
-    template = nest(entries, listed) if skeleton is None else build(skeleton, listed)
-    walked = walk.walk(template)
-    shaped = [_as_seen(leaf) if isinstance(leaf, ArrayEntry) else None for leaf in walked.leaves]
+    template = nest_by_path(entries, listed) if skeleton is None else build(skeleton, listed)
+    flat_tree = walk.flatten_tree(template)
+    shaped = [_visible_array(leaf) if isinstance(leaf, ArrayEntry) else None for leaf in flat_tree.leaves]
     places = dict(
-        zip(walked.paths, _place.resolve(sharding, template, walked.paths, shaped, lambda: shaped), strict=True)
+        zip(
+            flat_tree.paths,
+            _place.choose_shardings(sharding, template, flat_tree.paths, shaped, lambda: shaped),
+            strict=True,
+        )
     )
     return [places[path] for path in entries]
 
 
-def _as_seen(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
+def _visible_array(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
     """Returns the entry with the shape that users see. The data of typed keys has one more axis than the keys."""
     return _shape_and_dtype(entry.shape[:-1], dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
 
 
-def _shaped(target: Target) -> Any:
-    if target.make not in _place.IN_JAX:
+def _shaped(target: LeafTarget) -> Any:
+    if target.make not in _place.JAX_MAKES:
         return None
     shape = target.entry.shape if target.entry else ()
     return _shape_and_dtype(shape[:-1] if target.make == "key" else shape, target.dtype)

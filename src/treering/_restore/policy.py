@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 from .._core import dtypes
-from .._core.entries import Entry, covered
-from .._core.leaf_paths import all_meant
+from .._core.entries import Entry, glob_covers
+from .._core.leaf_paths import find_globs
 from ..errors import MismatchError
 
 
@@ -43,7 +43,7 @@ class Policy:
     def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
         """Returns the policy with the paths that its globs match, instead of the globs."""
         missing, extra = (
-            value if isinstance(value, str) else all_meant(value, paths)
+            value if isinstance(value, str) else find_globs(value, paths)
             for value, paths in ((self.missing, template), (self.extra, found))
         )
         return dataclasses.replace(self, missing=missing, extra=extra)
@@ -51,7 +51,7 @@ class Policy:
     def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
         """Returns True if the leaf at a path may be missing from the checkpoint, or from the template (`extra`)."""
         value = self.missing if which == "missing" else self.extra
-        return value != "error" if isinstance(value, str) else covered(path, entry, value)
+        return value != "error" if isinstance(value, str) else glob_covers(path, entry, value)
 
     def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Returns the dtype that an array becomes in a restore without a template. Only floats are cast."""

@@ -11,31 +11,34 @@ import numpy as np
 
 from .._core import dtypes, expansion
 from .._core.entries import NO_ARRAY, Entry
-from .._core.leaf_paths import few
-from .._core.part import name_of
+from .._core.leaf_paths import join_names
 from .._core.source import Source
+from .._core.subtree import source_name
 from .._core.views import View
 from .._processes import progress_bar as _progress
 from .._processes.calls import Call
 from .._pytree import devices, iterators
-from .._threads.ahead import ahead
+from .._threads.prefetch import prefetch
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError
-from . import place as _place
-from . import plans, saved_places, shared_reads
-from .groups import Group, entry_of, in_groups, on_host
-from .place import Where
-from .plans import Plan
+from . import array_placement as _place
+from . import collective_plan, plans, saved_shardings
+from .array_placement import ShardingOrNone
+from .leaf_targets import LeafTarget
+from .plans import RestorePlan
 from .policy import Policy
-from .targets import Target
+from .read_groups import ReadGroup, group_targets, host_value, target_entry
 
 _log = logging.getLogger("treering")
-_BUDGET = 256 << 20  # bytes of host memory in use at a time, if arrays only pass through it to a device
-_SHARE, _MAX_TOGETHER = 128 << 20, 8 << 30  # bytes read at a time: by each process, and by all of them at most
-_MESSAGES = 64 << 20  # bytes of the budget, at most, for messages between processes that read together
+_DEFAULT_MEMORY_BYTES = 256 << 20  # bytes of host memory in use at a time, if arrays only pass through it to a device
+_MAX_BYTES_PER_PROCESS, _MAX_TOGETHER = (
+    128 << 20,
+    8 << 30,
+)  # bytes read at a time: by each process, and by all of them at most
+_MAX_MESSAGE_BYTES = 64 << 20  # bytes of the budget, at most, for messages between processes that read together
 
 
-@devices.explicit()
+@devices.allow_transfers()
 def restore(
     source: Source,
     like: Any,
@@ -48,7 +51,7 @@ def restore(
     memory_limit: int | None = None,
     progress: bool = False,
     read: str | None = None,
-    max_expansion: float = expansion.MOST,
+    max_expansion: float = expansion.MAX_RATIO,
 ) -> Any:
     """Returns the tree of a source in the shape of `like`, or as nested containers if that is None.
 
@@ -62,7 +65,7 @@ def restore(
         raise MismatchError(f"read={read!r}: expected 'each' or 'once'")
     if isinstance(sharding, str) and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
-    name = name_of(source)
+    name = source_name(source)
     with gc_paused():
         plan = (
             plans.without_template(source, policy, name, sharding)
@@ -77,11 +80,11 @@ def restore(
         tree = plan.build(values)
     if _log.isEnabledFor(logging.INFO):
         filled = tuple(path for path, target in zip(plan.paths, plan.targets, strict=True) if target.filled)
-        _log_restored(plan.source, name, plan.entries, plan.asked(), filled, begun)
+        _log_restored(plan.source, name, plan.entries, plan.requested_paths(), filled, begun)
     return tree
 
 
-def _finished(plan: Plan, values: list[Any], *, moved: bool) -> list[Any]:
+def _finished(plan: RestorePlan, values: list[Any], *, moved: bool) -> list[Any]:
     """Returns the values with their layouts and aliases, and sets the iterators to their states.
 
     moved: True to also put leaves that `missing` kept from the template where `sharding` places them.
@@ -89,7 +92,7 @@ def _finished(plan: Plan, values: list[Any], *, moved: bool) -> list[Any]:
     # This changes the caller's iterators in place, so it waits until nothing else can fail to be read.
     for path, target in zip(plan.paths, plan.targets, strict=True):
         if target.state:
-            iterators.put_back(path, target.value, *target.state)
+            iterators.set_state(path, target.value, *target.state)
     if moved:
         values = [
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
@@ -97,9 +100,9 @@ def _finished(plan: Plan, values: list[Any], *, moved: bool) -> list[Any]:
         ]
     arrays = {n: layout for n, layout in plan.layouts.items() if isinstance(values[n], jax.Array)}
     for n in [n for n in arrays if values[n].is_fully_addressable]:
-        values[n] = saved_places.laid_out(values[n], arrays.pop(n))
+        values[n] = saved_shardings.with_layout(values[n], arrays.pop(n))
     if arrays:
-        named = few(tuple(plan.paths[n] or "(root)" for n in arrays))
+        named = join_names(tuple(plan.paths[n] or "(root)" for n in arrays))
         _log.warning("%d arrays of several processes have the default layout, not their own: %s", len(arrays), named)
     for n in plan.uncommitted:
         values[n] = _place.uncommitted(values[n])
@@ -120,14 +123,14 @@ def _log_restored(
     used = set(asked)
     left = tuple(path for path, entry in entries.items() if path not in used and entry.type not in NO_ARRAY)
     step = "" if reader.step is None else f"step {reader.step}, "
-    rest = f"; {len(filled)} taken from the template: {few(filled)}" if filled else ""
-    rest += f"; {len(left)} left in the checkpoint: {few(left)}" if left else ""
+    rest = f"; {len(filled)} taken from the template: {join_names(filled)}" if filled else ""
+    rest += f"; {len(left)} left in the checkpoint: {join_names(left)}" if left else ""
     seconds = time.perf_counter() - begun
     _log.info("restored %d leaves of %s%s in %.2f s%s", len(asked) - len(filled), step, name, seconds, rest)
 
 
 def _values(
-    plan: Plan,
+    plan: RestorePlan,
     verify: bool,
     mmap: bool | None,
     limit: int | None,
@@ -137,48 +140,48 @@ def _values(
 ) -> list[Any]:
     targets, places = plan.targets, plan.places
     values: list[Any] = [target.value for target in targets]
-    passing = _leave_host(targets, places)
-    budget = _BUDGET if limit is None else limit
-    room = int(min(_MESSAGES, budget // 4))
-    if limit is None and call and call.count > 1 and not passing and _as_they_are(plan):
+    passing = _pass_through_host(targets, places)
+    budget = _DEFAULT_MEMORY_BYTES if limit is None else limit
+    room = int(min(_MAX_MESSAGE_BYTES, budget // 4))
+    if limit is None and call and call.count > 1 and not passing and _is_unconverted(plan):
         # The arrays that are read are the ones that are returned, so reading less at a time would save no memory.
-        budget = max(budget, min(_SHARE * call.count, _MAX_TOGETHER))
+        budget = max(budget, min(_MAX_BYTES_PER_PROCESS * call.count, _MAX_TOGETHER))
     with gc_paused():
-        joint = shared_reads.shared(
-            call, plan.source, targets, places, read, alike=[budget, passing, verify], room=room
+        collective = collective_plan.collective_reader(
+            call, plan.source, targets, places, read, must_match=[budget, passing, verify], room=room
         )
-    reader = joint or plan.source
+    reader = collective or plan.source
     # Mapped arrays take no memory, so all of them are one group and one mapping, except to show progress.
-    free = joint is None and not progress and not passing and plan.source.can_mmap(mmap)
+    free = collective is None and not progress and not passing and plan.source.can_mmap(mmap)
     # Messages come on top of the default budget: smaller groups would read more blocks twice, at the ends of groups.
     left = budget if limit is None else budget - room
-    most = None if free else left if joint else budget // 2 if passing else budget
+    max_bytes = None if free else left if collective else budget // 2 if passing else budget
     with gc_paused():
-        groups = [Group(targets, places, numbers) for numbers in in_groups(targets, most)]
+        groups = [ReadGroup(targets, places, numbers) for numbers in group_targets(targets, max_bytes)]
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
-    read_group = devices.explicit()(reader.read)  # in whichever thread reads; rules may compute with JAX
+    read_group = devices.allow_transfers()(reader.read)  # in whichever thread reads; rules may compute with JAX
     jobs = [functools.partial(read_group, group.wanted, verify=verify, mmap=mmap) for group in groups]
     # The next group is read while this one is on its way to the devices. Processes that read together do not do that:
     # they wait for one another, so they must not read in a second thread.
-    found = ahead(jobs) if passing and joint is None else (job() for job in jobs)
+    found = prefetch(jobs) if passing and collective is None else (job() for job in jobs)
     with _progress.bar("restoring", total, progress) as moved:
         for group in groups:
             arrays = group.put(plan.paths, next(found), values)
             if passing:  # The host memory of this group is free only after its transfers.
                 jax.block_until_ready(arrays)
             if progress:
-                moved(sum(entry_of(targets[n]).nbytes for n in group.numbers))
+                moved(sum(target_entry(targets[n]).nbytes for n in group.numbers))
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # a saved Python number where the template has a 0-d array
             array = dtypes.cast(np.array(target.value), target.dtype)
             if target.make == "jax":
-                (values[n],) = _place.put([_place.Item(places[n], (), array.dtype, target.weak, [array])])
+                (values[n],) = _place.put_arrays([_place.ArrayToPut(places[n], (), array.dtype, target.weak, [array])])
             else:
-                values[n] = on_host(array, target)
+                values[n] = host_value(array, target)
     return values
 
 
-def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
+def _pass_through_host(targets: Sequence[LeafTarget], places: Sequence[ShardingOrNone]) -> bool:
     """Returns True if arrays only pass through host memory, on their way to a device."""
     wanted = {id(place): place for target, place in zip(targets, places, strict=True) if target.make == "jax"}
     platforms = {device.platform for place in wanted.values() if place is not None for device in place.device_set}
@@ -187,7 +190,7 @@ def _leave_host(targets: Sequence[Target], places: Sequence[Where]) -> bool:
     return not platforms <= {"cpu"}
 
 
-def _as_they_are(plan: Plan) -> bool:
+def _is_unconverted(plan: RestorePlan) -> bool:
     """Returns True if no array is made of another array that would have to be in memory at the same time."""
     if isinstance(plan.source, View):
         return False

@@ -9,19 +9,19 @@ import numpy as np
 
 from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, ValueEntry
-from .._core.leaf_paths import few
-from .targets import Target, check_width, target_of
+from .._core.leaf_paths import join_names
+from .leaf_targets import LeafTarget, check_width, target_of
 
 _log = logging.getLogger("treering")
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
 
 
-def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> Target:
+def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> LeafTarget:
     """Returns the target that has the saved kind. The template's leaf says only the shape.
 
     asked: the argument `dtype` of the restore, which takes precedence over the saved dtype.
 
-    Raises `Differs` for another shape, and if only one of the two is text.
+    Raises `LeafMismatch` for another shape, and if only one of the two is text.
     """
     shape = _shape_of(leaf)
     if isinstance(entry, ValueEntry):
@@ -29,21 +29,21 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
         other = entry.type != type(leaf).__name__ if text else type(leaf) in (str, bytes)
         if shape != () or other or not (text or entry.type in ("bool", "int", "float", "complex")):
             return target_of(path, leaf, entry, asked, numbers_are_arrays)
-        return Target("value", value=entry.decode())
+        return LeafTarget("value", value=entry.decode())
     is_key = entry.type == "key"
     if type(leaf) in (str, bytes) or shape != _shape_as(leaf, entry):
         return target_of(path, leaf, entry, asked, numbers_are_arrays)
     dtype = dtypes.to_numpy(entry.dtype)
     if is_key:
-        return Target("key", entry, dtype)
+        return LeafTarget("key", entry, dtype)
     want = dtype
     if asked is not None and dtypes.is_float(dtype):
         own = getattr(leaf, "dtype", dtype)
         want = np.dtype(asked) if asked != "template" else np.dtype(own) if dtypes.is_float(np.dtype(own)) else dtype
     if entry.type in ("jax", "jax-weak"):
         check_width(want, entry)
-        return Target("jax", entry, want, entry.type == "jax-weak" and want == dtype)
-    return Target("numpy-scalar" if entry.type == "numpy-scalar" else "numpy", entry, want)
+        return LeafTarget("jax", entry, want, entry.type == "jax-weak" and want == dtype)
+    return LeafTarget("numpy-scalar" if entry.type == "numpy-scalar" else "numpy", entry, want)
 
 
 def _shape_of(leaf: Any) -> tuple[int, ...] | None:
@@ -63,7 +63,7 @@ def _shape_as(leaf: Any, entry: ArrayEntry) -> tuple[int, ...]:
     return entry.shape[:-1] if keys and (entry.type == "key" or entry.dtype == "uint32") else entry.shape
 
 
-def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[Target]) -> None:
+def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[LeafTarget]) -> None:
     """Logs the leaves that were saved as another kind than `init` gives: another dtype at WARNING, the rest at INFO."""
     known: dict[Any, tuple[str, bool]] = {}  # texts by kind, because thousands of leaves may be of one kind
     found: dict[bool, list[str]] = {True: [], False: []}
@@ -87,7 +87,7 @@ def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets:
                 name,
                 "dtype" if is_dtype else "kind of leaf",
                 len(listed),
-                few(tuple(listed)),
+                join_names(tuple(listed)),
                 "; dtype='template' takes the dtype of init" if is_dtype else "",
             )
 
@@ -95,7 +95,7 @@ def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets:
 _Kind = tuple[str, Any, bool]  # a name, the dtype, and True for a weak type
 
 
-def _has_kind(leaf: Any, target: Target) -> bool:
+def _has_kind(leaf: Any, target: LeafTarget) -> bool:
     return (type(leaf) in _SCALARS or hasattr(leaf, "dtype")) and not target.filled and target.state is None
 
 
@@ -106,7 +106,7 @@ def _kind_of(leaf: Any) -> _Kind:
     return "NumPy" if on_host else "JAX", leaf.dtype, not on_host and bool(getattr(leaf, "weak_type", False))
 
 
-def _kind_made(target: Target) -> _Kind:
+def _kind_made(target: LeafTarget) -> _Kind:
     if target.make == "value":
         return f"Python {type(target.value).__name__}", None, False
     if target.make == "key" or target.make == "number":

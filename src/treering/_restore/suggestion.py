@@ -7,31 +7,31 @@ from typing import Any, NamedTuple
 from .. import rules
 from .._core import views
 from .._core.entries import Entry
-from .._core.leaf_paths import below
+from .._core.leaf_paths import relative_to
 from .._core.skeleton import Skeleton, subtree
 from .._rules.base import Leaves, Rule, apply
 from .policy import Policy
 
 
-class Call(NamedTuple):
+class RuleCall(NamedTuple):
     """One item in a list of rules, as the user would write it, and the rules that it makes."""
 
     text: str
     rules: tuple[Rule, ...]
 
     @classmethod
-    def of(cls, name: str, *values: Any) -> "Call":
+    def of(cls, name: str, *values: Any) -> "RuleCall":
         written = [f"r{value!r}".replace("\\\\", "\\") if "\\" in str(value) else repr(value) for value in values]
         return cls(f"tr.rules.{name}({', '.join(written)})", (getattr(rules, name)(*values),))
 
 
 @dataclasses.dataclass(frozen=True)
-class Cause:
+class Suggestion:
     """A possible cause of differences, and the arguments that fix it."""
 
     text: str
     at: str = ""
-    rules: tuple[Call, ...] = ()
+    rules: tuple[RuleCall, ...] = ()
     missing: tuple[str, ...] = ()
     extra: str | tuple[str, ...] = ()
     dtype: str | None = None
@@ -65,18 +65,18 @@ class Cause:
         Raises `TreeringError` if a rule cannot be applied.
         """
         if self.at:
-            entries = {path: entry for path, entry in entries.items() if below(path, self.at) is not None}
-        leaves = renamed(self.rules, entries)
-        return {below(path, self.at) or "": leaf for path, leaf in leaves.items()} if self.at else leaves
+            entries = {path: entry for path, entry in entries.items() if relative_to(path, self.at) is not None}
+        leaves = apply_calls(self.rules, entries)
+        return {relative_to(path, self.at) or "": leaf for path, leaf in leaves.items()} if self.at else leaves
 
     def skeleton(self, skeleton: Skeleton | None) -> Skeleton | None:
         """Returns the checkpoint's skeleton under these arguments, or None with rules, which may change it."""
         return None if skeleton is None or self.rules else subtree(skeleton, self.at) if self.at else skeleton
 
 
-def renamed(calls: Sequence[Call], entries: Mapping[str, Entry]) -> Leaves:
+def apply_calls(calls: Sequence[RuleCall], entries: Mapping[str, Entry]) -> Leaves:
     """Returns the leaves that rules make of a checkpoint's. Raises `TreeringError` if a rule cannot be applied."""
-    leaves = views.leaves_of({path: entry.at(path) for path, entry in entries.items()})
+    leaves = views.plain_leaves({path: entry.at(path) for path, entry in entries.items()})
     return apply([rule for call in calls for rule in call.rules], leaves)
 
 

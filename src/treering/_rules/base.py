@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._core.entries import ArrayEntry, check_whole, fits, is_absent, is_lost_tree, lost
-from .._core.leaf_paths import all_meant, canonical, few
+from .._core.entries import ArrayEntry, check_readable, glob_fits, is_absent, is_unreadable_tree, lost_entry
+from .._core.leaf_paths import canonical, find_globs, join_names
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
 
@@ -45,7 +45,7 @@ def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
     return leaves
 
 
-def replaced(
+def replace_groups(
     text: str, leaves: Leaves, members: Mapping[str, str], made: Mapping[str, list[tuple[str, Leaf]]]
 ) -> Leaves:
     """Returns the leaves with each group replaced by the leaves made of it, at the position of its first member.
@@ -61,10 +61,10 @@ def replaced(
         elif members[path] not in done:
             done.add(members[path])
             out += made[members[path]]
-    return collected(text, out)
+    return collect_leaves(text, out)
 
 
-def collected(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
+def collect_leaves(text: str, pairs: Sequence[tuple[str, Leaf]]) -> Leaves:
     """Returns leaves by their new paths. Raises `MismatchError` if two leaves have one path."""
     out: Leaves = {}
     for path, leaf in pairs:
@@ -86,41 +86,41 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
         below = [path for path in leaves if meant and path.startswith(f"{meant[1]}/")]
         if meant and below:
             raise MismatchError(
-                f"{text}: no leaf is {meant[1]!r} itself; {meant[1] + '/**'!r} matches {few(tuple(below))}"
+                f"{text}: no leaf is {meant[1]!r} itself; {meant[1] + '/**'!r} matches {join_names(tuple(below))}"
             )
         raise MismatchError(
             f"{text}: matches none of the {len(leaves)} leaves ({shown}){escapes}; pass optional=True if it may"
         )
 
 
-def fitting(leaves: Leaves, glob: str) -> list[str]:
+def matching_paths(leaves: Leaves, glob: str) -> list[str]:
     """Returns the paths that a glob matches, and the paths of damaged parts in which it could match a leaf."""
-    globs = all_meant(glob, leaves)
-    return [path for path, leaf in leaves.items() if fits(path, leaf.entry, globs)]
+    globs = find_globs(glob, leaves)
+    return [path for path, leaf in leaves.items() if glob_fits(path, leaf.entry, globs)]
 
 
 def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
     """Raises `CorruptError` if a rule may change leaves of a damaged part, because their names are not known."""
     for path, leaf in leaves.items():
-        if is_lost_tree(entry := leaf.entry) and fits(path, entry, glob):
+        if is_unreadable_tree(entry := leaf.entry) and glob_fits(path, entry, glob):
             within = f"{path}/**" if path else "**"
             why = f"{text}: it may change leaves of {within}, which cannot be read; drop({within!r}) leaves them out"
-            check_whole([lost(path, why, *entry.why)])
+            check_readable([lost_entry(path, why, *entry.why)])
 
 
-def none_of(leaves: Iterable[Leaf]) -> Leaf | None:
+def first_if_no_arrays(leaves: Iterable[Leaf]) -> Leaf | None:
     """Returns the first leaf if all of them are None or functions. Rules skip such leaves, as they have no data."""
     found = list(leaves)
     return found[0] if all(is_absent(leaf.entry) for leaf in found) else None
 
 
-def array(leaf: Leaf, text: str, *, or_keys: bool = False) -> Leaf:
+def require_array(leaf: Leaf, text: str, *, or_keys: bool = False) -> Leaf:
     """Returns the leaf, which must be an array.
 
     Raises `MismatchError` for any other leaf, also for typed keys unless `or_keys`, and `CorruptError` for a leaf that
     cannot be read.
     """
-    check_whole([leaf.entry])
+    check_readable([leaf.entry])
     if not isinstance(leaf.entry, ArrayEntry):
         what = "None" if leaf.entry.type == "none" else f"a {leaf.entry.type}"
         raise MismatchError(f"{text}: {leaf.entry.path} is not an array but {what}; choose a narrower pattern")
@@ -171,7 +171,7 @@ def dtype_text(dtype: Any, text: str) -> str:
         raise MismatchError(f"{text}: expected a dtype, found {dtype!r}") from None
 
 
-def texts(given: Any, text: str) -> tuple[str, ...]:
+def require_texts(given: Any, text: str) -> tuple[str, ...]:
     """Returns the texts of a list as a tuple.
 
     Raises `MismatchError` for a single text, which would otherwise be a list of its letters, and for a set, which has
@@ -184,7 +184,7 @@ def texts(given: Any, text: str) -> tuple[str, ...]:
     return found
 
 
-def whole_numbers(given: Any, shape: tuple[int, ...], least: int | None, text: str) -> Any:
+def require_integers(given: Any, shape: tuple[int, ...], least: int | None, text: str) -> Any:
     """Returns the integers given for each axis as tuples: one integer per axis, or an array of `shape` per axis.
 
     Raises `MismatchError` for anything else, and for a number below `least`.
@@ -209,7 +209,7 @@ def whole_numbers(given: Any, shape: tuple[int, ...], least: int | None, text: s
     return tuple(tuple(row) for row in found.tolist()) if shape else tuple(found.tolist())
 
 
-def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
+def fill_value(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
     """Returns a value in a leaf's dtype, as a 0-d array. Raises `MismatchError` if it cannot be held exactly."""
     import numpy as np
 
@@ -230,18 +230,18 @@ def filler(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
     return found
 
 
-def _scalar(array: "np.ndarray") -> Any:
+def _scalar(value: "np.ndarray") -> Any:
     from .._core import dtypes
 
-    kind = int if dtypes.is_integer(array.dtype) else float if dtypes.is_float(array.dtype) else None
-    return kind(array[()]) if kind else array.item()
+    kind = int if dtypes.is_integer(value.dtype) else float if dtypes.is_float(value.dtype) else None
+    return kind(value[()]) if kind else value.item()
 
 
 def _same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))  # two NaNs count as the same
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a regular expression. Raises `MismatchError` if it is not one."""
     try:
         return re.compile(pattern)
@@ -249,7 +249,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise MismatchError(f"{pattern!r} is not a regular expression: {error}") from None
 
 
-def expanded(expand: Callable[[], str], new: str) -> str:
+def expand_pattern(expand: Callable[[], str], new: str) -> str:
     """Returns what `expand` makes of a replacement. Raises `MismatchError` if `new` names a group that is not there."""
     try:
         return expand()

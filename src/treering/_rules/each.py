@@ -5,11 +5,11 @@ import functools
 import re
 from collections.abc import Callable
 
-from .._core.entries import LostEntry, covered, is_absent, is_lost_tree
-from .._core.leaf_paths import all_meant, below, meant
+from .._core.entries import LostEntry, glob_covers, is_absent, is_unreadable_tree
+from .._core.leaf_paths import find_globs, find_path, relative_to
 from .._core.skeleton import places
 from .._core.views import Leaf
-from .base import Leaves, array, check_any, check_known, collected, expanded, fitting
+from .base import Leaves, check_any, check_known, collect_leaves, expand_pattern, matching_paths, require_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Rename:
         check_known(leaves, f"rename({self.pattern.pattern!r}, …)")
         found = [path for path in leaves if self.pattern.search(path)]
         check_any(found, self.optional, f"rename({self.pattern.pattern!r}, …)", leaves)
-        return collected(
+        return collect_leaves(
             f"rename({self.pattern.pattern!r}, {self.new!r})",
             [
-                (expanded(functools.partial(self.pattern.sub, self.new, path), self.new), leaf)
+                (expand_pattern(functools.partial(self.pattern.sub, self.new, path), self.new), leaf)
                 for path, leaf in leaves.items()
             ],
         )
@@ -37,9 +37,9 @@ class Drop:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        check_any(fitting(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
-        globs = all_meant(self.glob, leaves)
-        return {path: leaf for path, leaf in leaves.items() if not covered(path, leaf.entry, globs)}
+        check_any(matching_paths(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
+        globs = find_globs(self.glob, leaves)
+        return {path: leaf for path, leaf in leaves.items() if not glob_covers(path, leaf.entry, globs)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Copy:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        src = meant(self.src, places(leaves))
+        src = find_path(self.src, places(leaves))
         found = [(rest, leaf) for path, leaf in leaves.items() if (rest := _copied(path, leaf, src)) is not None]
         check_any(found, self.optional, f"copy({self.src!r}, …)", leaves)
         copies = [(f"{self.dst}/{rest}" if rest else self.dst, leaf) for rest, leaf in found]
-        return collected(f"copy({self.src!r}, {self.dst!r})", [*leaves.items(), *copies])
+        return collect_leaves(f"copy({self.src!r}, {self.dst!r})", [*leaves.items(), *copies])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +65,22 @@ class Each:
     or_keys: bool = False
 
     def apply(self, leaves: Leaves) -> Leaves:
-        fit = fitting(leaves, self.glob)
+        fit = matching_paths(leaves, self.glob)
         # Leaves without data are skipped if a wildcard matches them. A rule that names such a leaf itself is a mistake.
-        named = all_meant(self.glob, leaves)
+        named = find_globs(self.glob, leaves)
         arrays = [path for path in fit if path in named or not is_absent(leaves[path].entry)]
         fit = arrays or ([] if self.optional else fit)
         check_any(fit, self.optional, self.text, leaves)
         # A damaged leaf stays as it is: reading it raises an error that says why.
         found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
         return {
-            path: self.change(array(leaf, self.text, or_keys=self.or_keys)) if path in found else leaf
+            path: self.change(require_array(leaf, self.text, or_keys=self.or_keys)) if path in found else leaf
             for path, leaf in leaves.items()
         }
 
 
 def _copied(path: str, leaf: Leaf, source: str) -> str | None:
     """Returns the path of a leaf relative to the copied `source`, or None if the leaf is not in it."""
-    if is_lost_tree(leaf.entry) and below(source, path) is not None:
+    if is_unreadable_tree(leaf.entry) and relative_to(source, path) is not None:
         return ""  # The source is somewhere in this damaged part, so the copy is damaged too.
-    return below(path, source)
+    return relative_to(path, source)

@@ -14,7 +14,18 @@ from .._core.views import Leaf, part
 from .._core.views_groups import joined, mapped, scaled, stacked
 from .._core.views_reshaped import reshaped
 from ..errors import MismatchError
-from .base import Leaves, array, axis_of, check_alike, check_any, check_known, expanded, level_of, none_of, replaced
+from .base import (
+    Leaves,
+    axis_of,
+    check_alike,
+    check_any,
+    check_known,
+    expand_pattern,
+    first_if_no_arrays,
+    level_of,
+    replace_groups,
+    require_array,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,13 +52,13 @@ class Stack:
         for name, group in groups.items():
             if sorted(group) != list(range(len(group))):
                 raise MismatchError(f"{text}: expected {name} with numbers from 0, found {sorted(group)[:5]}…")
-            if none := none_of(leaves[path] for path in group.values()):
+            if none := first_if_no_arrays(leaves[path] for path in group.values()):
                 made[name] = none
                 continue
-            own = [array(leaves[group[n]], text) for n in sorted(group)]
+            own = [require_array(leaves[group[n]], text) for n in sorted(group)]
             check_alike(own, text)
             made[name] = stacked(own, name, axis_of(self.axis, len(own[0].array.shape) + 1, text))
-        return replaced(text, leaves, members, {name: [(name, leaf)] for name, leaf in made.items()})
+        return replace_groups(text, leaves, members, {name: [(name, leaf)] for name, leaf in made.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Unstack:
         for path in found:
             if path in absent:
                 continue
-            leaf = array(leaves[path], text)
+            leaf = require_array(leaves[path], text)
             axis = axis_of(self.axis, len(leaf.array.shape), text)
             made[path] = [
                 (name, part(leaf, name, axis, n, n + 1, drop_axis=True))
@@ -77,7 +88,7 @@ class Unstack:
             ]
         most = max(map(len, made.values()), default=1)
         made.update({path: [(name, leaves[path]) for name in _numbered(path, level, most)] for path in absent})
-        return replaced(text, leaves, {path: path for path in found}, made)
+        return replace_groups(text, leaves, {path: path for path in found}, made)
 
 
 def _numbered(path: str, level: int, count: int) -> list[str]:
@@ -102,9 +113,11 @@ class Split:
         made: dict[str, list[tuple[str, Leaf]]] = {}
         for path, match in found.items():
             if is_absent(leaves[path].entry) and path != self.pattern.pattern:
-                made[path] = [(expanded(functools.partial(match.expand, new), new), leaves[path]) for new in self.new]
+                made[path] = [
+                    (expand_pattern(functools.partial(match.expand, new), new), leaves[path]) for new in self.new
+                ]
                 continue
-            leaf = array(leaves[path], text)
+            leaf = require_array(leaves[path], text)
             axis = axis_of(self.axis, len(leaf.array.shape), text)
             size = leaf.array.shape[axis]
             sizes = self.sizes or (size // len(self.new),) * len(self.new)
@@ -114,10 +127,10 @@ class Split:
                 )
             made[path], start = [], 0
             for new, own in zip(self.new, sizes, strict=True):
-                name = expanded(functools.partial(match.expand, new), new)
+                name = expand_pattern(functools.partial(match.expand, new), new)
                 made[path].append((name, part(leaf, name, axis, start, start + own)))
                 start += own
-        return replaced(text, leaves, {path: path for path in found}, made)
+        return replace_groups(text, leaves, {path: path for path in found}, made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +184,7 @@ def _grouped(
     for n, pattern in enumerate(patterns):
         for path in leaves:
             if match := pattern.fullmatch(path):
-                name = expanded(functools.partial(match.expand, new), new)
+                name = expand_pattern(functools.partial(match.expand, new), new)
                 if n in groups.setdefault(name, {}):
                     raise MismatchError(f"{text}: {path} and {groups[name][n]} would both be part {n} of {name}")
                 groups[name][n] = path
@@ -182,9 +195,9 @@ def _grouped(
             pattern = next(p.pattern for n, p in enumerate(patterns) if n not in group)
             raise MismatchError(f"{text}: nothing matches {pattern!r} for {name}, found only {sorted(group.values())}")
         own = [leaves[group[n]] for n in range(len(group))]
-        none = none_of(own) if list(group.values()) != [pattern.pattern for pattern in patterns] else None
-        made[name] = [(name, none or make(name, [array(leaf, text) for leaf in own]))]
-    return replaced(text, leaves, {path: name for name, group in groups.items() for path in group.values()}, made)
+        none = first_if_no_arrays(own) if list(group.values()) != [pattern.pattern for pattern in patterns] else None
+        made[name] = [(name, none or make(name, [require_array(leaf, text) for leaf in own]))]
+    return replace_groups(text, leaves, {path: name for name, group in groups.items() for path in group.values()}, made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +212,7 @@ class Scale:
         text = f"scale({self.pattern.pattern!r}, {self.scale!r}, …)"
         check_known(leaves, text)
         wanted = {
-            path: expanded(functools.partial(match.expand, self.scale), self.scale)
+            path: expand_pattern(functools.partial(match.expand, self.scale), self.scale)
             for path in leaves
             if (match := self.pattern.fullmatch(path))
         }
@@ -212,7 +225,7 @@ class Scale:
             if path not in scales and path not in found and _is_quantized(leaves[path].entry):
                 raise MismatchError(f"{text}: {path} has one byte per element, and there is no {scale} to scale it by")
         made = {
-            path: self._made(array(leaves[path], text), array(leaves[scale], text), text)
+            path: self._made(require_array(leaves[path], text), require_array(leaves[scale], text), text)
             for path, scale in found.items()
         }
         return {path: made.get(path, leaf) for path, leaf in leaves.items() if path not in scales}

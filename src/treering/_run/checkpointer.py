@@ -7,32 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from .. import stores
-from .._core import habits
+from .._core import migration_hints
 from .._core.entries import step_number
-from .._core.tracebacks import methods_at_the_caller
+from .._core.tracebacks import hide_internal_frames_of_methods
 from .._processes.preemption import Preemption
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.options import ReadOptions, RestoreOptions
 from .._save import save as _save
 from .._save.pending import PendingSave, SaveReport
-from .._threads.reentry import alone, refuse_within
+from .._threads.reentry import non_reentrant, refuse_reentry
 from ..keep import Policy
 from ..rules import Rule
 from . import arguments, metrics, resume, tiers
 from .closing import Closing
-from .collective import Collective
+from .collective import CollectiveCalls
 from .failures import Failures, OnError, log_failure
 from .last_state import LastState, StepOptions
+from .pending_saves import PendingSaves
 from .retention import Retention
-from .saves_under_way import UnderWay
 from .schedule import SaveEvery, Schedule
 from .step_saver import StepSaver
 
 T = TypeVar("T")
 
 
-@methods_at_the_caller
+@hide_internal_frames_of_methods
 class Checkpointer:
     """Saves the steps of a run in the background, keeps those that are wanted, and finds where to continue.
 
@@ -107,31 +107,31 @@ class Checkpointer:
             local=local, keep_local=keep_local, upload_limit=upload_limit,
         )  # fmt: skip
         self._root = stores.absolute_run(run)
-        _save.describe(None, None, metadata)  # Raise now what every save would raise.
+        _save.encode_info(None, None, metadata)  # Raise now what every save would raise.
         failures = self._failures = Failures(on_error)
-        under_way = self._under_way = UnderWay(failures)
-        schedule = Schedule(save_every, mtbf, lambda: not under_way.all_over())
+        pending_saves = self._pending_saves = PendingSaves(failures)
+        schedule = Schedule(save_every, mtbf, lambda: not pending_saves.all_done())
         directory = self._directory = tiers.make_directory(
             self._root, local, prefix=prefix, tensorboard=tensorboard, keep=keep, upload_limit=upload_limit,
-            failures=failures, under_way=under_way, timeout=timeout,
+            failures=failures, pending_saves=pending_saves, timeout=timeout,
         )  # fmt: skip
-        retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.committed)
-        self._late = tiers.late_metrics(directory, retention, under_way)
-        self._collective = Collective(self._root, timeout, directory.meet, under_way)
-        self._last = LastState(wanted=save_on_error)
+        retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.on_commit)
+        self._late_metrics = tiers.late_metrics(directory, retention, pending_saves)
+        self._collective = CollectiveCalls(self._root, timeout, directory.discover_hosts, pending_saves)
+        self._last_state = LastState(enabled=save_on_error)
         preemption = Preemption() if save_on_preemption else None
         if preemption:  # If the user does not close this object, SIGTERM must still end the process.
             weakref.finalize(self, preemption.close).atexit = False
         self._saver = StepSaver(
-            directory, self._collective, under_way, schedule, retention, failures, self._last, preemption,
+            directory, self._collective, pending_saves, schedule, retention, failures, self._last_state, preemption,
             metadata=metadata, skip_if_busy=when_busy == "skip",
         )  # fmt: skip
-        self._closing = Closing(directory, self._collective, under_way, retention, self._late, preemption)
+        self._closing = Closing(directory, self._collective, pending_saves, retention, self._late_metrics, preemption)
 
     if not TYPE_CHECKING:  # Otherwise type checkers would accept every name.
 
         def __getattr__(self, name: str) -> Any:
-            return habits.attribute(self, name, habits.OF_RUN)
+            return migration_hints.attribute(self, name, migration_hints.RUN_CALLS)
 
     @property
     def directory(self) -> str:
@@ -141,14 +141,14 @@ class Checkpointer:
     @property
     def is_saving(self) -> bool:
         """True while a save is running."""
-        return not self._under_way.all_over()
+        return not self._pending_saves.all_done()
 
     def __repr__(self) -> str:
         """Shows what the Checkpointer is doing, without reading anything."""
-        restored, copying, closed = self.restored_step, self._directory.copying, self._collective.closed
+        restored, copying, closed = self.restored_step, self._directory.uploading_step, self._collective.closed
         state = [
             *([] if restored is None else [f"restored step {restored}"]),
-            *[f"saving step {step}" for step in sorted(self._under_way.pending_steps())],
+            *[f"saving step {step}" for step in sorted(self._pending_saves.pending_steps())],
             *([] if copying is None else [f"uploading step {copying}"]),
             *(["preempted"] if self.preempted else []),
             *(["closed"] if closed else ["lost to another Checkpointer"] if self._directory.lost else []),
@@ -163,7 +163,7 @@ class Checkpointer:
 
         `save` refuses to save these steps again. The step of a failed save leaves the list.
         """
-        return sorted({*self._under_way.pending_steps(), *self._directory.all_steps()})
+        return sorted({*self._pending_saves.pending_steps(), *self._directory.all_steps()})
 
     @property
     def committed_steps(self) -> list[int]:
@@ -178,7 +178,7 @@ class Checkpointer:
     @property
     def restored_step(self) -> int | None:
         """The step that was restored, from which the loop continues; None before that."""
-        return self._directory.restored
+        return self._directory.restored_step
 
     @property
     def preempted(self) -> bool:
@@ -188,7 +188,7 @@ class Checkpointer:
     @property
     def last_error(self) -> BaseException | None:
         """The error of the newest ended save, if `on_error` is not "raise"; None if that save succeeded."""
-        return self._failures.last
+        return self._failures.last_error
 
     @property
     def pinned(self) -> list[int]:
@@ -198,14 +198,14 @@ class Checkpointer:
     @property
     def disk_usage(self) -> dict[int, int]:
         """The valid steps, and the bytes that each takes on the disk."""
-        return {one.step: one.nbytes for one in self._directory.good()}
+        return {one.step: one.nbytes for one in self._directory.valid_steps()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """Returns the best valid step by a metric; None if there are no metrics yet. NaN is never best.
 
         Raises `MismatchError` for a metric that no step has, if steps have other metrics.
         """
-        return metrics.best(self._directory.good(foreign=True), metric, mode)
+        return metrics.best(self._directory.valid_steps(foreign=True), metric, mode)
 
     def path(self, step: int) -> str:
         """Returns the directory of a step, even if it does not exist."""
@@ -213,7 +213,7 @@ class Checkpointer:
 
     def copies(self, step: int) -> list[str]:
         """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none."""
-        return [place.path for place in self._directory.candidates(step)]
+        return [place.path for place in self._directory.step_copies(step)]
 
     @property
     def uncopied(self) -> list[int]:
@@ -222,7 +222,7 @@ class Checkpointer:
 
     # Saving
 
-    @alone
+    @non_reentrant
     def save(
         self,
         step: int,
@@ -244,35 +244,35 @@ class Checkpointer:
         key if both are dicts. The other options are those of `treering.save_async`.
         """
         step = step_number(step)
-        refuse_within(f"save({step})", self)
+        refuse_reentry(f"save({step})", self)
         options = StepOptions(metrics, metadata, on_exists, rules, dtype, memory_limit)
         return self._saver.save(step, tree, force, options)
 
     def wait(self) -> None:
         """Waits until every save is committed. Raises the error of a failed save, unless its result has raised it."""
-        refuse_within("wait()", self)
-        self._under_way.settle()
+        refuse_reentry("wait()", self)
+        self._pending_saves.reap()
 
-    @alone
+    @non_reentrant
     def finish(self) -> None:
         """Closes the Checkpointer, and marks the run as finished: `treering.follow` expects no more steps.
 
         A later job that saves a step of the run removes the mark.
         """
-        refuse_within("finish()", self)
+        refuse_reentry("finish()", self)
         self._closing.finish()
         self._close()
 
-    @alone
+    @non_reentrant
     def close(self) -> None:
         """Waits as `wait` does, and ends the saving. Reading still works. Raises the error of a failed save."""
-        refuse_within("close()", self)
+        refuse_reentry("close()", self)
         try:
             self._closing.upload()
         finally:
             self._close()
 
-    @alone
+    @non_reentrant
     def _close(self) -> None:
         self._closing.release()
 
@@ -284,7 +284,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            self._last.save(self._root, kind.__name__, self._under_way, self.save, self.wait)
+            self._last_state.save(self._root, kind.__name__, self._pending_saves, self.save, self.wait)
         finally:
             with log_failure():
                 self._close()
@@ -293,7 +293,7 @@ class Checkpointer:
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Opens a step, by default the latest valid one. Raises `NotFoundError` if there is none."""
-        refuse_within("open()", self)
+        refuse_reentry("open()", self)
         self.wait()
         return resume.open_step(self._directory, step)
 
@@ -305,7 +305,7 @@ class Checkpointer:
     def restore(
         self, like: T, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
     ) -> T: ...
-    @alone
+    @non_reentrant
     def restore(
         self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
     ) -> Any:
@@ -319,10 +319,10 @@ class Checkpointer:
         """
         _options.check(options, "restore()")
         what = f"restore({'' if step is None else f'step={step}'})"
-        refuse_within(what, self)
+        refuse_reentry(what, self)
         tree = resume.restore(what, self._collective, self._directory, like, step, fallback, options)
         self._saver.has_looked = True
-        self._last.forget()
+        self._last_state.forget()
         return tree
 
     def restore_or_init(
@@ -350,7 +350,7 @@ class Checkpointer:
         from .._restore import initial
 
         _options.check(options, "restore_or_init()")  # Also in the first job, which restores nothing.
-        refuse_within("restore_or_init()", self)
+        refuse_reentry("restore_or_init()", self)
         found = resume.has_begun_for_all(self._collective, self._directory)
         self._saver.has_looked = True
         if not found:
@@ -358,34 +358,34 @@ class Checkpointer:
         template: Any = initial.Initial(init)
         tree = self.restore(template, fallback=fallback, sharding=sharding, **options)
         assert self.restored_step is not None
-        self._late.resumed(self.restored_step)
+        self._late_metrics.on_resume(self.restored_step)
         return tree, self.restored_step
 
     # Managing
 
-    @alone
+    @non_reentrant
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
-        refuse_within(f"pin({step})", self)
+        refuse_reentry(f"pin({step})", self)
         self._collective.once_settled(f"pin({step})", lambda: self._directory.pin(step, True))
 
-    @alone
+    @non_reentrant
     def unpin(self, step: int) -> None:
         """Removes the mark that `pin` has set."""
-        refuse_within(f"unpin({step})", self)
+        refuse_reentry(f"unpin({step})", self)
         self._collective.once_settled(f"unpin({step})", lambda: self._directory.pin(step, False))
 
-    @alone
+    @non_reentrant
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` if it is pinned, is a link, or a link in the run leads to it."""
-        refuse_within(f"delete({step})", self)
+        refuse_reentry(f"delete({step})", self)
         self._collective.once_settled(f"delete({step})", lambda: self._directory.delete(step))
-        if together := self._directory.together:
-            together.deleted(step_number(step))
-        if self._last.step == step:
-            self._last.forget()
+        if host_group := self._directory.host_group:
+            host_group.deleted(step_number(step))
+        if self._last_state.step == step:
+            self._last_state.forget()
 
-    @alone
+    @non_reentrant
     def rewind(self, step: int | None) -> None:
         """Goes back to a step: archives all later steps, pinned ones too. `restore` then finds this step.
 
@@ -396,8 +396,8 @@ class Checkpointer:
         Raises `NotFoundError` if there is no such step, and `UnsupportedError` if a later one is another library's.
         """
         number = None if step is None else step_number(step)
-        refuse_within(f"rewind({step})", self)
-        with self._under_way.writing():
+        refuse_reentry(f"rewind({step})", self)
+        with self._pending_saves.changing_run():
             resume.rewind(f"rewind({step})", self._collective, self._directory, number)
         self._saver.has_looked = True
-        self._last.forget()
+        self._last_state.forget()

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from .._processes.calls import Call
 from .._processes.preemption import Preemption
-from .collective import Collective
-from .directory import Directory
+from .collective import CollectiveCalls
 from .late_metrics import LateMetrics
+from .pending_saves import PendingSaves
 from .retention import Retention
-from .saves_under_way import UnderWay
+from .run_directory import RunDirectory
 from .two_places import TwoPlaces
 
 
@@ -17,52 +17,54 @@ class Closing:
 
     def __init__(
         self,
-        directory: Directory | TwoPlaces,
-        collective: Collective,
-        under_way: UnderWay,
+        directory: RunDirectory | TwoPlaces,
+        collective: CollectiveCalls,
+        pending_saves: PendingSaves,
         retention: Retention,
         late: LateMetrics,
         preemption: Preemption | None,
     ) -> None:
-        self._directory, self._collective, self._under_way = directory, collective, under_way
-        self._retention, self._late, self._preemption = retention, late, preemption
+        self._directory, self._collective, self._pending_saves = directory, collective, pending_saves
+        self._retention, self._late_metrics, self._preemption = retention, late, preemption
 
     def finish(self) -> None:
         """Waits for every save and upload, then marks the run as finished. Raises the errors of saves and uploads."""
-        self._under_way.settle()
+        self._pending_saves.reap()
         self._collective.check_open()
-        with self._under_way.writing():
+        with self._pending_saves.changing_run():
             directory = self._directory
-            self._collective.once("finish()", directory.finish, first=lambda call: self._upload(call, directory.claim))
+            self._collective.run_on_process_0(
+                "finish()", directory.finish, on_all_processes=lambda call: self._upload(call, directory.acquire_run)
+            )
 
     def upload(self) -> None:
         """Waits, if there is a local tier, until every save is over and every step is uploaded. Does so once."""
         if isinstance(self._directory, TwoPlaces) and not self._collective.closed:
-            claim = self._directory.claim_for_copying
+            claim = self._directory.acquire_for_upload
 
             def settle_and_upload(call: Call) -> None:
                 self._collective.settle(call)
                 self._upload(call, claim)
 
             # All processes wait for the one that uploads: launchers may stop a job once some of its processes end.
-            self._collective.once("close()", self._directory.copy_all, first=settle_and_upload)
+            self._collective.run_on_process_0("close()", self._directory.upload_all, on_all_processes=settle_and_upload)
 
     def _upload(self, call: Call, claim: Callable[[], bool]) -> None:
         """Begins the last upload from each host's disk, if each host has its own."""
-        if together := self._directory.together:
-            together.copy_last(call, claim)
+        if host_group := self._directory.host_group:
+            host_group.copy_last(call, claim)
 
     def release(self) -> None:
         """Waits for the saves. Releases the lease of the run and the handler of SIGTERM even after an error."""
-        self._collective.closed = self._late.closed = True
+        self._collective.closed = self._late_metrics.closed = True
         try:
-            self._under_way.settle()
+            self._pending_saves.reap()
         finally:
             try:
-                if self._under_way.all_over():
+                if self._pending_saves.all_done():
                     self._retention.close()
                 else:  # An interrupt ended the wait, and a save is still running.
-                    self._retention.close_after(self._under_way.last())
+                    self._retention.close_after(self._pending_saves.newest())
             finally:
                 if self._preemption:
                     self._preemption.close()

@@ -5,20 +5,20 @@ from collections.abc import Callable, Iterator
 
 from .._processes import coordinator
 from ..errors import MismatchError, SaveError, TreeringError
-from .saves_under_way import UnderWay, Verdict
+from .pending_saves import PendingSaves, PendingStatus
 
 
-class Collective:
+class CollectiveCalls:
     """Begins the collective calls of one run. An error in one process ends the call in all processes.
 
-    The first call also calls `meet`. `closed` is True when the Checkpointer no longer writes.
+    The first call also calls `discover_hosts`. `closed` is True when the Checkpointer no longer writes.
     """
 
     def __init__(
-        self, root: str, timeout: float, meet: Callable[[coordinator.Call], None], under_way: UnderWay
+        self, root: str, timeout: float, discover_hosts: Callable[[coordinator.Call], None], pending_saves: PendingSaves
     ) -> None:
-        self._root, self._timeout, self._under_way = root, timeout, under_way
-        self._meet: Callable[[coordinator.Call], None] | None = meet
+        self._root, self._timeout, self._pending_saves = root, timeout, pending_saves
+        self._discover_hosts: Callable[[coordinator.Call], None] | None = discover_hosts
         self.closed = False
 
     def check_open(self) -> None:
@@ -27,40 +27,47 @@ class Collective:
             raise MismatchError(f"{self._root}: this Checkpointer is closed; make another to continue saving")
 
     @contextlib.contextmanager
-    def call(self, what: str) -> Iterator[coordinator.Call]:
+    def call(self, call_name: str) -> Iterator[coordinator.Call]:
         """Begins a call, and ends it if the block raises. A block that returns must have ended it itself."""
-        call = coordinator.begin(f"Checkpointer({self._root!r}).{what}", timeout=self._timeout)
-        with coordinator.ending(call):
-            call.doing("deciding")
-            if self._meet:
-                self._meet(call)
-                self._meet = None
+        call = coordinator.begin_call(f"Checkpointer({self._root!r}).{call_name}", timeout=self._timeout)
+        with coordinator.ending_call(call):
+            call.set_activity("deciding")
+            if self._discover_hosts:
+                self._discover_hosts(call)
+                self._discover_hosts = None
             yield call
 
     def settle(self, call: coordinator.Call) -> None:
         """Waits until every save is over. All processes raise a failure that process 0 has not raised yet."""
-        self._under_way.settle(Verdict(*call.broadcast(self._under_way.after_all)))
+        self._pending_saves.reap(PendingStatus(*call.broadcast(self._pending_saves.wait_for_status)))
 
-    def once(
-        self, what: str, do: Callable[[], object], *, first: Callable[[coordinator.Call], None] = lambda call: None
+    def run_on_process_0(
+        self,
+        call_name: str,
+        action: Callable[[], object],
+        *,
+        on_all_processes: Callable[[coordinator.Call], None] = lambda call: None,
     ) -> None:
-        """Calls `first` in all processes, then `do` in process 0. All processes wait for `do`, and raise its error."""
+        """Calls `on_all_processes` in all processes, then `action` in process 0.
+
+        All processes wait for `action`, and raise its error.
+        """
 
         def attempt() -> None:
             try:
-                do()
+                action()
             except TreeringError:
                 raise
             except OSError as error:
-                raise SaveError(f"{self._root}: {what} failed: {error}") from error
+                raise SaveError(f"{self._root}: {call_name} failed: {error}") from error
 
-        with self.call(what) as call:
-            first(call)
+        with self.call(call_name) as call:
+            on_all_processes(call)
             call.broadcast(attempt)
             call.close()
 
-    def once_settled(self, what: str, do: Callable[[], object]) -> None:
-        """Calls `do` in process 0 once every save is over and all processes make this call.
+    def once_settled(self, call_name: str, action: Callable[[], object]) -> None:
+        """Calls `action` in process 0 once every save is over and all processes make this call.
 
         Because of the wait, the files that another process reads before its call still exist.
         """
@@ -69,4 +76,4 @@ class Collective:
             call.gather_and_decide(None, lambda _: None)
             self.settle(call)
 
-        self.once(what, do, first=gather_and_settle)
+        self.run_on_process_0(call_name, action, on_all_processes=gather_and_settle)

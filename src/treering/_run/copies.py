@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from .._threads.pool import start
+from .._threads.pool import start_threads
 from ..errors import MismatchError, PeerError, SaveError, TreeringError
-from ..stores.claims import TakenOverError
+from ..stores.lease_registry import LeaseLostError
 from ..stores.read_errors import is_momentary
-from .chores import Chores
+from .background_queue import BackgroundQueue
 from .retention import Retention
 
 if TYPE_CHECKING:
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from .two_places import TwoPlaces
 
 _log = logging.getLogger("treering")
-_NAP_SECONDS = 0.2
-_AGAIN_SECONDS, _MOST_SECONDS = 10.0, 600.0  # the first and the longest wait after a failed attempt; doubled each time
+_POLL_SECONDS = 0.2
+_MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = (
+    10.0,
+    600.0,
+)  # the first and the longest wait after a failed attempt; doubled each time
 
 
 class _PausedError(Exception):
@@ -42,28 +45,28 @@ class Copies:
     def __init__(
         self,
         places: "TwoPlaces",
-        far: Retention,
+        remote: Retention,
         bytes_per_second: float | None,
-        tell: Callable[[BaseException], None],
+        notify: Callable[[BaseException], None],
         timeout: float,
     ):
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise MismatchError(f"upload_limit={bytes_per_second!r}: expected a number of bytes a second above 0")
         self.step: int | None = None
-        self._places, self._far, self._tell, self._timeout = places, far, tell, timeout
-        self._chores = Chores()
+        self._places, self._remote, self._notify, self._timeout = places, remote, notify, timeout
+        self._queue = BackgroundQueue()
         self._pace = _Pace(bytes_per_second)
         self._one = threading.Lock()  # held by the thread that uploads or otherwise changes the run
         self._stopped = False
         self._error: BaseException | None = None  # the error of the last attempt
         self._told: BaseException | None = None  # the error that the user's function was last called with
-        self._wait = _AGAIN_SECONDS  # seconds before the next attempt, if this one fails
+        self._wait = _MIN_RETRY_SECONDS  # seconds before the next attempt, if this one fails
         self._timer: threading.Timer | None = None
 
     @property
     def busy(self) -> bool:
         """True if an upload is running or queued."""
-        return self._chores.busy
+        return self._queue.busy
 
     @property
     def error(self) -> BaseException | None:
@@ -73,12 +76,12 @@ class Copies:
     @property
     def taken_over(self) -> BaseException | None:
         """The error of the last attempt if it found that another job writes the run; else None."""
-        return self._error if isinstance(self._error, TakenOverError) else None
+        return self._error if isinstance(self._error, LeaseLostError) else None
 
     def begin(self) -> None:
         """Begins to upload the missing steps, unless each host has its own disk: then all processes must begin it."""
         if self._places.claimed and not self._places.disks:
-            self._chores.add("uploading steps", self._copy_all)
+            self._queue.add("uploading steps", self._copy_all)
 
     def begin_together(
         self,
@@ -97,17 +100,17 @@ class Copies:
         what, timeout = f"{self._places.root}: uploading steps after {after}", self._timeout
         if process == 0:
             meeting = functools.partial(disks.round, what, timeout)
-            self._chores.add(what, lambda: self._copy_all(meeting, only, then))
+            self._queue.add(what, lambda: self._copy_all(meeting, only, then))
         else:
             moved = self._moved if only is None else lambda nbytes, look: look()
-            self._chores.add(what, lambda: disks.follow(what, timeout, moved))
+            self._queue.add(what, lambda: disks.follow(what, timeout, moved))
 
     def interrupt(self, process: int) -> None:
         """Cancels the upload in which all hosts take part. Process 0 waits until it has ended."""
         if process == 0:
             self._stop()
             try:
-                self._chores.wait()
+                self._queue.wait()
             finally:
                 self._stopped = False
 
@@ -118,15 +121,15 @@ class Copies:
 
     def wait(self) -> None:
         """Waits until the uploads and deletions that have begun are over."""
-        self._chores.wait()
-        self._far.wait()
+        self._queue.wait()
+        self._remote.wait()
 
     def lift_limit(self) -> None:
         """Ends the limit of bytes a second."""
         self._pace.lift()
 
     def check(self) -> None:
-        """Tries again after an error. Raises `TakenOverError` when copying has found that another job writes the run.
+        """Tries again after an error. Raises `LeaseLostError` when copying has found that another job writes the run.
 
         Called in the user's thread, where the user's function may be called with the error.
         """
@@ -135,7 +138,7 @@ class Copies:
         error = self._error
         if error and error is not self._told and not isinstance(error, _PausedError):
             self._told = error
-            self._tell(error)
+            self._notify(error)
         if error and not self.busy:
             self.begin()
 
@@ -180,23 +183,23 @@ class Copies:
         self._error = None
         tried: set[int] = set()
         self._check()
-        self._far.remove_leftovers()
+        self._remote.collect_garbage()
         if only is not None:
-            self._far.wait()  # Retention may still be deleting the files of this step.
+            self._remote.wait()  # Retention may still be deleting the files of this step.
             self._copy(only, at_once=True)
             return
         while todo := [step for step in self._lacking() if step not in tried]:
             tried.add(todo[0])
             self._copy(todo[0])
-        if self._far.knows_good_step:
-            self._far.retain(None)
-        self._wait = _AGAIN_SECONDS if self._error is None else self._wait
+        if self._remote.knows_valid_step:
+            self._remote.retain(None)
+        self._wait = _MIN_RETRY_SECONDS if self._error is None else self._wait
 
     def _lacking(self) -> list[int]:
         """Returns the steps to upload. Also uploads the metrics that were added to other steps."""
         self._check()
-        far = self._places.far.steps
-        with far.store.glance(far.root):
+        remote = self._places.remote.steps
+        with remote.store.glance(remote.root):
             todo = self._places.to_copy()
             self._places.copy_metrics()
         return todo
@@ -207,7 +210,7 @@ class Copies:
         try:
             copied = self._places.copy(step, (lambda nbytes: self._check()) if at_once else self._moved)
         except (TreeringError, OSError) as error:
-            if is_momentary(error) or isinstance(error, TakenOverError | PeerError):
+            if is_momentary(error) or isinstance(error, LeaseLostError | PeerError):
                 raise
             self._report(error)  # The other steps are uploaded nevertheless.
             return
@@ -215,14 +218,14 @@ class Copies:
             self.step = None
         if copied:
             _log.info("%s: step %d uploaded in %.1f s", self._places.root, step, time.monotonic() - begun)
-        self._far.retain(step)
+        self._remote.retain(step)
 
     def _report(self, error: BaseException) -> None:
         self._error = error
         when = "with the next save" if self._places.disks else "after a while, and with the next save"
         about = f"%s: uploading steps failed; it is tried again {when}: %s"
         _log.error(about, self._places.root, error, exc_info=not isinstance(error, TreeringError | OSError))
-        if not isinstance(error, TakenOverError):
+        if not isinstance(error, LeaseLostError):
             self._begin_later()
 
     def _begin_later(self) -> None:
@@ -236,9 +239,9 @@ class Copies:
 
         self._timer = threading.Timer(self._wait, again)
         self._timer.daemon = True
-        self._wait = min(2 * self._wait, _MOST_SECONDS)
+        self._wait = min(2 * self._wait, _MAX_RETRY_SECONDS)
         try:
-            start(self._timer)
+            start_threads(self._timer)
         except SaveError:  # No more threads can start: the next save tries again.
             self._timer = None
 
@@ -248,7 +251,7 @@ class Copies:
         look()
         # Sleep in short naps, so that a cancelled upload ends soon.
         while (left := self._pace.left()) > 0:
-            time.sleep(min(left, _NAP_SECONDS))
+            time.sleep(min(left, _POLL_SECONDS))
             look()
 
     def _check(self) -> None:

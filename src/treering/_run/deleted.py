@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection
 
 from ..formats.treering import host_parts
+from ..stores.file_io import make_empty
 from ..stores.store import Store
-from ..stores.whole_files import make_empty
 
 _MARK = re.compile(r"deleted-([0-9a-f]{16})")
 

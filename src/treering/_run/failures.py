@@ -12,35 +12,38 @@ _log = logging.getLogger("treering")
 
 
 class Failures:
-    """The failures of a run's saves. `last` is the failure of the newest save that is over, None if it succeeded."""
+    """The failures of a run's saves.
+
+    `last_error` is the failure of the newest save that is over, None if it succeeded.
+    """
 
     def __init__(self, on_error: OnError):
         if on_error not in ("raise", "log") and not callable(on_error):
             raise MismatchError(f"on_error={on_error!r}: expected 'raise', 'log' or a function of an error")
         self.raises = on_error == "raise"
-        self.last: BaseException | None = None
-        self._raised: BaseException | None = None
-        self._tell = on_error if callable(on_error) else None
+        self.last_error: BaseException | None = None
+        self._raised_error: BaseException | None = None
+        self._on_error = on_error if callable(on_error) else None
 
     def raise_last(self) -> None:
         """Raises the last failure, once, unless a later save succeeded."""
-        if self.last is not None and self.last is not self._raised:
-            self._raised = self.last
-            raise self.last
+        if self.last_error is not None and self.last_error is not self._raised_error:
+            self._raised_error = self.last_error
+            raise self.last_error
 
     def report(self, error: BaseException) -> None:
         """Logs a failure that is not raised, and calls the user's function with it. Does so once for each failure."""
-        if error is self.last:
+        if error is self.last_error:
             return
-        self.last = error
+        self.last_error = error
         _log.error("a save failed, and the run continues because of on_error; the next save tries again: %s", error)
-        self.tell(error)
+        self.notify(error)
 
-    def tell(self, error: BaseException) -> None:
+    def notify(self, error: BaseException) -> None:
         """Calls the user's function, if there is one, with an error that is already logged."""
-        if self._tell is not None:
+        if self._on_error is not None:
             try:
-                self._tell(error)
+                self._on_error(error)
             except Exception:
                 _log.exception("on_error failed")
 

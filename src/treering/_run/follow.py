@@ -16,8 +16,8 @@ from ..formats.treering.read import Reader
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from . import new_run
-from . import run as _run
-from .latest_good import open_step
+from . import run_layout as _run
+from .step_fallback import open_step
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.5  # seconds between listings of the run
@@ -47,22 +47,26 @@ def follow(
 
 
 def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]:
-    store = stores.of(run)
-    seen: dict[int, object] = {}
+    store = stores.get(run)
+    yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
     with reading(run):
-        if store.list(run) and not _run.located_steps(store, run) and (meant := new_run.meant(store, run)):
+        if store.list(run) and not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
             _log.warning("%s: waits for the first step%s", run, meant)
     while True:
         with reading(run):
-            finished = store.stat(posixpath.join(run, _run.FINISHED))  # Before the listing, which is then complete.
+            finished = store.stat(
+                posixpath.join(run, _run.FINISHED_MARK)
+            )  # Before the listing, which is then complete.
         found = [
-            (step, one, _mark(store, one.path)) for step, one in _run.located_steps(store, run).items() if step > after
+            (step, one, _checkpoint_version(store, one.path))
+            for step, one in _run.located_steps(store, run).items()
+            if step > after
         ]
-        new = [one for one in found if one[0] not in seen or seen[one[0]] != one[2]]
-        for step, one, mark in new:
-            seen[step] = mark
-            if ckpt := _open(store, step, *one):
+        new = [one for one in found if one[0] not in yielded or yielded[one[0]] != one[2]]
+        for step, one, version in new:
+            yielded[step] = version
+            if ckpt := _open_or_skip(store, step, *one):
                 yield ckpt
                 waiting_since = time.monotonic()
         if new:
@@ -73,19 +77,19 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout))
 
 
-def _mark(store: Store, path: str) -> object:
+def _checkpoint_version(store: Store, path: str) -> object:
     """Returns a value that differs for the next checkpoint at the same path; None for other libraries' checkpoints."""
     with contextlib.suppress(UnreadableError), reading(path):
-        found = summary.look(store, path)
+        found = summary.stat_manifest(store, path)
         return found and found.version
     return None
 
 
-def _open(store: Store, step: int, path: str, format: str | None) -> Checkpoint | None:
+def _open_or_skip(store: Store, step: int, path: str, format: str | None) -> Checkpoint | None:
     try:
         ckpt = open_step(store, path, step, format)
         if isinstance(ckpt._source, Reader):
-            ckpt._source.hold()
+            ckpt._source.open_files()
     except NotFoundError:
         _log.info("step %d was deleted before it was reached", step)
         return None

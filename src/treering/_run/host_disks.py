@@ -17,18 +17,18 @@ from typing import Any
 import msgspec
 
 from .. import stores
-from .._core.leaf_paths import few
+from .._core.leaf_paths import join_names
 from .._processes import coordinator
-from .._processes.calls import Call, watching
+from .._processes.calls import Call, error_watcher
 from ..errors import CorruptError, SaveError, TreeringError
 from ..formats.treering import host_parts as parts
 from ..formats.treering import removal
-from ..formats.treering.copy import copy_part
+from ..formats.treering.copy import copy_local_files
 from ..formats.treering.manifest_fields import File
-from ..formats.treering.new_files import Files
-from . import deleted, run
+from ..formats.treering.save_files import SaveFiles
+from . import deleted, run_layout
 from .origin import Origin
-from .steps import Steps
+from .step_catalog import StepCatalog
 
 _log = logging.getLogger("treering")
 _Key = tuple[str, str]  # the name of a step, and a key of some of its files
@@ -49,12 +49,14 @@ class HostDisks:
     deleted (as the disks said when the job began), were replaced, or have been uploaded.
     """
 
-    def __init__(self, near: Steps, far: Steps, index: int, *, leads: bool, stale: bool, lacking: set[int]):
+    def __init__(
+        self, local: StepCatalog, remote: StepCatalog, index: int, *, leads: bool, stale: bool, lacking: set[int]
+    ):
         self.lacking = lacking
         self.aside: set[str] = set()
         self.known: set[str] = set()
         self.stale = stale
-        self._near, self._far, self._index, self._leads = near, far, index, leads
+        self._local, self._remote, self._index, self._leads = local, remote, index, leads
         self._gave_up = not (leads and index)  # True if all manifests here are process 0's
         self._set_aside: set[str] = set()  # identities of steps that this disk no longer has
         self._seen: set[_Key] = set()  # files in the round before that no running save used
@@ -66,11 +68,11 @@ class HostDisks:
     @contextlib.contextmanager
     def round(self, what: str, timeout: float) -> Iterator[None]:
         """Gathers what each disk has. Within the block all hosts upload steps. After it they delete files."""
-        call = coordinator.begin(what, timeout=timeout)
-        with coordinator.ending(call):
-            call.doing("uploading steps")
+        call = coordinator.begin_call(what, timeout=timeout)
+        with coordinator.ending_call(call):
+            call.set_activity("uploading steps")
             there: list[Any] = []
-            marks = deleted.noted(self._near.store, self._near.root)
+            marks = deleted.noted(self._local.store, self._local.root)
             call.gather_and_decide(None, there.extend)
             self._call = call
             try:
@@ -104,7 +106,7 @@ class HostDisks:
         there: the files of those disks, as they reported them. old_marks: the marks of deleted steps when the round
             began. Removes those of steps that no disk has a part of, or that this disk still has.
         """
-        store, root = self._near.store, self._near.root
+        store, root = self._local.store, self._local.root
         keys: dict[str, set[str]] = {}
         identities: dict[str, set[str]] = {}
         for name, of_all, of_steps in itertools.chain(*filter(None, there)):
@@ -112,7 +114,7 @@ class HostDisks:
             identities.setdefault(name, set()).update(of_steps)
         needed = {name: parts.needed(store, posixpath.join(root, name)) for name in keys}
         marks = deleted.noted(store, root)  # Read after the manifests: a mark is made before its manifest is deleted.
-        self.aside |= set_aside_of(self._near, keys)
+        self.aside |= set_aside_of(self._local, keys)
         found: list[_Key] = []
         for name, of_all in keys.items():
             own = needed[name]
@@ -132,13 +134,13 @@ class HostDisks:
 
         Returns False also if that cannot be known now, and while the remote step is damaged.
         """
-        step = run.parse(name, self._near.prefix)
+        step = run_layout.parse_step_name(name, self._local.prefix)
         try:
-            path = self._far.committed().get(step) if step is not None else None
+            path = self._remote.committed().get(step) if step is not None else None
             if step is not None and path is not None:
-                if self._far.is_damaged(step, path):
+                if self._remote.is_damaged(step, path):
                     return False
-                self.known |= parts.identities(self._far.store, path)
+                self.known |= parts.identities(self._remote.store, path)
         except OSError:
             return False
         if not (rest := identities - self.known):
@@ -146,7 +148,7 @@ class HostDisks:
         self.aside |= rest
         _log.warning(
             "%s: other hosts' disks have parts of %s that this disk does not know: the step is ignored, and archived",
-            self._near.root, name,
+            self._local.root, name,
         )  # fmt: skip
         return False
 
@@ -159,46 +161,48 @@ class HostDisks:
         other processes.
         """
         try:
-            call = coordinator.begin(what, timeout=timeout)
-            with coordinator.ending(call):
-                call.doing("uploading steps")
+            call = coordinator.begin_call(what, timeout=timeout)
+            with coordinator.ending_call(call):
+                call.set_activity("uploading steps")
                 mine = self._there() if self._leads else None
                 call.gather_and_decide(mine, _not_here)
                 while job := call.broadcast(_not_here):
                     self._take_part(call, *job, moved=moved)
                 unneeded, aside, free = call.broadcast(_not_here)
                 if self._leads:
-                    with removal.logged(self._near.root):
+                    with removal.logging_errors(self._local.root):
                         self._move_aside(aside, free)
                     self._take_away({(name, key) for name, key in unneeded} & self._seen)
                     self._seen = {(name, key) for name, keys, _ in mine or () for key in keys}
                 call.gather_and_decide(None, _not_here)
                 call.close()
         except (TreeringError, OSError) as error:  # Process 0 reports it to the user.
-            _log.info("%s: %s ended: %s", self._near.root, what, error)
+            _log.info("%s: %s ended: %s", self._local.root, what, error)
 
     def _take_part(
         self, call: Call, name: str, to: str, token: str, made: Sequence[str] | None, *, moved: Moved
     ) -> None:
-        files: Files | None = None
+        files: SaveFiles | None = None
         report: list[File] = []
         problem: list[str] = []
         keep = False
-        look = watching(call)
+        look = error_watcher(call)
         try:
             if self._leads:
                 try:
                     if made is not None:
                         made = [os.fsdecode(folder.encode("latin-1")) for folder in made]
-                        files = Files.join(stores.of(to), to, token, made, timeout=call.timeout, check=call.check)
-                    path = posixpath.join(self._near.root, name)
-                    report = copy_part(self._near.store, path, token, files, moved=lambda nbytes: moved(nbytes, look))
+                        files = SaveFiles.join(stores.get(to), to, token, made, timeout=call.timeout, check=call.check)
+                    path = posixpath.join(self._local.root, name)
+                    report = copy_local_files(
+                        self._local.store, path, token, files, on_progress=lambda nbytes: moved(nbytes, look)
+                    )
                 except (TreeringError, OSError) as error:
                     call.check()  # Raises the error of process 0, if that is the cause.
                     problem = [type(error).__name__, f"process {self._index}: {error}"]
             keep = call.gather_and_decide([msgspec.to_builtins(report), problem], _not_here)
         finally:
-            if files and (keep or call.undecided or not files.store.has_locks):
+            if files and (keep or call.in_doubt or not files.store.has_locks):
                 files.close()  # Do not delete them: they may be committed, or another job's.
             elif files:
                 files.abort()
@@ -208,10 +212,10 @@ class HostDisks:
 
         Deletes the unfinished files that killed processes have left.
         """
-        store, root = self._near.store, self._near.root
-        paths = {name: posixpath.join(root, name) for name in folders(self._near)}
+        store, root = self._local.store, self._local.root
+        paths = {name: posixpath.join(root, name) for name in folders(self._local)}
         for path in paths.values():
-            with removal.logged(path):
+            with removal.logging_errors(path):
                 removal.remove_temporaries(store, path, store.list(path))
         found = {name: (parts.there(store, path), parts.identities(store, path)) for name, path in paths.items()}
         return [(name, sorted(keys), sorted(identities)) for name, (keys, identities) in found.items() if keys]
@@ -224,21 +228,21 @@ class HostDisks:
         if not (self._leads and self._index):
             self.stale = False
             return
-        store, root = self._near.store, self._near.root
+        store, root = self._local.store, self._local.root
         if new := set(aside) - self._set_aside:
             self._move_aside(aside)
             self._set_aside |= new
         if own := origin.part_mark(mark):
             origin.take_over(own, part=True)  # First: a disk without all its manifests must not be authoritative.
         if own or not self._gave_up:
-            for name in folders(self._near):
+            for name in folders(self._local):
                 parts.give_up_manifest(store, posixpath.join(root, name))
             deleted.drop(store, root, deleted.noted(store, root))
         self.stale, self._gave_up = False, True
 
     def _move_aside(self, identities: Collection[str], free: Collection[str] = ()) -> None:
         """Archives the steps with these identities, unless their folder also has a step that is not in `free`."""
-        store, paths = self._near.store, [posixpath.join(self._near.root, name) for name in folders(self._near)]
+        store, paths = self._local.store, [posixpath.join(self._local.root, name) for name in folders(self._local)]
         with self._moving:  # Otherwise two threads may move a folder, the second one that of a new save.
             found = {path: parts.identities(store, path) for path in paths} if identities else {}
             aside = [path for path, own in found.items() if own & {*identities} and own <= {*identities, *free}]
@@ -248,13 +252,13 @@ class HostDisks:
         """Archives the parts that this disk has of steps that process 0 archives on its own disk."""
         if paths and self._leads and self._index:
             with self._moving:
-                place = run.set_aside(self._near.store, self._near.root, sorted(paths, reverse=True))
-            _log.warning("%s: %d steps were archived in %s", self._near.root, len(paths), place)
+                place = run_layout.archive_steps(self._local.store, self._local.root, sorted(paths, reverse=True))
+            _log.warning("%s: %d steps were archived in %s", self._local.root, len(paths), place)
 
     def forget(self, paths: Sequence[str]) -> None:
         """Notes that the steps at these paths are deleted. A later round deletes their files."""
         for path in paths if self._leads and self._index else ():
-            parts.forget(self._near.store, path)
+            parts.forget(self._local.store, path)
 
     def _take_away(self, keys: set[_Key]) -> None:
         """Deletes files that no step needs.
@@ -263,7 +267,7 @@ class HostDisks:
         """
         for name in sorted({name for name, _ in keys}):
             own = {key for one, key in keys if one == name}
-            parts.take_away(self._near.store, posixpath.join(self._near.root, name), own)
+            parts.take_away(self._local.store, posixpath.join(self._local.root, name), own)
 
 
 class _Together:
@@ -275,7 +279,7 @@ class _Together:
     def copy(
         self,
         token: str,
-        files: Files | None,
+        files: SaveFiles | None,
         own: Callable[[], list[File]],
         commit: Callable[[Sequence[File]], None],
     ) -> None:
@@ -293,7 +297,7 @@ class _Together:
             failed = [report[1] for report in reports if report[1]]
             if failed and problem is None:
                 damaged = all(kind == CorruptError.__name__ for kind, _ in failed)
-                problem = (CorruptError if damaged else SaveError)(few(tuple(text for _, text in failed)))
+                problem = (CorruptError if damaged else SaveError)(join_names(tuple(text for _, text in failed)))
             if problem is None:
                 found = [msgspec.convert(one, File) for report, _ in reports for one in report]
                 try:
@@ -312,23 +316,27 @@ class _Together:
             raise problem
 
 
-def steps_in_part(near: Steps) -> dict[int, str]:
+def steps_in_part(local: StepCatalog) -> dict[int, str]:
     """Returns the committed steps, and their paths, of which this disk has a part and another disk the manifest."""
-    found = {run.parse(name, near.prefix): posixpath.join(near.root, name) for name in folders(near)}
-    return {step: path for step, path in found.items() if step is not None and parts.part_of(near.store, path)}
+    found = {
+        run_layout.parse_step_name(name, local.prefix): posixpath.join(local.root, name) for name in folders(local)
+    }
+    return {step: path for step, path in found.items() if step is not None and parts.part_of(local.store, path)}
 
 
-def set_aside_of(near: Steps, names: Collection[str]) -> set[str]:
+def set_aside_of(local: StepCatalog, names: Collection[str]) -> set[str]:
     """Returns the identities of the steps with these names that are archived on this disk."""
-    places = run.aside(near.store, near.root) if names else ()
-    found = (parts.identities(near.store, posixpath.join(place, name)) for place in places for name in names)
+    places = run_layout.archived_runs(local.store, local.root) if names else ()
+    found = (parts.identities(local.store, posixpath.join(place, name)) for place in places for name in names)
     return set().union(*found)
 
 
-def folders(near: Steps) -> list[str]:
+def folders(local: StepCatalog) -> list[str]:
     """Returns the names of the folders of steps, committed or not. A link is not part of the run."""
-    names = [name for name in near.store.list(near.root) if run.parse(name, near.prefix) is not None]
-    return [name for name in names if not near.store.is_link(posixpath.join(near.root, name))]
+    names = [
+        name for name in local.store.list(local.root) if run_layout.parse_step_name(name, local.prefix) is not None
+    ]
+    return [name for name in names if not local.store.is_link(posixpath.join(local.root, name))]
 
 
 def _not_here(*_: Any) -> Any:

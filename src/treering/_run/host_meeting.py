@@ -16,45 +16,47 @@ from typing import Any
 from .._processes.calls import Call
 from ..errors import ExistsError, SaveError
 from ..formats.treering import host_parts as parts
-from ..stores.nfs import look_anew, wait_until
+from ..stores.file_io import make_empty
+from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import Store
-from ..stores.temporary_names import place_of
-from ..stores.whole_files import make_empty
-from . import deleted, run
+from ..stores.temporary_names import final_name
+from . import deleted, run_layout
 from .host_disks import HostDisks, folders, set_aside_of
 from .origin import Origin, Standing
-from .steps import Steps
+from .step_catalog import StepCatalog
 
 _log = logging.getLogger("treering")
 _OLD_SECONDS = 3600.0  # No discovery takes longer than this.
 _LOOK_SECONDS = 2.5  # to wait for the marks of other processes on a network file system
 
 
-def meet(call: Call, near: Steps, far: Steps, origin: Origin, locked: Callable[[], Any]) -> HostDisks | None:
+def discover_hosts(
+    call: Call, local: StepCatalog, remote: StepCatalog, origin: Origin, locked: Callable[[], Any]
+) -> HostDisks | None:
     """Returns the disk of this host, as all processes of the job agree on it; None if all share one local directory.
 
     `locked` holds the leases of the run within a `with` block. Raises `SaveError` if a process cannot write to its
     local directory, and `MismatchError` if that is another run's.
     """
-    leader, leaders = _leaders(call, near.store, near.root)
+    leader, leaders = _leaders(call, local.store, local.root)
     if leaders == [0]:
         return None
     if call.index == 0:
-        _log.info("%s: the hosts have disks of their own, %d in all", near.root, len(leaders))
+        _log.info("%s: the hosts have disks of their own, %d in all", local.root, len(leaders))
     leads = call.index in leaders
     standing = origin.standing() if leads else None
-    near.hold_parts()
-    own = {name: posixpath.join(near.root, name) for name in (folders(near) if leads else ())}
-    found = {name: parts.inventory(near.store, path) for name, path in own.items()}
-    marks = sorted(deleted.noted(near.store, near.root)) if leads else []
+    local.allow_missing_files()
+    own = {name: posixpath.join(local.root, name) for name in (folders(local) if leads else ())}
+    found = {name: parts.inventory(local.store, path) for name, path in own.items()}
+    marks = sorted(deleted.noted(local.store, local.root)) if leads else []
     with contextlib.ExitStack() as locks:
-        stock = _Stock(near, far, origin, lambda: locks.enter_context(locked()))
+        stock = _Stock(local, remote, origin, lambda: locks.enter_context(locked()))
         asked, unknown = call.gather_and_decide([standing, found, marks] if leads else None, stock.choose)
         names = [name for name, index in asked.items() if index == call.index]
-        notes = {name: own_notes for name in names if (own_notes := parts.notes(near.store, own[name]))}
-        aside = set_aside_of(near, unknown if leads else ())
+        notes = {name: own_notes for name in names if (own_notes := parts.notes(local.store, own[name]))}
+        aside = set_aside_of(local, unknown if leads else ())
         lacking, stale, mark = call.gather_and_decide([notes, sorted(aside)] if notes or aside else None, stock.take)
-        disks = HostDisks(near, far, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
+        disks = HostDisks(local, remote, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
         disks.aside |= stock.aside
         disks.known |= stock.deleted | stock.copied
         if mark:  # Process 0's disk is authoritative from now on. No process continues before all know it.
@@ -87,7 +89,7 @@ def _leaders(call: Call, store: Store, root: str) -> tuple[int, list[int]]:
     try:
         call.gather_and_decide(None, lambda _: None)  # All files exist now.
         if not store.is_local(root):  # Over a network, new files of other hosts may show later.
-            wait_until(lambda: first() == 0, lambda: look_anew(store, root), _LOOK_SECONDS)
+            wait_until(lambda: first() == 0, lambda: refresh_dir_cache(store, root), _LOOK_SECONDS)
         mine = first()
         return mine, call.gather_and_decide(mine, lambda firsts: sorted(set(firsts)))
     finally:
@@ -102,7 +104,7 @@ def _remove_old_marks(store: Store, root: str) -> None:
     """Removes the files of processes that were killed during this call."""
     for name in store.list(root):
         path = posixpath.join(root, name)
-        there = store.stat(path) if (place_of(name) or "").startswith("process-") else None
+        there = store.stat(path) if (final_name(name) or "").startswith("process-") else None
         if there and time.time() - there.modified > _OLD_SECONDS:
             store.delete(path)
 
@@ -114,8 +116,8 @@ class _Stock:
     those of uploaded steps that process 0's disk does not know.
     """
 
-    def __init__(self, near: Steps, far: Steps, origin: Origin, lock: Callable[[], Any]):
-        self._near, self._far, self._origin, self._lock = near, far, origin, lock
+    def __init__(self, local: StepCatalog, remote: StepCatalog, origin: Origin, lock: Callable[[], Any]):
+        self._local, self._remote, self._origin, self._lock = local, remote, origin, lock
         self._sizes: dict[str, dict[str, int]] = {}  # bytes of the array files on all disks, by step name
         self._wanted: dict[str, str] = {}  # identities of the valid manifests, by step name
         self._unknown: dict[str, set[str]] = {}  # identities of steps that have parts and no valid manifest
@@ -123,7 +125,7 @@ class _Stock:
         self._elsewhere = False  # True if not process 0's disk has the manifests
         self._owned = True  # True if the job has the authoritative disk
         self._committed: dict[int, str] | None = None  # the remote steps, listed on first use
-        self._far_identities: dict[str, set[str]] = {}  # their identities, by step name
+        self._remote_identities: dict[str, set[str]] = {}  # their identities, by step name
         self._mark = ""  # that of the authoritative disk, or of another disk of that job
         self.aside: set[str] = set()
         self.deleted: set[str] = set()
@@ -204,33 +206,36 @@ class _Stock:
         lacking = {
             name for name in self._unknown if name not in was_aside and not (self._owned and name in self._wanted)
         }
-        far = {name for name, own in self._unknown.items() if self._is_far(name, own)}
-        self.copied.update(*(self._unknown[name] for name in far if not self._is_damaged_far(name)))
-        self.aside.update(*(own for name, own in self._unknown.items() if name not in far))
+        remote = {name for name, own in self._unknown.items() if self._is_remote(name, own)}
+        self.copied.update(*(self._unknown[name] for name in remote if not self._is_damaged_remote(name)))
+        self.aside.update(*(own for name, own in self._unknown.items() if name not in remote))
         if self._elsewhere:
             try:
                 self._lock()
                 lacking |= self._take_over(notes)
             except ExistsError as error:
-                _log.warning("%s: the steps on other hosts' disks are ignored: %s", self._near.root, error)
-                return [self._not_far(self._wanted.keys() | self._unknown.keys()), self._stale, ""]
+                _log.warning("%s: the steps on other hosts' disks are ignored: %s", self._local.root, error)
+                return [self._not_remote(self._wanted.keys() | self._unknown.keys()), self._stale, ""]
         lacking |= {name for name in self._wanted if not self._is_whole(name)}
-        return [self._not_far(lacking), self._stale, self._mark]
+        return [self._not_remote(lacking), self._stale, self._mark]
 
-    def _not_far(self, names: Collection[str]) -> list[int]:
+    def _not_remote(self, names: Collection[str]) -> list[int]:
         """Returns the steps with these names that are not in the remote tier. They are archived on all disks."""
         found: set[int] = set()
         for name in names:
             own = {*self._unknown.get(name, ()), *filter(None, [self._wanted.get(name)])}
-            if not self._is_far(name, own) and (step := run.parse(name, self._near.prefix)) is not None:
+            if (
+                not self._is_remote(name, own)
+                and (step := run_layout.parse_step_name(name, self._local.prefix)) is not None
+            ):
                 found.add(step)
                 self.aside |= own
         return sorted(found)
 
     def _take_over(self, notes: dict[str, dict[str, str]]) -> set[str]:
         """Adopts manifests. Returns the names of stale steps here, which are archived when the run is acquired."""
-        store, root = self._near.store, self._near.root
-        own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._near)}
+        store, root = self._local.store, self._local.root
+        own = {name: parts.identities(store, posixpath.join(root, name)) for name in folders(self._local)}
         stale = [name for name, identities in own.items() if identities and self._wanted.get(name) not in identities]
         for name in list(stale):
             path = posixpath.join(root, name)
@@ -243,7 +248,7 @@ class _Stock:
         at_once = [name for name in stale if name not in later or name in notes]
         self.aside.update(*(own[name] for name in stale))
         if at_once:
-            place = run.set_aside(store, root, [posixpath.join(root, name) for name in at_once[::-1]])
+            place = run_layout.archive_steps(store, root, [posixpath.join(root, name) for name in at_once[::-1]])
             _log.warning("%s: a later job has saved on other disks; older steps were archived in %s", root, place)
         for name, one in notes.items():
             parts.take_over(store, posixpath.join(root, name), one, unpin=self._owned)
@@ -255,20 +260,20 @@ class _Stock:
         return later.difference(at_once)
 
     def _is_whole(self, name: str) -> bool:
-        return parts.is_whole(self._near.store, posixpath.join(self._near.root, name), self._sizes.get(name))
+        return parts.is_complete(self._local.store, posixpath.join(self._local.root, name), self._sizes.get(name))
 
-    def _is_far(self, name: str, identities: Collection[str]) -> bool:
-        path = self._path_far(name)
-        if path and name not in self._far_identities:
-            self._far_identities[name] = parts.identities(self._far.store, path)
-        return path is not None and set(identities) <= self._far_identities[name]
+    def _is_remote(self, name: str, identities: Collection[str]) -> bool:
+        path = self._remote_path(name)
+        if path and name not in self._remote_identities:
+            self._remote_identities[name] = parts.identities(self._remote.store, path)
+        return path is not None and set(identities) <= self._remote_identities[name]
 
-    def _is_damaged_far(self, name: str) -> bool:
-        step, path = run.parse(name, self._near.prefix), self._path_far(name)
-        return step is not None and path is not None and self._far.is_damaged(step, path)
+    def _is_damaged_remote(self, name: str) -> bool:
+        step, path = run_layout.parse_step_name(name, self._local.prefix), self._remote_path(name)
+        return step is not None and path is not None and self._remote.is_damaged(step, path)
 
-    def _path_far(self, name: str) -> str | None:
+    def _remote_path(self, name: str) -> str | None:
         if self._committed is None:
-            self._committed = self._far.committed()
-        step = run.parse(name, self._near.prefix)
+            self._committed = self._remote.committed()
+        step = run_layout.parse_step_name(name, self._local.prefix)
         return None if step is None else self._committed.get(step)

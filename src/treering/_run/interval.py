@@ -15,10 +15,10 @@ from .._save.pending import SaveReport
 _log = logging.getLogger("treering")
 # Device-hours between two unexpected interruptions: 16,384 GPUs had 419 of them in 54 days ("The Llama 3 Herd of
 # Models", 2024).
-_DEVICE_HOURS = 50_000
-_SAVES, _STEPS = 5, 50  # how many of the newest ones the medians are taken of
-_LEAST_STEPS = 5  # of each kind, before their medians are compared
-_TOLD = 1.25  # The interval is logged again once it changes by this factor.
+_DEVICE_HOURS_PER_FAILURE = 50_000
+_MEDIAN_SAVES, _MEDIAN_STEPS = 5, 50  # how many of the newest ones the medians are taken of
+_MIN_STEPS = 5  # of each kind, before their medians are compared
+_RELOG_RATIO = 1.25  # The interval is logged again once it changes by this factor.
 
 
 class Interval:
@@ -31,24 +31,26 @@ class Interval:
     def __init__(self, mtbf: datetime.timedelta | None):
         self.seconds = 0.0
         self._mtbf = mtbf
-        self._stalls: collections.deque[float] = collections.deque(maxlen=_SAVES)
-        self._writes: collections.deque[float] = collections.deque(maxlen=_SAVES)
-        self._steps = {saving: collections.deque[float](maxlen=_STEPS) for saving in (False, True)}
-        self._told = 0.0
+        self._stall_seconds: collections.deque[float] = collections.deque(maxlen=_MEDIAN_SAVES)
+        self._write_seconds: collections.deque[float] = collections.deque(maxlen=_MEDIAN_SAVES)
+        self._step_seconds = {saving: collections.deque[float](maxlen=_MEDIAN_STEPS) for saving in (False, True)}
+        self._logged_seconds = 0.0
 
-    def step(self, seconds: float, *, saving: bool) -> None:
+    def add_step(self, seconds: float, *, saving: bool) -> None:
         """Notes the seconds of a step. A save must have run during all of the step (`saving`) or none of it."""
-        self._steps[saving].append(seconds)
+        self._step_seconds[saving].append(seconds)
 
-    def saved(self, report: SaveReport) -> None:
+    def add_save(self, report: SaveReport) -> None:
         """Notes the cost of a save, and chooses the interval again."""
-        self._stalls.append(report.stall_seconds - report.wait_seconds)  # At this interval no save waits for another.
-        self._writes.append(report.seconds - report.wait_seconds)
-        cost, failure = self._cost(), self._between_failures()
+        self._stall_seconds.append(
+            report.stall_seconds - report.wait_seconds
+        )  # At this interval no save waits for another.
+        self._write_seconds.append(report.seconds - report.wait_seconds)
+        cost, failure = self._cost(), self._seconds_between_failures()
         # The interval is at least the time of a write: a save that begins earlier only waits for the one before.
-        self.seconds = max(optimum(cost, failure), statistics.median(self._writes))
-        if not self._told / _TOLD <= self.seconds <= self._told * _TOLD:
-            self._told = self.seconds
+        self.seconds = max(optimal_interval(cost, failure), statistics.median(self._write_seconds))
+        if not self._logged_seconds / _RELOG_RATIO <= self.seconds <= self._logged_seconds * _RELOG_RATIO:
+            self._logged_seconds = self.seconds
             _log.info(
                 "saving every %.3g s: a save costs the loop %.3g s, and a failure is expected every %.3g hours",
                 self.seconds,
@@ -57,23 +59,23 @@ class Interval:
             )
 
     def _cost(self) -> float:
-        slower = 0.0
-        if min(map(len, self._steps.values())) >= _LEAST_STEPS:
-            idle, busy = (statistics.median(self._steps[saving]) for saving in (False, True))
-            slower = max(0.0, 1 - idle / busy) if busy else 0.0
-        return statistics.median(self._stalls) + slower * statistics.median(self._writes)
+        slowdown = 0.0
+        if min(map(len, self._step_seconds.values())) >= _MIN_STEPS:
+            idle, busy = (statistics.median(self._step_seconds[saving]) for saving in (False, True))
+            slowdown = max(0.0, 1 - idle / busy) if busy else 0.0
+        return statistics.median(self._stall_seconds) + slowdown * statistics.median(self._write_seconds)
 
-    def _between_failures(self) -> float:
+    def _seconds_between_failures(self) -> float:
         if self._mtbf is not None:
             return self._mtbf.total_seconds()
         import jax
 
-        return _DEVICE_HOURS * 3600 / jax.device_count()
+        return _DEVICE_HOURS_PER_FAILURE * 3600 / jax.device_count()
 
 
-def optimum(cost: float, between_failures: float) -> float:
+def optimal_interval(cost: float, seconds_between_failures: float) -> float:
     """Returns the seconds of work between two saves that lose the least time, by Daly's higher order estimate."""
-    ratio = cost / (2 * between_failures)
+    ratio = cost / (2 * seconds_between_failures)
     if ratio >= 1:
-        return between_failures
-    return between_failures * 2 * math.sqrt(ratio) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+        return seconds_between_failures
+    return seconds_between_failures * 2 * math.sqrt(ratio) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost

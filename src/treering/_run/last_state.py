@@ -10,8 +10,8 @@ import numpy as np
 
 from .._core.values import decode_float
 from .._pytree import flax, iterators
-from .._save.metadata import plain
-from .._save.metrics import encoded
+from .._save.metadata import metadata_to_json
+from .._save.metrics import encode_metrics
 from .._save.pending import PendingSave
 from ..errors import UnsupportedError
 from ..rules import Rule
@@ -31,13 +31,13 @@ class StepOptions(NamedTuple):
     memory_limit: int | None
 
 
-class _Noted(NamedTuple):
+class _SaveCall(NamedTuple):
     """A call of `save`: functions that return its leaves, and the function that builds the tree from them."""
 
     step: int
     options: StepOptions
     pending: PendingSave | None  # the save that this call began, if it began one
-    left_out: list[str]  # metrics and metadata, and why they cannot be saved
+    omissions: list[str]  # metrics and metadata, and why they cannot be saved
     leaves: Sequence[Callable[[], Any]]
     build: Callable[[list[Any]], Any]
     problem: str = ""
@@ -47,35 +47,35 @@ class LastState:
     """The step, tree and options of the newest call of `save`, as they were at that call.
 
     JAX arrays never change, so only weak references to them are held: device memory is not used longer than the loop
-    uses it. Leaves that the loop may change in place are copied. Unless `wanted`, nothing is noted.
+    uses it. Leaves that the loop may change in place are copied. Unless `enabled`, nothing is noted.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self._noted: _Noted | None = None
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._last_call: _SaveCall | None = None
 
     def forget(self) -> None:
         """Forgets the noted call, because the loop continues from another state."""
-        self._noted = None
+        self._last_call = None
 
-    def note(self, step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> None:
+    def remember(self, step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> None:
         """Notes a call in place of the one before. If the tree cannot be saved, `get` raises later."""
-        if self._wanted:
+        if self._enabled:
             try:
-                self._noted = _note(step, tree, options, pending)
+                self._last_call = _snapshot(step, tree, options, pending)
             except Exception as error:  # Containers and iterators are the user's code.
                 problem = str(error) or type(error).__name__  # A traceback would keep the tree alive.
-                self._noted = _Noted(step, options, pending, [], (), list, problem)
+                self._last_call = _SaveCall(step, options, pending, [], (), list, problem)
 
     @property
     def step(self) -> int | None:
         """The step of the noted call; None if there is none."""
-        return self._noted and self._noted.step
+        return self._last_call and self._last_call.step
 
     @property
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         """True if the noted call itself saved its tree. Read it only while no save is running."""
-        pending = self._noted and self._noted.pending
+        pending = self._last_call and self._last_call.pending
         return pending is not None and not pending.failed
 
     def get(self) -> tuple[Any, StepOptions, list[str]]:
@@ -83,8 +83,8 @@ class LastState:
 
         Raises `UnsupportedError` if the tree cannot be saved, or its arrays no longer exist.
         """
-        assert self._noted
-        _, options, _, left_out, held, build, problem = self._noted
+        assert self._last_call
+        _, options, _, omissions, held, build, problem = self._last_call
         if problem:
             raise UnsupportedError(f"it cannot be saved: {problem}")
         leaves = [leaf() for leaf in held]
@@ -93,14 +93,14 @@ class LastState:
             raise UnsupportedError(
                 f"{gone} of its {len(arrays)} arrays are gone: the loop has donated, deleted or dropped them"
             )
-        metrics = options.metrics and _numbers(options.metrics, left_out, wait=True)
-        return build(leaves), options._replace(metrics=metrics), left_out
+        metrics = options.metrics and _snapshot_metrics(options.metrics, omissions, wait=True)
+        return build(leaves), options._replace(metrics=metrics), omissions
 
     def save(
         self,
         root: str,
         reason: str,
-        under_way: Sized,
+        pending_saves: Sized,
         save: Callable[..., PendingSave | None],
         wait: Callable[[], None],
     ) -> None:
@@ -111,62 +111,64 @@ class LastState:
         """
         if self.step is None:
             return
-        while len(under_way):
+        while len(pending_saves):
             with log_failure():
                 wait()
-        if self.saved:
+        if self.is_saved:
             return
         about = f"{root}: step {self.step}"
         try:
-            tree, options, left_out = self.get()
-            saved = save(self.step, tree, force=True, **options._asdict())
+            tree, options, omissions = self.get()
+            is_saved = save(self.step, tree, force=True, **options._asdict())
             wait()
         except Exception as error:
             _log.error("%s is not saved, though %s ended the loop: %s", about, reason, error)
             return
-        if saved is None:
+        if is_saved is None:
             _log.warning("%s is not saved, though %s ended the loop: it exists, and on_exists='skip'", about, reason)
             return
-        for problem in left_out:
+        for problem in omissions:
             _log.warning("%s: %s", about, problem)
         _log.warning("%s is saved, because %s ended the loop", about, reason)
 
 
-def _numbers(metrics: Mapping[str, Any], left_out: list[str], *, wait: bool) -> dict[str, Any]:
-    """Returns the metrics as they are now. Adds to `left_out` why some cannot be saved: the state matters more.
+def _snapshot_metrics(metrics: Mapping[str, Any], omissions: list[str], *, wait: bool) -> dict[str, Any]:
+    """Returns the metrics as they are now. Adds to `omissions` why some cannot be saved: the state matters more.
 
     Without `wait`, JAX scalars are not converted: they never change, and reading one would hold up the loop.
     """
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         try:
-            lasting = not wait and isinstance(value, jax.Array) and value.shape == ()
-            numbers[name] = value if lasting else decode_float(encoded({name: value})[name])
+            is_immutable = not wait and isinstance(value, jax.Array) and value.shape == ()
+            numbers[name] = value if is_immutable else decode_float(encode_metrics({name: value})[name])
         except Exception as error:  # A JAX scalar may be deleted, or its computation may have failed.
-            left_out.append(f"the metric {name!r} is left out: {error}")
+            omissions.append(f"the metric {name!r} is left out: {error}")
     return numbers
 
 
-def _note(step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> _Noted:
-    left_out: list[str] = []
-    metrics = options.metrics and _numbers(options.metrics, left_out, wait=False)
+def _snapshot(step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> _SaveCall:
+    omissions: list[str] = []
+    metrics = options.metrics and _snapshot_metrics(options.metrics, omissions, wait=False)
     try:
-        metadata = plain(options.metadata)
+        metadata = metadata_to_json(options.metadata)
     except UnsupportedError as error:  # Save the state nevertheless.
         metadata = None
-        left_out.append(f"its metadata is left out: {error}")
+        omissions.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
     leaves, structure = jax.tree.flatten(flax.split(tree).tree)
     copies: dict[int, Any] = {}
-    return _Noted(step, options, pending, left_out, [_held(leaf, copies) for leaf in leaves], structure.unflatten)
+    return _SaveCall(
+        step, options, pending, omissions, [_leaf_getter(leaf, copies) for leaf in leaves], structure.unflatten
+    )
 
 
-def _held(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
+def _leaf_getter(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
     """Returns a function that returns a leaf as it is now. `copies` of one tree keep a shared array shared."""
     if isinstance(leaf, jax.Array):
         return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray):
         leaf = copies.setdefault(id(leaf), leaf.copy("K"))
     elif iterators.is_iterator(type(leaf)):
-        leaf = iterators.frozen(leaf)
+        leaf = iterators.freeze(leaf)
     return lambda: leaf

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from .. import stores
 from .._processes import coordinator
-from .._threads.alive import Alive
+from .._threads.weak_registry import WeakRegistry
 from ..errors import ExistsError
-from .directory import Directory
+from .pending_saves import PendingSaves
 from .retention import Retention
-from .saves_under_way import UnderWay
+from .run_directory import RunDirectory
 
 _log = logging.getLogger("treering")
 
@@ -23,47 +23,56 @@ class LateMetrics:
     """Applies the policy of one `Checkpointer` to metrics that any thread or job records.
 
     A process without the policy deletes nothing: the next save, `close` or `restore_or_init` of the job does so.
-    `retention` is that of the remote tier, or of the run's only directory. With a local tier, `copying` begins an
+    `retention` is that of the remote tier, or of the run's only directory. With a local tier, `start_upload` begins an
     upload, which ends with retention.
     """
 
     def __init__(
-        self, directory: Directory, retention: Retention, under_way: UnderWay, copying: Callable[[], None] | None
+        self,
+        directory: RunDirectory,
+        retention: Retention,
+        pending_saves: PendingSaves,
+        start_upload: Callable[[], None] | None,
     ):
         self.closed = False
-        self.directory, self._retention, self._under_way, self._copying = directory, retention, under_way, copying
-        self._alone = threading.Lock()  # several threads may record at a time
-        self.process = os.getpid()
-        self.place = directory.steps.store.real_path(directory.root)
-        _alive.add(self)
+        self.directory, self._retention, self._pending_saves, self._start_upload = (
+            directory,
+            retention,
+            pending_saves,
+            start_upload,
+        )
+        self._lock = threading.Lock()  # several threads may record at a time
+        self.pid = os.getpid()
+        self.real_root = directory.steps.store.real_path(directory.root)
+        _instances.add(self)
 
-    def resumed(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         """Applies the policy when a job continues from a step, unless its saves and `close` apply it already."""
-        if not self.directory.has_written:
-            self._take_and_retain(step)
+        if not self.directory.has_held_lock:
+            self._acquire_and_retain(step)
 
-    def arrived(self) -> None:
+    def apply_late_metrics(self) -> None:
         """Applies the policy when a step has got metrics. While a save is running, that save applies it."""
-        with self._alone:
-            if not self.directory.held:
-                self._take_and_retain()
-            elif self._copying:
-                self._copying()
-            elif not self._under_way.busy():
-                with self._under_way.writing():
-                    self._retention.retain_late(self._under_way.check_no_save)
+        with self._lock:
+            if not self.directory.is_held:
+                self._acquire_and_retain()
+            elif self._start_upload:
+                self._start_upload()
+            elif not self._pending_saves.busy():
+                with self._pending_saves.changing_run():
+                    self._retention.retain_late(self._pending_saves.check_no_save)
 
-    def _take_and_retain(self, step: int | None = None) -> None:
+    def _acquire_and_retain(self, step: int | None = None) -> None:
         """Applies the policy with the lease, only if a step has to be deleted and no other process has the lease."""
-        directory, of_run = self.directory, _of(self.directory.root)
-        if directory.lost or directory.back_to is not None or any(one.directory.held for one in of_run):
+        directory, same_run = self.directory, _checkpointers_of(self.directory.root)
+        if directory.lost or directory.back_to is not None or any(one.directory.is_held for one in same_run):
             return
-        if coordinator.position()[0] != 0:  # Process 0 decides for all.
+        if coordinator.process_index_and_count()[0] != 0:  # Process 0 decides for all.
             return
-        needed = {step}.union(*(one.directory.needed() for one in of_run if not one.closed))
+        needed = {step}.union(*(one.directory.protected_steps() for one in same_run if not one.closed))
         try:
-            if self._retention.has_late(needed):
-                with self._under_way.writing():
+            if self._retention.has_late_metrics(needed):
+                with self._pending_saves.changing_run():
                     directory.acquire()
                     try:
                         self._retention.retain(*needed)
@@ -76,19 +85,19 @@ class LateMetrics:
             _log.warning("%s: steps that late metrics rule out are not deleted yet: %s", directory.root, error)
 
 
-_alive: Alive[LateMetrics] = Alive()
+_instances: WeakRegistry[LateMetrics] = WeakRegistry()
 
 
-def _of(root: str) -> list[LateMetrics]:
+def _checkpointers_of(root: str) -> list[LateMetrics]:
     """Returns the LateMetrics of the Checkpointers that this process has made for a run, the oldest first."""
-    place = stores.of(root).real_path(root)  # Links may give it several paths.
-    return [one for one in _alive.all() if one.place == place and one.process == os.getpid()]
+    real_root = stores.get(root).real_path(root)  # Links may give it several paths.
+    return [one for one in _instances.all() if one.real_root == real_root and one.pid == os.getpid()]
 
 
-def arrived(root: str) -> None:
+def apply_late_metrics(root: str) -> None:
     """Applies the policy when a step of a run has got metrics: that of the Checkpointer of this process that writes the
     run, or wrote it last."""
-    of_run = _of(root)
-    writing = [one for one in of_run if one.directory.held]
-    for one in writing or [one for one in of_run if one.closed and one.directory.has_written][-1:]:
-        one.arrived()
+    same_run = _checkpointers_of(root)
+    writing = [one for one in same_run if one.directory.is_held]
+    for one in writing or [one for one in same_run if one.closed and one.directory.has_held_lock][-1:]:
+        one.apply_late_metrics()

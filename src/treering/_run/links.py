@@ -7,7 +7,7 @@ from ..errors import MismatchError
 from ..stores.store import Store
 
 
-def to_steps(store: Store, run: str) -> dict[str, tuple[str, ...]]:
+def find_links(store: Store, run: str) -> dict[str, tuple[str, ...]]:
     """Returns the names in a run's directory that links in it lead to or into, and the names of these links."""
     if not store.has_folders:  # Buckets have no links, and listing one costs a request.
         return {}
@@ -21,13 +21,13 @@ def to_steps(store: Store, run: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_none(store: Store, path: str) -> None:
+def check_not_linked(store: Store, path: str) -> None:
     """Raises `MismatchError` for a step that a link in its run leads to."""
     run, name = posixpath.split(path)
-    if found := to_steps(store, run).get(name):
-        raise MismatchError(f"{path}: {described(found)} to this step, so it stays; remove the link first")
+    if found := find_links(store, run).get(name):
+        raise MismatchError(f"{path}: {describe_links(found)} to this step, so it stays; remove the link first")
 
 
-def described(links: tuple[str, ...]) -> str:
+def describe_links(links: tuple[str, ...]) -> str:
     """Returns the beginning of a message about links: ``the link best leads``."""
     return f"the link {links[0]} leads" if len(links) == 1 else f"the links {', '.join(links)} lead"

@@ -7,19 +7,19 @@ from typing import Any, Literal
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.leaf_paths import few
-from .._core.tracebacks import at_the_caller
-from .._save.metrics import encoded
+from .._core.leaf_paths import join_names
+from .._core.tracebacks import hide_internal_frames
+from .._save.metrics import encode_metrics
 from ..errors import MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved, rank
 from ..stores.read_errors import reading
 from ..stores.store import Store
 from . import late_metrics, new_run
-from . import run as _run
+from . import run_layout as _run
 
 
-@at_the_caller
+@hide_internal_frames
 def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
     """Adds metrics durably to a step that is already saved. A later value of the same name replaces the earlier one.
 
@@ -32,19 +32,19 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     writing fails.
     """
 
-    place, number, numbers = stores.absolute(run), step_number(step), encoded(metrics)
-    store = stores.of(place)
+    place, number, numbers = stores.absolute(run), step_number(step), encode_metrics(metrics)
+    store = stores.get(place)
     steps = _run.all_steps(store, place)
     if (path := steps.get(number)) is None:
-        why = ("" if steps else new_run.meant(store, place)) or "; was it deleted meanwhile?"
+        why = ("" if steps else new_run.suggest_run(store, place)) or "; was it deleted meanwhile?"
         raise NotFoundError(f"{place}: expected step {number}, found none{why}")
     _write(store, path, number, numbers)
-    late_metrics.arrived(place)
+    late_metrics.apply_late_metrics(place)
 
 
 def _write(store: Store, path: str, step: int, numbers: Mapping[str, float | str]) -> None:
     with reading(path):
-        there = summary.look(store, path)
+        there = summary.stat_manifest(store, path)
     if not there and formats.is_known(store, path):
         raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
     try:
@@ -62,6 +62,6 @@ def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> in
     """
     known = sorted({name for one in saved for name in one.metrics})
     if known and metric not in known:
-        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {few(tuple(known))}")
+        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {join_names(tuple(known))}")
     numbers = [one for one in saved if not math.isnan(one.metrics.get(metric, math.nan))]
     return next(iter(rank(numbers, metric, mode)), None)

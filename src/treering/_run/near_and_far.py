@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Iterator, Mapping
 
 from .._core.entries import step_number
-from .._core.leaf_paths import few
+from .._core.leaf_paths import join_names
 from .._processes.calls import Call
 from .._save.pending import as_save_error
 from ..errors import CorruptError, MismatchError, NotFoundError
@@ -15,16 +15,16 @@ from ..formats.treering import host_parts, summary
 from ..keep import Saved
 from ..stores.read_errors import is_momentary
 from . import host_meeting
-from .directory import Directory
 from .host_disks import HostDisks, steps_in_part
-from .latest_good import Place
 from .origin import Origin
+from .run_directory import RunDirectory
+from .step_fallback import StepCopy
 
 _log = logging.getLogger("treering")
 
 
 class NearAndFar:
-    """The local and the remote directory of one run. See `Directory` for the methods.
+    """The local and the remote directory of one run. See `RunDirectory` for the methods.
 
     Both copies of a step have the same manifest, byte for byte. Local steps belong to the run as long as no other job
     has written the remote tier, which `Origin` knows. Otherwise only local steps that are also remote are used.
@@ -34,12 +34,12 @@ class NearAndFar:
     read.
     """
 
-    def __init__(self, near: Directory, far: Directory):
-        if near.steps.store.real_path(near.root) == far.steps.store.real_path(far.root):
-            raise MismatchError(f"local={near.root!r}: expected another directory, found that of the run")
-        self.near, self.far = near, far
-        self.steps, self.root = near.steps, far.root
-        self.origin = Origin(near.steps, far.steps)
+    def __init__(self, local: RunDirectory, remote: RunDirectory):
+        if local.steps.store.real_path(local.root) == remote.steps.store.real_path(remote.root):
+            raise MismatchError(f"local={local.root!r}: expected another directory, found that of the run")
+        self.local, self.remote = local, remote
+        self.steps, self.root = local.steps, remote.root
+        self.origin = Origin(local.steps, remote.steps)
         self.disks: HostDisks | None = None
         self.index = 0  # of this process
         self._claimed = False
@@ -48,189 +48,192 @@ class NearAndFar:
 
     @property
     def back_to(self) -> int | None:
-        return self.near.back_to
+        return self.local.back_to
 
     @back_to.setter
     def back_to(self, step: int | None) -> None:
-        self.near.back_to = self.far.back_to = step
+        self.local.back_to = self.remote.back_to = step
 
     @property
-    def restored(self) -> int | None:
-        return self.near.restored
+    def restored_step(self) -> int | None:
+        return self.local.restored_step
 
-    @restored.setter
-    def restored(self, step: int | None) -> None:
-        self.near.restored = self.far.restored = step
-        self.far.reading = None
+    @restored_step.setter
+    def restored_step(self, step: int | None) -> None:
+        self.local.restored_step = self.remote.restored_step = step
+        self.remote.step_to_restore = None
 
     @property
     def lost(self) -> bool:
-        return self.near.lost or self.far.lost
+        return self.local.lost or self.remote.lost
 
-    def meet(self, call: Call) -> None:
+    def discover_hosts(self, call: Call) -> None:
         self.index = call.index
-        with as_save_error(self.near.root):
-            self.disks = host_meeting.meet(call, self.near.steps, self.far.steps, self.origin, self._locked)
+        with as_save_error(self.local.root):
+            self.disks = host_meeting.discover_hosts(
+                call, self.local.steps, self.remote.steps, self.origin, self._locked
+            )
         if self.disks and self.disks.lacking and not self.index:
             _log.warning(
                 "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "
                 "or another job held the run when this one began",
-                self.near.root,
-                few(tuple(map(str, sorted(self.disks.lacking)))),
+                self.local.root,
+                join_names(tuple(map(str, sorted(self.disks.lacking)))),
             )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Holds both leases, while the first call of a job changes the run."""
-        self.near.acquire()
+        self.local.acquire()
         try:
-            self.far.acquire()
+            self.remote.acquire()
             yield
         finally:
-            self.far.release()
-            self.near.release()
+            self.remote.release()
+            self.local.release()
 
     def all_steps(self) -> dict[int, str]:
-        return dict(sorted({**self.far.all_steps(), **self.near_steps()}.items()))
+        return dict(sorted({**self.remote.all_steps(), **self.local_steps()}.items()))
 
-    def candidates(self, step: int | None = None) -> list[Place]:
-        near, far = self.near_steps(), self.far.located_steps()
-        if step is not None and (number := step_number(step)) not in near:
-            return self.far.candidates(number)
-        places: list[Place] = []
-        for number in sorted({*near, *far}, reverse=True) if step is None else [step_number(step)]:
-            if number in near:
-                places.append(self.place(number, near[number]))
-            if number in far and not (number in near and self._differ(near[number], far[number].path)):
-                places.append(self.far.place(number, *far[number]))
+    def step_copies(self, step: int | None = None) -> list[StepCopy]:
+        local, remote = self.local_steps(), self.remote.located_steps()
+        if step is not None and (number := step_number(step)) not in local:
+            return self.remote.step_copies(number)
+        places: list[StepCopy] = []
+        for number in sorted({*local, *remote}, reverse=True) if step is None else [step_number(step)]:
+            if number in local:
+                places.append(self.copy_at(number, local[number]))
+            if number in remote and not (number in local and self._differ(local[number], remote[number].path)):
+                places.append(self.remote.copy_at(number, *remote[number]))
         return places
 
-    def place(self, step: int, path: str, format: str | None = None) -> Place:
-        if self.disks and self._side(path) is self.near:
-            near, far = self.near, self.far
-            both = host_parts.nearest(near.steps.store, near.root, far.steps.store, far.root)
-            return Place(step, both, posixpath.join(near.root, posixpath.basename(path)))
-        return self._side(path).place(step, path, format)
+    def copy_at(self, step: int, path: str, format: str | None = None) -> StepCopy:
+        if self.disks and self._side(path) is self.local:
+            local, remote = self.local, self.remote
+            both = host_parts.local_first(local.steps.store, local.root, remote.steps.store, remote.root)
+            return StepCopy(step, both, posixpath.join(local.root, posixpath.basename(path)))
+        return self._side(path).copy_at(step, path, format)
 
-    def to_read(self, step: int | None = None) -> list[Place]:
+    def readable_copies(self, step: int | None = None) -> list[StepCopy]:
         """Returns the candidates that can be read. If each host has its own disk, they are remote."""
-        places = self.candidates(step)
+        places = self.step_copies(step)
         if not self.disks:
             return places
-        there = {place.step for place in places if self._side(place.path) is self.far}
+        there = {place.step for place in places if self._side(place.path) is self.remote}
         if lacking := sorted({place.step for place in places if place.step > max(there, default=-1)}):
             _log.warning(
                 "%s: steps %s are only on the disks of the hosts, and cannot be read before they are uploaded",
-                self.root, few(tuple(map(str, lacking))),
+                self.root, join_names(tuple(map(str, lacking))),
             )  # fmt: skip
             if step is not None:
                 raise NotFoundError(f"{self.root}: expected step {step}, found it only on the disks of the hosts")
         return [place for place in places if place.step in there]
 
-    def good(self, *, foreign: bool = False) -> list[Saved]:
-        near, far = self.near_steps(), self.far.steps.committed()
-        found = {one.step: one for one in self.far.good(foreign=foreign)}
-        for one in self.near.good():
-            if one.step in near:
-                same = one.step in found and self.is_copied(one.step, near[one.step], far.get(one.step))
+    def valid_steps(self, *, foreign: bool = False) -> list[Saved]:
+        local, remote = self.local_steps(), self.remote.steps.committed()
+        found = {one.step: one for one in self.remote.valid_steps(foreign=foreign)}
+        for one in self.local.valid_steps():
+            if one.step in local:
+                same = one.step in found and self.is_copied(one.step, local[one.step], remote.get(one.step))
                 metrics = found[one.step].metrics if same else {}  # Otherwise they are the replaced step's.
                 found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
         return [found[step] for step in sorted(found)]
 
-    def mark_damaged(self, place: Place) -> None:
+    def mark_damaged(self, place: StepCopy) -> None:
         side = self._side(place.path)
-        if self.disks and side is self.near:
+        if self.disks and side is self.local:
             return  # The damage may be in a file that was read from the remote tier.
         side.mark_damaged(place)
 
     def check_new(self) -> None:
         if self.disks and self.disks.lacking:
-            lacking = few(tuple(map(str, sorted(self.disks.lacking))))
+            lacking = join_names(tuple(map(str, sorted(self.disks.lacking))))
             raise CorruptError(
-                f"{self.root}: expected a step, found none, and in {self.near.root} only parts of {lacking}: the other "
+                f"{self.root}: expected a step, found none, and in {self.local.root} only parts of {lacking}: "
+                "the other "
                 "parts are on no disk of this job's hosts, or another job held the run when this one began; restart "
                 "with the missing hosts, or end the other job; if they are lost, remove that directory on all hosts to "
                 "start over"
             )
         standing = self.origin.standing()
-        self.far.check_new(knows_local=standing is not None and standing.rank > 0)
-        self.near.check_new(local=True)
+        self.remote.check_new(knows_local=standing is not None and standing.rank > 0)
+        self.local.check_new(local=True)
 
     def path(self, step: int) -> str:
-        return self.all_steps().get(step) or self.near.path(step)
+        return self.all_steps().get(step) or self.local.path(step)
 
-    def existing(self, step: int) -> str:
-        return self.candidates(step)[0].path
+    def committed_path(self, step: int) -> str:
+        return self.step_copies(step)[0].path
 
     def pinned(self) -> list[int]:
-        near = self.near_steps()
-        return sorted({*self.far.pinned(), *(step for step in self.near.pinned() if step in near)})
+        local = self.local_steps()
+        return sorted({*self.remote.pinned(), *(step for step in self.local.pinned() if step in local)})
 
     def uncopied(self) -> list[int]:
-        near = self._known_near()  # Listed once, because another job may archive steps meanwhile.
-        unknown = self._not_known_to_be_far(near)
+        local = self._known_local()  # Listed once, because another job may archive steps meanwhile.
+        unknown = self._not_known_remote(local)
         if not unknown:
             return []
         try:
-            far = self.far.steps.committed()
-            return [step for step in unknown if not self.is_copied(step, near[step], far.get(step))]
+            remote = self.remote.steps.committed()
+            return [step for step in unknown if not self.is_copied(step, local[step], remote.get(step))]
         except OSError as error:
             if not is_momentary(error):
                 raise
             return unknown
 
-    def _not_known_to_be_far(self, near: Mapping[int, str]) -> list[int]:
-        return [step for step, path in near.items() if not self._known_copied(step, path)]
+    def _not_known_remote(self, local: Mapping[int, str]) -> list[int]:
+        return [step for step, path in local.items() if not self._known_copied(step, path)]
 
-    def _known_near(self) -> dict[int, str]:
-        return self.near.steps.committed() if self._claimed else self.near_steps()
+    def _known_local(self) -> dict[int, str]:
+        return self.local.steps.committed() if self._claimed else self.local_steps()
 
-    def _side(self, path: str) -> Directory:
-        return self.far if os.path.dirname(path) == self.far.root else self.near
+    def _side(self, path: str) -> RunDirectory:
+        return self.remote if os.path.dirname(path) == self.remote.root else self.local
 
-    def near_steps(self) -> dict[int, str]:
+    def local_steps(self) -> dict[int, str]:
         """Returns the local steps that belong to the run, and their paths."""
         if self.disks and self.index:
-            return {} if self.disks.stale else dict(sorted(steps_in_part(self.near.steps).items()))
+            return {} if self.disks.stale else dict(sorted(steps_in_part(self.local.steps).items()))
         lacking = self.disks.lacking if self.disks else ()
-        own = {step: path for step, path in self.near.steps.committed().items() if step not in lacking}
+        own = {step: path for step, path in self.local.steps.committed().items() if step not in lacking}
         if not own or self._claimed or self.origin.is_newest():
             return own
-        far = self.far.steps.committed()
-        found = {step: path for step, path in own.items() if step in far and not self._differ(path, far[step])}
+        remote = self.remote.steps.committed()
+        found = {step: path for step, path in own.items() if step in remote and not self._differ(path, remote[step])}
         if others := [str(step) for step in own if step not in found]:
             _log.warning(
                 "%s: another job has written %s since steps %s were saved here; they are ignored",
-                self.near.root, self.root, few(tuple(others)),
+                self.local.root, self.root, join_names(tuple(others)),
             )  # fmt: skip
         return found
 
     def _differ(self, path: str, other: str) -> bool:
         """Returns True if a local step is surely another than the remote one. A damaged manifest may be the same."""
         try:
-            return self._identity(path) != summary.identity(self.far.steps.store, other)
+            return self._identity(path) != summary.identity(self.remote.steps.store, other)
         except (CorruptError, FileNotFoundError):
             return False
 
     def _identity(self, path: str) -> str:
         """Returns the identity of a local step. Raises `FileNotFoundError` if it was deleted."""
-        if self.disks and self.index and (found := host_parts.part_of(self.near.steps.store, path)):
+        if self.disks and self.index and (found := host_parts.part_of(self.local.steps.store, path)):
             return found[0]
-        return summary.identity(self.near.steps.store, path)
+        return summary.identity(self.local.steps.store, path)
 
     def _known_copied(self, step: int, path: str) -> bool:
-        seen = summary.look(self.near.steps.store, path)
+        seen = summary.stat_manifest(self.local.steps.store, path)
         return seen is not None and step in self._copied and self._copied[step][0] == seen.version
 
-    def is_copied(self, step: int, path: str, far: str | None) -> bool:
-        """Returns True if the local step at `path` is the same as the remote step at the path `far`."""
-        if far is None:
+    def is_copied(self, step: int, path: str, remote: str | None) -> bool:
+        """Returns True if the local step at `path` is the same as the remote step at the path `remote`."""
+        if remote is None:
             return False
         if not self._known_copied(step, path):
             try:
-                seen = summary.look(self.near.steps.store, path)
+                seen = summary.stat_manifest(self.local.steps.store, path)
                 identity = self._identity(path)
-                if identity != summary.identity(self.far.steps.store, far):
+                if identity != summary.identity(self.remote.steps.store, remote):
                     return False
             except (CorruptError, FileNotFoundError):
                 return False
@@ -240,5 +243,5 @@ class NearAndFar:
 
     def _note_copied(self, step: int, version: object, identity: str) -> None:
         self._copied[step] = version, identity
-        if self._known_copied(step, self.near.own_path(step)):  # Otherwise it was saved again meanwhile.
+        if self._known_copied(step, self.local.step_path(step)):  # Otherwise it was saved again meanwhile.
             self._saved.discard(step)

@@ -5,30 +5,30 @@ import posixpath
 import re
 
 from .. import formats
-from .._core.leaf_paths import few
+from .._core.leaf_paths import join_names
 from ..errors import MismatchError, TreeringError, UnsupportedError
+from ..stores.file_io import is_folder
 from ..stores.store import Store
-from ..stores.whole_files import is_folder
-from . import run
+from . import run_layout
 
 _log = logging.getLogger("treering")
-_MAX_FOLDERS = 100  # in a directory that are searched for runs
-_NUMBERED = re.compile(r"((?:.*[^0-9])?)([0-9]{1,16})", re.DOTALL)
+_MAX_SEARCHED_FOLDERS = 100  # in a directory that are searched for runs
+_NUMBERED_NAME = re.compile(r"((?:.*[^0-9])?)([0-9]{1,16})", re.DOTALL)
 
 
-def check(store: Store, root: str, prefix: str) -> None:
+def check_can_begin(store: Store, root: str, prefix: str) -> None:
     """Checks a directory without steps. Raises `MismatchError` if it is a checkpoint itself and therefore not a run.
 
     Raises `UnsupportedError` if there are directories of steps that this process cannot read.
     """
     for name in store.list(root):
-        if run.parse(name, prefix) is not None:
-            run.check_open(store, posixpath.join(root, name), UnsupportedError)
+        if run_layout.parse_step_name(name, prefix) is not None:
+            run_layout.check_step_readable(store, posixpath.join(root, name), UnsupportedError)
     format = formats.detect(store, root).name if formats.is_known(store, root) else None
     # A folder may hold pretrained weights next to the steps of the run.
     weights = format == "safetensors" or (format == "flax" and is_folder(store, root, links=True))
     if format is not None and not weights:
-        if step := step_of(store, root):
+        if step := describe_step(store, root):
             raise MismatchError(f"{root}: expected a run, found {step}")
         raise MismatchError(
             f"{root}: expected a run, found a checkpoint of the format {format!r}, which is not a step; begin in "
@@ -36,31 +36,31 @@ def check(store: Store, root: str, prefix: str) -> None:
         )
 
 
-def warn(store: Store, root: str, *, local: bool = False, knows_local: bool = False) -> None:
+def warn_of_other_runs(store: Store, root: str, *, local: bool = False, knows_local: bool = False) -> None:
     """Logs similar steps and runs that the caller may mean instead of a directory without steps.
 
     local: the directory is the local tier of a run. knows_local: the job has the local tier of the job that wrote the
         run last.
     """
-    found = _within(store, root)
+    found = _checkpoints_within(store, root)
     if not local:
-        aside = _aside(store, root)
-        found += [*aside, *_below(store, root), *_above(store, root)]
-        if not (knows_local or aside) and store.stat(posixpath.join(root, run.ORIGIN)):
+        archived = _archived_steps(store, root)
+        found += [*archived, *_runs_within(store, root), *_runs_around(store, root)]
+        if not (knows_local or archived) and store.stat(posixpath.join(root, run_layout.REMOTE_MARK)):
             found.append("it was written from another local= directory, which may have steps that are not uploaded")
     if found:
         _log.warning("%s: starts over, but %s", root, "; ".join(found))
 
 
-def step_of(store: Store, path: str) -> str:
+def describe_step(store: Store, path: str) -> str:
     """Returns a message that names the step and the run that a checkpoint is; "" if it is not a step."""
     for place in (path, posixpath.dirname(path)):  # Orbax has a folder for each item of a step
         above = parent(place)
         if above is None:
             break
-        numbered = _NUMBERED.fullmatch(posixpath.basename(place))
+        numbered = _NUMBERED_NAME.fullmatch(posixpath.basename(place))
         try:
-            steps = run.located_steps(store, above, numbered and numbered[1])
+            steps = run_layout.located_steps(store, above, numbered and numbered[1])
         except (TreeringError, OSError) as error:
             _log.info("%s: not searched for the run: %s", above, error)
             continue
@@ -70,31 +70,31 @@ def step_of(store: Store, path: str) -> str:
     return ""
 
 
-def meant(store: Store, root: str) -> str:
+def suggest_run(store: Store, root: str) -> str:
     """Returns the end of a message that lists similar steps and runs; "" if there are none."""
-    if formats.is_known(store, root) and (step := step_of(store, root)):
+    if formats.is_known(store, root) and (step := describe_step(store, root)):
         return f"; it is {step}"
-    found = [*_within(store, root), *_aside(store, root), *_below(store, root)]
-    return "".join(f"; {one}" for one in found or _above(store, root))
+    found = [*_checkpoints_within(store, root), *_archived_steps(store, root), *_runs_within(store, root)]
+    return "".join(f"; {one}" for one in found or _runs_around(store, root))
 
 
 def runs_below(store: Store, root: str) -> str:
     """Returns the runs in a directory, for a message; "" if there are none."""
     found: list[str] = []
-    names = [name for name in store.list(root) if run.SET_ASIDE.fullmatch(name) is None]
+    names = [name for name in store.list(root) if run_layout.ARCHIVE_NAME.fullmatch(name) is None]
     folders = [path for name in names if is_folder(store, path := posixpath.join(root, name), links=True)]
-    for path in folders[:_MAX_FOLDERS]:
-        found += _run_at(store, path)
-    if len(folders) > _MAX_FOLDERS:
-        _log.info("%s: only %d of %d directories were searched for runs", root, _MAX_FOLDERS, len(folders))
-    return few(tuple(found))
+    for path in folders[:_MAX_SEARCHED_FOLDERS]:
+        found += _describe_run(store, path)
+    if len(folders) > _MAX_SEARCHED_FOLDERS:
+        _log.info("%s: only %d of %d directories were searched for runs", root, _MAX_SEARCHED_FOLDERS, len(folders))
+    return join_names(tuple(found))
 
 
-def _within(store: Store, root: str) -> list[str]:
+def _checkpoints_within(store: Store, root: str) -> list[str]:
     """Returns messages about the checkpoints in a directory that are not steps of the run."""
     names, own = store.list(root), dict[str, list[tuple[int, str]]]()
     for name in names:
-        if (numbered := _NUMBERED.fullmatch(name)) and run.is_committed(store, root, name):
+        if (numbered := _NUMBERED_NAME.fullmatch(name)) and run_layout.is_committed(store, root, name):
             own.setdefault(numbered[1], []).append((int(numbered[2]), name))
     found = [
         f"{max(steps)[1]} is in it; pass prefix={prefix!r} to continue from there"
@@ -103,30 +103,30 @@ def _within(store: Store, root: str) -> list[str]:
     committed = {name for steps in own.values() for _, name in steps}
     rest = [name for name in names if re.search("[0-9]", name) and name not in committed]
     if foreign := tuple(name for name in rest if formats.is_foreign(store, posixpath.join(root, name))):
-        found.append(f"there are checkpoints in it that are not steps: {few(foreign)}")
+        found.append(f"there are checkpoints in it that are not steps: {join_names(foreign)}")
     return found
 
 
-def _aside(store: Store, root: str) -> list[str]:
-    found = tuple(one for place in run.aside(store, root) for one in _run_at(store, place))
-    return [f"it has archived steps, which `treering cp` brings back: {few(found)}"] if found else []
+def _archived_steps(store: Store, root: str) -> list[str]:
+    found = tuple(one for place in run_layout.archived_runs(store, root) for one in _describe_run(store, place))
+    return [f"it has archived steps, which `treering cp` brings back: {join_names(found)}"] if found else []
 
 
-def _below(store: Store, root: str) -> list[str]:
+def _runs_within(store: Store, root: str) -> list[str]:
     found = runs_below(store, root)
     return [f"it has runs in it: {found}; pass the one that is meant"] if found else []
 
 
-def _above(store: Store, root: str) -> list[str]:
+def _runs_around(store: Store, root: str) -> list[str]:
     above = parent(root)
-    found = _run_at(store, above, only=formats.get("treering")) if above else []
+    found = _describe_run(store, above, only=formats.get("treering")) if above else []
     return [f"it is within the run {one}" for one in found]
 
 
-def _run_at(store: Store, path: str, only: formats.Format | None = None) -> list[str]:
+def _describe_run(store: Store, path: str, only: formats.Format | None = None) -> list[str]:
     """Returns the run at a path, as messages name it; empty if there are no steps."""
     try:
-        steps = run.located_steps(store, path, only=only)
+        steps = run_layout.located_steps(store, path, only=only)
     except MismatchError:  # their names have several prefixes
         return [path]
     except (TreeringError, OSError) as error:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .. import formats, stores
 from .._core import expansion
-from .._core.entries import check_whole
-from .._core.tracebacks import at_the_caller
+from .._core.entries import check_readable
+from .._core.tracebacks import hide_internal_frames
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from ..stores.read_errors import ReplacedError, reading
-from .latest_good import Place, latest_good, listed_again, open_one, places_of, use_current
+from .step_fallback import StepCopy, find_step_copies, first_valid, open_in_store, retry_if_replaced, use_with_retries
 
 if TYPE_CHECKING:
     from .._restore.options import RestoreOptions
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("treering")
-_MANIFEST_BYTES = 1 << 20  # bytes of a manifest that the first request reads
+_MANIFEST_PREFETCH_BYTES = 1 << 20  # bytes of a manifest that the first request reads
 
 
-@at_the_caller
+@hide_internal_frames
 def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, format: str | None = None) -> Checkpoint:
     """Opens a checkpoint, or a run's latest valid step (or the given one), without reading arrays.
 
@@ -51,10 +51,10 @@ def open_prefixed(
 
     def use(ckpt: Checkpoint) -> Checkpoint:
         if step is None and ckpt.path != place:  # A named checkpoint may lack leaves.
-            check_whole(ckpt._source.entries.values())
+            check_readable(ckpt._source.entries.values())
         return ckpt
 
-    return _use(place, step, use, format, fallback=step is None, prefix=prefix)
+    return _open_and_use(place, step, use, format, fallback=step is None, prefix=prefix)
 
 
 @overload
@@ -75,7 +75,7 @@ def restore(
     format: str | None = None,
     **options: "Unpack[RestoreOptions]",
 ) -> T: ...
-@at_the_caller
+@hide_internal_frames
 def restore(
     path: str | os.PathLike[str],
     like: Any = None,
@@ -93,7 +93,7 @@ def restore(
     memory_limit: int | None = None,
     progress: bool = False,
     read: Literal["each", "once"] | None = None,
-    max_expansion: float = expansion.MOST,
+    max_expansion: float = expansion.MAX_RATIO,
 ) -> Any:
     """Restores a checkpoint, or a run's latest valid step. A damaged step is logged, and the step before it taken.
 
@@ -147,64 +147,68 @@ def restore(
         "read": read,
         "max_expansion": max_expansion,
     }
-    if read == "once" and coordinator.several():
-        return _restore_together(place, step, format, like, options)
+    if read == "once" and coordinator.is_multi_process():
+        return _restore_collectively(place, step, format, like, options)
 
     def use(ckpt: Checkpoint) -> Any:
         return ckpt._restore(like, None, **options)
 
-    if step is None and format is None and (ckpt := _opened_at_once(place)):
+    if step is None and format is None and (ckpt := _open_native_in_bucket(place)):
         with contextlib.suppress(ReplacedError):  # It was replaced meanwhile: open it again below.
             return use(ckpt)
     # Processes that fell back by themselves could end with parts of different steps in one array.
-    fallback = step is None and not coordinator.several()
-    return _use(place, step, use, format, fallback=fallback)
+    fallback = step is None and not coordinator.is_multi_process()
+    return _open_and_use(place, step, use, format, fallback=fallback)
 
 
-def _opened_at_once(place: str) -> Checkpoint | None:
+def _open_native_in_bucket(place: str) -> Checkpoint | None:
     """Opens a native checkpoint in a bucket without listing first, which saves a request. None if there is none.
 
     The restore itself finds out if files are missing.
     """
-    store = stores.of(place)
+    store = stores.get(place)
     # A path with a suffix is usually another library's file: trying it first would only take time.
     if store.object_bytes is None or posixpath.splitext(place)[1]:
         return None
     from ..formats.treering.read import Reader
 
     with contextlib.suppress(ReplacedError), reading(place):
-        return Checkpoint(Reader(store, place, expected=_MANIFEST_BYTES))
+        return Checkpoint(Reader(store, place, expected=_MANIFEST_PREFETCH_BYTES))
     return None
 
 
-def _restore_together(place: str, step: int | None, format: str | None, like: Any, options: "RestoreOptions") -> Any:
+def _restore_collectively(
+    place: str, step: int | None, format: str | None, like: Any, options: "RestoreOptions"
+) -> Any:
     """Restores, in all processes of the job, the step that process 0 finds."""
     from .._processes import consistency
 
-    store, only = stores.of(place), None if format is None else formats.get(format)
+    store, only = stores.get(place), None if format is None else formats.get(format)
 
     def candidates() -> list[tuple[int, str, str | None]] | str:
         with reading(place), store.glance(place):
-            found = places_of(store, place, step, only)
+            found = find_step_copies(store, place, step, only)
         if not isinstance(found, list):
             return found.name
         return [(one.step, one.path, one.format) for one in found]
 
-    with coordinator.begun(f"restore({place!r}{'' if step is None else f', step={step}'})", "restoring") as call:
-        on_all = functools.partial(consistency.on_all_processes, call)
+    with coordinator.collective_call(
+        f"restore({place!r}{'' if step is None else f', step={step}'})", "restoring"
+    ) as call:
+        on_all = functools.partial(consistency.attempt_on_all_processes, call)
         use = lambda ckpt: (ckpt._source.identity, ckpt._restore(like, call, **options))  # noqa: E731
 
         def attempt() -> tuple[str, Any]:
             found = call.broadcast(candidates)
             if isinstance(found, str):
-                return on_all(lambda: use_current(store, place, None, use, found))
-            steps = [Place(number, store, path, name) for number, path, name in found]
-            return latest_good(place, steps, use, fallback=step is None, on_all_processes=on_all)[1]
+                return on_all(lambda: use_with_retries(store, place, None, use, found))
+            steps = [StepCopy(number, store, path, name) for number, path, name in found]
+            return first_valid(place, steps, use, fallback=step is None, on_all_processes=on_all)[1]
 
-        return listed_again(attempt)[1]
+        return retry_if_replaced(attempt)[1]
 
 
-def _use(
+def _open_and_use(
     place: str,
     step: int | None,
     use: Callable[[Checkpoint], T],
@@ -214,17 +218,19 @@ def _use(
     prefix: str | None = None,
 ) -> T:
     """Returns the result of `use` for a checkpoint, or for a step of a run."""
-    store, only = stores.of(place), None if format is None else formats.get(format)
+    store, only = stores.get(place), None if format is None else formats.get(format)
 
     def attempt() -> T:
         ckpt: Checkpoint | None = None
         with reading(place), store.glance(place):
-            steps = places_of(store, place, step, only, prefix)
+            steps = find_step_copies(store, place, step, only, prefix)
             if not isinstance(steps, list):
-                with contextlib.suppress(ReplacedError):  # It was replaced meanwhile: `use_current` opens it again.
-                    ckpt = open_one(store, place, steps.name)
+                with contextlib.suppress(
+                    ReplacedError
+                ):  # It was replaced meanwhile: `use_with_retries` opens it again.
+                    ckpt = open_in_store(store, place, steps.name)
         if isinstance(steps, list):
-            return latest_good(place, steps, use, fallback=fallback)[1]
-        return use_current(store, place, None, use, format, ckpt)
+            return first_valid(place, steps, use, fallback=fallback)[1]
+        return use_with_retries(store, place, None, use, format, ckpt)
 
-    return listed_again(attempt)
+    return retry_if_replaced(attempt)

@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .._threads.decoding import learn
+from .._threads.preload_decoders import preload_decoders
 from ..errors import MismatchError, UnsupportedError
+from ..stores.file_io import read_file
 from ..stores.store import Store
-from ..stores.whole_files import read_file
-from . import run
-from .steps import Steps
+from . import run_layout
+from .step_catalog import StepCatalog
 
 _VERSION = 1
 
 
-class _Near(msgspec.Struct, frozen=True):
+class _Local(msgspec.Struct, frozen=True):
     """The local mark, a file: the run, the token of the job that wrote it, and the remote token when that job began.
 
     `apart`: each host of that job had its own disk. `part`: this disk was not that of its process 0.
@@ -31,7 +31,7 @@ class _Near(msgspec.Struct, frozen=True):
     part: bool = False
 
 
-learn(_Near)
+preload_decoders(_Local)
 
 
 class Standing(NamedTuple):
@@ -55,10 +55,10 @@ class Origin:
     that wrote the local tier, or the last before it. A job without a local tier replaces the remote token by another.
     """
 
-    def __init__(self, near: Steps, far: Steps):
-        self._near, self._far = near, far
+    def __init__(self, local: StepCatalog, remote: StepCatalog):
+        self._local, self._remote = local, remote
         self._token = os.urandom(16).hex()
-        self._is_far = False  # True once the remote mark is this job's token
+        self._is_remote = False  # True once the remote mark is this job's token
         self._contents = b""
 
     def is_newest(self) -> bool:
@@ -66,101 +66,104 @@ class Origin:
 
         Raises `MismatchError` if the local tier is another run's, and `UnsupportedError` for a mark of a later release.
         """
-        near, far = self._read_near(), self._read_far()
-        if near and far and far in (near.token, near.after):
+        local, remote = self._read_local_mark(), self._read_remote_mark()
+        if local and remote and remote in (local.token, local.after):
             return True
-        if near and near.run != self._far.root:
+        if local and local.run != self._remote.root:
             raise MismatchError(
-                f"{self._near.root}: expected a directory for {self._far.root}, found that of {near.run}; give each "
-                f"run its own local=, or, if this run has moved, remove {self._near_path}"
+                f"{self._local.root}: expected a directory for {self._remote.root}, found that of {local.run}; give "
+                f"each run its own local=, or, if this run has moved, remove {self._local_mark_path}"
             )
-        return not far and not self._far.committed()
+        return not remote and not self._remote.committed()
 
     def standing(self) -> Standing | None:
         """Returns the claim of this disk; None if its steps are not the run's. Raises what `is_newest` raises."""
         if not self.is_newest():
             return None
-        near = self._read_near()
-        if near is None:
+        local = self._read_local_mark()
+        if local is None:
             return Standing(0, 0.0, False, "", "")
-        there = self._near.store.stat(self._near_path)
-        text = _read(self._near.store, self._near_path).decode()
-        rank = 2 if near.token != self._read_far() else 1
-        return Standing(rank, there.modified if there else 0.0, near.part, near.token, text)
+        there = self._local.store.stat(self._local_mark_path)
+        text = _read(self._local.store, self._local_mark_path).decode()
+        rank = 2 if local.token != self._read_remote_mark() else 1
+        return Standing(rank, there.modified if there else 0.0, local.part, local.token, text)
 
     def take_over(self, mark: bytes, *, part: bool) -> None:
         """Writes the mark of another disk here. This disk replaces that one, or is a `part` of the same job."""
-        _write(self._near.store, self._near_path, _as_part(mark, part))
+        _write(self._local.store, self._local_mark_path, _as_part(mark, part))
 
     def part_mark(self, mark: bytes) -> bytes | None:
         """Returns the mark that this disk needs, given that of process 0's disk; None if it already has it."""
         mark = _as_part(mark, True)
-        return None if _read(self._near.store, self._near_path) == mark else mark
+        return None if _read(self._local.store, self._local_mark_path) == mark else mark
 
     def was_apart(self) -> bool:
         """Returns True if the local tier may hold only parts of steps, because other hosts have the other parts."""
-        near = self._read_near()
-        return near is not None and (near.apart or near.part)
+        local = self._read_local_mark()
+        return local is not None and (local.apart or local.part)
 
-    def set_near(self, *, apart: bool) -> None:
+    def set_local_mark(self, *, apart: bool) -> None:
         """Writes the local mark: the local steps belong to the run, and continue from its present remote steps."""
-        far = self._read_far()
-        self._contents = msgspec.json.encode(_Near(self._far.root, self._token, far, apart=apart))
-        self.keep_near()
-        if not far:  # From now on, every job that writes the remote tier replaces a token.
-            self.set_far()
+        remote = self._read_remote_mark()
+        self._contents = msgspec.json.encode(_Local(self._remote.root, self._token, remote, apart=apart))
+        self.keep_local_mark()
+        if not remote:  # From now on, every job that writes the remote tier replaces a token.
+            self.set_remote_mark()
 
     def mark(self) -> bytes:
         """Returns the contents of this job's local mark."""
         return self._contents
 
-    def keep_near(self) -> None:
+    def keep_local_mark(self) -> None:
         """Writes the local mark again if it was removed, such as with the complete local directory."""
-        if self._near.store.stat(self._near_path) is None or _read(self._near.store, self._near_path) != self._contents:
-            _write(self._near.store, self._near_path, self._contents)
+        if (
+            self._local.store.stat(self._local_mark_path) is None
+            or _read(self._local.store, self._local_mark_path) != self._contents
+        ):
+            _write(self._local.store, self._local_mark_path, self._contents)
 
-    def set_far(self) -> None:
+    def set_remote_mark(self) -> None:
         """Writes the remote mark. Call it before this job changes the remote tier."""
-        if not self._is_far:
-            _write(self._far.store, self._far_path, self._token.encode())
-            self._is_far = True
+        if not self._is_remote:
+            _write(self._remote.store, self._remote_mark_path, self._token.encode())
+            self._is_remote = True
 
     @property
-    def _near_path(self) -> str:
-        return posixpath.join(self._near.root, run.COPIED)
+    def _local_mark_path(self) -> str:
+        return posixpath.join(self._local.root, run_layout.LOCAL_MARK)
 
     @property
-    def _far_path(self) -> str:
-        return posixpath.join(self._far.root, run.ORIGIN)
+    def _remote_mark_path(self) -> str:
+        return posixpath.join(self._remote.root, run_layout.REMOTE_MARK)
 
-    def _read_far(self) -> str:
-        return _read(self._far.store, self._far_path).decode("utf-8", "replace")
+    def _read_remote_mark(self) -> str:
+        return _read(self._remote.store, self._remote_mark_path).decode("utf-8", "replace")
 
-    def _read_near(self) -> _Near | None:
-        data = _read(self._near.store, self._near_path)
+    def _read_local_mark(self) -> _Local | None:
+        data = _read(self._local.store, self._local_mark_path)
         if not data:
             return None
         try:
-            found = msgspec.json.decode(data, type=_Near)
+            found = msgspec.json.decode(data, type=_Local)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             found = None
         if found is None or found.version != _VERSION or found.requires:
             raise UnsupportedError(
-                f"{self._near_path}: expected version {_VERSION} of this file, found another; a later release of "
+                f"{self._local_mark_path}: expected version {_VERSION} of this file, found another; a later release of "
                 "treering saves there, or it is damaged: upgrade treering, or use another local="
             )
         return found
 
 
 def _as_part(mark: bytes, part: bool) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(mark, type=_Near), part=part))
+    return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(mark, type=_Local), part=part))
 
 
-def check_not_near(store: Store, root: str) -> None:
+def check_not_local(store: Store, root: str) -> None:
     """Raises `MismatchError` for a local tier: commands that change a run must be given its remote tier."""
-    if data := _read(store, posixpath.join(root, run.COPIED)):
+    if data := _read(store, posixpath.join(root, run_layout.LOCAL_MARK)):
         try:
-            stays = f", here {msgspec.json.decode(data, type=_Near).run}"
+            stays = f", here {msgspec.json.decode(data, type=_Local).run}"
         except (msgspec.MsgspecError, UnicodeDecodeError):
             stays = ""
         raise MismatchError(f"{root}: expected the directory of a run{stays}, found its local=")
@@ -168,7 +171,7 @@ def check_not_near(store: Store, root: str) -> None:
 
 def replace(store: Store, root: str) -> None:
     """Writes a new token if the run has one, so that older local tiers no longer belong to the run."""
-    path = posixpath.join(root, run.ORIGIN)
+    path = posixpath.join(root, run_layout.REMOTE_MARK)
     if store.stat(path) is not None:
         _write(store, path, os.urandom(16).hex().encode())
 

@@ -9,19 +9,19 @@ from .._processes import consistency
 from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.policy import Policy
-from .._save.pending import wait_for_all_in
+from .._save.pending import wait_for_saves_in
 from ..formats.treering import summary
-from ..stores.nfs import look_anew
-from .collective import Collective
-from .directory import Directory
-from .latest_good import latest_good, listed_again
-from .run import BEFORE_ALL
+from ..stores.nfs import refresh_dir_cache
+from .collective import CollectiveCalls
+from .run_directory import RunDirectory
+from .run_layout import BEFORE_FIRST_STEP
+from .step_fallback import first_valid, retry_if_replaced
 from .two_places import TwoPlaces
 
 _log = logging.getLogger("treering")
 
 
-def has_begun(directory: Directory | TwoPlaces) -> bool:
+def has_steps(directory: RunDirectory | TwoPlaces) -> bool:
     """Returns True if the run has a step.
 
     Raises `MismatchError` if the directory is a checkpoint and therefore not a run, and `UnsupportedError` if
@@ -33,12 +33,12 @@ def has_begun(directory: Directory | TwoPlaces) -> bool:
     return False
 
 
-def has_begun_for_all(collective: Collective, directory: Directory | TwoPlaces) -> bool:
-    """Returns the same as `has_begun` in all processes, once every save is over."""
-    wait_for_all_in(directory.steps.root)
+def has_begun_for_all(collective: CollectiveCalls, directory: RunDirectory | TwoPlaces) -> bool:
+    """Returns the same as `has_steps` in all processes, once every save is over."""
+    wait_for_saves_in(directory.steps.root)
     with collective.call("restore_or_init()") as call:
         collective.settle(call)
-        found = call.broadcast(lambda: has_begun(directory))
+        found = call.broadcast(lambda: has_steps(directory))
         call.close()
     return found
 
@@ -51,30 +51,30 @@ def begin(root: str, init: Callable[[], Any], sharding: Any, options: Mapping[st
     _check(options)  # Also in the first job, so that a wrong option does not fail only the second.
     if isinstance(sharding, str) and sharding == "saved":  # Nothing is saved yet.
         sharding = None
-    return initial.first(init, sharding)
+    return initial.first_state(init, sharding)
 
 
 def _check(options: Mapping[str, Any]) -> None:
     """Raises `MismatchError` for options of `treering.restore` that every restore would refuse."""
     allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
     Policy(**allowed)
-    expansion.check_bound(options.get("max_expansion", expansion.MOST))
+    expansion.check_bound(options.get("max_expansion", expansion.MAX_RATIO))
 
 
-def open_step(directory: Directory | TwoPlaces, step: int | None) -> Checkpoint:
+def open_step(directory: RunDirectory | TwoPlaces, step: int | None) -> Checkpoint:
     """Opens a step, by default the latest valid one. See `Checkpointer.open`."""
-    wait_for_all_in(directory.steps.root)
+    wait_for_saves_in(directory.steps.root)
 
     def attempt() -> Checkpoint:
-        return latest_good(directory.root, directory.to_read(step), lambda ckpt: ckpt, fallback=step is None)[1]
+        return first_valid(directory.root, directory.readable_copies(step), lambda ckpt: ckpt, fallback=step is None)[1]
 
-    return attempt() if step is not None else listed_again(attempt)
+    return attempt() if step is not None else retry_if_replaced(attempt)
 
 
 def restore(
     what: str,
-    collective: Collective,
-    directory: Directory | TwoPlaces,
+    collective: CollectiveCalls,
+    directory: RunDirectory | TwoPlaces,
     like: Any,
     step: int | None,
     fallback: bool,
@@ -84,54 +84,54 @@ def restore(
 
     Returns the tree. See `Checkpointer.restore`.
     """
-    wait_for_all_in(directory.steps.root)
+    wait_for_saves_in(directory.steps.root)
     with collective.call(what) as call:
         collective.settle(call)
-        call.doing("restoring")
-        if together := directory.together:
-            together.copy_before(call, step)
+        call.set_activity("restoring")
+        if host_group := directory.host_group:
+            host_group.copy_before(call, step)
         number, tree = _restore(call, directory, like, step, fallback, options)
         call.close()
-    directory.restored = number
+    directory.restored_step = number
     directory.back_to = None if step is None else number
     return tree
 
 
 def _restore(
     call: Call,
-    directory: Directory | TwoPlaces,
+    directory: RunDirectory | TwoPlaces,
     like: Any,
     step: int | None,
     fallback: bool,
     options: Mapping[str, Any],
 ) -> tuple[int, Any]:
 
-    def choose() -> list[tuple[int, str, str | None]]:
-        return [(place.step, place.path, place.format) for place in directory.to_read(step)]
+    def list_copies() -> list[tuple[int, str, str | None]]:
+        return [(place.step, place.path, place.format) for place in directory.readable_copies(step)]
 
     def attempt() -> tuple[int, tuple[str, Any]]:
-        places = [directory.place(*one) for one in call.broadcast(choose)]
+        directories = [directory.copy_at(*one) for one in call.broadcast(list_copies)]
         # A network file system may show another host's new step late: refresh its cache.
-        if places and call.index and summary.look(places[0].store, places[0].path) is None:
-            look_anew(places[0].store, places[0].path)
-        return latest_good(
+        if directories and call.index and summary.stat_manifest(directories[0].store, directories[0].path) is None:
+            refresh_dir_cache(directories[0].store, directories[0].path)
+        return first_valid(
             directory.root,
-            places,
+            directories,
             lambda ckpt: (ckpt._source.identity, ckpt._restore(like, call, **options)),
             fallback=fallback and step is None,
-            damaged=directory.mark_damaged,
-            on_all_processes=lambda attempt: consistency.on_all_processes(call, attempt),
+            on_damaged=directory.mark_damaged,
+            on_all_processes=lambda attempt: consistency.attempt_on_all_processes(call, attempt),
         )
 
-    number, (_, tree) = attempt() if step is not None else listed_again(attempt)
+    number, (_, tree) = attempt() if step is not None else retry_if_replaced(attempt)
     return number, tree
 
 
-def rewind(what: str, collective: Collective, directory: Directory | TwoPlaces, step: int | None) -> None:
+def rewind(what: str, collective: CollectiveCalls, directory: RunDirectory | TwoPlaces, step: int | None) -> None:
     """Waits for every save, then archives the steps after a step, or all. See `Checkpointer.rewind`."""
-    number = BEFORE_ALL if step is None else step
+    number = BEFORE_FIRST_STEP if step is None else step
     collective.check_open()
     collective.once_settled(what, lambda: directory.rewind(number))
-    if together := directory.together:
-        together.rewound(number)
+    if host_group := directory.host_group:
+        host_group.rewound(number)
     directory.back_to = None

@@ -22,8 +22,8 @@ class Schedule:
     """
 
     def __init__(self, save_every: SaveEvery, mtbf: datetime.timedelta | None, busy: Callable[[], bool]):
-        self._parts: tuple[Any, ...] = save_every if isinstance(save_every, tuple) else (save_every,)
-        kinds = [_kind(part) for part in self._parts]
+        self._criteria: tuple[Any, ...] = save_every if isinstance(save_every, tuple) else (save_every,)
+        kinds = [_kind_of(criterion) for criterion in self._criteria]
         if kinds != ["number", "time"] if isinstance(save_every, tuple) else kinds == [None]:
             raise MismatchError(
                 f"save_every={save_every!r}: expected a number from 1, a timedelta from 0, (number, timedelta), "
@@ -34,39 +34,39 @@ class Schedule:
         self.by_number = kinds == ["number"]
         self._interval = Interval(mtbf) if kinds == ["auto"] else None
         self._busy, self._was_busy = busy, False
-        self._since = self._looked = time.monotonic()
+        self._last_save_time = self._last_check_time = time.monotonic()
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True if this step is to be saved. Call it once for each step."""
         if self._interval:
             now, busy = time.monotonic(), self._busy()
             if busy == self._was_busy:  # A step that a save began or ended in belongs to neither kind.
-                self._interval.step(now - self._looked, saving=busy)
-            self._looked, self._was_busy = now, busy
-            return not busy and now - self._since >= self._interval.seconds
-        return any(self._due(part, step) for part in self._parts)
+                self._interval.add_step(now - self._last_check_time, saving=busy)
+            self._last_check_time, self._was_busy = now, busy
+            return not busy and now - self._last_save_time >= self._interval.seconds
+        return any(self._is_due(criterion, step) for criterion in self._criteria)
 
-    def begun(self) -> None:
+    def on_save_started(self) -> None:
         """Notes that a save has begun. Intervals of time are measured from here."""
-        self._since = self._looked = time.monotonic()
+        self._last_save_time = self._last_check_time = time.monotonic()
         self._was_busy = True
 
-    def committed(self, report: SaveReport) -> None:
+    def on_commit(self, report: SaveReport) -> None:
         """Notes the report of a save, from any thread."""
         if self._interval:
-            self._interval.saved(report)
+            self._interval.add_save(report)
 
-    def _due(self, part: Any, step: int) -> bool:
-        if isinstance(part, datetime.timedelta):
-            return time.monotonic() - self._since >= part.total_seconds()
-        return bool(part(step)) if callable(part) else step % int(part) == 0
+    def _is_due(self, criterion: Any, step: int) -> bool:
+        if isinstance(criterion, datetime.timedelta):
+            return time.monotonic() - self._last_save_time >= criterion.total_seconds()
+        return bool(criterion(step)) if callable(criterion) else step % int(criterion) == 0
 
 
-def _kind(part: Any) -> str | None:
-    if isinstance(part, int | np.integer) and not isinstance(part, bool) and part >= 1:
+def _kind_of(criterion: Any) -> str | None:
+    if isinstance(criterion, int | np.integer) and not isinstance(criterion, bool) and criterion >= 1:
         return "number"
-    if isinstance(part, datetime.timedelta) and part >= datetime.timedelta(0):
+    if isinstance(criterion, datetime.timedelta) and criterion >= datetime.timedelta(0):
         return "time"
-    if isinstance(part, str) and part == "auto":
+    if isinstance(criterion, str) and criterion == "auto":
         return "auto"
-    return "function" if callable(part) else None
+    return "function" if callable(criterion) else None

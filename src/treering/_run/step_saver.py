@@ -8,17 +8,17 @@ from .._processes import coordinator
 from .._processes.calls import Call
 from .._processes.preemption import Preemption
 from .._save import save as _save
-from .._save.metadata import plain
+from .._save.metadata import metadata_to_json
 from .._save.options import SaveOptions
 from .._save.pending import PendingSave, as_save_error
 from ..errors import MismatchError, SaveError, UnsupportedError
 from . import resume
-from .collective import Collective
-from .directory import Directory
+from .collective import CollectiveCalls
 from .failures import Failures
 from .last_state import LastState, StepOptions
+from .pending_saves import PendingSaves, PendingStatus
 from .retention import Retention
-from .saves_under_way import UnderWay, Verdict
+from .run_directory import RunDirectory
 from .schedule import Schedule
 from .two_places import TwoPlaces
 
@@ -32,9 +32,9 @@ class StepSaver:
 
     def __init__(
         self,
-        directory: Directory | TwoPlaces,
-        collective: Collective,
-        under_way: UnderWay,
+        directory: RunDirectory | TwoPlaces,
+        collective: CollectiveCalls,
+        pending_saves: PendingSaves,
         schedule: Schedule,
         retention: Retention,
         failures: Failures,
@@ -44,21 +44,21 @@ class StepSaver:
         metadata: Any,
         skip_if_busy: bool,
     ) -> None:
-        self._directory, self._collective, self._under_way = directory, collective, under_way
+        self._directory, self._collective, self._pending_saves = directory, collective, pending_saves
         self._schedule, self._retention, self._failures = schedule, retention, failures
-        self._last, self._preemption = last_state, preemption
+        self._last_state, self._preemption = last_state, preemption
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
         self.preempted = self.has_looked = False
 
     def save(self, step: int, tree: Any, force: bool, options: StepOptions) -> PendingSave | None:
         """Saves a step if it is due. See `Checkpointer.save`."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         if options.on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={options.on_exists!r}: expected 'error', 'skip' or 'overwrite'")
         pending = None
         try:
-            with self._under_way.writing():
-                pending = self._save_if_wanted(begun, step, tree, force, options)
+            with self._pending_saves.changing_run():
+                pending = self._save_if_due(started_at, step, tree, force, options)
             return pending
         except SaveError as error:
             if self._failures.raises:
@@ -66,74 +66,76 @@ class StepSaver:
             self._failures.report(error)
             return None
         finally:
-            self._last.note(step, tree, options, pending)
+            self._last_state.remember(step, tree, options, pending)
 
-    def _save_if_wanted(
-        self, begun: float, step: int, tree: Any, force: bool, options: StepOptions
+    def _save_if_due(
+        self, started_at: float, step: int, tree: Any, force: bool, options: StepOptions
     ) -> PendingSave | None:
-        several = coordinator.several()
+        several = coordinator.is_multi_process()
         if not several:  # Several processes would raise a failure at different steps.
-            self._under_way.settle(self._under_way.verdict())
-        preempted = bool(self._preemption) and not self.preempted and self._preemption.reached()
+            self._pending_saves.reap(self._pending_saves.status())
+        preempted = bool(self._preemption) and not self.preempted and self._preemption.is_due()
         force = force or preempted
         # Process 0 asks the clock or the user's function for all processes, because their answers differ.
-        if not (force or (several and not self._schedule.by_number) or self._schedule.due(step)):
+        if not (force or (several and not self._schedule.by_number) or self._schedule.is_due(step)):
             return None
         self._collective.check_open()
         with self._collective.call(f"save({step})") as call:
-            said, admitted, word = call.broadcast(lambda: self._admit(step, options.on_exists, force, several))
-            verdict = Verdict(*said)
-            self._under_way.settle(verdict)
-            if admitted is None:
+            status_fields, destination, run_state = call.broadcast(
+                lambda: self._decide_save(step, options.on_exists, force, several)
+            )
+            status = PendingStatus(*status_fields)
+            self._pending_saves.reap(status)
+            if destination is None:
                 call.close()
                 self.preempted = self.preempted or preempted
                 return None
             deciding = time.perf_counter()
-            if verdict.calls:
+            if status.calls:
                 self._collective.settle(call)
             waited = time.perf_counter() - deciding
-            path, overwrite = admitted
+            path, overwrite = destination
             try:
-                if together := self._directory.together:
-                    path = together.prepare(path, word, self._directory.back_to)
-                pending = self._start(call, path, overwrite, step, tree, options, begun, waited)
+                if host_group := self._directory.host_group:
+                    path = host_group.prepare(path, run_state, self._directory.back_to)
+                pending = self._start(call, path, overwrite, step, tree, options, started_at, waited)
             except BaseException as error:
                 if several:  # All processes must have the same list of saves.
-                    self._under_way.add(PendingSave._of_failure(path, step, call, error))
+                    self._pending_saves.add(PendingSave._already_failed(path, step, call, error))
                 raise
         self._directory.back_to = None
-        self._under_way.add(pending)
-        self._schedule.begun()
+        self._pending_saves.add(pending)
+        self._schedule.on_save_started()
         pending._warn_of_stall()
         self.preempted = self.preempted or preempted
         return pending
 
-    def _admit(
+    def _decide_save(
         self, step: int, on_exists: str, force: bool, several: bool
-    ) -> tuple[Verdict, tuple[str, bool] | None, Any]:
+    ) -> tuple[PendingStatus, tuple[str, bool] | None, Any]:
         """Returns the state of earlier saves, where to save (None to skip the step), and the run's state for peers.
 
         "Where" is the path, and True to overwrite. Called in process 0. Raises `ExistsError`.
         """
-        verdict = self._under_way.verdict()
-        if verdict.raises:
-            return verdict, None, None
-        if not force and (several and not self._schedule.due(step)):
-            return verdict, None, None
-        if not force and self._skip_if_busy and verdict.calls:
-            return verdict, None, None
+        status = self._pending_saves.status()
+        if status.raises:
+            return status, None, None
+        if not force and (several and not self._schedule.is_due(step)):
+            return status, None, None
+        if not force and self._skip_if_busy and status.calls:
+            return status, None, None
         with as_save_error(self._directory.root):
             self._look()
-            place = self._directory.place_for(step, on_exists, self._under_way.steps(verdict.calls))
-            together = self._directory.together
-            return verdict, place, together and together.word()
+            place = self._directory.reserve_step(step, on_exists, self._pending_saves.steps_of(status.calls))
+            host_group = self._directory.host_group
+            return status, place, host_group and host_group.run_state()
 
     def _look(self) -> None:
         """Logs similar steps and runs, once, if the run has no steps; not in a bucket, where it takes requests."""
         if self.has_looked or isinstance(self._directory, TwoPlaces) or not self._directory.steps.store.has_folders:
             return
         with contextlib.suppress(MismatchError, UnsupportedError):  # `restore_or_init` raises these.
-            resume.has_begun(self._directory)
+            resume.has_steps(self._directory)
         self.has_looked = True
 
     def _start(
@@ -144,20 +146,20 @@ class StepSaver:
         step: int,
         tree: Any,
         options: StepOptions,
-        begun: float,
+        started_at: float,
         waited: float,
     ) -> PendingSave:
         requested = SaveOptions(
             "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {},
-            own_disks=self._directory.together is not None,
+            per_host_storage=self._directory.host_group is not None,
         )  # fmt: skip
-        info = _save.describe(step, options.metrics, _combined(self._metadata, options.metadata))
-        return _save.start(call, path, tree, info, requested, self._retention, begun, waited)
+        info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
+        return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited)
 
 
-def _combined(of_run: Any, of_step: Any) -> Any:
+def _merged_metadata(run_metadata: Any, step_metadata: Any) -> Any:
     """Returns the metadata of one step, from that of the run and that given with the step."""
-    of_run, of_step = plain(of_run), plain(of_step)
-    if isinstance(of_run, dict) and isinstance(of_step, dict):
-        return {**of_run, **of_step}
-    return of_run if of_step is None else of_step
+    run_metadata, step_metadata = metadata_to_json(run_metadata), metadata_to_json(step_metadata)
+    if isinstance(run_metadata, dict) and isinstance(step_metadata, dict):
+        return {**run_metadata, **step_metadata}
+    return run_metadata if step_metadata is None else step_metadata

@@ -10,7 +10,7 @@ from .._core.leaf_paths import absolute
 from ..errors import CorruptError, UnsupportedError
 
 
-class Events:
+class TensorBoardScalars:
     """The scalars in a directory of event files, named ``{run}/{tag}``: the directory below it, and the tag.
 
     TensorBoard's own accumulators also keep other data than scalars, and stop reading a file once there is a newer one.
@@ -19,15 +19,17 @@ class Events:
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = absolute(directory)
         self._lock = threading.Lock()
-        self._files: dict[str, Any] = {}
-        self._found: dict[int, dict[str, float]] = {}  # of all steps: a step may be saved after its events came
+        self._loaders: dict[str, Any] = {}
+        self._scalars_by_step: dict[
+            int, dict[str, float]
+        ] = {}  # of all steps: a step may be saved after its events came
         try:
             from tensorboard.backend.event_processing import event_file_loader
         except ImportError:
             raise UnsupportedError(
                 "tensorboard=…: expected the package tensorboard; install treering[tensorboard]"
             ) from None
-        self._module = event_file_loader
+        self._loader_module = event_file_loader
 
     def read(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
         """Returns the scalars of some steps, after reading new events. Of several with one tag, takes the last.
@@ -41,20 +43,20 @@ class Events:
                     if "tfevents" in name:
                         path = posixpath.join(directory, name)
                         try:
-                            self._read(path, "" if run == "." else f"{run}/")
+                            self._read_file(path, "" if run == "." else f"{run}/")
                         except Exception as error:  # The libraries document no error classes.
                             if os.path.exists(path):  # Otherwise it was removed meanwhile.
                                 raise CorruptError(f"{path}: expected TensorBoard's events: {error}") from error
-            return {step: dict(self._found[step]) for step in steps if step in self._found}
+            return {step: dict(self._scalars_by_step[step]) for step in steps if step in self._scalars_by_step}
 
-    def _read(self, path: str, prefix: str) -> None:
-        if path not in self._files:
-            self._files[path] = self._module.LegacyEventFileLoader(path)
-        for event in self._files[path].Load():
+    def _read_file(self, path: str, prefix: str) -> None:
+        if path not in self._loaders:
+            self._loaders[path] = self._loader_module.LegacyEventFileLoader(path)
+        for event in self._loaders[path].Load():
             for value in event.summary.value:
                 number = _scalar(value)
                 if number is not None:
-                    self._found.setdefault(event.step, {})[prefix + value.tag] = number
+                    self._scalars_by_step.setdefault(event.step, {})[prefix + value.tag] = number
 
 
 def _scalar(value: Any) -> float | None:

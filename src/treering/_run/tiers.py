@@ -4,12 +4,12 @@ import os
 
 from .. import stores
 from ..keep import Policy
-from .directory import Directory
 from .failures import Failures
 from .late_metrics import LateMetrics
+from .pending_saves import PendingSaves
 from .retention import Retention
-from .saves_under_way import UnderWay
-from .steps import Steps
+from .run_directory import RunDirectory
+from .step_catalog import StepCatalog
 from .two_places import TwoPlaces
 
 
@@ -22,30 +22,30 @@ def make_directory(
     keep: Policy | None,
     upload_limit: float | None,
     failures: Failures,
-    under_way: UnderWay,
+    pending_saves: PendingSaves,
     timeout: float,
-) -> Directory | TwoPlaces:
+) -> RunDirectory | TwoPlaces:
     """Returns the directory that a run is saved to. `keep` and `upload_limit` apply only to a remote tier."""
-    made: list[Directory | TwoPlaces] = []
+    made: list[RunDirectory | TwoPlaces] = []
 
     def busy() -> bool:
         # This function must not refer to the `Checkpointer`. A cycle would delay its finalizer, which restores the
         # handler of SIGTERM.
-        return under_way.busy() or any(one.busy for one in made)
+        return pending_saves.busy() or any(one.busy for one in made)
 
-    def directory_at(root: str) -> Directory:
-        return Directory(Steps(stores.of(root), root, prefix, tensorboard), busy)
+    def directory_at(root: str) -> RunDirectory:
+        return RunDirectory(StepCatalog(stores.get(root), root, prefix, tensorboard), busy)
 
-    directory: Directory | TwoPlaces = directory_at(root)
+    directory: RunDirectory | TwoPlaces = directory_at(root)
     if local is not None:
-        near = directory_at(stores.absolute(local))
-        directory = TwoPlaces(near, directory, keep, upload_limit, failures.tell, timeout)
+        local_directory = directory_at(stores.absolute(local))
+        directory = TwoPlaces(local_directory, directory, keep, upload_limit, failures.notify, timeout)
     made.append(directory)
     return directory
 
 
-def late_metrics(directory: Directory | TwoPlaces, retention: Retention, under_way: UnderWay) -> LateMetrics:
+def late_metrics(directory: RunDirectory | TwoPlaces, retention: Retention, pending_saves: PendingSaves) -> LateMetrics:
     """Returns the object that applies the policy to late metrics: in the remote tier, or by `retention` without one."""
     if isinstance(directory, TwoPlaces):
-        return LateMetrics(directory.far, directory.far_retention, under_way, directory.begin_copying)
-    return LateMetrics(directory, retention, under_way, None)
+        return LateMetrics(directory.remote, directory.remote_retention, pending_saves, directory.start_upload)
+    return LateMetrics(directory, retention, pending_saves, None)

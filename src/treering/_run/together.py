@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 class Together:
     """Applies to the other hosts' disks what process 0 does on its own disk, and begins uploads from all disks.
 
-    Every process of the job calls each of these methods in the same order, except `word`, which process 0 calls.
+    Every process of the job calls each of these methods in the same order, except `run_state`, which process 0 calls.
     """
 
     def __init__(self, places: "TwoPlaces", disks: HostDisks, copies: Copies):
         self._places, self._disks, self._copies = places, disks, copies
 
-    def word(self) -> Any:
+    def run_state(self) -> Any:
         """Returns the state to broadcast before a save: the mark of process 0's disk, and the steps to archive."""
         return [self._places.origin.mark().decode(), sorted(self._disks.aside)]
 
-    def hear(self, word: Any) -> None:
-        """Applies the state of `word` on this host."""
-        mark, aside = word
-        with as_save_error(self._places.near.root):
+    def apply_run_state(self, run_state: Any) -> None:
+        """Applies the state of `run_state` on this host."""
+        mark, aside = run_state
+        with as_save_error(self._places.local.root):
             self._disks.take_part(self._places.origin, mark.encode(), aside)
 
-    def prepare(self, path: str, word: Any, back_to: int | None) -> str:
+    def prepare(self, path: str, run_state: Any, back_to: int | None) -> str:
         """Applies the state, and archives steps after `back_to`. Returns the path of the new step on this disk."""
-        self.hear(word)
+        self.apply_run_state(run_state)
         if back_to is not None:
             self._set_aside_after(back_to)
-        return posixpath.join(self._places.near.root, posixpath.basename(path))
+        return posixpath.join(self._places.local.root, posixpath.basename(path))
 
     def saved(self, step: int) -> None:
         """Begins an upload after a step was committed."""
@@ -47,7 +47,7 @@ class Together:
 
     def deleted(self, step: int) -> None:
         """Deletes the parts of a step that process 0 has deleted."""
-        self._disks.forget([path for one, path in steps_in_part(self._places.near.steps).items() if one == step])
+        self._disks.forget([path for one, path in steps_in_part(self._places.local.steps).items() if one == step])
         self._copy(f"the deletion of step {step}")
 
     def rewound(self, step: int) -> None:
@@ -56,7 +56,7 @@ class Together:
         self._copy("the rewind" if step < 0 else f"the rewind to step {step}")
 
     def _set_aside_after(self, step: int) -> None:
-        self._disks.set_aside([path for one, path in steps_in_part(self._places.near.steps).items() if one > step])
+        self._disks.set_aside([path for one, path in steps_in_part(self._places.local.steps).items() if one > step])
 
     def _copy(self, after: str, **options: Any) -> None:
         self._copies.begin_together(self._disks, after, self._places.index, **options)
@@ -76,11 +76,11 @@ class Together:
         """Uploads the step to be restored: only the remote tier has it for all processes. Raises `SaveError`."""
         copied = begun = False
         while not copied:
-            wanted, word = call.broadcast(lambda: self._claim_uncopied(step))
+            wanted, run_state = call.broadcast(lambda: self._claim_uncopied(step))
             if wanted is None:
                 break
             begun = True
-            self.hear(word)
+            self.apply_run_state(run_state)
             self._copies.interrupt(self._places.index)
             self._copy(f"a restore of step {wanted}", only=wanted)
             self._copies.wait()
@@ -91,23 +91,23 @@ class Together:
     def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
         """Returns the step to restore if only local disks have it. Acquires the leases, if no other job has them."""
         places = self._places
-        far = {one.step for one in places.far.good()}
-        good = {one.step for one in places.near.good()}
-        wanted = {*places.uncopied(), *(places.near_steps().keys() - far)} & good
-        newest = max((one for one in wanted if one >= max(far, default=-1)), default=None)
+        remote = {one.step for one in places.remote.valid_steps()}
+        valid = {one.step for one in places.local.valid_steps()}
+        wanted = {*places.uncopied(), *(places.local_steps().keys() - remote)} & valid
+        newest = max((one for one in wanted if one >= max(remote, default=-1)), default=None)
         chosen = newest if step is None else step
-        if chosen not in wanted or not places.claim_if_free():
+        if chosen not in wanted or not places.acquire_if_free():
             return None, None
-        places.far.reading = chosen  # Otherwise retention may delete it while it is read.
-        return chosen, self.word()
+        places.remote.step_to_restore = chosen  # Otherwise retention may delete it while it is read.
+        return chosen, self.run_state()
 
     def _check_copied(self, step: int) -> bool:
         """Returns True if the step to restore is uploaded, False if it is damaged. Otherwise raises `SaveError`."""
         places = self._places
-        near, far = places.near.steps.committed().get(step), places.far.steps.committed().get(step)
-        if near is None or places.near.steps.is_damaged(step, near):
+        local, remote = places.local.steps.committed().get(step), places.remote.steps.committed().get(step)
+        if local is None or places.local.steps.is_damaged(step, local):
             return False
-        if places.is_copied(step, near, far):
+        if places.is_copied(step, local, remote):
             return True
         error = self._copies.error
         raise SaveError(

@@ -10,12 +10,12 @@ from .._processes.calls import Call
 from ..errors import CorruptError, ExistsError, SaveError
 from ..formats.treering import copy, host_parts, metrics, pins, removal, summary
 from ..keep import Policy, Saved
-from . import deleted, run
+from . import deleted, run_layout
 from .copies import Copies
-from .directory import Directory
 from .host_disks import steps_in_part
 from .near_and_far import NearAndFar
 from .retention import Retention
+from .run_directory import RunDirectory
 from .together import Together
 
 _log = logging.getLogger("treering")
@@ -26,237 +26,245 @@ class TwoPlaces(NearAndFar):
 
     def __init__(
         self,
-        near: Directory,
-        far: Directory,
+        local: RunDirectory,
+        remote: RunDirectory,
         keep: Policy | None,
         bytes_per_second: float | None,
-        tell: Callable[[BaseException], None],
+        notify: Callable[[BaseException], None],
         timeout: float,
     ):
-        super().__init__(near, far)
+        super().__init__(local, remote)
         self._keep = keep
         self._process = os.getpid()
-        self._seen_far: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
+        self._seen_remote: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
         self._dropped: dict[int, str] = {}  # steps that the policy has deleted remotely, and their identities
-        near.before_delete, far.before_delete = self._note_deleted, self._drop
+        local.on_delete, remote.on_delete = self._on_local_delete, self._on_remote_delete
         self._retain: Callable[[int | None], None] = lambda step: None
-        self._ever_far: set[int] = set()  # A save looks at the remote tier only for these steps.
-        self.far_retention = Retention(far, keep)
-        self._copies = Copies(self, self.far_retention, bytes_per_second, tell, timeout)
-        self.together: Together | None = None
+        self._ever_remote: set[int] = set()  # A save looks at the remote tier only for these steps.
+        self.remote_retention = Retention(remote, keep)
+        self._copies = Copies(self, self.remote_retention, bytes_per_second, notify, timeout)
+        self.host_group: Together | None = None
 
     @property
     def claimed(self) -> bool:
         """True if this process holds the leases of both tiers, and the local steps belong to the run."""
         return self._claimed and not self.lost and os.getpid() == self._process
 
-    held = False  # Each of the two directories has its own lease.
+    is_held = False  # Each of the two directories has its own lease.
 
-    def begin_copying(self) -> None:
+    def start_upload(self) -> None:
         """Uploads missing steps in the background, and deletes the steps that the policy does not keep."""
         self._copies.begin()
 
     @property
-    def copying(self) -> int | None:
+    def uploading_step(self) -> int | None:
         return self._copies.step
 
     @property
     def busy(self) -> bool:
         return self._copies.busy
 
-    def meet(self, call: Call) -> None:
-        super().meet(call)
+    def discover_hosts(self, call: Call) -> None:
+        super().discover_hosts(call)
         if self.disks:
-            self.together = Together(self, self.disks, self._copies)
+            self.host_group = Together(self, self.disks, self._copies)
 
     # Writing
 
     def _claim(self) -> None:
         """Acquires both leases, and archives local steps that do not belong to the run."""
-        self.near.acquire()
+        self.local.acquire()
         if self._claimed:
-            if self.far.lost:
-                self.far.acquire()  # This raises the error.
+            if self.remote.lost:
+                self.remote.acquire()  # This raises the error.
             self._copies.check()
-            self.origin.keep_near()
+            self.origin.keep_local_mark()
             return
-        self.far.acquire()
+        self.remote.acquire()
         # Archive first: the mark declares that all local steps belong to the run.
         self._set_aside(self._of_no_use())
         self._forget_copied_parts()
-        self.origin.set_near(apart=self.disks is not None)
-        self._ever_far.update(self.far.steps.committed())
+        self.origin.set_local_mark(apart=self.disks is not None)
+        self._ever_remote.update(self.remote.steps.committed())
         self._claimed = True
         self._copies.begin()
 
     def _of_no_use(self) -> dict[int, str]:
         """Returns the local steps, and their paths, that do not belong to the run and are not in the remote tier."""
-        near = self.near.steps.committed()
-        found = {**near, **steps_in_part(self.near.steps)}
+        local = self.local.steps.committed()
+        found = {**local, **steps_in_part(self.local.steps)}
         if self.origin.is_newest():
             lacking = self.disks.lacking if self.disks else set()
             if not self.disks and self.origin.was_apart():  # The other files are on hosts that this job lacks.
-                lacking = {step for step, path in found.items() if not host_parts.is_whole(self.near.steps.store, path)}
-            found = {step: path for step, path in found.items() if step in lacking or step not in near}
-        far = self.far.steps.committed() if found else {}
-        return {step: path for step, path in found.items() if step not in far or not self._may_be(path, far[step])}
+                lacking = {
+                    step for step, path in found.items() if not host_parts.is_complete(self.local.steps.store, path)
+                }
+            found = {step: path for step, path in found.items() if step in lacking or step not in local}
+        remote = self.remote.steps.committed() if found else {}
+        return {
+            step: path for step, path in found.items() if step not in remote or not self._may_be(path, remote[step])
+        }
 
     def _may_be(self, path: str, other: str) -> bool:
         """Returns True if the local step may be the remote step or a part of it. Its manifest may be damaged."""
-        return host_parts.identities(self.near.steps.store, path) <= host_parts.identities(self.far.steps.store, other)
+        return host_parts.identities(self.local.steps.store, path) <= host_parts.identities(
+            self.remote.steps.store, other
+        )
 
     def _forget_copied_parts(self) -> None:
         """Forgets parts of steps without a local manifest that are complete remotely: no upload needs them."""
-        if parts := steps_in_part(self.near.steps):
-            near, far = self.near.steps.committed(), self.far.steps.committed()
-            whole = {one.step for one in self.far.good()}
+        if parts := steps_in_part(self.local.steps):
+            local, remote = self.local.steps.committed(), self.remote.steps.committed()
+            whole = {one.step for one in self.remote.valid_steps()}
             for step, path in parts.items():
-                if step in whole and step not in near and self._may_be(path, far[step]):
-                    host_parts.forget(self.near.steps.store, path)
+                if step in whole and step not in local and self._may_be(path, remote[step]):
+                    host_parts.forget(self.local.steps.store, path)
 
     def _set_aside(self, others: dict[int, str]) -> None:
         if others:
             newest_first = [others[step] for step in sorted(others, reverse=True)]
             if self.disks:
-                near = self.near.steps.store
-                self.disks.aside.update(*(host_parts.identities(near, path) for path in newest_first))
-            place = run.set_aside(self.near.steps.store, self.near.root, newest_first)
-            _log.warning("%s: steps that do not belong to the run were archived in %s", self.near.root, place)
+                local = self.local.steps.store
+                self.disks.aside.update(*(host_parts.identities(local, path) for path in newest_first))
+            place = run_layout.archive_steps(self.local.steps.store, self.local.root, newest_first)
+            _log.warning("%s: steps that do not belong to the run were archived in %s", self.local.root, place)
         if self.disks:
             self.disks.lacking.clear()
 
-    def place_for(self, step: int, on_exists: str, under_way: Collection[int | None]) -> tuple[str, bool] | None:
+    def reserve_step(self, step: int, on_exists: str, pending_steps: Collection[int | None]) -> tuple[str, bool] | None:
         self._claim()
         if self.back_to is not None:
-            self.far.check_own_after(self.back_to)
-        if step in self._ever_far and self.far.place_for(step, on_exists, under_way) is None:
+            self.remote.check_movable_after(self.back_to)
+        if step in self._ever_remote and self.remote.reserve_step(step, on_exists, pending_steps) is None:
             return None
-        far = () if self.back_to is not None else self._ever_far
-        whole = [one for one in far if not (one > step and self.far.steps.is_damaged(one, self.far.own_path(one)))]
-        found = self.near.place_for(step, on_exists, under_way, whole)
+        remote = () if self.back_to is not None else self._ever_remote
+        whole = [
+            one for one in remote if not (one > step and self.remote.steps.is_damaged(one, self.remote.step_path(one)))
+        ]
+        found = self.local.reserve_step(step, on_exists, pending_steps, whole)
         if self.disks and found and found[1]:
             # Other hosts may have parts of the replaced step for a while: they are to be deleted, not archived.
-            self.disks.known |= host_parts.identities(self.near.steps.store, found[0])
+            self.disks.known |= host_parts.identities(self.local.steps.store, found[0])
         return found
 
-    def enter(self) -> None:
+    def acquire_for_save(self) -> None:
         self._claim()
         if self.back_to is not None:
             self._set_aside_after(self.back_to)
 
-    def begin(self) -> None:
-        for one in (self.near, self.far):
+    def clear_finished(self) -> None:
+        for one in (self.local, self.remote):
             one.unmark_finished()
 
-    def about_to_save(self, retain: Callable[[int | None], None]) -> bool:
+    def before_write(self, retain: Callable[[int | None], None]) -> bool:
         self._retain = retain
         retain(None)  # No save is running now. This deletes the steps that were uploaded since the last save.
         return True  # A local disk may not have room for another step.
 
-    def committed(self, step: int | None, retain: Callable[[int | None], None]) -> None:
+    def on_commit(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
             self._saved.add(step)
             self._copied.pop(step, None)
         self._ended = False
         self._copies.begin()
 
-    def needed(self) -> set[int]:
+    def protected_steps(self) -> set[int]:
         """Returns the local steps that must stay: those that the policy keeps and that may not be uploaded yet."""
-        good = self.near.good()
-        wanted = {one.step for one in good if self._keep is None or one is good[-1]}
+        valid = self.local.valid_steps()
+        wanted = {one.step for one in valid if self._keep is None or one is valid[-1]}
         if self._keep is not None:  # The remote tier alone may have newer steps.
-            both = {one.step: one for one in [*self._seen_far, *good]}
+            both = {one.step: one for one in [*self._seen_remote, *valid]}
             wanted |= self._keep.kept([both[step] for step in sorted(both)])
-        self._saved -= {one.step for one in good} - wanted  # These may be deleted without an upload.
-        return {*self.near.needed(), *wanted.intersection(self._not_known_to_be_far(self._known_near()))}
+        self._saved -= {one.step for one in valid} - wanted  # These may be deleted without an upload.
+        return {*self.local.protected_steps(), *wanted.intersection(self._not_known_remote(self._known_local()))}
 
     def retain(self) -> None:
         """Deletes old local steps, as after a save."""
         self._retain(None)
 
-    def leave(self) -> SaveError | None:
+    def end_writing(self) -> SaveError | None:
         if self.index:
             self._copies.lift_limit()
             self._copies.wait()  # Process 0 leads the upload and waits for it there.
         own = self._claimed and os.getpid() == self._process and not self._ended
         problem = self._problem(self._copies.finish() if self.claimed else self._copies.taken_over) if own else None
         self._claimed = False
-        for one in (self.far, self.near):
+        for one in (self.remote, self.local):
             try:
-                one.leave()
+                one.end_writing()
             except BaseException:  # Release the other lease as well, and return the problem with the upload.
                 _log.exception("%s: the lease of the run was not released", one.root)
         return problem
 
     def pin(self, step: int, wanted: bool) -> None:
-        places = self.candidates(step)
-        if places[0].path in self.near_steps().values():  # First: an upload that ends meanwhile then copies the pin.
-            pins.pin(self.near.steps.store, places[0].path, wanted)
-        if path := self.far.steps.committed().get(step_number(step)):
-            pins.pin(self.far.steps.store, path, wanted)
+        places = self.step_copies(step)
+        if places[0].path in self.local_steps().values():  # First: an upload that ends meanwhile then copies the pin.
+            pins.pin(self.local.steps.store, places[0].path, wanted)
+        if path := self.remote.steps.committed().get(step_number(step)):
+            pins.pin(self.remote.steps.store, path, wanted)
 
     def delete(self, step: int) -> None:
         with self._copies.paused():
-            self._seen_far = []
-            places = self.candidates(step)
+            self._seen_remote = []
+            places = self.step_copies(step)
             for place in places:
-                self._side(place.path).check_may_go(place.path)
+                self._side(place.path).check_unpinned_and_unlinked(place.path)
             for place in places:  # Local first: a step that is only local would be uploaded again.
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
-            self._ever_far.discard(step_number(step))
+            self._ever_remote.discard(step_number(step))
 
     def rewind(self, step: int) -> None:
         if step > 0:
-            self.existing(step)
+            self.committed_path(step)
         self._claim()
         self._set_aside_after(step)
 
     def _set_aside_after(self, step: int) -> None:
         with self._copies.paused():
-            self._seen_far = []
-            for one in (self.near, self.far):
-                one.check_own_after(step)
-            self.near.set_aside_after(step)
-            self.origin.set_far()
-            self.far.set_aside_after(step)
+            self._seen_remote = []
+            for one in (self.local, self.remote):
+                one.check_movable_after(step)
+            self.local.archive_after(step)
+            self.origin.set_remote_mark()
+            self.remote.archive_after(step)
             self._saved = {one for one in self._saved if one <= step}
-            self._ever_far = {one for one in self._ever_far if one <= step}
+            self._ever_remote = {one for one in self._ever_remote if one <= step}
 
     def finish(self) -> None:
         self._claim()
-        self.copy_all()
-        self.origin.set_far()
-        for one in (self.near, self.far):
+        self.upload_all()
+        self.origin.set_remote_mark()
+        for one in (self.local, self.remote):
             one.mark_finished()
 
     # Copying
 
-    def claim_for_copying(self) -> bool:
+    def acquire_for_upload(self) -> bool:
         """Acquires the leases if a step is to be uploaded and this job has saved or restored one."""
-        if not self._claimed and self.restored is not None and self.uncopied():
-            self.claim_if_free()
+        if not self._claimed and self.restored_step is not None and self.uncopied():
+            self.acquire_if_free()
         return self._claimed
 
-    def claim_if_free(self) -> bool:
+    def acquire_if_free(self) -> bool:
         """Acquires the leases; logs it if another job writes the run. Returns True if this job has them."""
         try:
-            return self._claimed or self.claim()
+            return self._claimed or self.acquire_run()
         except ExistsError as error:
-            _log.warning("%s: steps are not uploaded from %s: %s", self.root, self.near.root, error)
+            _log.warning("%s: steps are not uploaded from %s: %s", self.root, self.local.root, error)
             return False
 
-    def claim(self) -> bool:
+    def acquire_run(self) -> bool:
         """Acquires the leases."""
         self._claim()
         return True
 
-    def copy_all(self) -> None:
+    def upload_all(self) -> None:
         """Waits until all local steps are uploaded, also those of earlier jobs. Raises `SaveError`."""
         if os.getpid() != self._process:
             return
-        if self.claim_for_copying():
+        if self.acquire_for_upload():
             self._ended = True  # `leave` does not try again.
             error = self._copies.finish() if self.claimed else self._copies.taken_over
             self._retain(None)
@@ -265,92 +273,96 @@ class TwoPlaces(NearAndFar):
 
     def _problem(self, error: BaseException | None) -> SaveError | None:
         """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
-        near = self.near.steps.committed()
+        local = self.local.steps.committed()
         lacking = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
-        gone = sorted(step for step in lacking if step not in near or self.near.steps.is_damaged(step, near[step]))
+        gone = sorted(step for step in lacking if step not in local or self.local.steps.is_damaged(step, local[step]))
         if error is None and not gone and (self.claimed or not lacking):
             return None
         there = ", ".join(str(step) for step in sorted(lacking) if step not in gone)
         parts = [f"{self.root}: not all steps are there, because uploading them failed"]
         parts += ["another job, or another Checkpointer of this process, has acquired the run"] if self.lost else []
         parts += [str(error)] if error else []
-        parts += [f"steps {there} are in {self.near.root}; the next job with this local= uploads them"] if there else []
-        parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.near.root}, or deleted"] if gone else []
+        parts += (
+            [f"steps {there} are in {self.local.root}; the next job with this local= uploads them"] if there else []
+        )
+        parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.local.root}, or deleted"] if gone else []
         problem = SaveError("; ".join(parts))
         problem.__cause__ = error
         return problem
 
     def to_copy(self) -> list[int]:
         """Returns the valid local steps to upload, newest first: the policy keeps them, and no valid copy is remote."""
-        near, far = self.near.steps.committed(), self.far.steps.committed()
-        self._seen_far = self.far.good()
-        whole = {one.step for one in self._seen_far}
-        good = [one.step for one in self.near.good() if one.step in near]
+        local, remote = self.local.steps.committed(), self.remote.steps.committed()
+        self._seen_remote = self.remote.valid_steps()
+        whole = {one.step for one in self._seen_remote}
+        valid = [one.step for one in self.local.valid_steps() if one.step in local]
 
         def lacks(step: int) -> bool:
-            if step not in far and step in self._dropped and self._known_copied(step, near[step]):
-                return self._dropped[step] != self._copied[step][1] or pins.pinned(self.near.steps.store, near[step])
-            return step not in whole or not self.is_copied(step, near[step], far.get(step))
+            if step not in remote and step in self._dropped and self._known_copied(step, local[step]):
+                return self._dropped[step] != self._copied[step][1] or pins.is_pinned(
+                    self.local.steps.store, local[step]
+                )
+            return step not in whole or not self.is_copied(step, local[step], remote.get(step))
 
-        lacking = [step for step in good if lacks(step)]
+        lacking = [step for step in valid if lacks(step)]
         if lacking and self._keep:
-            both = self.good()
+            both = self.valid_steps()
             wanted = self._keep.kept(both) | {both[-1].step}
-            wanted.update(step for step in lacking if pins.pinned(self.near.steps.store, near[step]))
+            wanted.update(step for step in lacking if pins.is_pinned(self.local.steps.store, local[step]))
             self._saved.difference_update(set(lacking) - wanted)
             lacking = [step for step in lacking if step in wanted]
         return lacking[::-1]
 
     def copy(self, step: int, moved: Callable[[int], None]) -> bool:
         """Uploads a step. Returns False if the remote tier has it already. Calls `moved` with bytes to be sent."""
-        near, far = self.near.steps.store, self.far.steps.store
-        self.origin.set_far()
-        self._ever_far.add(step)
-        there = self.far.steps.committed().get(step)
-        path, to = self.near.own_path(step), there or self.far.own_path(step)
-        if there and not self.far.steps.is_damaged(step, there) and self.is_copied(step, path, there):
+        local, remote = self.local.steps.store, self.remote.steps.store
+        self.origin.set_remote_mark()
+        self._ever_remote.add(step)
+        there = self.remote.steps.committed().get(step)
+        path, to = self.local.step_path(step), there or self.remote.step_path(step)
+        if there and not self.remote.steps.is_damaged(step, there) and self.is_copied(step, path, there):
             # An earlier request failed, so the upload seemed to be missing. Uploading a step over itself would remove
             # its files.
             return False
         others = self.disks and self.disks.copying(path, to)
         try:
-            if there and self.far.steps.is_damaged(step, there):
-                copy.check(near, path, others)  # Otherwise the damaged remote step may be the better one.
+            if there and self.remote.steps.is_damaged(step, there):
+                copy.check(local, path, others)  # Otherwise the damaged remote step may be the better one.
                 self._copied.pop(step, None)  # From here on the local step is the only copy.
-                removal.delete(far, there)  # Its files may have the names of the uploaded ones.
-            seen = summary.look(near, path)
-            overwrite = summary.look(far, to) is not None
-            identity = copy.copy(near, path, far, to, overwrite=overwrite, moved=moved, others=others)
+                removal.delete(remote, there)  # Its files may have the names of the uploaded ones.
+            seen = summary.stat_manifest(local, path)
+            overwrite = summary.stat_manifest(remote, to) is not None
+            identity = copy.copy(local, path, remote, to, overwrite=overwrite, on_progress=moved, others=others)
         except CorruptError:
             if others:  # No restore would find the damage: it would read the remote copy.
-                self.near.steps.mark_damaged(step, path)
+                self.local.steps.mark_damaged(step, path)
             raise
         if seen:
             self._note_copied(step, seen.version, identity)
         return True
 
-    def check_deletable(self, path: str) -> None:
-        self._side(path).check_deletable(path)
+    def prepare_delete(self, path: str) -> None:
+        self._side(path).prepare_delete(path)
 
-    def _note_deleted(self, path: str) -> None:
+    def _on_local_delete(self, path: str) -> None:
         """Marks a local step that is about to be deleted, so that the other hosts delete their files of it."""
         if self.disks and not self.index:
-            deleted.note(self.near.steps.store, self.near.root, path)
+            deleted.note(self.local.steps.store, self.local.root, path)
             # Another job on this disk, which lost the run to this one, may have marked a part next to the manifest.
-            host_parts.forget(self.near.steps.store, path)
+            host_parts.forget(self.local.steps.store, path)
 
-    def _drop(self, path: str) -> None:
+    def _on_remote_delete(self, path: str) -> None:
         """Notes a remote step that is about to be deleted. Keeps its metrics: local steps are ranked by them."""
-        step = run.parse(posixpath.basename(path), self.far.steps.prefix)
-        near = self.near.steps.committed().get(step) if step is not None else None
-        if step is not None and near and self.is_copied(step, near, path):
-            metrics.copy(self.far.steps.store, path, self.near.steps.store, near, self._copied[step][1])
+        step = run_layout.parse_step_name(posixpath.basename(path), self.remote.steps.prefix)
+        local = self.local.steps.committed().get(step) if step is not None else None
+        if step is not None and local and self.is_copied(step, local, path):
+            metrics.copy(self.remote.steps.store, path, self.local.steps.store, local, self._copied[step][1])
             self._dropped[step] = self._copied[step][1]
 
     def copy_metrics(self) -> None:
         """Uploads the metrics that steps got after their upload."""
-        near, far = self.near.steps.store, self.far.steps.store
-        there = self.far.steps.committed()
-        for step, path in self.near.steps.committed().items():
+        local, remote = self.local.steps.store, self.remote.steps.store
+        there = self.remote.steps.committed()
+        for step, path in self.local.steps.committed().items():
             if step in there and self._known_copied(step, path):
-                metrics.copy(near, path, far, there[step], self._copied[step][1])
+                metrics.copy(local, path, remote, there[step], self._copied[step][1])

@@ -17,13 +17,13 @@ import msgspec
 import xxhash
 
 from .._core.views import View
-from .._processes.consistency import gather_alike
+from .._processes.consistency import gather_from_equal_calls
 from .._pytree.live_tree import LiveTree
 from ..errors import UnsupportedError
 from ..formats import JointFormat
-from . import inputs, joint
+from . import collective_write, save_source
 from .contents import Contents, Unchanged
-from .target import Target, requested
+from .save_target import SaveTarget, requested_options
 
 
 class Way(enum.Enum):
@@ -36,7 +36,7 @@ class Way(enum.Enum):
     VIA_NATIVE = enum.auto()
 
 
-def choose(target: Target, contents: Contents) -> Way:
+def choose(target: SaveTarget, contents: Contents) -> Way:
     """Chooses the way to save. All processes of a call choose the same way.
 
     Raises `MismatchError` if the rules of two processes make a leaf from different leaves. Raises `UnsupportedError` if
@@ -48,7 +48,7 @@ def choose(target: Target, contents: Contents) -> Way:
         if contents.live is None:
             return Way.COPIED_BY_PROCESS_0
         if not _can_write_in_parts(target, contents.view, contents.live):
-            if target.options.own_disks:
+            if target.options.per_host_storage:
                 raise UnsupportedError(
                     f"{target.path}: expected a save in which each process writes its own part, because the hosts' "
                     "disks are not shared; found rules for which one process needs arrays of its peers: make those "
@@ -58,16 +58,16 @@ def choose(target: Target, contents: Contents) -> Way:
     return Way.READ_WHILE_WRITTEN if target.format.name == "treering" else Way.FOREIGN
 
 
-def _can_write_in_parts(target: Target, view: View, live: LiveTree) -> bool:
+def _can_write_in_parts(target: SaveTarget, view: View, live: LiveTree) -> bool:
     """Returns True if each process can write its part of a view of a live tree.
 
     Raises `MismatchError` if the rules of two processes make a leaf from different leaves.
     """
     can = target.format.name == "treering"
     if isinstance(target.format, JointFormat) and target.store.has_folders:
-        can = joint.can_write(target.format, inputs.described(view, live, None).catalogue)
-    can = can and not inputs.spread_over_processes(view, live)
+        can = collective_write.can_write(target.format, save_source.describe_view(view, live, None).catalogue)
+    can = can and not save_source.cross_process_paths(view, live)
     # Every process must return the same answer, so they exchange theirs. They can differ: an array that only one
     # process holds looks to that process like a local array, and to its peers like a global one.
     sources = xxhash.xxh3_128_hexdigest(msgspec.json.encode([[path, view.source(path)] for path in view.leaves]))
-    return gather_alike(target.call, requested(target), [can, sources], inputs.all_can)
+    return gather_from_equal_calls(target.call, requested_options(target), [can, sources], save_source.agree_can_write)

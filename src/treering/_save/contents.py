@@ -9,15 +9,15 @@ from .._core.boxes import box_shape
 from .._core.skeleton import Skeleton
 from .._core.views import View
 from .._processes import coordinator
-from .._pytree import box_levels, flax, structures, walk
+from .._pytree import flax, tree_cache, variable_levels, walk
 from .._pytree.leaves import Described
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
 from ..formats import Format
-from . import inputs
-from .target import Target
+from . import save_source
+from .save_target import SaveTarget
 
 
 class Unchanged(NamedTuple):
@@ -48,43 +48,49 @@ class Changed(NamedTuple):
 Contents = Unchanged | Changed
 
 
-def describe(target: Target, tree: Any) -> Contents:
+def describe(target: SaveTarget, tree: Any) -> Contents:
     """Describes a tree or a checkpoint. Raises `UnsupportedError` for leaves that cannot be saved."""
     options, call, format = target.options, target.call, target.format
     if isinstance(tree, Checkpoint):
-        return Changed(inputs.view_of(tree, options.rules, options.dtype, target.info))
+        return Changed(save_source.save_view(tree, options.rules, options.dtype, target.info))
     with gc_paused():
-        walked = _walk(tree, format)
+        flat_tree = _flatten_tree(tree, format)
         guessed: tuple[str, ...] = ()
-        if Checkpoint in set(map(type, walked.leaves)):
-            walked, guessed = inputs.grafted(walked)
-        described = structures.described(
-            walked.paths,
-            walked.leaves,
+        if Checkpoint in set(map(type, flat_tree.leaves)):
+            flat_tree, guessed = save_source.inline_checkpoints(flat_tree)
+        described = tree_cache.describe_cached(
+            flat_tree.paths,
+            flat_tree.leaves,
             dtype=None if options.rules else options.dtype,  # with rules, `view_of` casts what they make
             detach=options.background,
-            alone=not coordinator.several(),
-            together=call.count > 1,
+            single_process=not coordinator.is_multi_process(),
+            collective=call.count > 1,
         )
-        if walked.static:
-            described = described._replace(catalogue=described.catalogue._replace(static=walked.static))
+        if flat_tree.static:
+            described = described._replace(catalogue=described.catalogue._replace(static=flat_tree.static))
         if call.count == 1:
             _check_whole(described)
     if format.name == "treering" and not options.rules:
-        return Unchanged(walked.skeleton, described)
-    live = LiveTree(target.path, walked.skeleton, described)
-    change = functools.partial(_changed, target, walked.boxes, guessed)
+        return Unchanged(flat_tree.skeleton, described)
+    live = LiveTree(target.path, flat_tree.skeleton, described)
+    change = functools.partial(_view_to_write, target, flat_tree.boxes, guessed)
     return Changed(change(Checkpoint(live)), live, change)
 
 
-def _walk(tree: Any, format: Format) -> walk.Walk:
-    return walk.walk(flax.plain(tree)) if "variable" in format.boxes else walk.walk_split(flax.split(tree))
+def _flatten_tree(tree: Any, format: Format) -> walk.FlatTree:
+    return (
+        walk.flatten_tree(flax.unbox_graph_modules(tree))
+        if "variable" in format.boxes
+        else walk.flatten_split(flax.split(tree))
+    )
 
 
-def _changed(target: Target, boxes: box_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
+def _view_to_write(
+    target: SaveTarget, boxes: variable_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint
+) -> View:
     """Returns the view to write, of a live tree or of the temporary checkpoint that it was saved as."""
-    view = inputs.view_of(ckpt, target.options.rules, target.options.dtype, target.info)
-    view = inputs.with_boxes(view, boxes, target.format.boxes)
+    view = save_source.save_view(ckpt, target.options.rules, target.options.dtype, target.info)
+    view = save_source.with_box_levels(view, boxes, target.format.boxes)
     view.guessed += guessed
     return view
 

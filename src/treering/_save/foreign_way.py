@@ -10,21 +10,21 @@ from .._core.entries import ArrayEntry
 from .._core.source import Written
 from .._core.views import View
 from .._processes import progress_bar
-from .._processes.calls import watching
+from .._processes.calls import error_watcher
 from .._processes.consistency import check_consistent
+from .._pytree.lazy_supply import LazySupply
 from .._pytree.leaves import SLICE_BYTES, Described
-from .._pytree.on_demand import OnDemand
 from .._threads.pool import ThreadPool
-from .._threads.reentry import alone
+from .._threads.reentry import non_reentrant
 from ..formats import JointFormat
-from . import inputs, joint
+from . import collective_write, save_source
 from .contents import Changed
 from .memory import staged_if_it_fits
 from .prepared import Prepared, releasing
-from .target import Target, check_no_iterators, check_replaceable, requested
+from .save_target import SaveTarget, check_no_iterators, check_replaceable, requested_options
 
 
-def foreign(target: Target, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
+def foreign(target: SaveTarget, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
     """Plans the save of a view, which the format's writer reads box by box.
 
     A live tree is staged first, unless its copies take too much memory. The reader calls `check` before it reads more;
@@ -32,20 +32,24 @@ def foreign(target: Target, contents: Changed, check: Callable[[], None] = lambd
     """
     view, live, _ = contents
     staging = staged_if_it_fits(target, live) if live else None
-    compared = joint.compared(inputs.described(view, live, SLICE_BYTES)) if target.call.count > 1 else None
-    hold = live is not None and staging is None
-    reading = OnDemand(view, compared.shards if compared else [], hold=hold, check=check)
+    compared = (
+        collective_write.replicated_shards(save_source.describe_view(view, live, SLICE_BYTES))
+        if target.call.count > 1
+        else None
+    )
+    block_caller = live is not None and staging is None
+    reading = LazySupply(view, compared.shards if compared else [], block_caller=block_caller, check=check)
     supply = staging or reading
     write = functools.partial(_write, target, view, compared, reading, supply.check)
     return Prepared(supply, releasing(reading, write))
 
 
-@alone  # A rule's function runs in here. A save that it began would wait for this one without end.
+@non_reentrant  # A rule's function runs in here. A save that it began would wait for this one without end.
 def _write(
-    target: Target,
+    target: SaveTarget,
     view: View,
     compared: Described | None,
-    reading: OnDemand,
+    reading: LazySupply,
     check: Callable[[], None],
     pool: ThreadPool,
 ) -> Written:
@@ -55,18 +59,20 @@ def _write(
     write: Callable[..., int] = format.write
     if compared:
         assert view.skeleton is not None and isinstance(format, JointFormat)
-        catalogue, single = check_consistent(call, view.skeleton, compared.catalogue, reading, requested(target))
-        call.doing("writing")
-        write = functools.partial(format.write_together, call=call, layouts=joint.layouts(catalogue, single))
+        catalogue, single = check_consistent(
+            call, view.skeleton, compared.catalogue, reading, requested_options(target)
+        )
+        call.set_activity("writing")
+        write = functools.partial(format.write_together, call=call, layouts=collective_write.layouts(catalogue, single))
     begun = time.perf_counter()
     arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
-    check_others = watching(call)
+    check_others = error_watcher(call)
 
     def check_all() -> None:
         check()
         check_others()
 
     with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
-        watched: Any = progress_bar.Watched(view, moved, check_all)
-        nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.of_format)
+        watched: Any = progress_bar.ObservedSource(view, moved, check_all)
+        nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.format_options)
     return Written(nbytes, time.perf_counter() - begun)

@@ -13,10 +13,10 @@ from jax import core
 
 from ..errors import UnsupportedError
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 
 
-def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
+def metadata_to_json(value: Any, where: str = "metadata", depth: int = 0) -> Any:
     """Returns a value as a restore will return it, made of JSON values only.
 
     Mappings, `ConfigDict`s, dataclasses and named tuples become dicts. Other tuples and mutable sequences become lists,
@@ -26,21 +26,21 @@ def plain(value: Any, where: str = "metadata", depth: int = 0) -> Any:
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
-    if depth > _DEEPEST:
-        raise UnsupportedError(f"{where[:100]}…: nested more than {_DEEPEST} levels deep, or within itself")
+    if depth > _MAX_DEPTH:
+        raise UnsupportedError(f"{where[:100]}…: nested more than {_MAX_DEPTH} levels deep, or within itself")
     if kind is int:
         if not -(2**63) <= value < 2**64:
             raise UnsupportedError(f"{where}: an integer beyond 64 bits; write it as text")
         return value
     if kind in (list, tuple) or (isinstance(value, MutableSequence) and not isinstance(value, bytearray)):
-        return [plain(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
+        return [metadata_to_json(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
     if (items := _items(value, where)) is not None:
-        return {name: plain(item, f"{where}[{name!r}]", depth + 1) for name, item in items}
+        return {name: metadata_to_json(item, f"{where}[{name!r}]", depth + 1) for name, item in items}
     if isinstance(value, pathlib.PurePath):
         return os.fspath(value)
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return plain(_scalar(value, where), where, depth)
-    raise _refusal(value, where)
+        return metadata_to_json(_scalar(value, where), where, depth)
+    raise _unsupported(value, where)
 
 
 def _items(value: Any, where: str) -> Iterable[tuple[str, Any]] | None:
@@ -71,10 +71,10 @@ def _scalar(array: Any, where: str) -> Any:
         item = None if is_key else np.asarray(array).item()
         if type(item) in (bool, int, float, str):
             return item
-    raise _refusal(array, where)
+    raise _unsupported(array, where)
 
 
-def _refusal(value: Any, where: str) -> UnsupportedError:
+def _unsupported(value: Any, where: str) -> UnsupportedError:
     what = f"an array of shape {list(value.shape)}" if getattr(value, "shape", ()) else f"a {type(value).__qualname__}"
     return UnsupportedError(
         f"{where}: {what} is not JSON; pass dicts, lists, text, numbers, bools and None, or objects made of these: "

@@ -10,8 +10,8 @@ from .._pytree import devices
 from ..errors import MismatchError
 
 
-@devices.explicit()
-def encoded(found: Mapping[str, Any] | None) -> dict[str, float | str]:
+@devices.allow_transfers()
+def encode_metrics(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     """Encodes metrics as the manifest records them.
 
     Raises `MismatchError` unless each name is text and each value is a real scalar.

@@ -9,21 +9,23 @@ from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment, progress_bar
 from .._processes.consistency import check_consistent
+from .._pytree.lazy_supply import LazySupply, ShardSupply
 from .._pytree.leaves import SLICE_BYTES, Catalogue, Described
-from .._pytree.on_demand import OnDemand, Supply
-from .._pytree.staging import Staging
+from .._pytree.staged_supply import StagedSupply
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from ..formats.treering import write as native
-from . import inputs
+from . import save_source
 from .contents import Changed, Unchanged
 from .memory import staged_if_it_fits
 from .prepared import Prepared, releasing
-from .target import Target, requested
+from .save_target import SaveTarget, requested_options
 
-_AHEAD = 2  # slices read ahead; with those that the writers hold they are four, which the memory limit allows for
-_PARALLEL_BYTES = 256 << 20  # bytes; with a lower memory limit only one thread at a time reads the source
-_OF_ONE_PROCESS = {"unrecorded": "the devices of one process of several"}
+_PREFETCH_SLICES = (
+    2  # slices read ahead; with those that the writers hold they are four, which the memory limit allows for
+)
+_MIN_PARALLEL_READ_BYTES = 256 << 20  # bytes; with a lower memory limit only one thread at a time reads the source
+_SINGLE_PROCESS_PLACE = {"unrecorded": "the devices of one process of several"}
 _MIN_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, even if the memory limit is lower
 
 
@@ -35,27 +37,27 @@ class Parts(NamedTuple):
 
     skeleton: Skeleton
     catalogue: Catalogue
-    shares: Mapping[int, assignment.Share] | None
-    supply: Supply
+    shares: Mapping[int, assignment.Assignment] | None
+    supply: ShardSupply
 
 
-def staged(target: Target, contents: Unchanged) -> Prepared:
+def staged(target: SaveTarget, contents: Unchanged) -> Prepared:
     """Plans the save of a tree whose arrays are staged unchanged."""
     parts = stage_parts(target, *contents)
     return Prepared(parts.supply, functools.partial(write, target, parts))
 
 
-def stage_parts(target: Target, skeleton: Skeleton, described: Described) -> Parts:
+def stage_parts(target: SaveTarget, skeleton: Skeleton, described: Described) -> Parts:
     """Assigns the arrays of a live tree to the processes. The supply that it returns stages this process's parts."""
     call, catalogue = target.call, described.catalogue
     with gc_paused():
-        shares = assignment.plan(catalogue, call.count) if call.count > 1 else None
-        shards = assignment.to_stage(described, shares, call.index)
-        staging = Staging(*shards, target.options.memory_limit, target.has_room)
+        shares = assignment.assign(catalogue, call.count) if call.count > 1 else None
+        shards = assignment.select_shards(described, shares, call.index)
+        staging = StagedSupply(*shards, target.options.memory_limit, target.memory_ok)
     return Parts(skeleton, catalogue, shares, staging)
 
 
-def read_while_written(target: Target, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
+def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[], None] = lambda: None) -> Prepared:
     """Plans the save of a view, which the writers read box by box.
 
     A live tree is staged first, unless its copies take too much memory. The reader calls `check` before it reads more;
@@ -66,34 +68,46 @@ def read_while_written(target: Target, contents: Changed, check: Callable[[], No
     assert view.skeleton is not None
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _MIN_SLICE_BYTES), SLICE_BYTES)
     # Reading unchanged leaves takes no memory beyond the slice itself, so parallel reads stay within the limit.
-    as_it_lies = bool(view.identity) and all(leaf.plain for leaf in view.leaves.values())
-    parallel = limit is None or limit >= _PARALLEL_BYTES or as_it_lies
+    is_unchanged = bool(view.identity) and all(leaf.plain for leaf in view.leaves.values())
+    parallel = limit is None or limit >= _MIN_PARALLEL_READ_BYTES or is_unchanged
     alone = call.count == 1
-    described = inputs.described(
+    described = save_source.describe_view(
         view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None
     )
-    shares = None if alone else assignment.plan(described.catalogue, call.count)
-    shards, _ = assignment.to_stage(described, shares, call.index)
-    ahead = _AHEAD if as_it_lies and not view.can_mmap(None) else 0  # A local disk, which can be mapped, needs none.
-    hold = live is not None and staging is None
-    reading = OnDemand(view, shards, slice_bytes, parallel=parallel, ahead=ahead, hold=hold, check=check)
+    shares = None if alone else assignment.assign(described.catalogue, call.count)
+    shards, _ = assignment.select_shards(described, shares, call.index)
+    prefetch_groups = (
+        _PREFETCH_SLICES if is_unchanged and not view.can_mmap(None) else 0
+    )  # A local disk, which can be mapped, needs none.
+    block_caller = live is not None and staging is None
+    reading = LazySupply(
+        view,
+        shards,
+        slice_bytes,
+        parallel=parallel,
+        prefetch_groups=prefetch_groups,
+        block_caller=block_caller,
+        check=check,
+    )
     parts = Parts(view.skeleton, described.catalogue, shares, reading)
     return Prepared(staging or reading, releasing(reading, functools.partial(write, target, parts)))
 
 
-def write(target: Target, parts: Parts, pool: ThreadPool) -> Written:
+def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
     call, options, (skeleton, catalogue, shares, supply) = target.call, target.options, parts
-    catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested(target))
+    catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested_options(target))
     if single:
-        shares = assignment.plan(catalogue, call.count, single)
+        shares = assignment.assign(catalogue, call.count, single)
     if shares is not None:
-        shares = {**shares, **assignment.of_states(catalogue.entries, call.count)}
+        shares = {**shares, **assignment.assign_states(catalogue.entries, call.count)}
     if single:
         # Process 0 writes the manifest. To it, its own part of these leaves looks like an array of every process, so
         # the devices that it knows would be recorded wrongly.
-        places = [_OF_ONE_PROCESS if n in single else place for n, place in enumerate(catalogue.places)]
+        places = [_SINGLE_PROCESS_PLACE if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)
-    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.own_disks)
-    with progress_bar.bar(f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress) as supply.moved:
+    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.per_host_storage)
+    with progress_bar.bar(
+        f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress
+    ) as supply.on_progress:
         return native.write(target.store, job, supply, pool, call)

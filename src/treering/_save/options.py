@@ -21,8 +21,8 @@ class SaveOptions(NamedTuple):
     """The arguments of `treering.save`, which documents them.
 
     `given` names those of step, metrics and metadata that the caller passed; the rest come from a copied checkpoint.
-    With `own_disks` each host has its own disk at the path: process 0 writes the manifest, and each process writes its
-    own arrays on the disk of its host.
+    With `per_host_storage` each host has its own disk at the path: process 0 writes the manifest, and each process
+    writes its own arrays on the disk of its host.
     """
 
     format: str | None
@@ -32,6 +32,6 @@ class SaveOptions(NamedTuple):
     memory_limit: int | None
     background: bool
     progress: bool
-    of_format: Mapping[str, Any]
-    given: frozenset[str] = frozenset()
-    own_disks: bool = False
+    format_options: Mapping[str, Any]
+    explicit_info: frozenset[str] = frozenset()
+    per_host_storage: bool = False

@@ -11,24 +11,24 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from .._core import html
-from .._core.readable import nbytes
 from .._core.source import Written
+from .._core.units import nbytes
 from .._processes import coordinator
 from .._processes.calls import Call
 from .._pytree import devices
-from .._pytree.on_demand import Supply
-from .._pytree.staging import Staging
-from .._threads.alive import Alive
+from .._pytree.lazy_supply import ShardSupply
+from .._pytree.staged_supply import StagedSupply
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
+from .._threads.weak_registry import WeakRegistry
 from ..errors import RequestError, SaveError, TreeringError
 
 _log = logging.getLogger("treering")
-_LONG_STALL = 1.0  # seconds
+_LONG_STALL_SECONDS = 1.0  # seconds
 
-last: Latch | None = None  # set when the latest save is over: saves are written in the order of the calls
-unseen: "list[PendingSave]" = []  # failed saves whose error no caller has got yet
-_alive: "Alive[PendingSave]" = Alive()
+last_finished: Latch | None = None  # set when the latest save is over: saves are written in the order of the calls
+unreported: "list[PendingSave]" = []  # failed saves whose error no caller has got yet
+_live_saves: "WeakRegistry[PendingSave]" = WeakRegistry()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -95,7 +95,7 @@ class PendingSave:
         self,
         path: str,
         step: int | None,
-        staging: Supply,
+        staging: ShardSupply,
         call: Call,
         *,
         managed: bool,
@@ -105,23 +105,23 @@ class PendingSave:
     ):
         self.path = path
         self.step = step
-        self._staging = staging
+        self._supply = staging
         self._call = call
         self._managed = managed
         self._blocking = blocking
-        self._begun = time.perf_counter() if begun is None else begun
-        self._stall, self._waited = 0.0, waited
-        self._returned = Latch()  # set when the caller's thread is free again
+        self._start_time = time.perf_counter() if begun is None else begun
+        self._stall_seconds, self._wait_seconds = 0.0, waited
+        self._caller_released = Latch()  # set when the caller's thread is free again
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = Latch()
         self._reported = False  # True if a caller has the error, or is about to get it
-        _alive.add(self)
+        _live_saves.add(self)
 
     @classmethod
-    def _of_failure(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
+    def _already_failed(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
         """Returns a save that failed in this process before it began. Its peers may have begun theirs."""
-        pending = cls(path, step, Staging([], [], None), call, managed=True)
+        pending = cls(path, step, StagedSupply([], [], None), call, managed=True)
         pending._error = error
         pending._finished.set()
         return pending
@@ -140,19 +140,19 @@ class PendingSave:
         """True if a caller has got the error, from `result` or from the call that began the save."""
         return self._reported
 
-    def seen(self) -> BaseException:
+    def take_error(self) -> BaseException:
         """Returns the error of a failed save, and marks it as reported."""
-        self._seen()
+        self._mark_reported()
         assert self._error is not None
         return self._error
 
-    def tell_log(self) -> None:
+    def log_error(self) -> None:
         """Logs the error of this process, and marks it as reported.
 
         Used if process 0 raises no error, so that this process must not raise alone. Process 0 raises none if its save
         succeeded, or if its caller has got the error already.
         """
-        self._seen()
+        self._mark_reported()
         _log.error("%s: in this process the save failed: %s", self.path, self._error)
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -164,7 +164,7 @@ class PendingSave:
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it continues")
         if self._error:
-            self._seen()
+            self._mark_reported()
             raise self._error
         assert self._report
         return self._report
@@ -176,77 +176,77 @@ class PendingSave:
     def _fail(self, reason: BaseException) -> None:
         """Aborts the save unless it is over. The caller raises `reason`."""
         self._reported = True
-        self._returned.set()
-        self._staging.fail(reason)
+        self._caller_released.set()
+        self._supply.fail(reason)
 
     def _cancel(self, reason: BaseException) -> None:
         """Aborts the save, and waits until it is over and its files are removed. The caller raises `reason`."""
         self._fail(reason)
         self._call.cancel(reason)
         self._finished.wait()
-        self._seen()
+        self._mark_reported()
 
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, pool: ThreadPool) -> None:
         """Runs the save in the thread that saves."""
         try:
-            with pool, devices.explicit():
-                self._staging.writers_needed.wait()
-                self._await(previous)
-                self._staging.check()
+            with pool, devices.allow_transfers():
+                self._supply.writers_needed.wait()
+                self._wait_for_previous(previous)
+                self._supply.check()
                 write(pool)
         except BaseException as error:
-            self._staging.fail(error)  # Otherwise the caller would wait for room that no writer makes.
+            self._supply.fail(error)  # Otherwise the caller would wait for room that no writer makes.
             if self._reported:
                 # The caller raises this error. Its frames may still run in the caller's thread, so they stay as they
                 # are; `_as_save_error` would clear them.
                 self._error = error
             else:
                 self._error = _as_save_error(error, self.path)
-                unseen.append(self)
+                unreported.append(self)
         finally:
-            self._staging.clear()
+            self._supply.clear()
             self._call.close(self._error)
             self._finished.set()
 
-    def _await(self, previous: Latch | None) -> None:
+    def _wait_for_previous(self, previous: Latch | None) -> None:
         """Waits until the previous save is over or this one has failed."""
         if previous is None or previous.is_set():
             return
         since = time.perf_counter()
-        while not self._staging.failed and not previous.wait(0.1):
+        while not self._supply.failed and not previous.wait(0.1):
             pass
-        if self._blocking or not self._returned.is_set():  # The caller has waited too, at least for room.
-            self._waited += time.perf_counter() - since
+        if self._blocking or not self._caller_released.is_set():  # The caller has waited too, at least for room.
+            self._wait_seconds += time.perf_counter() - since
 
-    def _returns(self) -> None:
+    def _release_caller(self) -> None:
         """Notes that the caller continues."""
-        self._stall = time.perf_counter() - self._begun
-        self._returned.set()
+        self._stall_seconds = time.perf_counter() - self._start_time
+        self._caller_released.set()
 
     def _warn_of_stall(self) -> None:
         """Logs a warning if the call blocked the training loop for long. The warning says what helps."""
-        if self._stall < _LONG_STALL:
+        if self._stall_seconds < _LONG_STALL_SECONDS:
             return
-        if self._waited > self._stall / 2:
-            why, help = f", {self._waited:.1f} s of it for the previous save", ', and so does when_busy="skip"'
+        if self._wait_seconds > self._stall_seconds / 2:
+            why, help = f", {self._wait_seconds:.1f} s of it for the previous save", ', and so does when_busy="skip"'
         else:
             why, help = ", while the state was copied", ""
-        stood = f"step {self.step}: the loop stood still for {self._stall:.1f} s"
+        stood = f"step {self.step}: the loop stood still for {self._stall_seconds:.1f} s"
         _log.warning("%s: %s%s; a larger save_every helps%s", self.path, stood, why, help)
 
-    def _committed(self, written: Written) -> SaveReport:
-        seconds = time.perf_counter() - self._begun
-        self._returned.wait()  # The caller has staged everything and is about to return, so `_stall` is known.
+    def _make_report(self, written: Written) -> SaveReport:
+        seconds = time.perf_counter() - self._start_time
+        self._caller_released.wait()  # The caller has staged everything and is about to return, so `_stall` is known.
         nbytes, *parts = written
-        stall = seconds if self._blocking else self._stall
-        waited = min(self._waited, stall)
+        stall = seconds if self._blocking else self._stall_seconds
+        waited = min(self._wait_seconds, stall)
         self._report = SaveReport(self.path, self.step, nbytes, stall, max(seconds, stall), *parts, wait_seconds=waited)
         return self._report
 
-    def _seen(self) -> None:
+    def _mark_reported(self) -> None:
         self._reported = True
         with contextlib.suppress(ValueError):
-            unseen.remove(self)
+            unreported.remove(self)
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"
@@ -280,32 +280,32 @@ def as_save_error(path: str) -> Iterator[None]:
         raise wrapped from wrapped.__cause__
 
 
-def alive() -> "list[PendingSave]":
+def live_saves() -> "list[PendingSave]":
     """Returns the saves of this process that are still referenced."""
-    return _alive.all()
+    return _live_saves.all()
 
 
-def wait_for_all_in(directory: str) -> None:
+def wait_for_saves_in(directory: str) -> None:
     """Waits until no save of this process into a directory is in progress, whichever call began it."""
-    for pending in alive():
+    for pending in live_saves():
         if os.path.dirname(pending.path) == directory:
             pending._wait()
 
 
 @atexit.register
-def _report_unseen() -> None:
-    for pending in unseen:
+def _print_unreported() -> None:
+    for pending in unreported:
         print(f"treering: a save in the background failed: {pending.path}", file=sys.stderr)
         traceback.print_exception(pending._error)
 
 
 def _forget_after_fork() -> None:
     """Ends the saves of the parent in a forked child, because the child has none of the threads that write them."""
-    global last
-    last = None
+    global last_finished
+    last_finished = None
     coordinator.forget_after_fork()
-    unseen.clear()
-    for pending in _alive.all():
+    unreported.clear()
+    for pending in _live_saves.all():
         if not pending.done():
             pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
             pending._finished = Latch()  # A thread of the parent may have held the old one's lock at the fork.

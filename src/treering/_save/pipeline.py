@@ -1,6 +1,6 @@
 """Prepares a save: describes the tree, chooses a way to save it, and plans that way.
 
-`save.start` then runs the plan: the caller's thread stages the arrays, and a background thread writes and commits.
+`save.start_save` then runs the plan: the caller's thread stages the arrays, and a background thread writes and commits.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from .native_ways import read_while_written, staged
 from .options import SaveOptions
 from .prepared import Prepared
 from .process_0_ways import copied_by_process_0, via_native
-from .target import Target, check_kept
+from .save_target import SaveTarget, check_info_kept
 
-_PLANS: dict[Way, Callable[[Target, Any], Prepared]] = {
+_PLANS: dict[Way, Callable[[SaveTarget, Any], Prepared]] = {
     Way.STAGED: staged,
     Way.READ_WHILE_WRITTEN: read_while_written,
     Way.FOREIGN: foreign,
@@ -36,10 +36,10 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     Raises the errors that `treering.save` raises before it writes anything.
     """
     check_list(options.rules)
-    target = Target(call, stores.of(path), path, format, info, options)
+    target = SaveTarget(call, stores.get(path), path, format, info, options)
     contents = describe(target, tree)
     target = limited(target, contents.described)
     way = choose(target, contents)
     if isinstance(contents, Changed) and format.name != "treering":
-        check_kept(target, contents.view)
+        check_info_kept(target, contents.view)
     return _PLANS[way](target, contents)

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .._core.source import Written
-from .._pytree.on_demand import OnDemand, Supply
+from .._pytree.lazy_supply import LazySupply, ShardSupply
 from .._threads.pool import ThreadPool
 
 
 class Prepared(NamedTuple):
     """A save that is ready to begin: the caller runs `supply`, then the background calls `write`."""
 
-    supply: Supply
+    supply: ShardSupply
     write: Callable[[ThreadPool], Written]
 
 
-def releasing(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Callable[[ThreadPool], Written]:
+def releasing(reading: LazySupply, write: Callable[[ThreadPool], Written]) -> Callable[[ThreadPool], Written]:
     """Wraps `write`, which is called once, so that `reading` is released when it ends, also by an error.
 
     A caller that waits until the tree is read returns then.
@@ -26,6 +26,6 @@ def releasing(reading: OnDemand, write: Callable[[ThreadPool], Written]) -> Call
         try:
             return once.pop()(pool)
         finally:
-            reading.release()
+            reading.release_caller()
 
     return write_and_release

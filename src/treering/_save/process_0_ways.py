@@ -12,32 +12,32 @@ from .. import formats
 from .._core.source import Written
 from .._core.views import View
 from .._processes import coordinator
-from .._pytree.on_demand import OnDemand
+from .._pytree.lazy_supply import LazySupply
 from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool
 from . import native_ways
 from .contents import Changed
 from .foreign_way import foreign
 from .prepared import Prepared
-from .target import Target, check_free_for_all, check_no_iterators
+from .save_target import SaveTarget, check_no_iterators, check_path_free
 
 
-def copied_by_process_0(target: Target, contents: Changed) -> Prepared:
+def copied_by_process_0(target: SaveTarget, contents: Changed) -> Prepared:
     """Plans the save of a checkpoint that all processes have opened. Process 0 copies it while its peers wait."""
     call = target.call
     if call.index == 0:
         own = _copying(target, contents.view)
     else:
-        own = Prepared(OnDemand(contents.view, []), lambda pool: Written(0, 0))
+        own = Prepared(LazySupply(contents.view, []), lambda pool: Written(0, 0))
 
     def write(pool: ThreadPool) -> Written:
-        call.doing("copying in process 0")
+        call.set_activity("copying in process 0")
         return Written(*call.broadcast(lambda: list(own.write(pool))))
 
     return Prepared(own.supply, write)
 
 
-def via_native(target: Target, contents: Changed) -> Prepared:
+def via_native(target: SaveTarget, contents: Changed) -> Prepared:
     """Plans a save that one process must write, of a tree that is spread over several.
 
     All processes save the tree next to the path, in the native format. Process 0 then makes the requested checkpoint
@@ -52,13 +52,13 @@ def via_native(target: Target, contents: Changed) -> Prepared:
 
 
 def _write_via_native(
-    target: Target, parts: native_ways.Parts, change: Callable[[Checkpoint], View], pool: ThreadPool
+    target: SaveTarget, parts: native_ways.Parts, change: Callable[[Checkpoint], View], pool: ThreadPool
 ) -> Written:
     call = target.call
     with contextlib.ExitStack() as scratch:
 
         def begin() -> str:
-            check_free_for_all(target)
+            check_path_free(target)
             return scratch.enter_context(target.store.scratch_folder(target.path))
 
         def copy() -> list[float]:
@@ -73,11 +73,11 @@ def _write_via_native(
                 with contextlib.suppress(OSError):
                     target.store.remove_folder(folder)
             raise
-        call.doing("writing in process 0")
+        call.set_activity("writing in process 0")
         return Written(*call.broadcast(copy))
 
 
-def _copying(target: Target, view: View, check: Callable[[], None] = lambda: None) -> Prepared:
+def _copying(target: SaveTarget, view: View, check: Callable[[], None] = lambda: None) -> Prepared:
     """Plans the save of a view of a checkpoint by this process alone."""
     write_alone = native_ways.read_while_written if target.format.name == "treering" else foreign
-    return write_alone(target._replace(call=coordinator.begin("copy", processes="this")), Changed(view), check)
+    return write_alone(target._replace(call=coordinator.begin_call("copy", processes="this")), Changed(view), check)

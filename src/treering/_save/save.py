@@ -15,8 +15,8 @@ import numpy as np
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.json_floats import as_text
-from .._core.tracebacks import at_the_caller
+from .._core.json_floats import floats_to_text
+from .._core.tracebacks import hide_internal_frames
 from .._core.views import View
 from .._processes import coordinator
 from .._processes.calls import Call
@@ -24,7 +24,7 @@ from .._pytree import devices
 from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
-from .._threads.reentry import alone, refuse_within
+from .._threads.reentry import non_reentrant, refuse_reentry
 from .._version import __version__
 from ..errors import MismatchError, SaveError, UnsupportedError
 from ..formats import Format
@@ -33,18 +33,18 @@ from ..formats.treering.commit import check_free
 from ..rules import Rule
 from . import pending as _pending
 from . import pipeline
-from .inputs import view_of
-from .metadata import plain
-from .metrics import encoded
+from .metadata import metadata_to_json
+from .metrics import encode_metrics
 from .options import FormatOptions, SaveOptions
 from .pending import PendingSave, SaveReport
-from .target import Target, check_free_for_all, check_kept, check_no_iterators
+from .save_source import save_view
+from .save_target import SaveTarget, check_info_kept, check_no_iterators, check_path_free
 
 _log = logging.getLogger("treering")
-_WRITERS = 4  # threads of a save; while some wait for the disk, another copies and hashes
+_WRITER_THREADS = 4  # threads of a save; while some wait for the disk, another copies and hashes
 
 
-@at_the_caller
+@hide_internal_frames
 def save(
     path: str | os.PathLike[str],
     tree: Any,
@@ -94,14 +94,22 @@ def save(
     Treering has removed everything that it wrote. Raises `PeerError` if another process is gone or does not make the
     call.
     """
-    what = _what(path, step)
-    refuse_within(what)
-    call = coordinator.begin(what, timeout=timeout, processes=processes)
-    with coordinator.ending(call):
+    what = _call_text(path, step)
+    refuse_reentry(what)
+    call = coordinator.begin_call(what, timeout=timeout, processes=processes)
+    with coordinator.ending_call(call):
         requested = SaveOptions(
-            format, overwrite, rules, dtype, memory_limit, False, progress, options, _given(step, metrics, metadata)
+            format,
+            overwrite,
+            rules,
+            dtype,
+            memory_limit,
+            False,
+            progress,
+            options,
+            _explicit_info(step, metrics, metadata),
         )
-        pending = start(call, path, tree, _describe_with(tree, step, metrics, metadata), requested)
+        pending = start_save(call, path, tree, _encode_info_of(tree, step, metrics, metadata), requested)
     try:
         return pending.result()
     except BaseException as error:
@@ -109,7 +117,7 @@ def save(
         raise
 
 
-@at_the_caller
+@hide_internal_frames
 def save_async(
     path: str | os.PathLike[str],
     tree: Any,
@@ -139,39 +147,47 @@ def save_async(
     only if the copies would take more than a quarter of the available memory (256 MiB are always allowed), or if the
     copies of all processes of a host would leave less than an eighth of its memory. Treering logs that.
     """
-    what = _what(path, step)
-    refuse_within(what)
-    call = coordinator.begin(what, timeout=timeout, processes=processes)
-    with coordinator.ending(call):
+    what = _call_text(path, step)
+    refuse_reentry(what)
+    call = coordinator.begin_call(what, timeout=timeout, processes=processes)
+    with coordinator.ending_call(call):
         requested = SaveOptions(
-            format, overwrite, rules, dtype, memory_limit, True, progress, options, _given(step, metrics, metadata)
+            format,
+            overwrite,
+            rules,
+            dtype,
+            memory_limit,
+            True,
+            progress,
+            options,
+            _explicit_info(step, metrics, metadata),
         )
-        return start(call, path, tree, _describe_with(tree, step, metrics, metadata), requested)
+        return start_save(call, path, tree, _encode_info_of(tree, step, metrics, metadata), requested)
 
 
-def _given(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> frozenset[str]:
+def _explicit_info(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> frozenset[str]:
     about = {"step": step, "metrics": metrics, "metadata": metadata}
     return frozenset(name for name, value in about.items() if value is not None)
 
 
-def _describe_with(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
+def _encode_info_of(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
     """Returns the information to record with the tree. A copied checkpoint keeps what the caller does not give."""
     if isinstance(tree, Checkpoint):
         step = tree.step if step is None else step
         metrics = tree.metrics if metrics is None else metrics
         metadata = tree.metadata if metadata is None else metadata
-    return describe(step, metrics, metadata)
+    return encode_info(step, metrics, metadata)
 
 
-def _what(path: str | os.PathLike[str], step: int | None) -> str:
+def _call_text(path: str | os.PathLike[str], step: int | None) -> str:
     return f"save({stores.absolute(path)!r}{'' if step is None else f', step={step}'})"
 
 
-@devices.explicit()
+@devices.allow_transfers()
 # A nested call would deadlock: the writing thread waits until this call has staged everything, and the nested save
 # would wait for the writing thread.
-@alone
-def start(
+@non_reentrant
+def start_save(
     call: Call,
     path: str | os.PathLike[str],
     tree: Any,
@@ -187,7 +203,7 @@ def start(
     seconds since then for the previous save. `call` ends with the save; if this function raises, its caller ends it.
     """
     begun = time.perf_counter() if begun is None else begun
-    call.doing("copying the state")
+    call.set_activity("copying the state")
     if hooks is None:
         _raise_failed(call)
     place = stores.absolute(path)
@@ -195,11 +211,11 @@ def start(
     prepared = pipeline.prepare(call, place, tree, info, options, format)
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
-            hooks.enter()
+            hooks.on_start()
         # In all other cases the background thread checks the path: process 0 checks it for all processes, and a request
         # to a bucket would block the caller too long.
-        if call.count == 1 and format.name == "treering" and stores.of(place).has_folders:
-            check_free(stores.of(place), place, overwrite=options.overwrite)
+        if call.count == 1 and format.name == "treering" and stores.get(place).has_folders:
+            check_free(stores.get(place), place, overwrite=options.overwrite)
     pending = PendingSave(
         place,
         info.step,
@@ -213,25 +229,25 @@ def start(
 
     def write(pool: ThreadPool) -> None:
         if hooks and call.index == 0:
-            hooks.before()
-        report = pending._committed(prepared.write(pool))
+            hooks.before_write()
+        report = pending._make_report(prepared.write(pool))
         with contextlib.suppress(Exception):  # A log handler may raise. The checkpoint is committed all the same.
             _log.info("saved %s", report)
         if hooks:
-            call.doing("tidying up")
-            call.broadcast(functools.partial(hooks.after, report))
-            hooks.after_in_all(report)
+            call.set_activity("tidying up")
+            call.broadcast(functools.partial(hooks.after_commit, report))
+            hooks.after_commit_all(report)
 
-    previous = _pending.last
+    previous = _pending.last_finished
     pool = thread = None
     try:
-        pool = ThreadPool(_WRITERS)
+        pool = ThreadPool(_WRITER_THREADS)
         thread = threading.Thread(target=pending._run, args=(write, previous, pool), name="treering-save", daemon=False)
         pool.start(thread)
-        _pending.last = pending._finished
+        _pending.last_finished = pending._finished
         with gc_paused() if options.memory_limit is None else contextlib.nullcontext():
             prepared.supply.run()
-        pending._returns()
+        pending._release_caller()
     except BaseException as error:
         pending._fail(error)
         if thread and thread.ident is not None:
@@ -247,73 +263,73 @@ def _raise_failed(call: Call) -> None:
 
     With several processes, process 0 chooses the save, because a peer may not know of the failure yet.
     """
-    failed = [pending for pending in _pending.unseen if not pending._managed]
+    failed = [pending for pending in _pending.unreported if not pending._managed]
     if call.count == 1:
         if failed:
             failed[0].result()
         return
     first = call.broadcast(lambda: [failed[0]._call.name, str(failed[0]._error)] if failed else None)
     if first:
-        for pending in _pending.alive():
+        for pending in _pending.live_saves():
             if pending._call.name == first[0]:
                 pending.result()
         raise SaveError(first[1])  # This process no longer references the failed save, so it has only the text.
 
 
-def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[Target, View]:
+def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[SaveTarget, View]:
     """Returns the target of a save of a checkpoint, and the view of its leaves, without saving.
 
     Raises the errors that `save` raises before it reads arrays. Only the real save finds leaves that the format cannot
     hold.
     """
-    place, info = stores.absolute(path), _describe_with(ckpt, None, None, None)
-    call = coordinator.begin(_what(path, None), processes="this")
-    target = Target(call, stores.of(place), place, _format_for(place, options), info, options)
-    view = view_of(ckpt, options.rules, options.dtype, info)
+    place, info = stores.absolute(path), _encode_info_of(ckpt, None, None, None)
+    call = coordinator.begin_call(_call_text(path, None), processes="this")
+    target = SaveTarget(call, stores.get(place), place, _format_for(place, options), info, options)
+    view = save_view(ckpt, options.rules, options.dtype, info)
     if target.format.name != "treering":
-        check_kept(target, view)
+        check_info_kept(target, view)
         check_no_iterators(place, view)
-    check_free_for_all(target)
+    check_path_free(target)
     return target, view
 
 
 def _format_for(place: str, options: SaveOptions) -> Format:
     format = formats.for_path(place, options.format)
-    if format.name == "treering" and options.of_format:
-        raise MismatchError(f"{', '.join(options.of_format)}: the native format has no such option")
+    if format.name == "treering" and options.format_options:
+        raise MismatchError(f"{', '.join(options.format_options)}: the native format has no such option")
     return format
 
 
 class SaveHooks(Protocol):
     """Functions that Treering calls around a save. With several processes, only process 0 calls the first three."""
 
-    def enter(self) -> None:
+    def on_start(self) -> None:
         """Runs in the caller's thread after the tree was checked. An error fails the call."""
         ...
 
-    def before(self) -> None:
+    def before_write(self) -> None:
         """Runs in the background thread before anything is written. An error fails the save."""
         ...
 
-    def after(self, report: SaveReport) -> None:
+    def after_commit(self, report: SaveReport) -> None:
         """Runs in the background thread after the commit. Must not raise."""
         ...
 
-    def after_in_all(self, report: SaveReport) -> None:
+    def after_commit_all(self, report: SaveReport) -> None:
         """Runs after `after`, in all processes. Must not raise."""
         ...
 
 
-def describe(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
+def encode_info(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
     """Encodes the information that is recorded with the tree, as it is now.
 
     Raises `MismatchError` for a bad step or metric, and `UnsupportedError` for metadata that is not JSON.
     """
     number = None if step is None else step_number(step)
-    numbers = encoded(metrics)
+    numbers = encode_metrics(metrics)
     metadata_floats: list[str] = []
     try:
-        metadata = as_text(plain(metadata), "", metadata_floats)
+        metadata = floats_to_text(metadata_to_json(metadata), "", metadata_floats)
         raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
         msgspec.json.encode(numbers)
     except (UnicodeEncodeError, OverflowError) as error:

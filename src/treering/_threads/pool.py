@@ -15,11 +15,11 @@ from typing import Any
 from ..errors import SaveError
 from .latch import Latch
 
-_READERS = 4  # reads in flight
+_MAX_READ_THREADS = 4  # reads in flight
 _INLINE = 4  # jobs; up to so many are faster without a thread
 
 
-def start(*threads: threading.Thread) -> None:
+def start_threads(*threads: threading.Thread) -> None:
     """Starts threads, one after the other. After an interrupt some may start later or never, but none hangs.
 
     `Thread.start` waits in Python code. A ctrl-C right after it took a lock leaves the lock held; then the new thread
@@ -65,7 +65,7 @@ class ThreadPool:
         Raises `SaveError` if not all of `others` can be started.
         """
         try:
-            start(*others, *self._threads)
+            start_threads(*others, *self._threads)
         except SaveError:
             self._threads = [thread for thread in self._threads if thread.ident is not None]
             if any(thread.ident is None for thread in others):
@@ -119,9 +119,9 @@ class ThreadPool:
             del task  # Otherwise its memory would stay until the next task arrives.
 
 
-def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _READERS) -> None:
+def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _MAX_READ_THREADS) -> None:
     """Does all jobs in a few threads. Raises the first error, and then starts no more jobs."""
-    if len(jobs) <= 1 or (threads == _READERS and len(jobs) <= _INLINE):
+    if len(jobs) <= 1 or (threads == _MAX_READ_THREADS and len(jobs) <= _INLINE):
         for job in jobs:
             work(job)
         return

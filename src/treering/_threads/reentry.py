@@ -10,36 +10,36 @@ from typing import Any, TypeVar
 
 from ..errors import MismatchError
 
-_alone: set[CodeType] = set()
-_open: set[CodeType] = set()
+_non_reentrant_codes: set[CodeType] = set()
+_reentrant_codes: set[CodeType] = set()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def alone(function: F) -> F:
+def non_reentrant(function: F) -> F:
     """Marks a function, or a method of an object that writes a run, during which no other call may be made."""
-    _alone.add(function.__code__)
+    _non_reentrant_codes.add(function.__code__)
     return function
 
 
-def calls_back(function: F) -> F:
+def runs_user_code(function: F) -> F:
     """Marks a function that calls the user's code. That code may make other calls, because none has to wait for it."""
-    _open.add(function.__code__)
+    _reentrant_codes.add(function.__code__)
     return function
 
 
-def refuse_within(name: str, owner: object = None) -> None:
+def refuse_reentry(name: str, owner: object = None) -> None:
     """Raises `MismatchError` if the calling function was called in the middle of a function marked with `alone`.
 
     The caller would wait for that function. It cannot continue before the signal handler, or the function of a rule,
     has returned. Methods count only if they are those of `owner`. Containers that flatten themselves, and iterators
-    that return their state, may make calls of their own; see `calls_back`.
+    that return their state, may make calls of their own; see `runs_user_code`.
 
     This looks at the stack and keeps no record, so an interrupt can leave nothing behind.
     """
     frame = sys._getframe(1).f_back
-    while frame and frame.f_code not in _open:
-        if frame.f_code in _alone and frame.f_locals.get("self", owner) is owner:
+    while frame and frame.f_code not in _reentrant_codes:
+        if frame.f_code in _non_reentrant_codes and frame.f_locals.get("self", owner) is owner:
             raise MismatchError(
                 f"{name}: called by the handler of a signal, or a function of a rule, in the middle of another call, "
                 "which cannot end before that returns; let the handler set a flag and save in the loop, or pass "

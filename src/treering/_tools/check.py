@@ -11,23 +11,23 @@ from collections.abc import Iterator
 
 from .. import formats, stores
 from .._core.source import WHOLE, Problem, Share, Source
-from .._run.latest_good import check_kind, check_known
+from .._run.step_fallback import check_format, detect_or_explain
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
-from ..stores.nfs import look_anew
+from ..stores.nfs import refresh_dir_cache
 from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
-from .parts import parts_of
+from .check_targets import find_check_targets
 
 _log = logging.getLogger("treering")
-_CHECK_ATTEMPTS = 5  # A checkpoint that is replaced during its check is checked again this often.
-_DELETION_SECONDS = 2.0  # A step that is being deleted is unrecognizable for at most this long before it is gone.
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_MAX_CHECK_ATTEMPTS = 5  # A checkpoint that is replaced during its check is checked again this often.
+_MAX_DELETION_SECONDS = 2.0  # A step that is being deleted is unrecognizable for at most this long before it is gone.
+_GONE_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 @dataclasses.dataclass
-class Checked:
-    """The result of `check`: the damage, and what was not read. `parts` checkpoints with `nbytes` bytes were read.
+class CheckResult:
+    """The result of `check`: the damage, and what was not read. `targets` checkpoints with `nbytes` bytes were read.
 
     `unsupported` and `closed` say why some checkpoints cannot be checked. `deleted` are the paths of checkpoints that
     were deleted meanwhile. `passed_over` is the number of checkpoints that were committed before `since`. `archived`
@@ -37,7 +37,7 @@ class Checked:
     path: str
     nbytes: int = 0
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    parts: int = 0
+    checkpoints: int = 0
     unsupported: list[TreeringError] = dataclasses.field(default_factory=list)
     closed: list[PermissionError] = dataclasses.field(default_factory=list)
     deleted: list[str] = dataclasses.field(default_factory=list)
@@ -57,7 +57,7 @@ def check(
     *,
     prefix: str | None = None,
     since: float | None = None,
-) -> Checked:
+) -> CheckResult:
     """Checks every byte of a checkpoint, or of a run's steps, and says what was not read.
 
     prefix: the beginning of the names of a run's steps.
@@ -65,16 +65,16 @@ def check(
         of the commit, the time of the file or directory is used.
     """
     place = stores.absolute(path)
-    share = _share(subset)
+    share = _share_of(subset)
     only = None if format is None else formats.get(format)
     try:
         with reading(place):
-            return _verify(place, share, only, prefix, since)
+            return _check_all(place, share, only, prefix, since)
     except UnreadableError as error:
-        return Checked(place, problems=[Problem(place, (), None, str(error))])
+        return CheckResult(place, problems=[Problem(place, (), None, str(error))])
 
 
-def _share(subset: tuple[int, int] | None) -> Share:
+def _share_of(subset: tuple[int, int] | None) -> Share:
     if subset is None:
         return WHOLE
     wrong = f"subset={subset!r}: expected two numbers, such as (2, 5) for the second of five parts"
@@ -87,20 +87,22 @@ def _share(subset: tuple[int, int] | None) -> Share:
     return Share(number, count)
 
 
-def _verify(place: str, share: Share, only: formats.Format | None, prefix: str | None, since: float | None) -> Checked:
-    store = stores.of(place)
-    parts = parts_of(store, place, only, prefix)
-    archived = [posixpath.relpath(one, place) for one in parts.archived]
-    done = Checked(place, closed=list(parts.closed.values()), archived=archived)
-    for part, format in parts.formats.items():
-        below = "" if part == place else posixpath.relpath(part, place)
+def _check_all(
+    place: str, share: Share, only: formats.Format | None, prefix: str | None, since: float | None
+) -> CheckResult:
+    store = stores.get(place)
+    targets = find_check_targets(store, place, only, prefix)
+    archived = [posixpath.relpath(one, place) for one in targets.archived]
+    done = CheckResult(place, closed=list(targets.closed.values()), archived=archived)
+    for target, format in targets.formats.items():
+        below = "" if target == place else posixpath.relpath(target, place)
         try:
-            nbytes = _verify_one(store, part, format, below, done.problems, share, since)
+            nbytes = _check_one(store, target, format, below, done.problems, share, since)
         except NotFoundError as error:
-            if part == place:
+            if target == place:
                 raise
-            if _is_deleted(store, part, native=format == "treering"):
-                _log.info("%s: deleted meanwhile, and not checked", part)
+            if _is_deleted(store, target, native=format == "treering"):
+                _log.info("%s: deleted meanwhile, and not checked", target)
                 done.deleted.append(below)
                 continue
             done.problems.append(Problem(below, (), None, str(error)))
@@ -114,9 +116,9 @@ def _verify(place: str, share: Share, only: formats.Format | None, prefix: str |
         if nbytes is None:
             done.passed_over += 1
         else:
-            done.parts += 1
+            done.checkpoints += 1
             done.nbytes += nbytes
-    if done.deleted and len(done.deleted) == len(parts.formats) + len(parts.closed):
+    if done.deleted and len(done.deleted) == len(targets.formats) + len(targets.closed):
         raise NotFoundError(f"{place}: expected steps to check, found none; all were deleted meanwhile")
     return done
 
@@ -127,29 +129,29 @@ def _is_deleted(store: Store, step: str, *, native: bool) -> bool:
     Treering deletes the manifest of a step first, so a native step without one is being deleted. A step of another
     library is only known to be deleted when its directory is gone, which may take a moment.
     """
-    end = time.monotonic() + _DELETION_SECONDS
+    end = time.monotonic() + _MAX_DELETION_SECONDS
     while True:
         with reading(step):
-            if store.stat(step) is None or (native and summary.look(store, step) is None):
+            if store.stat(step) is None or (native and summary.stat_manifest(store, step) is None):
                 return True
         if time.monotonic() >= end:
             return False
         time.sleep(0.05)
 
 
-def _verify_one(
+def _check_one(
     store: Store, path: str, known: str | None, below: str, found: list[Problem], share: Share, since: float | None
 ) -> int | None:
     """Adds the damage to `found` and returns about how many bytes were read, or None if the commit is before `since`.
 
     Raises `UnsupportedError` and `PermissionError` only after it has read the rest.
     """
-    for _ in range(_CHECK_ATTEMPTS):
+    for _ in range(_MAX_CHECK_ATTEMPTS):
         file = path
         try:
             with reading(path), store.glance(path):
-                format = check_known(store, path) if known is None else formats.get(known)
-                file = summary.file(below) if format.name == "treering" else path
+                format = detect_or_explain(store, path) if known is None else formats.get(known)
+                file = summary.manifest_path(below) if format.name == "treering" else path
                 reader = format.open(store, path)
         except ReplacedError:
             continue
@@ -159,32 +161,32 @@ def _verify_one(
         except OSError as error:
             if isinstance(error, TreeringError):
                 raise
-            if error.errno not in _GONE:
+            if error.errno not in _GONE_ERRORS:
                 raise
-            if known == "treering" and summary.look(store, path) is None:
+            if known == "treering" and summary.stat_manifest(store, path) is None:
                 raise NotFoundError(f"{path}: expected a checkpoint, found nothing") from None
             if known != "treering":
-                check_kind(store, path, known)
+                check_format(store, path, known)
             continue  # It was deleted after it was recognized.
         if since is not None and _committed_at(store, path, reader) < since:
             return None
         problems: list[Problem] = []
-        cannot: UnsupportedError | PermissionError | None = None
+        unchecked_error: UnsupportedError | PermissionError | None = None
         try:
             problems.extend(
                 problem._replace(file=posixpath.join(below, problem.file)) for problem in _problems(reader, share)
             )
         except (UnsupportedError, PermissionError) as error:
-            cannot = error
+            unchecked_error = error
         # Missing files are no damage if the checkpoint was replaced while it was read: then it is read again.
         if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
             found.extend(problems)
-            if cannot:
-                raise cannot
+            if unchecked_error:
+                raise unchecked_error
             begin, end = share.of(reader.nbytes)
             return end - begin
     raise ReplacedError(
-        f"{path}: expected a checkpoint that stays during its check, found it replaced {_CHECK_ATTEMPTS} times; "
+        f"{path}: expected a checkpoint that stays during its check, found it replaced {_MAX_CHECK_ATTEMPTS} times; "
         "check it when no job writes it"
     )
 
@@ -207,11 +209,11 @@ def _is_current(store: Store, path: str, identity: str) -> bool:
 
     Another host may have replaced it. Raises `ReplacedError` if it was deleted.
     """
-    look_anew(store, path)
+    refresh_dir_cache(store, path)
     try:
         return summary.identity(store, path) == identity
     except (CorruptError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in _GONE:
+        if isinstance(error, OSError) and error.errno in _GONE_ERRORS:
             raise ReplacedError(f"{path}: was deleted during its check") from None
         raise_if_momentary(error)
         return True

@@ -8,9 +8,9 @@ from .. import stores
 from .._core import expansion
 from .._core.entries import ArrayEntry
 from .._core.source import arrays_of
-from .._core.tracebacks import at_the_caller
+from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
-from .._run import incoming
+from .._run import external_writes
 from .._run.open import open_checkpoint
 from .._save.options import FormatOptions, SaveOptions
 from .._save.pending import SaveReport
@@ -18,7 +18,7 @@ from .._save.save import preview, save
 from ..rules import Rule
 
 
-@at_the_caller
+@hide_internal_frames
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -31,7 +31,7 @@ def convert(
     dtype: Any = None,
     overwrite: bool = False,
     memory_limit: int | None = 1 << 30,
-    max_expansion: float = expansion.MOST,
+    max_expansion: float = expansion.MAX_RATIO,
     progress: bool = False,
     **options: "Unpack[FormatOptions]",
 ) -> SaveReport:
@@ -98,6 +98,6 @@ def open_source(
     ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
     expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
     place = stores.absolute(dst)
-    if (run := incoming.run_around(stores.of(place), place)) is not None:
-        incoming.check(stores.of(place), run)
+    if (run := external_writes.enclosing_run(stores.get(place), place)) is not None:
+        external_writes.check_no_writer(stores.get(place), run)
     return ckpt

@@ -9,22 +9,22 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 
 from .. import formats, stores
-from .._core.leaf_paths import few
-from .._run import incoming, new_run
-from .._run import run as _run
-from .._run.latest_good import check_known, listed_again
+from .._core.leaf_paths import join_names
+from .._run import external_writes, new_run
+from .._run import run_layout as _run
+from .._run.step_fallback import detect_or_explain, retry_if_replaced
 from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
-from .one_copy import OneCopy
+from .checkpoint_copy import CheckpointCopy
 
-_FOREIGN = "written by another library; convert it instead"
+_FOREIGN_REASON = "written by another library; convert it instead"
 _log = logging.getLogger("treering")
 
 
 @dataclasses.dataclass
-class Copied:
+class CopyResult:
     """The paths that a copy has handled, or would handle.
 
     `copied`: the new copies. `there`: copies that existed, with the same manifest and files of the right size.
@@ -38,11 +38,11 @@ class Copied:
     gone: list[str] = dataclasses.field(default_factory=list)
     nbytes: int = 0
 
-    def _moved(self, nbytes: int) -> None:
+    def _add_bytes(self, nbytes: int) -> None:
         self.nbytes += nbytes
 
     @contextlib.contextmanager
-    def _passing_over(self, one: OneCopy, single: bool) -> Iterator[None]:
+    def _noting_failures(self, one: CheckpointCopy, single: bool) -> Iterator[None]:
         """Notes and logs the error that keeps a step of a run from being copied.
 
         Raises the error of a single checkpoint, and a `PermissionError` of the target.
@@ -55,14 +55,14 @@ class Copied:
             if isinstance(error, ReplacedError):
                 self.gone.append(one.path)
             else:
-                self._left(one.path, error)
+                self._leave_behind(one.path, error)
 
-    def _left(self, path: str, why: object) -> None:
+    def _leave_behind(self, path: str, why: object) -> None:
         _log.error("not copied: %s", why)
         self.left_behind.append(path)
 
 
-def copy_all(
+def copy_checkpoints(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -70,7 +70,7 @@ def copy_all(
     overwrite: bool = False,
     dry_run: bool = False,
     prefix: str | None = None,
-) -> Copied:
+) -> CopyResult:
     """Copies a checkpoint of the native format, or all steps of a run that the target lacks, the newest first.
 
     Existing copies receive pins and recorded metrics. They are read only with `overwrite`: then copies that differ are
@@ -88,29 +88,33 @@ def copy_all(
     and an `ExistsError` that names the job that writes the target.
     """
     path, to = stores.absolute(source), stores.absolute(target)
-    here, there = stores.of(path), stores.of(to)
-    if here is there and here.real_path(path) == there.real_path(to):
+    source_store, target_store = stores.get(path), stores.get(to)
+    if source_store is target_store and source_store.real_path(path) == target_store.real_path(to):
         raise MismatchError(f"{to}: expected a target other than the source, found the source itself")
-    done = Copied()
-    single = summary.look(here, path) is not None
+    done = CopyResult()
+    single = summary.stat_manifest(source_store, path) is not None
     if single:
         if steps or prefix is not None:
-            meant = new_run.meant(here, path)
+            meant = new_run.suggest_run(source_store, path)
             raise MismatchError(f"{path}: expected a run to choose steps from, found one checkpoint{meant}")
-        pairs, run, prefix = [OneCopy(here, path, there, to)], incoming.run_around(there, to), _run.PREFIX
+        pairs, run, prefix = (
+            [CheckpointCopy(source_store, path, target_store, to)],
+            external_writes.enclosing_run(target_store, to),
+            _run.DEFAULT_PREFIX,
+        )
     else:
-        names = _names(here, path, steps, prefix, done)
+        names = _names_to_copy(source_store, path, steps, prefix, done)
         paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
-        pairs = [OneCopy(here, one, there, other) for one, other in paths]
-        prefix, run = _run.prefix_of(here, path) if prefix is None else prefix, to
-        check_target(there, to, prefix)
+        pairs = [CheckpointCopy(source_store, one, target_store, other) for one, other in paths]
+        prefix, run = _run.find_prefix(source_store, path) if prefix is None else prefix, to
+        check_target(target_store, to, prefix)
     if run is not None:
-        incoming.check(there, run)
-    same: dict[OneCopy, bool | None] = {}
+        external_writes.check_no_writer(target_store, run)
+    same: dict[CheckpointCopy, bool | None] = {}
     for one in pairs:
-        with done._passing_over(one, single):
+        with done._noting_failures(one, single):
             same[one] = one.is_same(thorough=overwrite)
-    if not overwrite and (differing := [one.to for one, is_same in same.items() if is_same is False]):
+    if not overwrite and (differing := [one.target for one, is_same in same.items() if is_same is False]):
         raise ExistsError(
             f"{differing[0]}: expected a copy of the step or nothing, found another checkpoint or a damaged copy; "
             "overwrite=True replaces it"
@@ -120,61 +124,65 @@ def copy_all(
             one.check_unpinned()
     writes = run is not None and not dry_run and not all(same.values())
     replaces = any(is_same is False and one.differs() for one, is_same in same.items())
-    taken = incoming.writing(there, run, prefix, replaces=replaces) if run is not None and writes else None
-    with taken or contextlib.nullcontext():
+    lock = (
+        external_writes.locked_run(target_store, run, prefix, replaces=replaces) if run is not None and writes else None
+    )
+    with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
         for one, is_same in reversed(same.items()):
-            with done._passing_over(one, single):
+            with done._noting_failures(one, single):
                 if not is_same:
                     make = one.measure if dry_run else functools.partial(one.make, absent=is_same is None)
-                    listed_again(functools.partial(make, done._moved))
+                    retry_if_replaced(functools.partial(make, done._add_bytes))
                 elif not dry_run:
                     one.complete()
-                (done.there if is_same else done.copied).append(one.to)
+                (done.there if is_same else done.copied).append(one.target)
     if done.gone and not (done.copied or done.there or done.left_behind):
         raise ReplacedError(f"{path}: expected a step, found none: all steps were deleted meanwhile")
     if done.gone:
-        _log.warning("%s: steps deleted since the copy began are not copied: %s", path, _few_names(done.gone))
-    if not single and (archived := _run.aside(here, path)):
-        _log.warning("%s: archived steps are not copied: %s", path, few(tuple(archived)))
+        _log.warning("%s: steps deleted since the copy began are not copied: %s", path, _join_names(done.gone))
+    if not single and (archived := _run.archived_runs(source_store, path)):
+        _log.warning("%s: archived steps are not copied: %s", path, join_names(tuple(archived)))
     return done
 
 
-def _few_names(paths: Sequence[str]) -> str:
-    return few(tuple(map(posixpath.basename, paths)))
+def _join_names(paths: Sequence[str]) -> str:
+    return join_names(tuple(map(posixpath.basename, paths)))
 
 
-def _names(store: Store, path: str, steps: Sequence[range], prefix: str | None, done: Copied) -> list[str]:
+def _names_to_copy(store: Store, path: str, steps: Sequence[range], prefix: str | None, done: CopyResult) -> list[str]:
     """Returns the directories of the steps to copy, ascending. Notes wanted steps that cannot be copied in `done`."""
-    names = _run.committed(store, path, prefix)
+    names = _run.committed_names(store, path, prefix)
     if prefix is not None and not names:
         raise NotFoundError(f"{path}: expected a run with steps whose names begin with {prefix!r}, found none")
     foreign = formats.foreign_steps(store, path, set(names.values()))
     if not names:
         first = next(iter(foreign.values())).path if foreign else path
         if not foreign:
-            check_known(store, path)
-        raise UnsupportedError(f"{first}: {_FOREIGN}")
-    others = {step: (one.path, _FOREIGN) for step, one in foreign.items()} | _closed(store, path, prefix, names)
+            detect_or_explain(store, path)
+        raise UnsupportedError(f"{first}: {_FOREIGN_REASON}")
+    others = {step: (one.path, _FOREIGN_REASON) for step, one in foreign.items()} | _closed_steps(
+        store, path, prefix, names
+    )
     for wanted in steps:
         if not any(step in wanted for step in (*names, *others)):
             text = f"step {wanted[0]}" if len(wanted) == 1 else f"steps from {wanted[0]} to {wanted[-1]}"
-            raise NotFoundError(f"{path}: expected {text}, found {_few_names(list(names.values())[-5:])}")
+            raise NotFoundError(f"{path}: expected {text}, found {_join_names(list(names.values())[-5:])}")
     for step, (place, why) in others.items():
         if _is_wanted(step, steps):
-            done._left(place, f"{place}: {why}")
+            done._leave_behind(place, f"{place}: {why}")
     return [name for step, name in names.items() if _is_wanted(step, steps)]
 
 
-def _closed(store: Store, path: str, prefix: str | None, names: Mapping[int, str]) -> dict[int, tuple[str, str]]:
+def _closed_steps(store: Store, path: str, prefix: str | None, names: Mapping[int, str]) -> dict[int, tuple[str, str]]:
     """Returns the steps that are not in `names` because this user may not read them: their paths and the reasons."""
     found: dict[int, tuple[str, str]] = {}
-    prefix = _run.prefix_of(store, path) if prefix is None else prefix
+    prefix = _run.find_prefix(store, path) if prefix is None else prefix
     for name in store.list(path):
-        step, place = _run.parse(name, prefix), posixpath.join(path, name)
+        step, place = _run.parse_step_name(name, prefix), posixpath.join(path, name)
         if step is not None and step not in names:
             try:
-                summary.look(store, place)
+                summary.stat_manifest(store, place)
             except PermissionError as error:
                 found[step] = place, f"cannot be read by this user ({error.strerror})"
     return found
@@ -191,5 +199,5 @@ def check_target(store: Store, to: str, prefix: str) -> None:
     """
     if formats.has_folder(store, to):
         raise ExistsError(f"{to}: expected a run, or nothing, found one checkpoint")
-    if _run.directories(store, to) and (found := _run.prefix_of(store, to)) != prefix:
+    if _run.list_step_names(store, to) and (found := _run.find_prefix(store, to)) != prefix:
         raise MismatchError(f"{to}: expected step names that begin with {prefix!r}, as in the source, found {found!r}")

@@ -9,14 +9,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .. import formats, stores
-from .._run.directory import Directory
+from .._run.run_directory import RunDirectory
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import removal, summary
 from ..stores.store import Store
 from .listing import Row, State, list_run
 
 _log = logging.getLogger("treering")
-_STOPPED = "the run has changed, so nothing more is deleted; look at the run, then start again"
+_STOPPED_TEXT = "the run has changed, so nothing more is deleted; look at the run, then start again"
 
 
 class ChangedError(MismatchError):
@@ -26,64 +26,67 @@ class ChangedError(MismatchError):
 class Inspection:
     """Reads the newest step that would stay, and older ones until one is valid. It reads each step once.
 
-    If `wanted` is false, it reads nothing and judges a step by its manifest. It calls `begins` before it reads a step.
+    If `enabled` is false, it reads nothing and judges a step by its manifest. It calls `on_begin` before it reads a
+    step.
     """
 
-    def __init__(self, wanted: bool, begins: Callable[[Row], None]):
-        self.wanted = wanted
-        self.good: int | None = None  # The newest step that was read and is valid.
+    def __init__(self, enabled: bool, on_begin: Callable[[Row], None]):
+        self.enabled = enabled
+        self.verified_step: int | None = None  # The newest step that was read and is valid.
         self.damaged: list[int] = []
-        self._begins = begins
-        self._known: dict[tuple[str, float | None, int | None, str | None], State] = {}
-        self._newest: tuple[Row, str | None] | None = None  # The valid step that stays, and its identity.
+        self._on_begin = on_begin
+        self._states: dict[tuple[str, float | None, int | None, str | None], State] = {}
+        self._kept_step: tuple[Row, str | None] | None = None  # The valid step that stays, and its identity.
 
-    def judge(self, row: Row) -> State:
+    def inspect(self, row: Row) -> State:
         """Returns the state of a step. Raises `OSError` if the step cannot be read."""
         # The identity is taken before the read, so that a replacement during the read is noticed. Steps of other
         # libraries have no identity.
-        known = summary.known_identity(stores.of(row.path), row.path) if row.format == "treering" else None
+        known = summary.identity_or_none(stores.get(row.path), row.path) if row.format == "treering" else None
         key = row.path, row.created, row.nbytes, known
-        if self.wanted and key not in self._known:
-            self._begins(row)
-            self._known[key] = self._read(row)
-        state = self._known[key] if self.wanted else row.state
+        if self.enabled and key not in self._states:
+            self._on_begin(row)
+            self._states[key] = self._read_state(row)
+        state = self._states[key] if self.enabled else row.state
         if state == "good":
-            self.good = row.step if self.wanted else None
-            self._newest = row, known
+            self.verified_step = row.step if self.enabled else None
+            self._kept_step = row, known
         return state
 
-    def check_stays(self) -> None:
+    def check_kept_step(self) -> None:
         """Raises `ChangedError` if the step that must stay is gone or replaced.
 
         If only damaged steps are deleted, no step must stay.
         """
-        if self._newest is None:
+        if self._kept_step is None:
             return
-        (row, known), store = self._newest, stores.of(self._newest[0].path)
+        (row, known), store = self._kept_step, stores.get(self._kept_step[0].path)
         stays = (
-            summary.known_identity(store, row.path) == known
+            summary.identity_or_none(store, row.path) == known
             if row.format == "treering"
             else formats.is_known(store, row.path)
         )
         if not stays:
-            self.good = None
-            raise ChangedError(f"{row.path}: expected the valid step that stays, found it gone or replaced; {_STOPPED}")
+            self.verified_step = None
+            raise ChangedError(
+                f"{row.path}: expected the valid step that stays, found it gone or replaced; {_STOPPED_TEXT}"
+            )
 
-    def find_newer(self, directory: Directory) -> None:
+    def accept_newer_step(self, directory: RunDirectory) -> None:
         """Chooses a newer step to stay if the chosen one is gone: its job may have saved one and deleted the other.
 
         Raises `ChangedError` if no newer step is valid.
         """
         try:
-            self.check_stays()
+            self.check_kept_step()
         except ChangedError:
-            assert self._newest is not None
-            step = self._newest[0].step
+            assert self._kept_step is not None
+            step = self._kept_step[0].step
             rows = reversed(list_run(directory.root, prefix=directory.steps.prefix).rows)
-            if not any(self.judge(row) == "good" for row in rows if row.step > step and row.state == "good"):
+            if not any(self.inspect(row) == "good" for row in rows if row.step > step and row.state == "good"):
                 raise
 
-    def _read(self, row: Row) -> State:
+    def _read_state(self, row: Row) -> State:
         from .verify import verify  # It imports NumPy, which is slow and not needed if nothing is deleted.
 
         try:
@@ -103,13 +106,13 @@ class Inspection:
         return "damaged"
 
 
-def named(
-    directory: Directory,
+def select_steps(
+    directory: RunDirectory,
     rows: Sequence[Row],
     steps: Collection[int],
     *,
     pinned: bool,
-    judge: Callable[[Row], State],
+    inspect: Callable[[Row], State],
 ) -> list[Row]:
     """Returns the rows of the steps to delete, if all of them may be deleted.
 
@@ -119,17 +122,17 @@ def named(
     """
     store = directory.steps.store
     for step in sorted({*steps} - directory.all_steps().keys()):
-        directory.existing(step)  # It raises the error for a missing step.
+        directory.committed_path(step)  # It raises the error for a missing step.
     chosen = [row for row in rows if row.step in steps]
     for row in chosen:
         if row.format != "treering":
             raise UnsupportedError(
                 f"{row.path}: expected a step of Treering, found one of another library; delete its folder yourself"
             )
-        directory.check_may_go(row.path, pinned=pinned)
+        directory.check_unpinned_and_unlinked(row.path, pinned=pinned)
         removal.check_removable(store, row.path)
     rest = (row for row in reversed(rows) if row.step not in steps)
-    is_good = (judge(row) == "good" for row in rest if row.state == "good")
+    is_good = (inspect(row) == "good" for row in rest if row.state == "good")
     if any(row.state == "good" for row in chosen) and not any(is_good):
         raise MismatchError(
             f"{directory.root}: expected a valid step that stays, found none except those to delete; to start over use "
@@ -139,7 +142,7 @@ def named(
 
 
 @dataclasses.dataclass
-class Removed:
+class RemovalResult:
     """The steps that were deleted, the steps that another process deleted meanwhile, and why others stay."""
 
     deleted: list[Row] = dataclasses.field(default_factory=list)
@@ -147,30 +150,32 @@ class Removed:
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-def identities(directory: Directory) -> dict[str, str | None]:
+def listed_identities(directory: RunDirectory) -> dict[str, str | None]:
     """Returns the identities of the committed steps of a run by path.
 
     Call it before the run is listed: then a step that is replaced in between is not mistaken for the listed one.
     """
-    return {path: summary.known_identity(directory.steps.store, path) for path in directory.steps.committed().values()}
+    return {
+        path: summary.identity_or_none(directory.steps.store, path) for path in directory.steps.committed().values()
+    }
 
 
-def remove(
-    directory: Directory,
+def remove_steps(
+    directory: RunDirectory,
     rows: Sequence[Row],
     known: Mapping[str, str | None],
     inspection: Inspection,
-    done: Removed,
+    done: RemovalResult,
     *,
     to: str | None = None,
     pinned: bool = False,
-    each: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Deletes steps one by one and notes the result of each in `done`. Calls `each` after each step.
+    """Deletes steps one by one and notes the result of each in `done`. Calls `on_step` after each step.
 
     It stops if a step is no longer the listed one, or if the valid step that stays is gone.
 
-    known: the `identities` of the listed steps.
+    known: the `listed_identities` of the listed steps.
     inspection: knows the step that stays.
     to: puts a verified copy of each step into this run before it deletes the step.
     pinned: deletes pinned steps too.
@@ -186,20 +191,20 @@ def remove(
             done.failed[row.step] = str(error)
             return
         except (TreeringError, OSError) as error:
-            if isinstance(error, FileNotFoundError) and summary.look(store, row.path) is None:
+            if isinstance(error, FileNotFoundError) and summary.stat_manifest(store, row.path) is None:
                 done.gone.append(row.step)
             else:
                 done.failed[row.step] = str(error)
         except BaseException:
             # The manifest is deleted first. Without it the step is deleted, even if an interrupt left files.
-            if summary.look(store, row.path) is None:
+            if summary.stat_manifest(store, row.path) is None:
                 done.deleted.append(row)
             raise
-        each()
+        on_step()
 
 
 def _remove_one(
-    directory: Directory, row: Row, known: str | None, inspection: Inspection, to: str | None, pinned: bool
+    directory: RunDirectory, row: Row, known: str | None, inspection: Inspection, to: str | None, pinned: bool
 ) -> bool:
     """Deletes a step. Returns False if another process deleted it at the same time."""
     check_copy: Callable[[], None] = lambda: None  # noqa: E731
@@ -207,19 +212,19 @@ def _remove_one(
     def check() -> None:
         _check_listed(directory.steps.store, row, known)
         check_copy()
-        inspection.check_stays()
+        inspection.check_kept_step()
 
     _check_listed(directory.steps.store, row, known)
-    inspection.find_newer(directory)
+    inspection.accept_newer_step(directory)
     if to is not None:
         from .move import copy_verified
 
         check_copy = copy_verified(row.path, to)
-        inspection.find_newer(directory)  # Again, because copying and reading back may take long.
+        inspection.accept_newer_step(directory)  # Again, because copying and reading back may take long.
     return directory.delete_listed(row.path, pinned=pinned, check=check)
 
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:
     """Raises `ChangedError` if another step has replaced the listed one. A missing step is no error."""
-    if summary.known_identity(store, row.path) != known and summary.look(store, row.path):
-        raise ChangedError(f"{row.path}: expected the listed step, found another in its place; {_STOPPED}")
+    if summary.identity_or_none(store, row.path) != known and summary.stat_manifest(store, row.path):
+        raise ChangedError(f"{row.path}: expected the listed step, found another in its place; {_STOPPED_TEXT}")

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .._core import dtypes, html, states
-from .._core.describe import describe, shorten
+from .._core import dtypes, html, iterator_states
+from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
-from .._core.readable import count
-from .._core.tracebacks import at_the_caller
+from .._core.tracebacks import hide_internal_frames
+from .._core.units import count
 from .._printable import safe
-from .._pytree import box_levels, devices, flax, leaves, walk
+from .._pytree import devices, flax, leaves, variable_levels, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
-from .._save import inputs
+from .._save import save_source
 
 _SLICE_BYTES = 64 << 20  # An array is compared in slices of about this many bytes, to bound the memory.
 
@@ -79,7 +79,7 @@ class Diff:
         return "\n".join(lines)
 
 
-@at_the_caller
+@hide_internal_frames
 def diff(a: Any, b: Any) -> Diff:
     """Compares two trees leaf by leaf and bit by bit. Each is a path, a `Checkpoint` or a live pytree.
 
@@ -87,14 +87,14 @@ def diff(a: Any, b: Any) -> Diff:
 
     Arrays are read and compared in slices. Arrays of JAX and NumPy with the same values are equal.
     """
-    (left, in_left), (right, in_right) = _side(a), _side(b)
+    (left, in_left), (right, in_right) = _leaves_of(a), _leaves_of(b)
     left, right = _without_boxes(left, right, in_right), _without_boxes(right, left, in_left)
     changed: dict[str, str] = {}
     values: dict[str, ValueChange] = {}
     equal = 0
     for path in left:
         if path in right:
-            what = _compare(*left[path], *right[path])
+            what = _compare_leaves(*left[path], *right[path])
             if isinstance(what, ValueChange):
                 values[path] = what
             if what:
@@ -108,36 +108,36 @@ def diff(a: Any, b: Any) -> Diff:
 _Side = Mapping[str, tuple[Entry, Any]]  # The entry and contents of every leaf by path.
 
 
-def _without_boxes(side: _Side, other: _Side, boxes: box_levels.Boxes) -> _Side:
+def _without_boxes(side: _Side, other: _Side, boxes: variable_levels.Boxes) -> _Side:
     """Removes from the paths of a side the levels that its library added for the boxed variables of the other side.
 
     boxes: the boxed variables of the other side, a live tree.
     """
-    found = {there: path for path, there in box_levels.hidden(other, boxes, side).items()}
+    found = {there: path for path, there in variable_levels.find_levels(other, boxes, side).items()}
     return {found.get(path, path): leaf for path, leaf in side.items()} if found else side
 
 
-def _side(source: Any) -> tuple[_Side, box_levels.Boxes]:
+def _leaves_of(source: Any) -> tuple[_Side, variable_levels.Boxes]:
     """Returns the leaves of a side, and the boxed variables if it is a live tree."""
     if isinstance(source, str | os.PathLike):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return {path: (entry, source[path]) for path, entry in source._source.entries.items()}, {}
-    walked, _ = inputs.grafted(walk.walk(flax.split(source).tree))
-    entries = leaves.describe(walked.paths, walked.leaves)[0].entries
-    return {entry.path: (entry, leaf) for entry, leaf in zip(entries, walked.leaves, strict=True)}, walked.boxes
+    flat_tree, _ = save_source.inline_checkpoints(walk.flatten_tree(flax.split(source).tree))
+    entries = leaves.describe_leaves(flat_tree.paths, flat_tree.leaves)[0].entries
+    return {entry.path: (entry, leaf) for entry, leaf in zip(entries, flat_tree.leaves, strict=True)}, flat_tree.boxes
 
 
-def _compare(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
+def _compare_leaves(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | None:
     if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
         same = type(a) is type(b) and (a.type, getattr(a, "value", None)) == (b.type, getattr(b, "value", None))
         if isinstance(a, StatesEntry) or isinstance(b, StatesEntry):
-            same = a.type == b.type and _alike(_states(a, x), _states(b, y))
+            same = a.type == b.type and _are_states_equal(_states(a, x), _states(b, y))
         if not same and isinstance(a, ValueEntry) and isinstance(b, ValueEntry) and a.type == b.type == "iterator":
             return f"iterator{_first_difference(_states(a, x), _states(b, y), '')}"
-        return None if same else f"{_text(a, x)} → {_text(b, y)}"
+        return None if same else f"{_leaf_text(a, x)} → {_leaf_text(b, y)}"
     if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
-        return f"{describe(a)} → {describe(b)}"
+        return f"{describe_entry(a)} → {describe_entry(b)}"
     difference = _Difference()
     for part in _slices(a):
         difference.add(_bits(x, part), _bits(y, part))
@@ -152,13 +152,15 @@ def _states(entry: Entry, leaf: Any) -> Any:
 def _first_difference(a: Any, b: Any, where: str) -> str:
     """Describes the first difference of two iterator states and its place in them."""
     if type(a) is type(b) and isinstance(a, dict):
-        keys = [key for key in a if key not in b or not _alike(a[key], b[key])] + [key for key in b if key not in a]
+        keys = [key for key in a if key not in b or not _are_states_equal(a[key], b[key])] + [
+            key for key in b if key not in a
+        ]
         if keys and keys[0] in a and keys[0] in b:
             return _first_difference(a[keys[0]], b[keys[0]], f"{where}[{keys[0]!r}]")
         return f"{where}: keys {shorten([*a])} → {shorten([*b])}"
     if type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
         for n, (one, other) in enumerate(zip(a, b, strict=True)):
-            if not _alike(one, other):
+            if not _are_states_equal(one, other):
                 return _first_difference(one, other, f"{where}[{n}]")
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and (a.shape, a.dtype) == (b.shape, b.dtype):
         unequal = np.ascontiguousarray(a).view(f"V{a.itemsize}") != np.ascontiguousarray(b).view(f"V{b.itemsize}")
@@ -166,10 +168,10 @@ def _first_difference(a: Any, b: Any, where: str) -> str:
     return f"{where}: {shorten(a)} → {shorten(b)}"
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _are_states_equal(a: Any, b: Any) -> bool:
     """Returns True if two parts of states have the same encoding."""
     parts: tuple[list[Any], list[Any]] = ([], [])
-    if states.encode_state(a, "", 0, parts[0]) != states.encode_state(b, "", 0, parts[1]):
+    if iterator_states.encode_state(a, "", 0, parts[0]) != iterator_states.encode_state(b, "", 0, parts[1]):
         return False
     return all(memoryview(one) == memoryview(other) for one, other in zip(*parts, strict=True))
 
@@ -182,18 +184,18 @@ class _Difference:
         self._largest: float | None = None
         self._magnitude = 0.0
         self._products = self._left = self._right = 0.0
-        self._numbers = True
+        self._is_numeric = True
 
     def add(self, p: np.ndarray, q: np.ndarray) -> None:
         self._size += p.size
         unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
         self._differing += int(unequal.sum())
-        self._numbers = p.dtype.kind not in "MmUSb"
-        if not self._numbers:
+        self._is_numeric = p.dtype.kind not in "MmUSb"
+        if not self._is_numeric:
             return
         with np.errstate(all="ignore"):
-            gaps = _gaps(p, q)
-            p, q = (side.astype(dtypes.widest(side.dtype)) for side in (p, q))
+            gaps = _distances(p, q)
+            p, q = (side.astype(dtypes.compute_dtype(side.dtype)) for side in (p, q))
             a, b = p.view(np.float64), q.view(np.float64)  # A complex number becomes its two parts.
             self._products += float((a * b).sum())
             self._left += float((a * a).sum())
@@ -206,7 +208,7 @@ class _Difference:
     def change(self) -> ValueChange | None:
         if not self._differing:
             return None
-        if not self._numbers:
+        if not self._is_numeric:
             return ValueChange(self._differing, self._size)
         relative = self._largest / self._magnitude if self._magnitude and self._largest is not None else None
         norms = math.sqrt(self._left) * math.sqrt(self._right)
@@ -214,11 +216,11 @@ class _Difference:
         return ValueChange(self._differing, self._size, self._largest, relative, cosine)
 
 
-def _gaps(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+def _distances(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Returns the absolute differences. They are exact for 64-bit integers, whose differences fit unsigned integers."""
     if p.dtype.kind in "iu":
         return np.maximum(p, q).astype(np.uint64) - np.minimum(p, q).astype(np.uint64)
-    p, q = (side.astype(dtypes.widest(side.dtype)) for side in (p, q))
+    p, q = (side.astype(dtypes.compute_dtype(side.dtype)) for side in (p, q))
     return np.abs(p - q)
 
 
@@ -236,7 +238,7 @@ def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
         yield (slice(start, start + count),)
 
 
-@devices.explicit()
+@devices.allow_transfers()
 def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
     """Returns the values of a slice as a contiguous little-endian array of one axis."""
     import jax
@@ -245,9 +247,9 @@ def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
         source = jax.random.key_data(source)
     array = np.asarray(source[part] if part else source)
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return np.ascontiguousarray(dtypes.whole_bytes(little)).reshape(-1)
+    return np.ascontiguousarray(dtypes.defined_bytes(little)).reshape(-1)
 
 
-def _text(entry: Entry, leaf: Any) -> str:
+def _leaf_text(entry: Entry, leaf: Any) -> str:
     leaf = leaf.decode() if isinstance(leaf, ValueEntry) else leaf
-    return describe(entry) if isinstance(entry, ArrayEntry) else f"{entry.type} {leaf!r:.40}"
+    return describe_entry(entry) if isinstance(entry, ArrayEntry) else f"{entry.type} {leaf!r:.40}"

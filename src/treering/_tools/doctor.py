@@ -13,8 +13,8 @@ from .._run.open import restore
 from .._save.save import save
 from ..errors import CorruptError, NotFoundError
 from ..formats.treering import removal
+from ..stores.probe import Finding, disk_findings, drop_page_cache, median_seconds
 from ..stores.store import Store
-from ..stores.trial import Finding, leave_cache, median, of_disk
 
 
 def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Finding]:
@@ -23,27 +23,27 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
     Raises `NotFoundError` if the directory does not exist, and `OSError` if nothing can be written.
     """
     place = stores.absolute(path)
-    store = stores.of(place)
+    store = stores.get(place)
     if store.has_folders and store.stat(place) is None:
         raise NotFoundError(f"{place}: expected a directory, found nothing")
     folder = posixpath.join(place, f"treering-doctor-{os.urandom(4).hex()}")
     store.make_folders(folder, [])
     try:
-        findings = [*of_disk(store, folder), *_of_any(store, folder), *_rates(store, folder, size)]
+        findings = [*disk_findings(store, folder), *_probe_any_store(store, folder), *_probe_rates(store, folder, size)]
     finally:
         _remove(store, folder)
     return findings
 
 
 def _remove(store: Store, folder: str) -> None:
-    removal.remove_leftovers(store, posixpath.join(folder, "checkpoint"), remove_empty=True)
+    removal.collect_garbage(store, posixpath.join(folder, "checkpoint"), remove_empty=True)
     for name in store.list(folder):
         with contextlib.suppress(FileNotFoundError):
             store.delete(posixpath.join(folder, name))
     store.remove_folder(folder)
 
 
-def _of_any(store: Store, folder: str) -> Iterator[Finding]:
+def _probe_any_store(store: Store, folder: str) -> Iterator[Finding]:
     name = posixpath.join(folder, "small")
 
     def put(overwrite: bool) -> None:
@@ -63,17 +63,17 @@ def _of_any(store: Store, folder: str) -> Iterator[Finding]:
             "two jobs that create the same file both succeed: never let two jobs write one run",
         )
     if not store.has_folders:
-        yield Finding("small write", median(lambda: put(True)), "seconds")
-        yield Finding("look at a file", median(lambda: store.stat(name)), "seconds")
-        yield Finding("list", median(lambda: store.list(folder)), "seconds")
+        yield Finding("small write", median_seconds(lambda: put(True)), "seconds")
+        yield Finding("look at a file", median_seconds(lambda: store.stat(name)), "seconds")
+        yield Finding("list", median_seconds(lambda: store.list(folder)), "seconds")
 
 
-def _rates(store: Store, folder: str, size: int) -> Iterator[Finding]:
+def _probe_rates(store: Store, folder: str, size: int) -> Iterator[Finding]:
     path = posixpath.join(folder, "checkpoint")
     array = np.frombuffer(np.random.default_rng(0).bytes(size), np.uint8)
     report = save(path, {"x": array}, processes="this")
     yield Finding("save", size / max(report.seconds, 1e-9), "bytes a second")
-    leave_cache(store, path)
+    drop_page_cache(store, path)
     begun = time.perf_counter()
     found = restore(path, mmap=False)
     seconds = time.perf_counter() - begun

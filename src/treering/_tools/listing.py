@@ -9,19 +9,19 @@ from typing import Literal
 
 from .. import formats, stores
 from .._run import links, new_run
-from .._run import run as _run
-from .._run.latest_good import open_one
-from .._run.steps import Steps
+from .._run import run_layout as _run
+from .._run.step_catalog import StepCatalog
+from .._run.step_fallback import open_in_store
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved
+from ..stores.file_io import is_folder
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
-from ..stores.whole_files import is_folder
-from .parts import closed_in
+from .check_targets import unreadable_steps
 
 _log = logging.getLogger("treering")
-OF_THE_SYSTEM = "lost+found"  # The file system's own folder, which only root may read.
+SYSTEM_FOLDER = "lost+found"  # The file system's own folder, which only root may read.
 State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
 
 
@@ -69,7 +69,7 @@ def list_run(
     path: str | os.PathLike[str],
     keep: Policy | None = None,
     prefix: str | None = None,
-    judge: Callable[[Row], State] = lambda row: row.state,
+    inspect: Callable[[Row], State] = lambda row: row.state,
 ) -> Listing:
     """Lists a run. With `keep`, marks the steps that this policy would delete. Reads manifests, not arrays.
 
@@ -80,37 +80,37 @@ def list_run(
     Raises `NotFoundError` if the path is not a run, and `MismatchError` if the steps have several prefixes.
     """
     place = stores.absolute(path)
-    store = stores.of(place)
+    store = stores.get(place)
     check_run(store, place, prefix)
     with store.glance(place):
-        prefix = prefix if prefix is not None else _run.prefix_of(store, place)
-        steps = Steps(store, place, prefix)
+        prefix = prefix if prefix is not None else _run.find_prefix(store, place)
+        steps = StepCatalog(store, place, prefix)
         own = steps.committed()
         names = {os.path.basename(one) for one in own.values()}
-        rows = [_row(steps, step, one) for step, one in own.items()]
+        rows = [_native_row(steps, step, one) for step, one in own.items()]
         others = formats.foreign_steps(store, place, names)
-        rows += [_foreign(store, step, *one) for step, one in others.items() if step not in own]
+        rows += [_foreign_row(store, step, *one) for step, one in others.items() if step not in own]
         known = {row.step for row in rows}
         for name in store.list(place):
-            step = _run.parse(name, prefix)
+            step = _run.parse_step_name(name, prefix)
             if step is not None and step not in known:
-                rows.append(_uncommitted(store, step, posixpath.join(place, name)))
+                rows.append(_uncommitted_row(store, step, posixpath.join(place, name)))
         rows.sort(key=lambda row: row.step)
-        closed = tuple(path for path, _ in closed_in(store, place, {row.path for row in rows}))
-        archived = tuple(_run.aside(store, place))
-        finished = store.stat(posixpath.join(place, _run.FINISHED)) is not None
-        linked = links.to_steps(store, place)
+        closed = tuple(path for path, _ in unreadable_steps(store, place, {row.path for row in rows}))
+        archived = tuple(_run.archived_runs(store, place))
+        finished = store.stat(posixpath.join(place, _run.FINISHED_MARK)) is not None
+        linked = links.find_links(store, place)
         rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
         for n in reversed(range(len(rows))):
             if rows[n].state != "good":
                 continue
-            if all(row.linked_by for row in _unwanted(keep, rows)):
+            if all(row.linked_by for row in _rows_to_delete(keep, rows)):
                 break
-            rows[n] = dataclasses.replace(rows[n], state=judge(rows[n]))
+            rows[n] = dataclasses.replace(rows[n], state=inspect(rows[n]))
             if rows[n].state == "good":
                 break
-        rows = _marked(store, place, keep, rows)
+        rows = _mark_deleted(store, place, keep, rows)
     return Listing(place, tuple(rows), archived, finished, closed)
 
 
@@ -121,10 +121,12 @@ def is_run(store: Store, place: str, prefix: str | None = None) -> bool:
     prefixes.
     """
     with reading(place):
-        if summary.look(store, place):
+        if summary.stat_manifest(store, place):
             return False
         names = store.list(place)
-        steps = any(_run.parse(name, _run.PREFIX if prefix is None else prefix) is not None for name in names)
+        steps = any(
+            _run.parse_step_name(name, _run.DEFAULT_PREFIX if prefix is None else prefix) is not None for name in names
+        )
         return steps or bool(_run.all_steps(store, place, prefix))
 
 
@@ -134,7 +136,7 @@ def is_empty_run(store: Store, place: str) -> bool:
     Searches for runs do not use it, because any folder may have a file called `finished`.
     """
     with reading(place):
-        found = _run.FINISHED in store.list(place)
+        found = _run.FINISHED_MARK in store.list(place)
     return found and not formats.is_known(store, place) and not runs_in(store, place)
 
 
@@ -150,7 +152,7 @@ def check_run(store: Store, place: str, prefix: str | None = None) -> None:
             found = "expected a run, found one checkpoint"
         else:
             found = "expected a run, found no step in it" if names else "expected a run, found an empty directory"
-    raise NotFoundError(f"{place}: {found}{new_run.meant(store, place)}")
+    raise NotFoundError(f"{place}: {found}{new_run.suggest_run(store, place)}")
 
 
 def runs_in(store: Store, place: str) -> list[str]:
@@ -162,7 +164,7 @@ def runs_in(store: Store, place: str) -> list[str]:
     closed: list[str] = []
     for name in store.list(place):
         path = posixpath.join(place, name)
-        if name == OF_THE_SYSTEM:
+        if name == SYSTEM_FOLDER:
             continue
         try:
             if is_folder(store, path, links=True) and is_run(store, path):
@@ -174,30 +176,31 @@ def runs_in(store: Store, place: str) -> list[str]:
     return sorted([*found, *closed]) if found else []
 
 
-def _counting(rows: list[Row]) -> list[Row]:
+def _valid_native(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.state == "good" and row.format == "treering"]
 
 
-def _unwanted(keep: Policy, rows: list[Row]) -> list[Row]:
+def _rows_to_delete(keep: Policy, rows: list[Row]) -> list[Row]:
     """Returns the steps that the policy does not keep, without pinned ones and links. The newest always stays.
 
     Steps that links lead to are included, so that the caller can say why they stay.
     """
-    good = [Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0) for row in _counting(rows)]
+    good = [Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0) for row in _valid_native(rows)]
     wanted = keep.kept(good) | {one.step for one in good[-1:]}
-    return [row for row in _counting(rows) if row.step not in wanted and not (row.pinned or row.link)]
+    return [row for row in _valid_native(rows) if row.step not in wanted and not (row.pinned or row.link)]
 
 
-def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
+def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
     """Marks the rows that a `Checkpointer` with this policy would delete."""
-    unwanted = {row.step for row in _unwanted(keep, rows)}
-    for metric in keep.metrics - {name for row in _counting(rows) for name in row.metrics}:
-        # The command line removes the advice to see `best(unscored=)`, for which it has no option (_cli/wording.py).
+    unwanted = {row.step for row in _rows_to_delete(keep, rows)}
+    for metric in keep.metrics - {name for row in _valid_native(rows) for name in row.metrics}:
+        # The command line removes the advice to see `best(unscored=)`, for which it has no option
+        # (_cli/shell_wording.py).
         _log.warning("%s: no step has the metric %r; see best(unscored=): those without it are kept", place, metric)
-    marked: list[Row] = []
+    result: list[Row] = []
     for row in rows:
         if row.step in unwanted and row.linked_by:
-            _log.warning("step %d stays: %s to it", row.step, links.described(row.linked_by))
+            _log.warning("step %d stays: %s to it", row.step, links.describe_links(row.linked_by))
         elif row.step in unwanted:
             try:
                 removal.check_removable(store, row.path)
@@ -205,8 +208,8 @@ def _marked(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row
             except UnsupportedError as error:
                 _log.warning("step %d stays: %s", row.step, error)
                 row = dataclasses.replace(row, state="unsupported")
-        marked.append(row)
-    return marked
+        result.append(row)
+    return result
 
 
 def tree_bytes(store: Store, path: str, closed: list[str]) -> int:
@@ -224,40 +227,40 @@ def tree_bytes(store: Store, path: str, closed: list[str]) -> int:
     return sum(tree_bytes(store, posixpath.join(path, name), closed) for name in names)
 
 
-def _size(store: Store, path: str) -> int | None:
+def _size_or_none(store: Store, path: str) -> int | None:
     closed: list[str] = []
     nbytes = tree_bytes(store, path, closed)
     return None if closed else nbytes
 
 
-def _row(steps: Steps, step: int, path: str) -> Row:
-    verdict = steps.look(step, path)
-    pinned, link = pins.pinned(steps.store, path), steps.store.is_link(path)
-    if isinstance(verdict, Saved):
-        metrics = dict(verdict.metrics)
-        return Row(step, path, "good", "treering", verdict.created, verdict.nbytes, metrics, pinned, link)
-    return Row(step, path, verdict, nbytes=_size(steps.store, path), pinned=pinned, link=link)
+def _native_row(steps: StepCatalog, step: int, path: str) -> Row:
+    status = steps.status_of(step, path)
+    pinned, link = pins.is_pinned(steps.store, path), steps.store.is_link(path)
+    if isinstance(status, Saved):
+        metrics = dict(status.metrics)
+        return Row(step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link)
+    return Row(step, path, status, nbytes=_size_or_none(steps.store, path), pinned=pinned, link=link)
 
 
-def _foreign(store: Store, step: int, path: str, format: str | None) -> Row:
+def _foreign_row(store: Store, step: int, path: str, format: str | None) -> Row:
     try:
-        ckpt = open_one(store, path, format)
+        ckpt = open_in_store(store, path, format)
     except PermissionError:
         return Row(step, path, "closed", format or "?", link=store.is_link(path))
     except TreeringError as error:
         raise_if_momentary(error)
-        return Row(step, path, "damaged", format or "?", nbytes=_size(store, path), link=store.is_link(path))
+        return Row(step, path, "damaged", format or "?", nbytes=_size_or_none(store, path), link=store.is_link(path))
     created = ckpt.created and ckpt.created.timestamp()
     return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
 
 
-def _uncommitted(store: Store, step: int, path: str) -> Row:
+def _uncommitted_row(store: Store, step: int, path: str) -> Row:
     state: State = "unfinished"
     try:
         with reading(path):
-            summary.look(store, path)
+            summary.stat_manifest(store, path)
     except PermissionError:
         return Row(step, path, "closed")
     except UnreadableError:
         state = "damaged"
-    return Row(step, path, state, nbytes=_size(store, path))
+    return Row(step, path, state, nbytes=_size_or_none(store, path))

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core import dtypes
-from .._core.boxes import in_slices
+from .._core.boxes import slice_boxes
 from .._core.lazy import LazyArray
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SLICE_BYTES = 32 << 20  # An array is read in slices of about this many bytes.
-_SAMPLE = 1 << 20  # Quantiles and histograms use at most this many values.
-_MODERATE = (1e-140, 1e140)  # Squares of magnitudes in this range neither vanish nor overflow when float64 adds them.
+_SAMPLE_VALUES = 1 << 20  # Quantiles and histograms use at most this many values.
+_SQUARABLE_RANGE = (
+    1e-140,
+    1e140,
+)  # Squares of magnitudes in this range neither vanish nor overflow when float64 adds them.
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -49,20 +52,20 @@ def has_stats(array: LazyArray) -> bool:
 
 def stats(array: LazyArray, *, bins: int = 0) -> Stats:
     """Reads an array and describes its values. With `bins`, adds quantiles and a histogram of that many bins."""
-    found = _Sums()
-    every = max(1, math.ceil(array.size / _SAMPLE))
+    found = _RunningStats()
+    stride = max(1, math.ceil(array.size / _SAMPLE_VALUES))
     samples: list[NDArray[np.float64]] = []
     integers: list[int] = []  # The extremes of each slice, because float64 rounds large integers.
-    at = 0
-    for box in in_slices(array.shape, dtypes.itemsize(array.entry.dtype), _SLICE_BYTES):
+    position = 0
+    for box in slice_boxes(array.shape, dtypes.itemsize(array.entry.dtype), _SLICE_BYTES):
         exact = np.asarray(array.part(box))
         values = _floats(exact)
         found.add(values)
         if exact.dtype.kind in "iu" and exact.size:
             integers += [int(exact.min()), int(exact.max())]
         if bins:
-            samples.append(values[-at % every :: every])
-            at += values.size
+            samples.append(values[-position % stride :: stride])
+            position += values.size
     quantiles: dict[float, float] = {}
     histogram: tuple[int, ...] = ()
     sample = np.concatenate(samples) if samples else np.zeros(0)
@@ -89,11 +92,11 @@ def _histogram(sample: "NDArray[np.float64]", bins: int) -> tuple[int, ...]:
 
 def _floats(values: "NDArray[Any]") -> "NDArray[np.float64]":
     """Returns the values as floats of one axis; of complex values, the magnitudes."""
-    wide: Any = values.reshape(-1).astype(dtypes.widest(values.dtype))
+    wide: Any = values.reshape(-1).astype(dtypes.compute_dtype(values.dtype))
     return np.abs(wide) if wide.dtype.kind == "c" else wide
 
 
-class _Sums:
+class _RunningStats:
     """Running sums over the values. Deviations are combined as in Chan, Golub and LeVeque (1983)."""
 
     def __init__(self) -> None:
@@ -110,7 +113,7 @@ class _Sums:
         if not finite.size:
             return
         self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
-        if not _MODERATE[0] < max(abs(self.low), abs(self.high)) < _MODERATE[1]:
+        if not _SQUARABLE_RANGE[0] < max(abs(self.low), abs(self.high)) < _SQUARABLE_RANGE[1]:
             # The exponent of a long double has room for the squares, on machines that have such numbers.
             finite = finite.astype(np.longdouble)
         with np.errstate(all="ignore"):

@@ -4,9 +4,9 @@ import dataclasses
 import os
 
 from .._core import html
-from .._core.readable import count, nbytes
 from .._core.source import Problem
-from .._core.tracebacks import at_the_caller
+from .._core.tracebacks import hide_internal_frames
+from .._core.units import count, nbytes
 from ..errors import UnsupportedError
 from .check import check
 
@@ -29,8 +29,8 @@ class VerifyReport:
 
     def _repr_html_(self) -> str:
         found = [(problem.file, str(problem)) for problem in self.problems]
-        said = "all good" if self.ok else count(len(found), "problem")
-        return html.page(self.path, html.line(nbytes(self.nbytes), said), html.listed("damage", found))
+        summary = "all good" if self.ok else count(len(found), "problem")
+        return html.page(self.path, html.line(nbytes(self.nbytes), summary), html.listed("damage", found))
 
     def __repr__(self) -> str:
         found = f"{len(self.problems)} problems" if self.problems else "all good"
@@ -41,7 +41,7 @@ class VerifyReport:
         return "\n".join([f"{self.path}: {self.nbytes} bytes, {found}", *(f"  {problem}" for problem in self.problems)])
 
 
-@at_the_caller
+@hide_internal_frames
 def verify(
     path: str | os.PathLike[str], *, subset: tuple[int, int] | None = None, format: str | None = None
 ) -> VerifyReport:
@@ -60,13 +60,13 @@ def verify(
     """
     checked = check(path, subset, format)
     report = VerifyReport(checked.path, checked.nbytes, tuple(checked.problems))
-    cannot = [*checked.unsupported, *checked.closed]
-    if len(cannot) == 1 and not checked.parts and report.ok:
-        raise cannot[0]
-    if cannot:
-        named = "\n".join(f"  {error}" for error in cannot)
-        total = checked.parts + len(cannot)
+    unchecked = [*checked.unsupported, *checked.closed]
+    if len(unchecked) == 1 and not checked.checkpoints and report.ok:
+        raise unchecked[0]
+    if unchecked:
+        messages = "\n".join(f"  {error}" for error in unchecked)
+        total = checked.checkpoints + len(unchecked)
         kind = UnsupportedError if checked.unsupported else PermissionError
-        head = f"{report.path}: {len(cannot)} of {total} checkpoints cannot be checked:"
-        raise kind(f"{head}\n{named}\nof the others, {report}")
+        head = f"{report.path}: {len(unchecked)} of {total} checkpoints cannot be checked:"
+        raise kind(f"{head}\n{messages}\nof the others, {report}")
     return report

@@ -16,11 +16,11 @@ from .._core.skeleton import Skeleton
 from .._core.source import Problem, Share, Source
 from ..errors import MismatchError, UnsupportedError
 from ..stores import git_lfs
-from ..stores.nfs import warn_of_closed
+from ..stores.file_io import is_folder, opened
+from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
-from ..stores.whole_files import is_folder, opened
-from ._shared import kinds
+from ._shared import file_signatures
 
 if TYPE_CHECKING:
     from .._processes.calls import Call
@@ -129,7 +129,7 @@ class JointFormat(Format, Protocol):
         ...
 
 
-_Find = Callable[[Store, str, Sequence[str]], dict[int, str]]
+_FindSteps = Callable[[Store, str, Sequence[str]], dict[int, str]]
 
 
 class StepPath(NamedTuple):
@@ -154,8 +154,8 @@ _MODULES = {
     "levanter": "treering.formats.levanter.format",
 }
 _registered: dict[str, Format] = {}
-_looked = False  # True once the entry points of installed packages have been loaded
-LOOK = 1 << 16  # bytes that are read of a file that may be a damaged step
+_is_searched = False  # True once the entry points of installed packages have been loaded
+DAMAGED_PREFIX_BYTES = 1 << 16  # bytes that are read of a file that may be a damaged step
 _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # their folders may have other files too
 _ALIASES = {"easylm": "fjformer"}
 
@@ -179,12 +179,12 @@ def _register_installed() -> None:
 
     An entry point with the name of a known format is ignored. One that fails to load is logged.
     """
-    global _looked
-    if _looked:
+    global _is_searched
+    if _is_searched:
         return
     import importlib.metadata  # A large module that opening a checkpoint seldom needs.
 
-    _looked = True  # Set first: a package may call `names` while it is imported, which would recurse.
+    _is_searched = True  # Set first: a package may call `names` while it is imported, which would recurse.
     for point in importlib.metadata.entry_points(group="treering.formats"):
         if point.name in _MODULES or point.name in _registered:
             continue  # A format that the program itself has registered has precedence.
@@ -205,7 +205,7 @@ def names() -> list[str]:
     return list(dict.fromkeys([*_MODULES, *_registered]))
 
 
-def _each() -> Iterator[Format]:
+def _all_formats() -> Iterator[Format]:
     """Yields all formats in the order in which `detect` tries them. Loads those of installed packages last."""
     for name in _MODULES:
         yield get(name)
@@ -240,7 +240,7 @@ def detect(store: Store, path: str) -> Format:
     """
     reasons: list[str] = []
     with reading(path), store.glance(path):  # The formats ask for the same files, so the store caches its answers.
-        for format in _each():
+        for format in _all_formats():
             with reading(path):
                 reason = format.refuses(store, path)
             if reason is None:
@@ -248,7 +248,7 @@ def detect(store: Store, path: str) -> Format:
             reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         git_lfs.check_all(store, path + ending, levels=2)
-    what = kinds.described(store, path)
+    what = file_signatures.describe(store, path)
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
     raise UnsupportedError("\n".join([head, *reasons]))
 
@@ -256,7 +256,7 @@ def detect(store: Store, path: str) -> Format:
 def is_known(store: Store, path: str) -> bool:
     """Returns True if a path is a checkpoint of any format, or unreadable and so perhaps one."""
     with store.glance(path):
-        return any(accepts(format, store, path) for format in _each())
+        return any(accepts(format, store, path) for format in _all_formats())
 
 
 def has_folder(store: Store, path: str) -> bool:
@@ -265,7 +265,7 @@ def has_folder(store: Store, path: str) -> bool:
     Returns False for a folder with a checkpoint of a single-file format, because it may hold unrelated files too.
     """
     with store.glance(path):
-        found = {format.name for format in _each() if accepts(format, store, path)}
+        found = {format.name for format in _all_formats() if accepts(format, store, path)}
     return bool(found - _SINGLE_FILES) or (bool(found) and not is_folder(store, path, links=True))
 
 
@@ -306,8 +306,8 @@ def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes]
         if found is None or not found.is_file:
             return False
         with opened(store, file) as blob:
-            data = blob.read_up_to(LOOK)
-    return (not data.strip(b"\0") or begins(data)) and not is_known(store, path) and not kinds.is_other(data)
+            data = blob.read_up_to(DAMAGED_PREFIX_BYTES)
+    return (not data.strip(b"\0") or begins(data)) and not is_known(store, path) and not file_signatures.is_other(data)
 
 
 def may_be_file(store: Store, path: str) -> bool:
@@ -320,7 +320,7 @@ def may_be_file(store: Store, path: str) -> bool:
     return found is not None and found.is_file
 
 
-def _steps(find: "_Find", store: Store, folder: str, listed: Sequence[str]) -> dict[int, str]:
+def _steps(find: "_FindSteps", store: Store, folder: str, listed: Sequence[str]) -> dict[int, str]:
     """Returns the steps that a method of a format finds. Skips directories that this process may not read."""
     try:
         return find(store, folder, listed)
@@ -331,13 +331,13 @@ def _steps(find: "_Find", store: Store, folder: str, listed: Sequence[str]) -> d
             find(store, folder, [name])
             open_ones.append(name)
         except PermissionError as error:
-            warn_of_closed(posixpath.join(folder, name), error.strerror)
+            warn_unlistable(posixpath.join(folder, name), error.strerror)
     return find(store, folder, open_ones)
 
 
 def check_open(store: Store, folder: str, name: str) -> None:
     """Raises `PermissionError` if a name in a folder may be a foreign step that this process may not read."""
-    for format in _foreign(None):
+    for format in _foreign_formats(None):
         format.steps(store, folder, [name])
         if find := getattr(format, "damaged_steps", None):
             find(store, folder, [name])
@@ -356,7 +356,7 @@ def foreign_steps(
     found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
-        for format in _foreign(only):
+        for format in _foreign_formats(only):
             steps = _steps(format.steps, store, folder, listed).items()
             given = None if only is None else format.name
             paths = {step: StepPath(posixpath.join(folder, name), given) for step, name in steps}
@@ -373,11 +373,11 @@ def damaged_steps(
     """Returns the steps that are too damaged to be recognized, each with the format that their names suggest."""
     return [
         (step, StepPath(posixpath.join(folder, name), format.name))
-        for format in _foreign(only)
+        for format in _foreign_formats(only)
         if (find := getattr(format, "damaged_steps", None))  # The method is optional for formats of other packages.
         for step, name in _steps(find, store, folder, listed).items()
     ]
 
 
-def _foreign(only: Format | None) -> list[Format]:
+def _foreign_formats(only: Format | None) -> list[Format]:
     return [get(name) for name in names() if name != "treering"] if only is None else [only]

@@ -3,9 +3,9 @@
 >>> from treering.formats.foreign import ForeignReader, Runs, Store
 """
 
+from ..stores.file_io import open_fetched, read_file
 from ..stores.sequential import file_of_new_folder
 from ..stores.store import Blob, Stat, Store, Writer
-from ..stores.whole_files import open_fetched, read_file
 from ._shared.extents import Runs
 from ._shared.reader import ForeignReader, Stored
 

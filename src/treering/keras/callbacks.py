@@ -58,7 +58,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             )
         self._mode = mode
         self._best = initial_value_threshold
-        self._every = _Every(save_freq)
+        self._frequency = _SaveFrequency(save_freq)
         self._epoch = 0
         self._pending: PendingSave | None = None
 
@@ -66,11 +66,11 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._every.batch(batch):
+        if self._frequency.count_batch(batch):
             self._save(logs or {}, batch=batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._every.epoch:
+        if self._frequency.epoch:
             self._save(logs or {})
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -106,7 +106,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
                 ", ".join(metrics),
             )
             return True
-        more = _more_is_better(_model(self), self._monitor) if self._mode == "auto" else self._mode == "max"
+        more = _is_higher_better(_model(self), self._monitor) if self._mode == "auto" else self._mode == "max"
         if value != value or (self._best is not None and not (value > self._best if more else value < self._best)):
             return False
         self._best = value
@@ -142,7 +142,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise MismatchError("backup_dir: expected a directory or a URL, found an empty text")
         self._dir, self._delete = backup_dir, delete_checkpoint
         self._keep = last(2 if double_checkpoint else 1)
-        self._every = _Every(save_freq)
+        self._frequency = _SaveFrequency(save_freq)
         self._epoch = self._step = 0
         self._ckpts: Checkpointer | None = None
 
@@ -158,12 +158,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         model._initial_epoch = self._epoch  # The callback of Keras sets the same attribute, which `fit` reads.
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._every.batch(batch):
+        if self._frequency.count_batch(batch):
             self._save(logs, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._epoch = epoch + 1
-        if self._every.epoch:
+        if self._frequency.epoch:
             self._save(logs, 0)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -181,7 +181,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._ckpts.save(self._step, state(_model(self)), metrics=_scalars(logs or {}), metadata=metadata)
 
 
-class _Every:
+class _SaveFrequency:
     """Decides when to save: after each epoch, after a number of batches, or never if `save_freq` is False."""
 
     def __init__(self, save_freq: Literal["epoch"] | int):
@@ -192,22 +192,22 @@ class _Every:
             self._batches = -1
         if self._batches < (0 if self.epoch or save_freq is False else 1):
             raise MismatchError(f"save_freq={save_freq!r}: expected 'epoch' or a number of batches")
-        self._last, self._seen = -1, 0
+        self._last_batch, self._batch_count = -1, 0
 
-    def batch(self, batch: int) -> bool:
+    def count_batch(self, batch: int) -> bool:
         """Counts the batches of the epoch up to this one, and returns True if a save is due.
 
         One call of Keras may cover several batches (`steps_per_execution`).
         """
-        self._seen += batch - self._last if batch > self._last else batch + 1
-        self._last = batch
-        if not self._batches or self._seen < self._batches:
+        self._batch_count += batch - self._last_batch if batch > self._last_batch else batch + 1
+        self._last_batch = batch
+        if not self._batches or self._batch_count < self._batches:
             return False
-        self._seen = 0
+        self._batch_count = 0
         return True
 
 
-def _more_is_better(model: keras.Model, monitor: str) -> bool:
+def _is_higher_better(model: keras.Model, monitor: str) -> bool:
     """Returns True if larger values of a metric are better, by the attribute that the callback of Keras reads too.
 
     Raises `MismatchError` if the metric does not say it.

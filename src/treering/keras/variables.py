@@ -73,9 +73,9 @@ def variables(model: keras.Model, *, weights_only: bool = False) -> Iterator[tup
     """Yields the variables with their paths. Raises `MismatchError` for a model that is not built yet."""
     if not model.built:
         raise MismatchError(f"{model.name}: expected a built model, found one without variables; call it on data first")
-    names = _Names()
+    names = _UniqueNames()
     paths: dict[int, str] = {}
-    for path, variable in _of_layer(model, "", names, paths, set()):
+    for path, variable in _layer_variables(model, "", names, paths, set()):
         yield f"variables/{path}", variable
     compiled = getattr(model, "optimizer", None)  # A model that is not compiled has none.
     optimizers = {} if compiled is None else {"optimizer": compiled}
@@ -87,12 +87,12 @@ def variables(model: keras.Model, *, weights_only: bool = False) -> Iterator[tup
     for place, optimizer in {} if weights_only else optimizers.items():
         if optimizer is compiled and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        for path, variable in _of_optimizer(optimizer, model, paths):
+        for path, variable in _optimizer_variables(optimizer, model, paths):
             yield f"{place}/{path}", variable
 
 
-def _of_layer(
-    layer: Any, above: str, names: "_Names", paths: dict[int, str], seen: set[int]
+def _layer_variables(
+    layer: Any, above: str, names: "_UniqueNames", paths: dict[int, str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
     """Yields the variables of a layer and its sublayers, each once. The program's names precede those of Keras."""
     seen.add(id(layer))
@@ -103,13 +103,13 @@ def _of_layer(
             name = str(variable.name)
             if _is_automatic(name, "variable"):
                 name = attributes.get(id(variable), name)
-            paths[id(variable)] = path = names.unique(names.named(above, name, "variable"))
+            paths[id(variable)] = path = names.unique(names.path_for(above, name, "variable"))
             yield path, variable
     for one in layer._layers:
         if id(one) not in seen:
             name, kind = attributes.get(id(one), str(one.name)), _snake_case(type(one).__name__)
-            place = names.unique(above + name if id(one) in attributes else names.named(above, name, kind))
-            yield from _of_layer(one, f"{place}/", names, paths, seen)
+            place = names.unique(above + name if id(one) in attributes else names.path_for(above, name, kind))
+            yield from _layer_variables(one, f"{place}/", names, paths, seen)
 
 
 def _attributes(layer: Any) -> Iterator[tuple[int, str]]:
@@ -128,12 +128,12 @@ def _attributes(layer: Any) -> Iterator[tuple[int, str]]:
             yield from ((id(one), f"{name}/{str(key).replace('/', '_')}") for key, one in value.items())
 
 
-def _of_optimizer(optimizer: Any, model: keras.Model, paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
+def _optimizer_variables(optimizer: Any, model: keras.Model, paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
     """Yields the variables of an optimizer, by kind (``momentum``) and by the model variable that they belong to."""
     known = {variable.path.replace("/", "_"): paths.get(id(variable), variable.path) for variable in model.variables}
     trained = getattr(optimizer, "_trainable_variables", model.trainable_variables)
     which = f"{zlib.crc32(repr([paths.get(id(variable)) for variable in trained]).encode()):08x}"
-    names = _Names()
+    names = _UniqueNames()
     for variable in optimizer.variables:
         scope, _, name = variable.path.partition("/")
         above, name = f"{_NUMBER.sub('', scope)}/", name.strip("/")
@@ -143,32 +143,32 @@ def _of_optimizer(optimizer: Any, model: keras.Model, paths: dict[int, str]) -> 
         else:
             # Only its place says which variable it belongs to. The checksum of the trained variables keeps it from
             # fitting a model that trains others.
-            path = names.named(f"{above}{which}/" if variable.ndim else above, name, "variable")
+            path = names.path_for(f"{above}{which}/" if variable.ndim else above, name, "variable")
         yield names.unique(path), variable
 
 
-class _Names:
+class _UniqueNames:
     """Makes names that do not depend on what else the process has made."""
 
     def __init__(self) -> None:
-        self._places: dict[str, int] = {}
-        self._taken: set[str] = set()
+        self._place_counts: dict[str, int] = {}
+        self._used_names: set[str] = set()
 
-    def named(self, above: str, name: str, kind: str) -> str:
+    def path_for(self, above: str, name: str, kind: str) -> str:
         """Returns the path of a name below `above`. An automatic name of a `kind` is replaced by its place."""
         if not _is_automatic(name, kind):
             return f"{above}{name}"
         stem = f"{above}{name[: name.index(kind) + len(kind)]}"
-        self._places[stem] = place = self._places.get(stem, -1) + 1
+        self._place_counts[stem] = place = self._place_counts.get(stem, -1) + 1
         return f"{stem}[{place}]"
 
     def unique(self, path: str) -> str:
         """Returns the path, with a number if it is taken. Two layers may have the same name."""
         free, n = path, 0
-        while free in self._taken:
+        while free in self._used_names:
             n += 1
             free = f"{path}[{n}]"
-        self._taken.add(free)
+        self._used_names.add(free)
         return free
 
 

@@ -1,6 +1,6 @@
 """The stores of bytes: the file system, memory and buckets. A store knows files and durability, but not arrays.
 
-A public function calls `of` once for the store of its path, and passes that store on.
+A public function calls `get` once for the store of its path, and passes that store on.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     all paths in that bucket use the object.
     """
     if type(path).__module__.startswith("obstore") and not isinstance(path, str | os.PathLike):
-        return _adopted(path)
+        return _register_client(path)
     if isinstance(path, str) and path.startswith("file:///"):
         path = urllib.parse.unquote(path.removeprefix("file://"))
     return leaf_paths.absolute(path, {*_stores, *clients.EXTRAS})
@@ -66,14 +66,14 @@ def absolute_run(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def of(path: str) -> Store:
+def get(path: str) -> Store:
     """Returns the store that holds a path."""
     scheme, separator, _ = path.partition("://")
     scheme = scheme if separator else ""
     return _stores[scheme] if scheme in _stores else _buckets()
 
 
-def _adopted(client: Any) -> str:
+def _register_client(client: Any) -> str:
     url = clients.url_of(client)
     _buckets().add(url, client)
     return url

@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..errors import CorruptError, ExistsError, SaveError
 from .directories import close_folder, folder, make_dirs, open_folder
+from .directory_trees import remove_tree, sync_tree
 from .file_sink import FileSink
-from .kept_files import Beside, Owned, Replaced, survey
-from .nfs import warn_of_anothers
-from .posix import Disk, Entry, Opened, is_anothers, is_dir, is_trusted, look
+from .nfs import warn_foreign_owner
+from .posix import Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat
+from .preserved_files import Beside, OldFolder, Owned, inspect_old
 from .sequential import SequentialWriter
-from .temporary_names import place_of, temporary_beside
-from .trees import remove_tree, sync_tree
+from .temporary_names import final_name, temporary_beside
 
 _CREATE_ATTEMPTS = 50  # to make a file or directory while other processes remove temporary names
 _log = logging.getLogger("treering")
@@ -37,22 +37,22 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
     `ExistsError` for a link that another user may have made.
     """
     if overwrite:
-        path = _target(path)
+        path = _link_target(path)
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
-        sink = _new_file(disk, place)
+        sink = _create_temporary_file(disk, place)
         file, temporary = SequentialWriter(sink), parent.entry(os.path.basename(sink.path))
         try:
             # The mode is set while the file is empty: other users must not read what the old mode hides.
-            if overwrite and (there := look(place)):
+            if overwrite and (old_stat := lstat(place)):
                 # Only the permission bits: another user may have set the old file's set-user-id bit.
-                _keep_access(disk, sink.opened, there, there.st_mode & 0o777)
+                _keep_access(disk, sink.opened, old_stat, old_stat.st_mode & 0o777)
             yield file
             file.sync()
             if overwrite:
                 disk.rename(temporary, place)
             else:
-                _publish(path, lambda: disk.link(temporary, place))
+                _put_exclusively(path, lambda: disk.link(temporary, place))
         finally:
             with contextlib.suppress(OSError):
                 disk.unlink(temporary)
@@ -70,7 +70,7 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
                     disk.unlink(place)
                     disk.sync_dir(parent)
             raise
-        _clean(disk, place, parent)
+        _remove_leftovers(disk, place, parent)
 
 
 @contextlib.contextmanager
@@ -98,43 +98,43 @@ def new_directory(
     files that `beside` refuses, and for a link that another user may have made.
     """
     if os.path.isdir(path):
-        path = _target(path)
-    survey(disk, path, owned, names, beside)
+        path = _link_target(path)
+    inspect_old(disk, path, owned, names, beside)
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
-        new = _new_directory(disk, place)
+        new = _create_temporary_directory(disk, place)
         temporary = parent.entry(os.path.basename(new))
         settled = True  # it is certain which of the two names has which directory, even after a power cut
-        old: Replaced | None = None
+        old: OldFolder | None = None
         try:
-            if there := look(place):
-                _keep_access(disk, new, there, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
+            if old_stat := lstat(place):
+                _keep_access(disk, new, old_stat, stat.S_IMODE(old_stat.st_mode) | stat.S_IRWXU)
             yield str(temporary)
             sync_tree(disk, new)  # This takes time, so the files to keep are listed afterwards.
-            if overwrite and look(place) is not None:
-                kept = survey(disk, path, owned, names, beside)
-                _put_in_place_of(disk, new, temporary, place, kept)
+            if overwrite and lstat(place) is not None:
+                kept = inspect_old(disk, path, owned, names, beside)
+                _replace_folder(disk, new, temporary, place, kept)
                 old = kept
             else:
-                _publish(path, lambda: disk.rename_new(temporary, place))
+                _put_exclusively(path, lambda: disk.rename_new(temporary, place))
             settled = False
             try:
                 disk.sync_dir(parent)
             except BaseException:
                 # The caller gets an error, so the old directory must be back. If that fails too, nothing is removed.
                 with contextlib.suppress(OSError):
-                    _change_places(disk, temporary, place) if old else disk.rename_new(place, temporary)
+                    _exchange_names(disk, temporary, place) if old else disk.rename_new(place, temporary)
                     disk.sync_dir(parent)
                     settled, old = True, None
                 raise
             settled = True
         finally:
             if settled and old:
-                old.clear(disk, temporary, Opened(place, new.fd))
+                old.remove_old(disk, temporary, Opened(place, new.fd))
             elif settled:
                 remove_tree(disk, temporary, new)
             close_folder(disk, new)
-        _clean(disk, place, parent)
+        _remove_leftovers(disk, place, parent)
 
 
 @contextlib.contextmanager
@@ -142,8 +142,8 @@ def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
     """Yields a directory next to a path. It is removed after the `with` block, or by the next writer after a kill."""
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
-        _clean(disk, place, parent)
-        new = _new_directory(disk, place)
+        _remove_leftovers(disk, place, parent)
+        new = _create_temporary_directory(disk, place)
         try:
             yield str(new)
         finally:
@@ -151,9 +151,9 @@ def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
             close_folder(disk, new)
 
 
-def _target(path: str) -> str:
+def _link_target(path: str) -> str:
     """Returns the path that a link leads to. Raises `ExistsError` if another user may have made the link."""
-    link = look(path)
+    link = lstat(path)
     if link is None or not stat.S_ISLNK(link.st_mode):
         return path
     if not is_trusted(link, os.stat(os.path.dirname(path))):
@@ -164,15 +164,15 @@ def _target(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _put_in_place_of(disk: Disk, new: Opened, temporary: Entry, place: Entry, replaced: Replaced) -> None:
+def _replace_folder(disk: Disk, new: Opened, temporary: Entry, place: Entry, replaced: OldFolder) -> None:
     """Gives the new directory the files that are kept, then exchanges it with the old one."""
     with folder(disk, place) as old:
-        changed = replaced.carry_over(disk, old, new)
-    if there := look(place):
-        changed = _keep_access(disk, new, there, stat.S_IMODE(there.st_mode)) or changed
+        changed = replaced.preserve_others(disk, old, new)
+    if old_stat := lstat(place):
+        changed = _keep_access(disk, new, old_stat, stat.S_IMODE(old_stat.st_mode)) or changed
     if changed:
         disk.sync_dir(new)
-    _change_places(disk, temporary, place)
+    _exchange_names(disk, temporary, place)
 
 
 def _keep_access(disk: Disk, new: Opened, old: os.stat_result, mode: int) -> bool:
@@ -193,7 +193,7 @@ def _keep_access(disk: Disk, new: Opened, old: os.stat_result, mode: int) -> boo
     return True
 
 
-def _new_file(disk: Disk, place: Entry) -> FileSink:
+def _create_temporary_file(disk: Disk, place: Entry) -> FileSink:
     """Creates a file under a temporary name and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
         sink = FileSink(disk, place.sibling(os.path.basename(temporary_beside(place))))
@@ -203,7 +203,7 @@ def _new_file(disk: Disk, place: Entry) -> FileSink:
     raise FileNotFoundError(errno.ENOENT, "other processes kept removing it before it was written", str(place))
 
 
-def _new_directory(disk: Disk, place: Entry) -> Opened:
+def _create_temporary_directory(disk: Disk, place: Entry) -> Opened:
     """Creates a directory under a temporary name, opens it and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
         temporary = place.sibling(os.path.basename(temporary_beside(place)))
@@ -221,14 +221,14 @@ def _new_directory(disk: Disk, place: Entry) -> Opened:
     raise FileNotFoundError(errno.ENOENT, "other processes kept removing it before it was written", str(place))
 
 
-def _clean(disk: Disk, place: Entry, parent: Opened) -> None:
+def _remove_leftovers(disk: Disk, place: Entry, parent: Opened) -> None:
     """Removes what killed writers left next to a path. Called when the contents of the path are durable.
 
     Not earlier: where two directories cannot be exchanged in one step, a leftover may be the only copy of the
     checkpoint.
     """
     try:
-        for left in (one for one in disk.list(parent) if place_of(one) == os.path.basename(place)):
+        for left in (one for one in disk.list(parent) if final_name(one) == os.path.basename(place)):
             try:
                 remove_unlocked(disk, parent.entry(left), parent)
             except (FileNotFoundError, CorruptError):  # another writer has removed or replaced it
@@ -244,15 +244,15 @@ def remove_unlocked(disk: Disk, path: Entry, parent: Opened) -> None:
 
     What another user may have made is left alone too, and logged, because it may not be a leftover.
     """
-    found = look(path)
+    found = lstat(path)
     if found is None or not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
         return
-    if is_anothers(found, parent):
-        warn_of_anothers(path, found.st_uid)
+    if is_owned_by_another(found, parent):
+        warn_foreign_owner(path, found.st_uid)
         return
     left = open_folder(disk, path) if stat.S_ISDIR(found.st_mode) else Opened(path, disk.open(path))
     try:
-        # Another process may have replaced it after the `look` above.
+        # Another process may have replaced it after the `lstat` above.
         if left.fd is None or not os.path.samestat(found, os.fstat(left.fd)):
             return
         # NFS grants an exclusive lock only on a file that is open for writing.
@@ -270,7 +270,7 @@ def _remove(disk: Disk, path: str, opened: Opened | None = None) -> None:
         disk.unlink(path)
 
 
-def _publish(path: str, put: Callable[[], None]) -> None:
+def _put_exclusively(path: str, put: Callable[[], None]) -> None:
     try:
         put()
     except OSError as error:
@@ -279,11 +279,12 @@ def _publish(path: str, put: Callable[[], None]) -> None:
         raise ExistsError(f"{path}: another writer made it first; it is untouched") from None
 
 
-def _change_places(disk: Disk, new: Entry, old: Entry) -> None:
+def _exchange_names(disk: Disk, new: Entry, old: Entry) -> None:
     """Exchanges two directories, in one step where the system can."""
     if disk.exchange(new, old):
         return
-    # After a crash between these renames, the old directory has the temporary name. `_clean` runs only once a complete
+    # After a crash between these renames, the old directory has the temporary name. `_remove_leftovers` runs only once
+    # a complete
     # checkpoint is in place, so it is not removed before.
     spare = old.sibling(os.path.basename(temporary_beside(old)))
     disk.rename(old, spare)

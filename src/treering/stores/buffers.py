@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 PAGE = 4096  # bytes; direct I/O begins and ends at multiples of it
-_HUGE = 2 << 20  # bytes of a huge page
-_LINE = 64  # bytes of a cache line
+_HUGE_PAGE_BYTES = 2 << 20  # bytes of a huge page
+_CACHE_LINE_BYTES = 64  # bytes of a cache line
 _MAX_AXES = 32  # axes that an array may have in every release of NumPy
-_SMALL = 64 << 10  # bytes; copying fewer takes less time than switching to another thread
+_MAX_LOCKED_COPY_BYTES = 64 << 10  # bytes; copying fewer takes less time than switching to another thread
 
 
 def round_up(size: int, unit: int = PAGE) -> int:
@@ -30,7 +30,7 @@ def aligned(size: int) -> memoryview:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE:
+    if size >= _HUGE_PAGE_BYTES:
         with contextlib.suppress(OSError):  # a kernel without huge pages; this is only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
@@ -43,7 +43,7 @@ def copy(target: memoryview, source: "memoryview | bytes") -> None:
     """
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes for {len(target)}")
-    if len(target) < _SMALL:
+    if len(target) < _MAX_LOCKED_COPY_BYTES:
         target[:] = source
         return
     import numpy as np  # Imported late: commands that only list files start faster without it.
@@ -51,7 +51,7 @@ def copy(target: memoryview, source: "memoryview | bytes") -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def adoptable(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":
+def empty_aligned_array(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":
     """Returns an uninitialised array that begins on a cache line.
 
     JAX's CPU backend adopts such an array without a copy. The memory comes from NumPy instead of a mapping: NumPy
@@ -60,12 +60,12 @@ def adoptable(shape: tuple[int, ...], dtype: "np.dtype[Any]") -> "np.ndarray":
     import numpy as np  # Imported late: commands that only list files start faster without it.
 
     nbytes = dtype.itemsize * math.prod(shape)
-    memory = np.empty(nbytes + _LINE, np.uint8)
-    begin = -memory.ctypes.data % _LINE
+    memory = np.empty(nbytes + _CACHE_LINE_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _CACHE_LINE_BYTES
     return np.ndarray(shape, dtype, memory, begin)
 
 
-def in_a_row(
+def strided_arrays(
     memory: Any, begin: int, count: int, shape: tuple[int, ...], dtype: "np.dtype[Any]", stride: int
 ) -> "list[np.ndarray]":
     """Returns `count` arrays of one shape that share `memory`. They start at byte `begin`, `stride` bytes apart."""

@@ -46,7 +46,7 @@ def open_folder(disk: Disk, path: str) -> Opened:
     try:
         return Opened(path, disk.open_dir(path))
     except PermissionError:
-        if posix.RELATIVE or not posix.is_dir(path):
+        if posix.HAS_DIR_FD or not posix.is_dir(path):
             raise
         return Opened(path, None)  # Windows cannot open directories
 

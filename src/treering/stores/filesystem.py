@@ -11,13 +11,13 @@ from typing import Any
 from ..errors import UnsupportedError
 from . import atomic
 from .directories import make_dirs, opened, trusted_folder
+from .file_io import check_free
 from .file_sink import FileSink
 from .lease import WriterLock
-from .nfs import warn_of_anothers
+from .nfs import warn_foreign_owner
 from .open_file import File
-from .posix import Disk, Entry, is_anothers, look
+from .posix import Disk, Entry, is_owned_by_another, lstat
 from .store import Beside, Owned, Stat, Writer
-from .whole_files import check_free
 
 
 class Filesystem:
@@ -79,7 +79,7 @@ class Filesystem:
         if path in self._sinks:
             self.disk.unlink(path)
             return
-        with _in_folder(path) as entry:
+        with _trusted_entry(path) as entry:
             self.disk.unlink(entry)
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
@@ -104,10 +104,10 @@ class Filesystem:
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
         with trusted_folder(os.path.dirname(path)) as folder:
             entry = folder.entry(os.path.basename(path))
-            if (found := look(entry)) and stat.S_ISLNK(found.st_mode):
+            if (found := lstat(entry)) and stat.S_ISLNK(found.st_mode):
                 return True  # Treering makes no links, so the target belongs to someone else.
-            if found and is_anothers(found, folder):
-                warn_of_anothers(path, found.st_uid)
+            if found and is_owned_by_another(found, folder):
+                warn_foreign_owner(path, found.st_uid)
                 return True
             return self._delete_unused(entry, check)
 
@@ -133,14 +133,14 @@ class Filesystem:
         make_dirs(self.disk, path, made)
 
     def remove_folder(self, path: str) -> None:
-        with _in_folder(path) as entry:
+        with _trusted_entry(path) as entry:
             self.disk.remove_dir(entry)
 
     def settle(self, path: str) -> None:
         self.disk.sync_dir(path)
 
     def move(self, old: str, new: str, *, last: str) -> None:
-        with _in_folder(old) as here, _in_folder(new) as there:
+        with _trusted_entry(old) as here, _trusted_entry(new) as there:
             self.disk.rename_new(here, there)
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
@@ -174,7 +174,7 @@ class Filesystem:
 
 
 @contextlib.contextmanager
-def _in_folder(path: str) -> Iterator[Entry]:
+def _trusted_entry(path: str) -> Iterator[Entry]:
     """Opens the directory of a path, to remove or rename the last name. Raises the errors of `posix.open_trusted`."""
     with trusted_folder(os.path.dirname(path)) as folder:
         yield folder.entry(os.path.basename(path))

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-from .._core.leaf_paths import few
+from .._core.leaf_paths import join_names
 from ..errors import ExistsError
+from .file_io import files_in, is_folder
 from .store import Beside, Owned, Store
-from .whole_files import files_in, is_folder
 
 
 def check_replaceable(
@@ -22,7 +22,7 @@ def check_replaceable(
     if wrong := [name for name in others if "/" in name or name in names]:
         raise ExistsError(
             f"{path}: expected a checkpoint to replace, found files that are not part of it, or whose names the "
-            f"new one needs: {few(tuple(wrong))}; write to another path, or move them"
+            f"new one needs: {join_names(tuple(wrong))}; write to another path, or move them"
         )
     if beside:
         beside(store, path, others)

@@ -9,21 +9,21 @@ from ..errors import CorruptError, TreeringError
 if TYPE_CHECKING:
     from .store import Blob, Store
 
-LARGEST = 1024  # bytes; the specification allows no larger pointer
-_BEGIN = b"version https://git-lfs.github.com/spec/"
+MAX_POINTER_BYTES = 1024  # bytes; the specification allows no larger pointer
+_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"
 _MAX_NAMES = 10_000  # names in folders; further ones are not examined
 
 
 def check(path: str, begin: bytes | bytearray) -> None:
     """Raises `CorruptError` if the first bytes of a file are those of a pointer."""
-    if begin.startswith(_BEGIN):
+    if begin.startswith(_POINTER_PREFIX):
         raise CorruptError(f"{path}: found a git-lfs pointer instead of the file; run `git lfs pull` there")
 
 
 def check_open(blob: "Blob") -> None:
     """Raises `CorruptError` if an open file is a pointer."""
-    if blob.size <= LARGEST:
-        check(blob.path, blob.read_up_to(len(_BEGIN)))
+    if blob.size <= MAX_POINTER_BYTES:
+        check(blob.path, blob.read_up_to(len(_POINTER_PREFIX)))
 
 
 def check_all(store: "Store", path: str, *, levels: int = 5) -> None:
@@ -54,7 +54,7 @@ def _files(store: "Store", path: str, levels: int) -> Iterator[str]:
             if place != path and store.is_link(place):
                 continue
             found = store.stat(place)
-            if found is not None and found.is_file and 0 < found.nbytes <= LARGEST:
+            if found is not None and found.is_file and 0 < found.nbytes <= MAX_POINTER_BYTES:
                 yield place
             elif found is not None and found.is_folder and levels:
                 names = store.list(place)[:left]

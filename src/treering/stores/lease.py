@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .._threads.alive import Alive
-from .._threads.decoding import learn
+from .._threads.preload_decoders import preload_decoders
+from .._threads.weak_registry import WeakRegistry
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
-from . import claims
+from . import lease_registry
 from .directories import make_dirs, trusted_folder
 from .posix import Disk
 from .store import LOCK_NAME
 
 _VERSION = 1
-_MAX_OWN_BYTES = 4096  # bytes; every file of this version has fewer
+_MAX_VERSION_1_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes; a file of a later version may be larger
-_alive: "Alive[WriterLock]" = Alive()
+_locks: "WeakRegistry[WriterLock]" = WeakRegistry()
 _log = logging.getLogger("treering")
-_taking = threading.RLock()  # held while any lock of this process is acquired or released
+_acquire_lock = threading.RLock()  # held while any lock of this process is acquired or released
 
 
-class _Held(NamedTuple):
+class _HeldLock(NamedTuple):
     fd: int
     path: str
     made: list[str]  # directories that were made for it
@@ -42,7 +42,7 @@ class _Envelope(msgspec.Struct):
     requires: Any = ()
 
 
-learn(_Envelope)
+preload_decoders(_Envelope)
 
 
 class WriterLock:
@@ -56,9 +56,11 @@ class WriterLock:
     def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
         self._disk, self._run, self._busy = disk, run, busy
         self.lost = False  # another WriterLock of this process has acquired the run
-        self._held: list[_Held] = []  # one element once the file is locked; a list, because the finalizer empties it
-        weakref.finalize(self, _give_back, disk, self._held)
-        _alive.add(self)
+        self._held: list[
+            _HeldLock
+        ] = []  # one element once the file is locked; a list, because the finalizer empties it
+        weakref.finalize(self, _release, disk, self._held)
+        _locks.add(self)
 
     def acquire(self) -> None:
         """Acquires the lock unless it is held, and makes the run's directory.
@@ -66,13 +68,13 @@ class WriterLock:
         Raises an `ExistsError` that names the process which holds the lock, `MismatchError` if the lock is lost, and
         `SaveError` for errors of the system. Where files cannot be locked, every process may write.
         """
-        with _taking:
+        with _acquire_lock:
             if self.lost:
-                raise claims.lost(self._run)
+                raise lease_registry.lost_error(self._run)
             if self._held:
                 return
             try:
-                self._take_over()
+                self._take_from_this_process()
                 self._acquire()
             except (ExistsError, UnsupportedError):
                 raise
@@ -82,8 +84,8 @@ class WriterLock:
     def check_free(self) -> None:
         """Raises an `ExistsError` that names another process which holds the lock. Acquires nothing."""
         path = os.path.join(self._run, LOCK_NAME)
-        with _taking:  # Else a lock that this process is just acquiring would look like that of another process.
-            if any(one._holds(path) for one in _alive.all()):
+        with _acquire_lock:  # Else a lock that this process is just acquiring would look like that of another process.
+            if any(one._is_held_on(path) for one in _locks.all()):
                 return
             try:
                 fd = self._disk.open(path)
@@ -91,27 +93,27 @@ class WriterLock:
                 return
             try:
                 if self._disk.lock_shared(fd) is False:
-                    raise self._held_by_another(fd, path)
+                    raise self._held_error(fd, path)
             finally:
                 self._disk.close(fd)
 
-    def _held_by_another(self, fd: int, path: str) -> ExistsError:
+    def _held_error(self, fd: int, path: str) -> ExistsError:
         more = f". If its host is dead, a server may keep the lock forever (NFSv3 does): then remove {path}"
-        return claims.held(self._run, _holder(self._disk, fd), more)
+        return lease_registry.held_error(self._run, _read_holder(self._disk, fd), more)
 
-    def _take_over(self) -> None:
+    def _take_from_this_process(self) -> None:
         """Releases the lock of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
         path = os.path.join(self._run, LOCK_NAME)
-        for other in _alive.all():
-            if other is self or not other._holds(path):
+        for other in _locks.all():
+            if other is self or not other._is_held_on(path):
                 continue
             if other._busy():
-                raise claims.busy(self._run)
+                raise lease_registry.busy_error(self._run)
             _log.warning("%s: acquired from another Checkpointer of this process, which was not closed", self._run)
             other.lost = True
             other.release()
 
-    def _holds(self, path: str) -> bool:
+    def _is_held_on(self, path: str) -> bool:
         """Returns True if this object holds the lock of the file at a path."""
         with contextlib.suppress(OSError):
             return any(self._disk.same_file(held.fd, path) for held in self._held)
@@ -121,17 +123,17 @@ class WriterLock:
         path = os.path.join(self._run, LOCK_NAME)
         made: list[str] = []
         try:
-            fd = self._locked(path, made)
+            fd = self._open_locked(path, made)
             with contextlib.suppress(OSError):  # on a full disk the file names no process, and the lock still works
                 self._disk.truncate(fd, 0)
-                self._disk.write(fd, memoryview(_about_this_process()), 0)
+                self._disk.write(fd, memoryview(_new_writer_record()), 0)
             self._disk.sync(fd)  # so that other hosts see the name
         except BaseException:
-            _give_back(self._disk, self._held)
-            _remove_empty(self._disk, made)
+            _release(self._disk, self._held)
+            _remove_empty_folders(self._disk, made)
             raise
 
-    def _locked(self, path: str, made: list[str]) -> int:
+    def _open_locked(self, path: str, made: list[str]) -> int:
         """Opens and locks the file, and returns its descriptor. Appends the directories that it made to `made`."""
         while True:
             make_dirs(self._disk, self._run, made)
@@ -139,14 +141,14 @@ class WriterLock:
             try:
                 locked = self._disk.lock(fd)
                 if locked is False:
-                    raise self._held_by_another(fd, path)
+                    raise self._held_error(fd, path)
                 if locked is None:
                     _log.warning(
                         "%s: another job may write this run at the same time, which would harm both: files cannot be "
                         "locked on this file system; mount it with locks (Lustre: -o flock)",
                         self._run,
                     )
-                self._held.append(_Held(fd, path, made))
+                self._held.append(_HeldLock(fd, path, made))
                 if self._disk.same_file(fd, path):
                     _check_version(self._disk, fd, path)
                     if not (self._disk.size(fd) and os.fstat(fd).st_nlink > 1):
@@ -163,16 +165,16 @@ class WriterLock:
 
     def release(self) -> None:
         """Releases the lock."""
-        with _taking:  # Else another thread could find the file locked and no owner in this process.
-            _give_back(self._disk, self._held)
+        with _acquire_lock:  # Else another thread could find the file locked and no owner in this process.
+            _release(self._disk, self._held)
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Leaves the lock to the process that this one was forked from."""
         while self._held:
             self._disk.close(self._held.pop().fd)
 
 
-def _give_back(disk: Disk, held: list[_Held]) -> None:
+def _release(disk: Disk, held: list[_HeldLock]) -> None:
     """Releases what is held and removes the lock's file, and the directories that were made for nothing."""
     while True:
         try:  # Two threads may release it: the one that pops it does.
@@ -185,17 +187,17 @@ def _give_back(disk: Disk, held: list[_Held]) -> None:
                 disk.unlink(entry)
         with contextlib.suppress(OSError):
             disk.close(fd)
-        _remove_empty(disk, made)
+        _remove_empty_folders(disk, made)
 
 
-def _remove_empty(disk: Disk, made: list[str]) -> None:
+def _remove_empty_folders(disk: Disk, made: list[str]) -> None:
     """Removes the directories that were made for a run if nothing was saved in it. Directories with contents stay."""
     with contextlib.suppress(OSError):
         for directory in reversed(made):
             disk.remove_dir(directory)
 
 
-def _about_this_process() -> bytes:
+def _new_writer_record() -> bytes:
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"version": _VERSION, "host": socket.gethostname(), "process": os.getpid(), "since": since}
     return msgspec.json.encode(about)
@@ -203,11 +205,11 @@ def _about_this_process() -> bytes:
 
 def _check_version(disk: Disk, fd: int, path: str) -> None:
     """Raises `UnsupportedError` if a later release wrote the file: the meaning of its lock is unknown to this one."""
-    data = _read(disk, fd)
+    data = _read_lock_file(disk, fd)
     try:
         found = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        if len(data) < _MAX_OWN_BYTES:  # empty, or incomplete because its writer was killed
+        if len(data) < _MAX_VERSION_1_BYTES:  # empty, or incomplete because its writer was killed
             return
         what = f"{disk.size(fd)} bytes that cannot be decoded"
     else:
@@ -221,30 +223,30 @@ def _check_version(disk: Disk, fd: int, path: str) -> None:
     )
 
 
-def _read(disk: Disk, fd: int) -> bytes:
+def _read_lock_file(disk: Disk, fd: int) -> bytes:
     buffer = bytearray(min(disk.size(fd), _MAX_READ_BYTES))
     return bytes(buffer[: disk.read(fd, memoryview(buffer), 0)])
 
 
-def _holder(disk: Disk, fd: int) -> str:
+def _read_holder(disk: Disk, fd: int) -> str:
     try:
-        holder = msgspec.json.decode(_read(disk, fd), type=dict[str, str | int])
+        holder = msgspec.json.decode(_read_lock_file(disk, fd), type=dict[str, str | int])
         return f"process {holder['process']} on {holder['host']}, since {holder['since']},"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError):  # it was just acquired or released
         return "another process"
 
 
-def _let_go_after_fork() -> None:
+def _close_after_fork() -> None:
     """Closes the locks in a forked child.
 
     The child shares them, so it would hold them after the death of its parent.
     """
-    global _taking
-    _taking = threading.RLock()  # a thread that does not exist in the child may hold the old one
-    for lock in _alive.all():
+    global _acquire_lock
+    _acquire_lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
+    for lock in _locks.all():
         with contextlib.suppress(OSError):
-            lock.forget()
+            lock.close_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_after_fork)
+    os.register_at_fork(after_in_child=_close_after_fork)

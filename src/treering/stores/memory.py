@@ -16,16 +16,16 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any
 
 from ..errors import CorruptError
-from . import claims
+from . import lease_registry
+from .file_io import check_free
 from .flat_folders import check_replaceable
-from .key_values import brought_in, take_out
 from .ranges import Range
 from .store import ABSENT, Beside, Owned, Stat, Writer
 from .temporary_names import temporary_beside
-from .whole_files import check_free
+from .tensorstore_memory import drain_memory, load_into_memory
 
 _log = logging.getLogger("treering")
-_numbers = itertools.count()
+_version_numbers = itertools.count()
 
 
 class _Object:
@@ -34,10 +34,10 @@ class _Object:
     def __init__(self) -> None:
         self.data = bytearray()
         self.in_use = False
-        self.changed()
+        self.touch()
 
-    def changed(self) -> None:
-        self.version, self.modified = next(_numbers), time.time()
+    def touch(self) -> None:
+        self.version, self.modified = next(_version_numbers), time.time()
 
 
 class MemoryStore:
@@ -58,12 +58,12 @@ class MemoryStore:
         with self.lock:
             if found := self.objects.get(path):
                 return Stat("file", len(found.data), found.modified, found.version)
-            below = [one for name, one in self.objects.items() if name.startswith(_below(path))]
+            below = [one for name, one in self.objects.items() if name.startswith(_folder_prefix(path))]
         last = max(below, key=lambda one: one.version, default=None)
         return last and Stat("folder", 0, last.modified, (last.version, len(below)))
 
     def list(self, path: str) -> "list[str]":
-        below = _below(path)
+        below = _folder_prefix(path)
         with self.lock:
             return sorted({name[len(below) :].partition("/")[0] for name in self.objects if name.startswith(below)})
 
@@ -86,21 +86,21 @@ class MemoryStore:
         return path
 
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
-        below = _below(path)
+        below = _folder_prefix(path)
         with self.lock:
             found = [
                 (name[len(below) :], bytes(one.data)) for name, one in self.objects.items() if name.startswith(below)
             ]
-        return brought_in(path, context, found)
+        return load_into_memory(path, context, found)
 
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
         def put(name: str, data: bytes) -> None:
             one = _Object()  # A new object, because open blobs keep reading the old one.
             one.data += data
             with self.lock:
-                self.objects[_below(path) + name] = one
+                self.objects[_folder_prefix(path) + name] = one
 
-        take_out(path, context, which, put, 1)
+        drain_memory(path, context, which, put, 1)
 
     # Writing
 
@@ -119,7 +119,7 @@ class MemoryStore:
     def delete_all(self, path: str, names: Iterable[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self.delete(_below(path) + name)
+                self.delete(_folder_prefix(path) + name)
 
     def is_in_use(self, path: str) -> bool:
         with self.lock:
@@ -152,8 +152,8 @@ class MemoryStore:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
             if not self.stat(old):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
-            for name in [name for name in self.objects if name == old or name.startswith(_below(old))]:
-                self.objects[name].changed()
+            for name in [name for name in self.objects if name == old or name.startswith(_folder_prefix(old))]:
+                self.objects[name].touch()
                 self.objects[new + name[len(old) :]] = self.objects.pop(name)
 
     @contextlib.contextmanager
@@ -163,7 +163,7 @@ class MemoryStore:
         yield writer
         with self.lock:
             check_free(self, path, overwrite=overwrite, folder=False)
-            writer.object.changed()
+            writer.object.touch()
             self.objects[path] = writer.object
 
     @contextlib.contextmanager
@@ -183,8 +183,8 @@ class MemoryStore:
             with self.lock:
                 check_free(self, path, overwrite=overwrite, folder=True)
                 for name in check_replaceable(self, path, owned, names, beside):
-                    self.objects.pop(_below(path) + name, None)
-                for name in [name for name in self.objects if name.startswith(_below(temporary))]:
+                    self.objects.pop(_folder_prefix(path) + name, None)
+                for name in [name for name in self.objects if name.startswith(_folder_prefix(temporary))]:
                     self.objects[path + name[len(temporary) :]] = self.objects.pop(name)
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ class MemoryStore:
             yield temporary
         finally:
             with self.lock:
-                for left in [left for left in self.objects if left.startswith(_below(temporary))]:
+                for left in [left for left in self.objects if left.startswith(_folder_prefix(temporary))]:
                     del self.objects[left]
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> "_MemoryLease":
@@ -265,7 +265,7 @@ class _MemorySink:
     def finish(self, nbytes: int, *, read_only: bool = False) -> None:
         with self._store.lock:
             self._resize(nbytes)
-            self._object.changed()
+            self._object.touch()
 
     def _resize(self, nbytes: int) -> None:
         data = self._object.data
@@ -278,7 +278,7 @@ class _MemorySink:
             seen = found.version if found else ABSENT
             if (found and not overwrite) or (overwrite and version not in (None, seen)):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            self._object.changed()
+            self._object.touch()
             self._store.objects[path] = self._object
             if overwrite and path != self.path:
                 self._store.objects.pop(self.path, None)
@@ -314,11 +314,11 @@ class _MemoryLease:
     def acquire(self) -> None:
         with self._store.lock:
             if self.lost:
-                raise claims.lost(self._run)
+                raise lease_registry.lost_error(self._run)
             holder = self._store.leases.get(self._run)
             if holder and holder is not self:
                 if holder._busy():
-                    raise claims.busy(self._run)
+                    raise lease_registry.busy_error(self._run)
                 _log.warning("%s: acquired from another Checkpointer, which was not closed", self._run)
                 holder.lost = True
             self._store.leases[self._run] = self
@@ -332,6 +332,6 @@ class _MemoryLease:
                 del self._store.leases[self._run]
 
 
-def _below(path: str) -> str:
+def _folder_prefix(path: str) -> str:
     """Returns the text that the names of a folder's files begin with."""
     return path.rstrip("/") + "/"

@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 
 def wait_until(
-    found: Callable[[], T], anew: Callable[[], None], timeout: float, check: Callable[[], None] = lambda: None
+    find: Callable[[], T], refresh: Callable[[], None], timeout: float, check: Callable[[], None] = lambda: None
 ) -> T:
-    """Returns the result of `found` once it is true, or its last result after `timeout` seconds.
+    """Returns the result of `find` once it is true, or its last result after `timeout` seconds.
 
-    Calls `check` and `anew` in between.
+    Calls `check` and `refresh` in between.
     """
     end = time.monotonic() + max(timeout, _MIN_WAIT_SECONDS)
-    while not (there := found()) and time.monotonic() < end:
+    while not (found := find()) and time.monotonic() < end:
         check()
-        anew()
-        if not (there := found()):
+        refresh()
+        if not (found := find()):
             time.sleep(_POLL_SECONDS)
-    return there
+    return found
 
 
-def look_anew(store: Store, path: str, made: Sequence[str] = ()) -> None:
+def refresh_dir_cache(store: Store, path: str, made: Sequence[str] = ()) -> None:
     """Makes a network client refresh its cache of a directory, its parent and the parents of the directories in `made`.
 
     NFS caches attributes. Until they expire, a new file may appear to be missing.
@@ -54,7 +54,7 @@ def check_shared(
 
     Calls `check` in between. Raises `SaveError` if the marker does not appear within `timeout` seconds.
     """
-    if not wait_until(lambda: store.stat(marker), lambda: look_anew(store, path, made), timeout, check):
+    if not wait_until(lambda: store.stat(marker), lambda: refresh_dir_cache(store, path, made), timeout, check):
         raise SaveError(
             f"{path}: process 0 has begun a checkpoint there that this process cannot see; expected a path on a file "
             'system that all processes share; choose one, or save the data of each process with processes="this"'
@@ -62,13 +62,13 @@ def check_shared(
 
 
 @functools.lru_cache(maxsize=1000)
-def warn_of_closed(path: str, reason: str | None) -> None:
+def warn_unlistable(path: str, reason: str | None) -> None:
     """Logs once that a path is skipped, and why."""
     _log.warning("%s: it cannot be read (%s), and is not listed as a step", path, reason)
 
 
 @functools.lru_cache(maxsize=1000)
-def warn_of_anothers(path: str, user: int) -> None:
+def warn_foreign_owner(path: str, user: int) -> None:
     """Logs once that a leftover is not removed, and why."""
     _log.warning(
         "%s: it looks like a file that a killed save left, but user %d owns it and other users may write to this "
@@ -79,7 +79,7 @@ def warn_of_anothers(path: str, user: int) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def warn_of_no_locks(path: str) -> None:
+def warn_no_locks(path: str) -> None:
     """Logs once that leftovers are not removed because there are no locks."""
     _log.warning(
         "%s: what killed saves left here is not removed, because files cannot be locked on this file system; remove "

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from .._threads.pool import in_parallel
 from ..errors import CorruptError
 from .posix import Disk
-from .ranges import Range, take
+from .ranges import Range, claim_range
 from .read_errors import reading
 
-_CHUNK = 4 << 20  # bytes of a mapping that are read at a time
+_POPULATE_CHUNK_BYTES = 4 << 20  # bytes of a mapping that are read at a time
 
 
 class File:
@@ -24,22 +24,22 @@ class File:
         self.path = path
         self._disk = disk
         self._fd = disk.open(path)
-        self._close = weakref.finalize(self, _let_go, disk, self._fd)
+        self._close = weakref.finalize(self, _close_quietly, disk, self._fd)
         try:
             self.size = disk.size(self._fd)
         except BaseException:  # its traceback may keep this object alive
             self._close()
             raise
-        self._local: bool | None = None
+        self._is_local: bool | None = None
         # The mapping that callers share, and the ranges that they have, ascending.
-        self._shared: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None
-        self._taking, self._busy = threading.RLock(), False
+        self._last_mapping: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None
+        self._mapping_lock, self._is_mapping = threading.RLock(), False
 
     @property
     def local(self) -> bool:
-        if self._local is None:
-            self._local = self._disk.is_local(self._fd)
-        return self._local
+        if self._is_local is None:
+            self._is_local = self._disk.is_local(self._fd)
+        return self._is_local
 
     @property
     def has_holes(self) -> bool:
@@ -83,29 +83,29 @@ class File:
         with reading(self.path):
             if self._disk.size(self._fd) < self.size:
                 raise self._cut_short(self.size)
-        with self._taking:
-            nested = self._busy  # A signal handler interrupted this method: it gets a mapping of its own.
+        with self._mapping_lock:
+            nested = self._is_mapping  # A signal handler interrupted this method: it gets a mapping of its own.
             try:
-                self._busy = True
-                if not nested and (shared := self._share(ranges)):
+                self._is_mapping = True
+                if not nested and (shared := self._shared_mapping(ranges)):
                     return shared
                 found = self._disk.map(self._fd, self.size)
                 if not nested:
-                    self._shared = weakref.ref(found), list(ranges)
+                    self._last_mapping = weakref.ref(found), list(ranges)
                 return found
             except (OSError, ValueError, OverflowError, MemoryError):
                 return None  # no address space, no descriptor or no support for mappings; the caller reads instead
             finally:
-                self._busy = nested
+                self._is_mapping = nested
 
-    def _share(self, ranges: Sequence[Range]) -> mmap.mmap | None:
+    def _shared_mapping(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         """Returns the mapping of other callers if none of them has a byte of these ranges."""
-        mapping, taken = self._shared or (None, [])
+        mapping, taken = self._last_mapping or (None, [])
         found = mapping and mapping()
         taken = list(taken)
-        if found is None or not all(take(taken, begin, end) for begin, end in ranges):
+        if found is None or not all(claim_range(taken, begin, end) for begin, end in ranges):
             return None
-        self._shared = mapping, taken  # one assignment: an interrupt must not leave half of the ranges
+        self._last_mapping = mapping, taken  # one assignment: an interrupt must not leave half of the ranges
         return found
 
     def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
@@ -116,13 +116,17 @@ class File:
 
     def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
         """Reads several ranges of a mapping once, in parallel. Raises `CorruptError` as `bring_in` does."""
-        chunks = [(at, min(at + _CHUNK, end)) for begin, end in ranges for at in range(begin, end, _CHUNK)]
+        chunks = [
+            (at, min(at + _POPULATE_CHUNK_BYTES, end))
+            for begin, end in ranges
+            for at in range(begin, end, _POPULATE_CHUNK_BYTES)
+        ]
         in_parallel(chunks, lambda chunk: self.bring_in(mapped, *chunk))
 
     def _cut_short(self, expected: int) -> CorruptError:
         return CorruptError(f"{self.path}: expected {expected} bytes, found fewer; it was cut short while open")
 
 
-def _let_go(disk: Disk, fd: int) -> None:
+def _close_quietly(disk: Disk, fd: int) -> None:
     with contextlib.suppress(OSError):  # The file was only read, and a finalizer has no caller to raise this to.
         disk.close(fd)

@@ -31,28 +31,28 @@ except ImportError:  # Windows
 
 # File systems where mapped pages change only if the file is written, and where preallocation is cheap:
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
-_LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
-_FUSE = 0x65735546
-_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, getattr(errno, "ESTALE", 0)}
+_LOCAL_FS_TYPES = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
+_FUSE_FS_TYPE = 0x65735546
+_ABSENT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, getattr(errno, "ESTALE", 0)}
 UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-_NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
+_NOT_A_FILE_ERRNOS = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
 _POPULATE_READ = 22  # MADV_POPULATE_READ
-_PIECE = 256 << 10  # bytes per read when only readability matters; they stay in the processor's cache
+_PROBE_BYTES = 256 << 10  # bytes per read when only readability matters; they stay in the processor's cache
 _NO_RESERVE = 0x4000  # MAP_NORESERVE allows a private mapping larger than memory; few of its pages are written
 
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 _LOOKUP_ATTEMPTS = 5  # to look up a name while another host replaces its file
-_FOLDER = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW"))
-_LOOK_THROUGH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW"))
+_PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
+_OTHERS_WRITE_BITS = stat.S_IWGRP | stat.S_IWOTH
 _MAX_LINKS = 40  # on the way to a directory, the limit of Linux
-_position = threading.Lock()  # Threads share a file's position. Used only without positioned reads and writes.
+_position_lock = threading.Lock()  # Threads share a file's position. Used only without positioned reads and writes.
 
 T = TypeVar("T")
 
 # True if the system has calls relative to a directory; Windows has none.
-RELATIVE = (
+HAS_DIR_FD = (
     {os.open, os.stat, os.unlink, os.rmdir, os.mkdir, os.rename, os.link, os.symlink, os.readlink} <= os.supports_dir_fd
     and os.listdir in os.supports_fd
     and hasattr(os, "O_NOFOLLOW")
@@ -65,16 +65,16 @@ class Entry(str):
     A link of that name is not followed. An entry is usable until the directory is closed.
     """
 
-    at: int | None
+    dir_fd: int | None
 
-    def __new__(cls, path: str, at: int | None) -> "Entry":
+    def __new__(cls, path: str, dir_fd: int | None) -> "Entry":
         entry = super().__new__(cls, path)
-        entry.at = at
+        entry.dir_fd = dir_fd
         return entry
 
     def sibling(self, name: str) -> "Entry":
         """Returns another entry of the same directory."""
-        return Opened(os.path.dirname(self), self.at).entry(name)
+        return Opened(os.path.dirname(self), self.dir_fd).entry(name)
 
 
 class Opened(str):
@@ -94,23 +94,23 @@ class Opened(str):
         return Entry(os.path.join(self, name), self.fd)
 
 
-def _named(path: str) -> tuple[str, int | None]:
+def _dir_relative(path: str) -> tuple[str, int | None]:
     """Returns the name to look up, and the descriptor of the directory to look in."""
-    if RELATIVE and isinstance(path, Entry) and path.at is not None:
-        return os.path.basename(path), path.at
+    if HAS_DIR_FD and isinstance(path, Entry) and path.dir_fd is not None:
+        return os.path.basename(path), path.dir_fd
     return path, None
 
 
-def _itself(path: str) -> str | int:
+def _fd_or_path(path: str) -> str | int:
     """Returns the descriptor of an open file or directory, or else its path."""
-    return path.fd if RELATIVE and isinstance(path, Opened) and path.fd is not None else path
+    return path.fd if HAS_DIR_FD and isinstance(path, Opened) and path.fd is not None else path
 
 
-def look(path: str) -> os.stat_result | None:
+def lstat(path: str) -> os.stat_result | None:
     """Returns the `lstat` of a path, of a link itself; None if nothing exists at the path."""
-    name, at = _named(path)
+    name, dir_fd = _dir_relative(path)
     try:
-        return os.stat(name, dir_fd=at, follow_symlinks=False)
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -120,12 +120,12 @@ def open_trusted(path: str) -> int | None:
 
     Raises `PermissionError` for a link on the way that another user may have made; see `is_trusted`.
     """
-    if not RELATIVE:
+    if not HAS_DIR_FD:
         return None
-    if (flags := _LOOK_THROUGH) is None:
-        link = look(path)
+    if (flags := _PATH_FLAGS) is None:
+        link = lstat(path)
         own = link is not None and stat.S_ISLNK(link.st_mode) and link.st_uid in (os.geteuid(), 0)
-        return os.open(os.path.realpath(path) if own else path, _FOLDER)
+        return os.open(os.path.realpath(path) if own else path, _FOLDER_FLAGS)
     names, links = path.split("/")[::-1], 0
     here = os.open("/", flags)
     try:
@@ -166,23 +166,23 @@ def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = Fal
     return link.st_uid in (os.geteuid(), 0) or (not last and link.st_uid == folder.st_uid)
 
 
-def is_anothers(found: os.stat_result, folder: str) -> bool:
+def is_owned_by_another(found: os.stat_result, folder: str) -> bool:
     """Returns True if another user may have made what was found in a directory.
 
     That is so if this user does not own it, and the directory's mode lets its group or all users write to it.
     """
     if not hasattr(os, "geteuid") or found.st_uid == os.geteuid():
         return False
-    return bool(os.stat(_itself(folder)).st_mode & _OTHERS_WRITE)
+    return bool(os.stat(_fd_or_path(folder)).st_mode & _OTHERS_WRITE_BITS)
 
 
 def is_dir(path: str) -> bool:
     """Returns True if a path is a directory, and not a link to one."""
-    found = look(path)
+    found = lstat(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def _populates() -> bool:
+def _can_populate() -> bool:
     """Returns True if a mapping can be populated.
 
     Linux can since 5.14, but up to 6.8 it never returns from a bad sector.
@@ -191,7 +191,7 @@ def _populates() -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= (6, 9)
 
 
-_POPULATES = _populates()
+_CAN_POPULATE = _can_populate()
 
 
 class Disk:
@@ -202,28 +202,28 @@ class Disk:
     def stat(self, path: str) -> os.stat_result | None:
         """Returns the `stat` of a path, or None if nothing exists at the path."""
         try:
-            return looked_up_again(lambda: os.stat(path))
+            return retry_stale(lambda: os.stat(path))
         except OSError as error:
-            if error.errno not in _NOTHING:
+            if error.errno not in _ABSENT_ERRNOS:
                 raise
             return None
 
     def list(self, path: str) -> list[str]:
         """Returns the names in a directory, sorted; none if it does not exist."""
         try:
-            return sorted(looked_up_again(lambda: os.listdir(_itself(path))))
+            return sorted(retry_stale(lambda: os.listdir(_fd_or_path(path))))
         except OSError as error:
-            if error.errno not in _NOTHING:
+            if error.errno not in _ABSENT_ERRNOS:
                 raise
             return []
 
     def make_dir(self, path: str) -> None:
-        name, at = _named(path)
-        os.mkdir(name, dir_fd=at)
+        name, dir_fd = _dir_relative(path)
+        os.mkdir(name, dir_fd=dir_fd)
 
     def remove_dir(self, path: str) -> None:
-        name, at = _named(path)
-        os.rmdir(name, dir_fd=at)
+        name, dir_fd = _dir_relative(path)
+        os.rmdir(name, dir_fd=dir_fd)
 
     def hard_link(self, old: str, new: str) -> bool:
         """Gives a file or link a second name.
@@ -234,16 +234,16 @@ class Disk:
 
     def copy_link(self, old: str, new: str) -> None:
         """Makes a symbolic link with the target of another. Raises `FileExistsError` if the name is taken."""
-        (name, at), (to, there) = _named(old), _named(new)
-        os.symlink(os.readlink(name, dir_fd=at), to, dir_fd=there)
+        (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
+        os.symlink(os.readlink(name, dir_fd=dir_fd), to, dir_fd=there)
 
     def set_mode(self, path: str, mode: int) -> None:
-        os.chmod(_itself(path), mode)
+        os.chmod(_fd_or_path(path), mode)
 
     def set_group(self, path: str, group: int) -> None:
         """Sets the group of a file or directory. Raises `PermissionError` unless this user is in the group."""
         if hasattr(os, "chown"):
-            os.chown(_itself(path), -1, group)
+            os.chown(_fd_or_path(path), -1, group)
 
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name.
@@ -253,36 +253,36 @@ class Disk:
         if _hard_link(old, new):
             return
         # Without hard links, two writers can both succeed at the same moment. The file of the second one stays.
-        if look(new):
+        if lstat(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
         self.rename(old, new)
 
     def rename(self, old: str, new: str) -> None:
         """Renames a file. It replaces another file in one step."""
-        (name, at), (to, there) = _named(old), _named(new)
-        os.replace(name, to, src_dir_fd=at, dst_dir_fd=there)
+        (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
+        os.replace(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
 
     def rename_new(self, old: str, new: str) -> None:
         """Moves a directory or file to a free name. Raises `FileExistsError` if the name is taken."""
         if not _renameat2(old, new, _NO_REPLACE):
-            if look(new):  # If another writer makes it right after this look, only an empty directory can be lost.
+            if lstat(new):  # If another writer makes it right after this look, only an empty directory can be lost.
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-            (name, at), (to, there) = _named(old), _named(new)
-            os.rename(name, to, src_dir_fd=at, dst_dir_fd=there)
+            (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
+            os.rename(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
 
     def exchange(self, a: str, b: str) -> bool:
         """Exchanges two names in one step; returns False where the system cannot."""
         return _renameat2(a, b, _EXCHANGE)
 
     def unlink(self, path: str) -> None:
-        name, at = _named(path)
-        os.unlink(name, dir_fd=at)
+        name, dir_fd = _dir_relative(path)
+        os.unlink(name, dir_fd=dir_fd)
 
     def sync_dir(self, path: str) -> None:
         """Makes the names in a directory durable."""
         if sys.platform == "win32":
             return
-        itself = _itself(path)
+        itself = _fd_or_path(path)
         fd = os.open(path, os.O_RDONLY) if isinstance(itself, str) else itself
         try:
             os.fsync(fd)
@@ -299,17 +299,17 @@ class Disk:
         here can end that if writes are refused.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        name, at = _named(path)
+        name, dir_fd = _dir_relative(path)
         mode = 0o666  # Read-only comes when it is complete: file servers may apply the mode to open files too.
-        if (direct := getattr(os, "O_DIRECT", 0)) and _kind(os.path.dirname(path)) != _FUSE:
+        if (direct := getattr(os, "O_DIRECT", 0)) and _filesystem_type(os.path.dirname(path)) != _FUSE_FS_TYPE:
             try:
-                return os.open(name, flags | direct, mode, dir_fd=at)
+                return os.open(name, flags | direct, mode, dir_fd=dir_fd)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=at)  # some kernels create the file before they refuse the flag
-        return os.open(name, flags, mode, dir_fd=at)
+                    os.unlink(name, dir_fd=dir_fd)  # some kernels create the file before they refuse the flag
+        return os.open(name, flags, mode, dir_fd=dir_fd)
 
     def make_read_only(self, fd: int) -> None:
         """Marks an open file as read-only, where the file system can store that."""
@@ -341,7 +341,7 @@ class Disk:
 
     def same_file(self, fd: int, path: str) -> bool:
         """Returns True if the path is a name of this open file."""
-        found = look(path) if isinstance(path, Entry) else self.stat(path)
+        found = lstat(path) if isinstance(path, Entry) else self.stat(path)
         return found is not None and os.path.samestat(found, os.fstat(fd))
 
     def preallocate(self, fd: int, size: int) -> None:
@@ -370,13 +370,13 @@ class Disk:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-                self._leave_direct(fd)  # Another thread may have done the same; doing it twice is harmless.
+                self._end_direct_io(fd)  # Another thread may have done the same; doing it twice is harmless.
                 return os.pwrite(fd, data, offset)
-        with _position:
+        with _position_lock:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.write(fd, data)
 
-    def _leave_direct(self, fd: int) -> None:
+    def _end_direct_io(self, fd: int) -> None:
         """Ends direct writing.
 
         Some file systems accept it when a file is opened and refuse it when a file is written.
@@ -410,13 +410,13 @@ class Disk:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         if isinstance(path, Entry):
             flags |= getattr(os, "O_NOFOLLOW", 0)
-        name, at = _named(path)
+        name, dir_fd = _dir_relative(path)
         no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
         try:
             flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-            fd = looked_up_again(lambda: os.open(name, flags, dir_fd=at))
+            fd = retry_stale(lambda: os.open(name, flags, dir_fd=dir_fd))
         except OSError as error:
-            if error.errno in _NO_FILE:
+            if error.errno in _NOT_A_FILE_ERRNOS:
                 raise no_file from None
             raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -426,9 +426,9 @@ class Disk:
 
     def open_dir(self, path: str) -> int:
         """Opens a directory, to lock it or to work in it. Raises `NotADirectoryError` for a link to one."""
-        name, at = _named(path)
+        name, dir_fd = _dir_relative(path)
         try:
-            return os.open(name, _FOLDER, dir_fd=at)
+            return os.open(name, _FOLDER_FLAGS, dir_fd=dir_fd)
         except OSError as error:
             if error.errno != errno.ELOOP:  # some systems say this for a link, others ENOTDIR
                 raise
@@ -457,7 +457,7 @@ class Disk:
     def _read_some(self, fd: int, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(fd, [buffer], offset)
-        with _position:
+        with _position_lock:
             os.lseek(fd, offset, os.SEEK_SET)
             data = os.read(fd, len(buffer))
             buffer[: len(data)] = data
@@ -477,13 +477,13 @@ class Disk:
 
         Raises the disk's errors here: on access to the pages they would be a signal.
         """
-        if _POPULATES:
+        if _CAN_POPULATE:
             begin = offset - offset % mmap.PAGESIZE
             with contextlib.suppress(AttributeError, OSError):  # after an error, the read below raises the exact one
                 mapped.madvise(_POPULATE_READ, begin, offset + size - begin)
                 return True
-        buffer = memoryview(bytearray(min(size, _PIECE)))
-        for begin in range(offset, offset + size, _PIECE):
+        buffer = memoryview(bytearray(min(size, _PROBE_BYTES)))
+        for begin in range(offset, offset + size, _PROBE_BYTES):
             piece = buffer[: offset + size - begin]
             if Disk.read(self, fd, piece, begin) < len(piece):
                 return False
@@ -491,10 +491,10 @@ class Disk:
 
     def is_local(self, fd: int) -> bool:
         """Returns True if the file is on a local file system that is known to be safe for mapping."""
-        return _kind(fd) in _LOCAL
+        return _filesystem_type(fd) in _LOCAL_FS_TYPES
 
 
-def _kind(place: int | str) -> int | None:
+def _filesystem_type(place: int | str) -> int | None:
     """Returns the type number of the file system that holds a file or path; None where Linux does not say."""
     if sys.platform != "linux":
         return None
@@ -503,7 +503,7 @@ def _kind(place: int | str) -> int | None:
     return None if failed else int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
-def looked_up_again(find: Callable[[], T]) -> T:
+def retry_stale(find: Callable[[], T]) -> T:
     """Returns the result of looking up a name.
 
     Raises `FileNotFoundError` if another host removes it again and again.
@@ -530,14 +530,14 @@ def _lock(fd: int, *, shared: bool) -> bool | None:
 
 
 def _hard_link(old: str, new: str) -> bool:
-    (name, at), (to, there) = _named(old), _named(new)
+    (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
     follow = os.link not in os.supports_follow_symlinks
     try:
-        os.link(name, to, src_dir_fd=at, dst_dir_fd=there, follow_symlinks=follow)
+        os.link(name, to, src_dir_fd=dir_fd, dst_dir_fd=there, follow_symlinks=follow)
     except OSError as error:
         # EIO is an error of the disk, or how some mounts refuse links. The link may exist after such an answer.
-        if error.errno == errno.EIO and (found := look(old)):
-            made = look(new)
+        if error.errno == errno.EIO and (found := lstat(old)):
+            made = lstat(new)
             return made is not None and os.path.samestat(found, made)
         if error.errno not in {*UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
             raise
@@ -550,9 +550,9 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     call = getattr(_libc(), "renameat2", None) if sys.platform == "linux" else None
     if call is None:
         return False
-    (name, at), (to, there) = _named(old), _named(new)
-    at, there = _AT_FDCWD if at is None else at, _AT_FDCWD if there is None else there
-    if call(at, os.fsencode(name), there, os.fsencode(to), flags) == 0:
+    (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
+    dir_fd, there = _AT_FDCWD if dir_fd is None else dir_fd, _AT_FDCWD if there is None else there
+    if call(dir_fd, os.fsencode(name), there, os.fsencode(to), flags) == 0:
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:

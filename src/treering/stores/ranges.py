@@ -17,7 +17,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
     return out
 
 
-def take(taken: list[Range], begin: int, end: int) -> bool:
+def claim_range(taken: list[Range], begin: int, end: int) -> bool:
     """Adds a range to `taken`, whose ranges are sorted and do not touch. Returns False if a part of it is taken."""
     n = bisect.bisect_left(taken, (end, end))  # the first range that begins after it
     if n and taken[n - 1][1] > begin:

@@ -8,7 +8,7 @@ from ..errors import CorruptError, NotFoundError, RequestError, TreeringError
 
 # These mean that the system cannot return the stored bytes: a bad sector, a wrong checksum of the file system, failing
 # memory. All others (no permission, too many open files) say nothing about the bytes.
-_DAMAGE = {
+_DAMAGE_ERRNOS = {
     getattr(errno, name)
     for name in ("EIO", "EFAULT", "EBADMSG", "EUCLEAN", "EREMOTEIO", "ENODATA")
     if hasattr(errno, name)
@@ -16,7 +16,7 @@ _DAMAGE = {
 
 
 # These say nothing about the files: the next attempt may succeed.
-_MOMENTARY = {
+_MOMENTARY_ERRNOS = {
     getattr(errno, name)
     for name in (
         *("EMFILE", "ENFILE", "ENOMEM", "ENOBUFS", "EAGAIN", "EINTR", "EBUSY", "ENOLCK", "EDEADLK", "ETIMEDOUT"),
@@ -48,7 +48,7 @@ def reading(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         place = error.filename if isinstance(error.filename, str) else path
-        if error.errno in _DAMAGE:
+        if error.errno in _DAMAGE_ERRNOS:
             raise UnreadableError(
                 f"{place}: cannot be read: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}); "
                 "restore an earlier step or a copy of this one, and check the disk"
@@ -64,7 +64,7 @@ def reading(path: str) -> Iterator[None]:
 
 def is_momentary(error: BaseException) -> bool:
     """Returns True if an error says nothing about the files, such as too many open files."""
-    return isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MOMENTARY)
+    return isinstance(error, RequestError) or (isinstance(error, OSError) and error.errno in _MOMENTARY_ERRNOS)
 
 
 def raise_if_momentary(error: BaseException) -> None:

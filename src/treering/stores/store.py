@@ -348,7 +348,7 @@ class Store(Protocol):
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
         """Yields a file to write within a `with` block. It is in place at the end; after an error, it never was.
 
-        Raises `ExistsError` for anything at the path, except a file that may be overwritten. Raises `TakenOverError` in
+        Raises `ExistsError` for anything at the path, except a file that may be overwritten. Raises `LeaseLostError` in
         a run whose lease another job may have acquired meanwhile.
         """
         ...

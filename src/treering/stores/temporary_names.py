@@ -17,13 +17,13 @@ def temporary_beside(path: str) -> str:
     return posixpath.join(directory, f".{name}.{os.urandom(3).hex()}.tmp")
 
 
-def place_of(name: str) -> str | None:
+def final_name(name: str) -> str | None:
     """Returns the final name that belongs to a temporary name; None for other names."""
     found = _TEMPORARY.fullmatch(name)
     return found and found[1]
 
 
-def clock_beside(path: str) -> str:
+def clock_probe_beside(path: str) -> str:
     """Returns a name for an object next to a path, which reads the server's clock.
 
     The path may be such a name itself.
@@ -32,7 +32,7 @@ def clock_beside(path: str) -> str:
     return f"{found[1] if found else path}.{os.urandom(3).hex()}.tmp"
 
 
-def clock_of(name: str) -> str | None:
+def clock_probe_target(name: str) -> str | None:
     """Returns the name next to which the server's clock was read; None for other names."""
     found = _CLOCK.fullmatch(name)
     return found and found[1]

@@ -201,7 +201,7 @@ class Commits(Subject):
         assert all(isinstance(error, ExistsError) for error in others), others
 
     def _write(self, path: Path, contents: Source, overwrite: bool) -> None:
-        self.subject.write(stores.of(""), str(path), contents, overwrite=overwrite, **self.options)
+        self.subject.write(stores.get(""), str(path), contents, overwrite=overwrite, **self.options)
 
 
 def _raise() -> None:

@@ -14,7 +14,7 @@ import pytest
 from .. import formats, stores
 from .._core.entries import ArrayEntry
 from .._run.open import open_checkpoint
-from .._run.run import steps
+from .._run.run_layout import steps
 from .._save.save import save
 from .._tools.verify import verify
 from ..errors import TreeringError, UnsupportedError
@@ -31,20 +31,20 @@ class Detection(Subject):
     def test_every_format_claims_its_own_checkpoints_only(self, tmp_path: Path) -> None:
         """Every other format refuses checkpoints of this one with a reason, and this one refuses theirs."""
         own = self.made(tmp_path, self.small(), "own")
-        assert self.subject.refuses(stores.of(""), str(own)) is None
-        assert formats.detect(stores.of(""), str(own)).name == self.name == open_checkpoint(own).format
+        assert self.subject.refuses(stores.get(""), str(own)) is None
+        assert formats.detect(stores.get(""), str(own)).name == self.name == open_checkpoint(own).format
         for name in formats.names():
             if name == self.name:
                 continue
             other = formats.get(name)
-            assert _reason(other.refuses(stores.of(""), str(own))), f"{name} claims it"
+            assert _reason(other.refuses(stores.get(""), str(own))), f"{name} claims it"
             path = str(tmp_path / f"{name}{other.suffixes[0] if other.suffixes else ''}")
             try:
                 save(path, self.small(), format=name)
             except UnsupportedError:
                 continue  # Treering cannot write that format.
-            assert _reason(self.subject.refuses(stores.of(""), path)), f"it claims one of {name}"
-            assert formats.detect(stores.of(""), path).name == name
+            assert _reason(self.subject.refuses(stores.get(""), path)), f"it claims one of {name}"
+            assert formats.detect(stores.get(""), path).name == name
 
     def test_suffixes_choose_the_format(self, tmp_path: Path) -> None:
         """A save to a path with a suffix of the format uses it without `format=`."""
@@ -63,14 +63,14 @@ class Detection(Subject):
         junk = list(_junk(tmp_path / "junk"))
         for path in [*junk, *_broken(own, tmp_path / "broken", self.files(own))]:
             with in_time(20):
-                reason = self.subject.refuses(stores.of(""), path)
+                reason = self.subject.refuses(stores.get(""), path)
             assert reason is None or _reason(reason), path
             with contextlib.suppress(TreeringError, OSError), in_time(20):
                 ckpt = open_checkpoint(path)
                 assert not ckpt or path not in junk, f"{path} was opened:\n{ckpt}"
         names = ("nothing", "no/thing", "junk/loop", "x" * 400, "\udcff", "a\nb")
         for path in ("/", str(tmp_path / "junk"), f"{own}/inner", *(f"{tmp_path}/{name}" for name in names)):
-            assert _reason(self.subject.refuses(stores.of(""), path)), ascii(path)
+            assert _reason(self.subject.refuses(stores.get(""), path)), ascii(path)
 
     def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
         """An error of the file system is a reason to refuse, so that the other formats are tried too."""
@@ -142,9 +142,9 @@ class Detection(Subject):
         """`steps` lists complete checkpoints and no other files. `open` chooses the one with the greatest number."""
         if self.step_name is None:
             path = self.made(tmp_path / "run", self.small())
-            names = stores.of("").list(str(path.parent))
-            assert self.subject.steps(stores.of(""), str(path.parent), names) == {}
-            assert self.subject.steps(stores.of(""), str(path), stores.of("").list(str(path))) == {}
+            names = stores.get("").list(str(path.parent))
+            assert self.subject.steps(stores.get(""), str(path.parent), names) == {}
+            assert self.subject.steps(stores.get(""), str(path), stores.get("").list(str(path))) == {}
             return
         run = tmp_path / "run"
         run.mkdir()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ..errors import CorruptError
+from ..stores.file_io import files_in, read_file
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
-from ..stores.whole_files import files_in, read_file
 from ._store_subject import StoreSubject, put
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from ..errors import ExistsError, MismatchError
 from ..stores.buffers import aligned
+from ..stores.file_io import files_in, read_file
 from ..stores.sequential import file_of_new_folder
 from ..stores.store import Store
-from ..stores.whole_files import files_in, read_file
 from ._store_subject import PAGE, StoreSubject, put
 
 

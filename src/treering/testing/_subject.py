@@ -109,7 +109,7 @@ class Subject:
 
     @pytest.fixture(autouse=True)
     def _prepared(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        with stores.using(stores.of("")):  # The doubles that a test registers are removed after it.
+        with stores.using(stores.get("")):  # The doubles that a test registers are removed after it.
             self.prepare(monkeypatch)
             yield
 
@@ -131,7 +131,7 @@ class Subject:
 
     def reader(self, path: Path) -> Source:
         """Returns the source that the format opens at a path."""
-        return self.subject.open(stores.of(""), str(path))
+        return self.subject.open(stores.get(""), str(path))
 
     def needs_writer(self) -> None:
         """Skips a test if Treering cannot write the format."""
@@ -144,8 +144,10 @@ class Subject:
 
     def leaves(self, tree: Any) -> dict[str, Any]:
         """Returns the leaves of a tree that a checkpoint of it has, by their names in the checkpoint."""
-        walked = walk.walk(tree)
-        found = {p: leaf for p, leaf in zip(walked.paths, walked.leaves, strict=True) if not self.is_left_out(leaf)}
+        flat_tree = walk.flatten_tree(tree)
+        found = {
+            p: leaf for p, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if not self.is_left_out(leaf)
+        }
         return {str(n): leaf for n, leaf in enumerate(found.values())} if self.positional else found
 
     def is_left_out(self, leaf: Any) -> bool:

@@ -24,5 +24,5 @@ class FormatConformance(Reading, Detection, Writing, Commits, Damage):
     - Override `files` if a checkpoint is neither a file nor a folder, `small` if large arrays are stored in another way
       than small ones, and `wipe` if no file has the plain bytes of an array.
 
-    The tests replace `treering.stores.of("")` by test doubles and change nothing outside of pytest's `tmp_path`.
+    The tests replace `treering.stores.get("")` by test doubles and change nothing outside of pytest's `tmp_path`.
     """

@@ -11,13 +11,13 @@ from .._restore.checkpoint import Checkpoint
 from .._run.checkpointer import Checkpointer
 from .._run.metrics import record
 from .._run.open import open_checkpoint, restore
-from .._run.run import steps
+from .._run.run_layout import steps
 from .._save.save import save
 from .._tools.convert import convert
 from .._tools.verify import verify
 from ..errors import CorruptError, ExistsError, MismatchError
+from ..stores.file_io import read_file
 from ..stores.store import Store
-from ..stores.whole_files import read_file
 from ._store_reading import StoreReading
 from ._store_writing import StoreWriting
 

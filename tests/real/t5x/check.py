@@ -15,7 +15,10 @@ from library import adafactor, checkpoints, partitioning
 import treering as tr
 from treering.formats.t5x import write
 
-write.INLINE, write.CHUNK_BYTES = 64, 256  # small limits: otherwise such small arrays get no files of their own
+write.MAX_INLINE_BYTES, write.CHUNK_BYTES = (
+    64,
+    256,
+)  # small limits: otherwise such small arrays get no files of their own
 expected = json.loads((make.HERE / "expected.json").read_text())
 with tempfile.TemporaryDirectory() as folder:
     for name, leaves in expected.items():

@@ -19,7 +19,7 @@ import gcs
 import s3
 import treering as tr
 from fault_proxy import Proxy, Request, proxy
-from samples import some
+from sampling import sample_points
 from treering import stores
 from treering.errors import CorruptError, ExistsError, NotFoundError, SaveError, TreeringError, UnsupportedError
 from treering.stores.objects import bucket, heartbeat, lease
@@ -109,7 +109,7 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
         tr.save(f"{place}/counted", old)
     begun = len(between.requests)
     tr.save(f"{place}/counted", _TREE, overwrite=overwrite)
-    for number in some(range(len(between.requests) - begun), first=_FAULTS.index(fault)):
+    for number in sample_points(range(len(between.requests) - begun), first=_FAULTS.index(fault)):
         path = f"{place}/{number}"
         if overwrite:
             tr.save(path, old)
@@ -130,7 +130,7 @@ def test_one_fault_at_any_request_of_a_save(between: Proxy, place: str, fault: s
             with pytest.raises(NotFoundError):
                 tr.restore(path)
         tr.save(path, _TREE, overwrite=True)  # leftovers do not block the next save
-        names = stores.of(path).list(path)
+        names = stores.get(path).list(path)
         assert len(names) == 2 and all(re.fullmatch(r"treering\.json|arrays-\S*", name) for name in names), names
 
 
@@ -255,7 +255,7 @@ def test_a_lost_answer_to_the_manifest_is_no_failure(between: Proxy, place: str)
 
 
 @pytest.mark.long
-def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Proxy, place: str) -> None:
+def test_failed_save_leaves_no_pending_uploads(between: Proxy, place: str) -> None:
     """A failed save waits for its running uploads, so that none creates an object later."""
     seen: list[str] = []
 
@@ -273,7 +273,7 @@ def test_a_save_that_fails_leaves_nothing_that_is_still_on_its_way(between: Prox
     between.fault = fail_the_second
     with pytest.raises(SaveError, match="credentials"):
         tr.save(f"{place}/c", {"w": np.zeros(100 << 20, np.uint8)})
-    assert len(seen) > 2 and stores.of(place).list(f"{place}/c") == []
+    assert len(seen) > 2 and stores.get(place).list(f"{place}/c") == []
 
 
 @pytest.mark.long
@@ -368,7 +368,7 @@ def test_one_fault_at_any_request_of_a_file_in_parts(between: Proxy, place: str,
         tr.save(f"{place}/counted.safetensors", old)
     begun = len(between.requests)
     tr.save(f"{place}/counted.safetensors", _LARGE, overwrite=overwrite)
-    for number in some(range(len(between.requests) - begun), first=len(fault) + overwrite):
+    for number in sample_points(range(len(between.requests) - begun), first=len(fault) + overwrite):
         path = f"{place}/{number}.safetensors"
         if overwrite:
             tr.save(path, old)
@@ -412,9 +412,9 @@ def test_a_lease_that_cannot_be_taken_over_ends_in_an_error(
     """A cache that returns an old version of the lease ends in an error, not in an endless loop."""
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
     with pytest.raises(TreeringError, match="from a cache"), tr.Checkpointer(f"{place}/run") as ckpts:
-        dead = heartbeat._about_this_process()
+        dead = heartbeat._new_writer_record()
         dead = msgspec.structs.replace(dead, owner="another", token="its own", process=2**22, started="1")
-        with stores.of(place).new_file(f"{place}/run/writer.lock", overwrite=True) as lock:
+        with stores.get(place).new_file(f"{place}/run/writer.lock", overwrite=True) as lock:
             lock.write(msgspec.json.encode(dead))
         between.fault = lambda request: (
             "412 PreconditionFailed" if _puts_lease(request) and "if-match" in map(str.lower, request.headers) else None
@@ -439,7 +439,7 @@ def test_a_server_that_ignores_conditions_is_refused(between: Proxy, s3_server: 
         with stores.using(buckets, "faulty"):
             with pytest.raises(UnsupportedError, match="If-None-Match"):
                 tr.save(path, _TREE)
-            assert stores.of(path).list(path) == []
+            assert stores.get(path).list(path) == []
         allowed = ObjectStore(conditional=False)
         allowed.add(_ROOT, s3.client(careless.url))
         with stores.using(allowed, "faulty"):
@@ -522,7 +522,7 @@ def _odd_server(s3_server: str, answer: Any, *, conditional: bool) -> Iterator[s
 @pytest.mark.long
 @pytest.mark.parametrize("conditional", [False, True], ids=["unconditional", "conditional"])
 @pytest.mark.parametrize("fault", _UNREADABLE)
-def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_save(
+def test_first_save_to_an_inconsistent_server_is_refused(
     s3_server: str, monkeypatch: pytest.MonkeyPatch, conditional: bool, fault: str
 ) -> None:
     """The first save refuses a server whose puts succeed and whose answers could not be restored."""
@@ -532,8 +532,8 @@ def test_a_server_that_does_not_give_back_what_was_put_is_refused_at_the_first_s
             with pytest.raises(UnsupportedError, match=f"{_ROOT}: expected a server .*asked for its bytes") as refused:
                 save(place)
             assert type(refused.value) is UnsupportedError
-        left = [name for name in stores.of(place).list(place) if name != "run"]
-        assert left == [] and stores.of(place).list(f"{place}/run") in ([], ["writer.lock"])
+        left = [name for name in stores.get(place).list(place) if name != "run"]
+        assert left == [] and stores.get(place).list(f"{place}/run") in ([], ["writer.lock"])
 
 
 @pytest.mark.long
@@ -551,7 +551,7 @@ def test_the_trial_of_a_server_takes_few_requests_once(s3_server: str, condition
                 counts.append(len(counted.requests) - begun)
             tr.save(f"{place}/x.safetensors", _TREE)
             assert counts[0] <= counts[1] + 6 and counts[1] == counts[2]
-            assert sorted(stores.of(place).list(place)) == ["0", "1", "2", "x.safetensors"]
+            assert sorted(stores.get(place).list(place)) == ["0", "1", "2", "x.safetensors"]
             assert _same(f"{place}/x.safetensors", _TREE)
 
 
@@ -629,7 +629,7 @@ def test_an_object_that_comes_while_it_is_looked_up(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object that another process puts while it is being opened is opened."""
-    store, asked = stores.of(place), iter([True])
+    store, asked = stores.get(place), iter([True])
 
     def absent(self: Bucket, key: str, nbytes: int, *into: memoryview) -> Any:
         if next(asked, False):
@@ -638,8 +638,8 @@ def test_an_object_that_comes_while_it_is_looked_up(
             raise FileNotFoundError
         return beginning(self, key, nbytes, *into)
 
-    beginning = Bucket.beginning
-    monkeypatch.setattr(Bucket, "beginning", absent)
+    beginning = Bucket.get_prefix
+    monkeypatch.setattr(Bucket, "get_prefix", absent)
     assert store.open(f"{place}/x").read(0, 1) == b"x"
     with pytest.raises(CorruptError, match="names that begin with this one"):
         store.open(f"{place}/first")

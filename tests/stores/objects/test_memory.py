@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 _MAX_MIB = {"save": 256, "restore": 192}  # for any size of the state and of its leaves
 _PROGRAM = """
 import s3, sys, jax, numpy as np, treering as tr
-from resident import most
+from resident_memory import peak_bytes
 from treering import stores
 
 url, prefix, format, mib, leaf, what = sys.argv[1:]
@@ -23,11 +23,11 @@ if what == "save":
     state = {f"w{n}": jax.device_put(np.full((size,), n, np.float32)) for n in range(leaves)}
     jax.block_until_ready(state)
     tr.save(f"{root}/warm", {"w": state["w0"][:1]}, format=format)  # frees the memory that making the state has left
-    print(most(lambda: tr.save(f"{root}/c", state, format=format))[0])
+    print(peak_bytes(lambda: tr.save(f"{root}/c", state, format=format))[0])
 else:
     like = {f"w{n}": jax.ShapeDtypeStruct((size,), np.float32) for n in range(leaves)}
     tr.restore(f"{root}/warm", {"w": jax.ShapeDtypeStruct((1,), np.float32)})
-    grown, found = most(lambda: tr.restore(f"{root}/c", like))
+    grown, found = peak_bytes(lambda: tr.restore(f"{root}/c", like))
     assert all((np.asarray(found[f"w{n}"]) == n).all() for n in range(leaves))
     print(grown - (leaves * size * 4 >> 20))
 """

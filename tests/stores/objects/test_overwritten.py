@@ -38,7 +38,7 @@ class _Interruption:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._lock = threading.Lock()
         self._left, self._then = -1, lambda: None
-        asked = Bucket.asked
+        asked = Bucket.translate_errors
 
         @contextlib.contextmanager
         def interrupted(bucket: Bucket, key: str) -> Iterator[None]:
@@ -52,7 +52,7 @@ class _Interruption:
             with asked(bucket, key):
                 yield
 
-        monkeypatch.setattr(Bucket, "asked", interrupted)
+        monkeypatch.setattr(Bucket, "translate_errors", interrupted)
 
     def at(self, number: int, then: Callable[[], Any]) -> None:
         with self._lock:
@@ -75,7 +75,7 @@ def test_before_any_request_of_a_restore(
 ) -> None:
     """A native checkpoint is never taken for damaged, and no format returns a mixture of both checkpoints."""
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
+    monkeypatch.setattr(objects, "_MAX_CACHED_OBJECTS", listed)
     options: Any = {"max_shard_size": 20} if format == "safetensors" else {}
     old, new = _PAIRS[pair]
     interruption = _Interruption(monkeypatch)
@@ -96,14 +96,12 @@ def test_before_any_request_of_a_restore(
 
 @pytest.mark.parametrize("listed", [5000, 0], ids=["all at once", "level by level"])
 @pytest.mark.parametrize("format", ["treering", "safetensors", "t5x", "levanter"])
-def test_what_is_saved_before_any_request_of_a_restore_is_there_or_not_yet(
-    monkeypatch: pytest.MonkeyPatch, format: str, listed: int
-) -> None:
+def test_save_before_any_request_of_a_restore(monkeypatch: pytest.MonkeyPatch, format: str, listed: int) -> None:
     """A checkpoint that is saved during a restore is found or not found.
 
     Answers from before and after are not combined.
     """
-    monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
+    monkeypatch.setattr(objects, "_MAX_CACHED_OBJECTS", listed)
     _, new = _PAIRS["more"]
     interruption = _Interruption(monkeypatch)
     seen: set[str] = set()

@@ -39,7 +39,7 @@ def test_one_checkpoint(container: str) -> None:
         tr.save(f"{container}/a", _TREE)
     tr.save(f"{container}/a", {"w": np.ones(3)}, overwrite=True)
     assert tr.restore(f"{container}/a")["w"].sum() == 3
-    assert len(stores.of(container).list(f"{container}/a")) == 2
+    assert len(stores.get(container).list(f"{container}/a")) == 2
 
 
 def test_a_run(container: str, tmp_path: pathlib.Path) -> None:
@@ -65,7 +65,7 @@ def test_formats(container: str, tmp_path: pathlib.Path, format: str) -> None:
 
 
 @pytest.mark.rare
-def test_what_changes_faster_than_google_allows_is_changed_a_little_later() -> None:
+def test_google_rate_limit_delays_changes() -> None:
     """Google changes an object once per second; a save waits, even if the client itself repeats nothing."""
     path = f"gs://{gcs.BUCKET}/{secrets.token_hex(4)}"
     buckets = ObjectStore()

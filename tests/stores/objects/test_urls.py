@@ -25,7 +25,7 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
-from treering.formats.treering.files import ArrayFile
+from treering.formats.treering.array_file import ArrayFile
 from treering.stores import buffers
 from treering.stores.objects import blob, clients, upload
 from treering.stores.objects import store as objects
@@ -103,7 +103,7 @@ def test_a_profile_names_the_endpoint(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    client = clients.make(f"s3://{s3.BUCKET}")
+    client = clients.make_client(f"s3://{s3.BUCKET}")
     assert client.config["endpoint"] == s3_server and client.config["region"] == "eu-west-3"
     assert "unsigned_payload" not in client.config  # without TLS, only the signature protects the payload
 
@@ -113,14 +113,14 @@ def test_clients_of_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    assert clients.make("s3://b").config["unsigned_payload"]
+    assert clients.make_client("s3://b").config["unsigned_payload"]
     with pytest.raises(RequestError, match=r"az://c: no client can be made .*environment"):
-        clients.make("az://c")
+        clients.make_client("az://c")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
-    assert clients.make("az://c").config["container_name"] == "c"
+    assert clients.make_client("az://c").config["container_name"] == "c"
     monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
-    assert [clients.make(f"{scheme}://b").config["bucket"] for scheme in ("gs", "gcs")] == ["b", "b"]
+    assert [clients.make_client(f"{scheme}://b").config["bucket"] for scheme in ("gs", "gcs")] == ["b", "b"]
 
 
 @pytest.mark.long
@@ -189,9 +189,7 @@ def test_requests_are_few(s3_server: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["n", "w"])
-def test_an_object_that_is_missing_is_found_though_nothing_in_it_is_wanted(
-    wanted: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_object_without_wanted_bytes_is_found(wanted: str, caplog: pytest.LogCaptureFixture) -> None:
     """A restore reports a missing object even if it needs nothing from it."""
     client = obstore.store.MemoryStore()
     run = f"{stores.absolute(client)}/run"  # type: ignore[arg-type]
@@ -232,7 +230,7 @@ def test_an_object_that_is_missing_is_found_though_nothing_in_it_is_wanted(
 def test_a_checkpoint_of_any_format_is_opened_in_few_requests(
     s3_server: str, monkeypatch: pytest.MonkeyPatch, name: str, format: str, most: int, listed: int
 ) -> None:
-    monkeypatch.setattr(objects, "_GLANCE_OBJECTS", listed)
+    monkeypatch.setattr(objects, "_MAX_CACHED_OBJECTS", listed)
     tree = {f"layer-{n}": np.full(10, n, np.float32) for n in range(20)}
     with proxy(s3_server) as counted:
         path = f"{stores.absolute(s3.client(counted.url, prefix=secrets.token_hex(4)))}/{name}"  # type: ignore[arg-type]
@@ -298,7 +296,7 @@ def test_arrays_are_cut_into_objects(bucket: str) -> None:
             if "dtype" in options and expected.dtype.kind == "f":
                 expected = expected.astype(np.float16)
             np.testing.assert_array_equal(found[name], expected)
-        store = stores.of(path)
+        store = stores.get(path)
         sizes = [stat.nbytes for one in store.list(path) if (stat := store.stat(f"{path}/{one}"))]
         assert len(sizes) > 4 and max(sizes) < 33 << 20
         part = tr.open(path)["odd"][2:5, 100:200]
@@ -432,7 +430,7 @@ def test_a_file_on_the_web_is_read_by_ranges(hub: Proxy, tmp_path: pathlib.Path)
 
 
 @pytest.mark.long
-def test_a_file_on_the_web_that_nothing_tells_from_another_is_named(
+def test_web_file_without_a_version_is_logged(
     hub: Proxy, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names a file for which the server sends neither an ETag nor Last-Modified."""
@@ -442,7 +440,7 @@ def test_a_file_on_the_web_that_nothing_tells_from_another_is_named(
 
 
 @pytest.mark.parametrize("call", [tr.steps, tr.follow, tr.Checkpointer])
-def test_a_run_on_a_web_server_is_refused_and_not_taken_for_an_empty_one(call: Any) -> None:
+def test_run_on_a_web_server_is_refused(call: Any) -> None:
     """A run on a web server raises an error, because it cannot be listed."""
     with pytest.raises(UnsupportedError, match="can neither be listed nor written"):
         call("https://example.org/run")
@@ -462,7 +460,7 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     ckpt = tr.open(report.path)
     assert ckpt["w"][:, :6000].shape == (1000, 6000)
     files = ckpt._source._files.opened.values()
-    assert len(files) > 1 and not any(file._blob._came for file in files)
+    assert len(files) > 1 and not any(file._blob._prefetched for file in files)
 
 
 def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +506,7 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
 
 @pytest.mark.long
 @pytest.mark.parametrize("holds", [False, True])
-def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
+def test_upload_buffers_are_reused_once_the_client_drops_them(
     s3_server: str, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upload buffers are used again once the client has released them."""
@@ -516,33 +514,33 @@ def test_the_memory_of_objects_is_used_again_when_the_client_has_let_go_of_it(
     made: list[int] = []
     monkeypatch.setattr(upload, "aligned", lambda nbytes: made.append(nbytes) or buffers.aligned(nbytes))
     client = obstore.store.MemoryStore() if holds else s3.client(s3_server, prefix=secrets.token_hex(4))
-    store = stores.of(stores.absolute(client))
-    monkeypatch.setattr(store._uploads, "_room", threading.BoundedSemaphore(1))
+    store = stores.get(stores.absolute(client))
+    monkeypatch.setattr(store._uploads, "_slots", threading.BoundedSemaphore(1))
     saved = np.random.default_rng(0).integers(0, 256, 12 * upload.OBJECT_BYTES, np.uint8)
     tr.save(client, {"w": saved})
     assert len(made) >= 12 if holds else len(made) < 6
-    assert store._uploads._free == []
+    assert store._uploads._free_buffers == []
     assert np.array_equal(tr.restore(client)["w"], saved)
 
 
-def test_where_memory_cannot_say_who_refers_to_it_none_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_without_reference_checks_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload buffers are not used again on a system without `mremap`, here a double: its mappings cannot be resized."""
     uploads = upload.Uploads()
-    uploads._under_way["other"] = upload.Upload(lambda: None, uploads._room)
+    uploads._pending["other"] = upload.Upload(lambda: None, uploads._slots)
     monkeypatch.setattr(upload, "aligned", lambda nbytes: memoryview(bytes(nbytes)))
-    uploads.give_back(uploads.memory(1 << 20))
-    assert uploads._free == []
+    uploads.release_buffer(uploads.acquire_buffer(1 << 20))
+    assert uploads._free_buffers == []
 
 
 @pytest.mark.parametrize("view", [lambda one: one[1:5], lambda one: one.cast("H"), lambda one: np.frombuffer(one, "B")])
-def test_memory_is_not_used_again_while_a_client_holds_a_part_of_it(view: Any) -> None:
+def test_buffers_held_by_the_client_are_not_reused(view: Any) -> None:
     """An upload buffer is not used again while the client holds a part of it."""
     uploads = upload.Uploads()
-    uploads._under_way["other"] = upload.Upload(lambda: None, uploads._room)
-    memory = uploads.memory(1 << 20)
+    uploads._pending["other"] = upload.Upload(lambda: None, uploads._slots)
+    memory = uploads.acquire_buffer(1 << 20)
     held = view(memory)
-    uploads.give_back(memory)
-    assert uploads._free == [] and len(held)
-    memory = uploads.memory(1 << 20)
-    uploads.give_back(memory)
-    assert len(uploads._free) == 1
+    uploads.release_buffer(memory)
+    assert uploads._free_buffers == [] and len(held)
+    memory = uploads.acquire_buffer(1 << 20)
+    uploads.release_buffer(memory)
+    assert len(uploads._free_buffers) == 1

@@ -22,10 +22,10 @@ import pytest
 import s3
 import treering as tr
 from fault_proxy import Proxy, Request, proxy
-from samples import some
+from sampling import sample_points
 from treering import stores
 from treering._tools import copy as copying
-from treering._tools.copy import copy_all
+from treering._tools.copy import copy_checkpoints
 from treering.errors import ExistsError, SaveError, TreeringError
 from treering.stores.objects import heartbeat, sink, temporary_folder
 from treering.stores.objects.store import ObjectStore
@@ -37,7 +37,7 @@ import s3
 import treering as tr
 from treering import stores
 from treering._tools import copy as copying
-from treering._tools.copy import copy_all
+from treering._tools.copy import copy_checkpoints
 from treering.errors import ExistsError, SaveError
 from treering.stores.objects.store import ObjectStore
 
@@ -78,12 +78,12 @@ def _ended(process: "subprocess.Popen[str]") -> int:
 
 
 def _names(path: str) -> list[str]:
-    return stores.of(path).list(path)
+    return stores.get(path).list(path)
 
 
 def _is_free(run: str) -> bool:
     """Returns True if the lease of a run was released."""
-    return stores.of(run).open(f"{run}/writer.lock").read_up_to(100) == b'{"version":1}'
+    return stores.get(run).open(f"{run}/writer.lock").read_up_to(100) == b'{"version":1}'
 
 
 _SAVING = """
@@ -109,7 +109,7 @@ def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: 
             tr.save(f"{place}/counted", {"w": old})
         assert _ended(_start(counted.url, _SAVING, f"{place}/counted", mode)) == 0
         count = len(counted.requests)
-    for number in some(range(count + 1), first=mode == "overwrite"):
+    for number in sample_points(range(count + 1), first=mode == "overwrite"):
         path = f"{place}/{number}"
         if mode == "overwrite":
             tr.save(path, {"w": old})
@@ -140,7 +140,7 @@ def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str
     with proxy(s3_server) as counted:
         assert _ended(_start(counted.url, _COPYING, f"{place}/counted", str(tmp_path / "counted"))) == 0
         count = len(counted.requests)
-    for number in some(range(0, count + 1, 7)):
+    for number in sample_points(range(0, count + 1, 7)):
         remote, local = f"{place}/{number}", str(tmp_path / str(number))
         with proxy(s3_server) as deadly:
             processes: list[subprocess.Popen[str]] = []
@@ -175,7 +175,7 @@ def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, plac
         requests = counted.requests
     commits = [one.number for one in requests if one.method == "PUT" and one.path.endswith("treering.json")]
     assert len(commits) == 2 and sum("delete" in one.path for one in requests[commits[1] :]) >= 2
-    for number in some(range(commits[1], len(requests) + 1)):
+    for number in sample_points(range(commits[1], len(requests) + 1)):
         run = f"{place}/{number}"
         with proxy(s3_server) as deadly:
             processes: list[subprocess.Popen[str]] = []
@@ -270,8 +270,8 @@ ckpts.close()
         ckpts.wait()
         taken.set()
         assert _ended(job) == 0
-        (lease,) = [one for one in heartbeat._alive.all() if one.key.endswith("writer.lock") and not one.stopped]
-        assert lease.confirm()
+        (lease,) = [one for one in heartbeat._heartbeats.all() if one.key.endswith("writer.lock") and not one.stopped]
+        assert lease.verify()
     assert tr.steps(place) == [1, 2]
 
 
@@ -303,12 +303,12 @@ def test_a_writer_that_was_stopped_too_long_cannot_commit(
         between.url,
         """
 import os, signal, time
-from treering.stores import claims
+from treering.stores import lease_registry
 from treering.stores.objects import heartbeat
-heartbeat._RENEWAL_SECONDS, heartbeat.SAFE_SECONDS = 0.3, 1.0
-put = claims.check
+heartbeat._RENEWAL_SECONDS, heartbeat.LEASE_SAFE_SECONDS = 0.3, 1.0
+put = lease_registry.check
 def stop_before(path):
-    claims.check = put
+    lease_registry.check = put
     print("committing", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.2)  # else this thread continues for a moment
@@ -316,7 +316,7 @@ def stop_before(path):
 ckpts = tr.Checkpointer(sys.argv[2])
 ckpts.save(1, {"w": np.zeros(10)})
 ckpts.wait()
-claims.check = stop_before
+lease_registry.check = stop_before
 try:
     ckpts.save(2, {"w": np.zeros(10)})
     ckpts.wait()
@@ -327,7 +327,9 @@ except SaveError as error:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "committing\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if the lease belonged to another machine
+    monkeypatch.setattr(
+        heartbeat, "is_on_this_machine", lambda about: False
+    )  # as if the lease belonged to another machine
     time.sleep(0.5)
     with caplog.at_level(logging.WARNING), tr.Checkpointer(place) as ckpts:
         ckpts.save(3, {"w": np.ones(10)})
@@ -353,7 +355,7 @@ import os, signal, time
 from treering.formats.treering import removal
 from treering.stores.objects import heartbeat
 from treering.stores.objects.bucket import Bucket
-heartbeat._RENEWAL_SECONDS, heartbeat.SAFE_SECONDS = 0.3, 1.0
+heartbeat._RENEWAL_SECONDS, heartbeat.LEASE_SAFE_SECONDS = 0.3, 1.0
 def stop_after(owner, name):
     call = getattr(owner, name)
     def stop(*args):
@@ -369,7 +371,7 @@ for step in (1, 2):
     ckpts.save(step, {"w": np.zeros(10)})
 ckpts.wait()
 if sys.argv[3] == "delete":
-    stop_after(removal, "consists_of")
+    stop_after(removal, "member_files")
     ckpts.save(3, {"w": np.zeros(10)})
     ckpts.wait()
 else:
@@ -384,7 +386,9 @@ else:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "stopped\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(heartbeat, "is_here", lambda about: False)  # as if the lease belonged to another machine
+    monkeypatch.setattr(
+        heartbeat, "is_on_this_machine", lambda about: False
+    )  # as if the lease belonged to another machine
     time.sleep(0.5)
     with tr.Checkpointer(place) as ckpts:
         ckpts.rewind(ckpts.steps[-1])  # acquires the run and changes nothing
@@ -405,7 +409,7 @@ def test_the_lease_of_a_whole_bucket_is_looked_up(monkeypatch: pytest.MonkeyPatc
     publish = sink.ObjectSink.publish
 
     def late(one: sink.ObjectSink, *args: Any, **options: Any) -> None:
-        (lease,) = [beat for beat in heartbeat._alive.all() if beat.key == "writer.lock"]
+        (lease,) = [beat for beat in heartbeat._heartbeats.all() if beat.key == "writer.lock"]
         lease.lost = True
         publish(one, *args, **options)
 
@@ -452,7 +456,7 @@ def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> No
 @pytest.mark.long
 def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) -> None:
     """A lease object of a later release is recognized and refused."""
-    with stores.of(place).new_file(f"{place}/writer.lock", overwrite=False) as file:
+    with stores.get(place).new_file(f"{place}/writer.lock", overwrite=False) as file:
         file.write(b'{"version": 2, "token": "x"}')
     with pytest.raises(TreeringError, match="a later release"), tr.Checkpointer(place) as ckpts:
         ckpts.save(1, {"w": np.zeros(3)})
@@ -467,7 +471,7 @@ def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any,
     writer = buckets.create(f"{path}.abcdef.tmp", visible=True)
     writer.write(memoryview(b"mine"), 0)
     writer.finish(4)
-    alive, turns = sink.ObjectSink._check_alive, itertools.count()
+    alive, turns = sink.ObjectSink._check_valid, itertools.count()
 
     def stopped(one: sink.ObjectSink) -> None:
         if next(turns) == 1:
@@ -477,8 +481,8 @@ def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any,
             one.heartbeat.lost = True
         alive(one)
 
-    monkeypatch.setattr(sink.ObjectSink, "_check_alive", stopped)
-    monkeypatch.setattr(heartbeat, "SAFE_SECONDS", -1.0)
+    monkeypatch.setattr(sink.ObjectSink, "_check_valid", stopped)
+    monkeypatch.setattr(heartbeat, "LEASE_SAFE_SECONDS", -1.0)
     with pytest.raises(SaveError, match="another job considered"):
         writer.publish(path, overwrite=overwrite)
     assert buckets.open(path).read_up_to(100) == b"another's"
@@ -491,13 +495,13 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
     with tr.Checkpointer(place) as ckpts:
         ckpts.save(1, {"w": 1})
         ckpts.wait()
-        (lease,) = [one for one in heartbeat._alive.all() if one.key.endswith("writer.lock") and not one.stopped]
+        (lease,) = [one for one in heartbeat._heartbeats.all() if one.key.endswith("writer.lock") and not one.stopped]
         between.fault = lambda request: "lose" if request.method == "PUT" else None
         lease.renew()
         between.fault = lambda request: None
         lease.renew()
         lease.renew()
-        assert not lease.lost and lease.confirm()
+        assert not lease.lost and lease.verify()
         ckpts.save(2, {"w": 2})
         ckpts.wait()
         between.fault = lambda request: "lose" if request.method == "PUT" else "503 SlowDown"
@@ -538,14 +542,14 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
             file.write(b"x")
         buckets.remove_leftover(folder)
         assert buckets.list(files) == ["x"]  # its writer lives
-        writer = next(one for one in heartbeat._alive.all() if one.key.startswith("." + "c."))
-        monkeypatch.setattr(heartbeat, "lives", lambda *_: writer.renew() or False)
+        writer = next(one for one in heartbeat._heartbeats.all() if one.key.startswith("." + "c."))
+        monkeypatch.setattr(heartbeat, "is_alive", lambda *_: writer.renew() or False)
         buckets.remove_leftover(folder)
-        assert buckets.list(files) == ["x"] and writer.confirm()  # renewed after it was read and before its removal
-        monkeypatch.setattr(heartbeat, "lives", lambda *_: False)
-        monkeypatch.setattr(temporary_folder, "_clear", lambda *_: None)
+        assert buckets.list(files) == ["x"] and writer.verify()  # renewed after it was read and before its removal
+        monkeypatch.setattr(heartbeat, "is_alive", lambda *_: False)
+        monkeypatch.setattr(temporary_folder, "_delete_contents", lambda *_: None)
         buckets.remove_leftover(folder)
-        assert buckets.list(files) == ["x"] and not writer.confirm()
+        assert buckets.list(files) == ["x"] and not writer.verify()
         writer.renew()
         assert writer.lost
 
@@ -568,13 +572,17 @@ def test_a_copy_that_comes_second_touches_nothing(monkeypatch: pytest.MonkeyPatc
     buckets.add("copies://tests", obstore.store.MemoryStore())
     with stores.using(buckets, "copies"):
         tr.save(tmp_path / "c", {"w": np.ones(70_000)})
-        copy_all(tmp_path / "c", path := "copies://tests/c")
-        there = [stores.of(path).stat(f"{path}/{name}") for name in _names(path)]
-        monkeypatch.setattr(copying.OneCopy, "is_same", lambda *_, **__: None)  # another copy was made after this check
+        copy_checkpoints(tmp_path / "c", path := "copies://tests/c")
+        there = [stores.get(path).stat(f"{path}/{name}") for name in _names(path)]
+        monkeypatch.setattr(
+            copying.CheckpointCopy, "is_same", lambda *_, **__: None
+        )  # another copy was made after this check
         with pytest.raises(ExistsError, match="meanwhile; it is unchanged"):
-            copy_all(tmp_path / "c", path)
-        look = copying.summary.look  # here after the second check
-        monkeypatch.setattr(copying.summary, "look", lambda at, path: None if "://" in path else look(at, path))
+            copy_checkpoints(tmp_path / "c", path)
+        look = copying.summary.stat_manifest  # here after the second check
+        monkeypatch.setattr(
+            copying.summary, "stat_manifest", lambda at, path: None if "://" in path else look(at, path)
+        )
         with pytest.raises(ExistsError, match="pass overwrite=True"):
-            copy_all(tmp_path / "c", path)
-        assert [stores.of(path).stat(f"{path}/{name}") for name in _names(path)] == there
+            copy_checkpoints(tmp_path / "c", path)
+        assert [stores.get(path).stat(f"{path}/{name}") for name in _names(path)] == there

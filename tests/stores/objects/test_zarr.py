@@ -22,9 +22,9 @@ from fault_proxy import Proxy, proxy
 from treering import stores
 from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
 from treering.formats._shared.pending_reads import errors
-from treering.stores.key_values import as_text, take_out
 from treering.stores.objects import loopback, store
 from treering.stores.read_errors import ReplacedError, RequestError
+from treering.stores.tensorstore_memory import drain_memory, encode_error
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
@@ -136,11 +136,11 @@ def test_memory_does_not_grow_with_the_checkpoint(s3_server: str, tmp_path: Any,
     tr.save(tmp_path / "c", tree)
     tr.save(tmp_path / "warm", {"a": np.zeros(1 << 20, np.float32)})
     code = f"""
-    import resident, s3, treering as tr
+    import resident_memory, s3, treering as tr
     from treering import stores
     root = stores.absolute(s3.client({s3_server!r}, prefix={secrets.token_hex(4)!r}))
     def convert(source, target, **options):
-        print(resident.most(lambda: tr.convert(source, target, **options))[0])
+        print(resident_memory.peak_bytes(lambda: tr.convert(source, target, **options))[0])
     for name in ("warm", "c"):
         convert(f"{tmp_path}/{{name}}", f"{{root}}/{{name}}", format={format!r})
         convert(f"{{root}}/{{name}}", f"{tmp_path}/{{name}}-back")
@@ -162,10 +162,10 @@ def test_arrays_are_sent_while_they_are_written(between: Proxy, format: str, mon
 
     def counting(folder: str, context: Any, which: Any, put: Any, in_flight: int) -> None:
         sizes: list[int] = []
-        take_out(folder, context, which, lambda name, data: (sizes.append(len(data)), put(name, data)), in_flight)
+        drain_memory(folder, context, which, lambda name, data: (sizes.append(len(data)), put(name, data)), in_flight)
         sent.append(sum(sizes))
 
-    monkeypatch.setattr(store, "take_out", counting)
+    monkeypatch.setattr(store, "drain_memory", counting)
     path = f"{stores.absolute(s3.client(between.url, prefix=secrets.token_hex(4)))}/c"  # type: ignore[arg-type]
     tree = {f"w{n}": _RNG.random((8 << 20,), np.float32) for n in range(6)}  # 192 MiB
     tr.save(path, tree, format=format)
@@ -186,9 +186,9 @@ def test_arrays_are_sent_while_they_are_written(between: Proxy, format: str, mon
 )
 def test_errors_come_by_way_of_tensorstore(error: Exception, expected: type[Exception]) -> None:
     """An error keeps its type on its way through TensorStore, which puts the error's text between other text."""
-    text = as_text(error).replace("'", "\\'")
+    text = encode_error(error).replace("'", "\\'")
     shown = f"PERMISSION_DENIED: Error reading: [HTTP code 403] [http_response_body='{text}'] [tensorstore_spec='{{}}']"
-    with pytest.raises(expected) as caught, errors(stores.of("/tmp"), "/tmp/place"):
+    with pytest.raises(expected) as caught, errors(stores.get("/tmp"), "/tmp/place"):
         raise ValueError(shown)
     assert type(caught.value) is expected and "/tmp/place" in str(caught.value)
 

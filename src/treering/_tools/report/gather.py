@@ -9,14 +9,14 @@ from typing import Any
 
 from ... import stores
 from ..._core import expansion
-from ..._core.describe import describe
+from ..._core.describe import describe_entry
 from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
 from ..._core.leaf_paths import matches
 from ..._core.outline import Node, outline
-from ..._core.readable import count, nbytes
-from ..._core.readable import sharding as sharding_text
 from ..._core.source import arrays_of
+from ..._core.units import count, nbytes
+from ..._core.units import sharding as sharding_text
 from ..._printable import safe
 from ..._processes.progress_bar import bar
 from ..._restore.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ def gather(
     compare: Sequence[int] = (),
     globs: Sequence[str] = (),
     progress: bool = False,
-    max_expansion: float = expansion.MOST,
+    max_expansion: float = expansion.MAX_RATIO,
     prefix: str | None = None,
 ) -> dict[str, Any]:
     """Reads a run and returns the data of its report, as values that JSON has.
@@ -119,7 +119,7 @@ def _opened(row: Row, notes: list[str], most: float = math.inf) -> Checkpoint | 
         return ckpt
     except TreeringError as error:
         raise_if_momentary(error)
-        gone = stores.of(row.path).stat(row.path) is None
+        gone = stores.get(row.path).stat(row.path) is None
         _note(notes, f"step {row.step} is left out: {'it was deleted meanwhile' if gone else error}")
         return None
 
@@ -168,7 +168,7 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         size, leaves = times * node.nbytes, times * node.leaves
         about: dict[str, Any] = {"name": name, "path": safe(node.path), "nbytes": size, "leaves": leaves}
         if isinstance(node.entry, ArrayEntry):
-            about |= {"what": safe(describe(node.entry)), "dtype": node.entry.dtype}
+            about |= {"what": safe(describe_entry(node.entry)), "dtype": node.entry.dtype}
         times *= node.alike
         least = _SMALLEST * total
         small = [child for child in node.children if 0 < times * child.nbytes <= least]
@@ -233,7 +233,7 @@ class _Leaves:
 def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> None:
     """Reads an array and puts its statistics into the row of its leaf, as the `n`-th step."""
     found = stats(array, bins=_BINS if histogram else 0)
-    row |= {"what": safe(describe(array.entry)), "nbytes": array.nbytes, "size": found.size}
+    row |= {"what": safe(describe_entry(array.entry)), "nbytes": array.nbytes, "size": found.size}
     row["there"][n] = 1
     for name in _NUMBERS:
         row[name][n] = _number(getattr(found, name))

@@ -13,8 +13,8 @@ from typing import Any
 from ... import formats
 from ..._version import __version__
 from ...errors import ExistsError
+from ...stores.file_io import opened
 from ...stores.store import Store
-from ...stores.whole_files import opened
 
 _MARK = '<meta name="generator" content="Treering report">'
 _MARK_WITHIN = 200  # An earlier report has the mark within its first 200 bytes.

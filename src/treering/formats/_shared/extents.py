@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._core.boxes import Box, box_shape, rows_apart, slices, whole
+from ..._core.boxes import Box, box_shape, full_box, slices, split_at_gaps
 from ...errors import CorruptError, UnsafeError
-from ...stores.buffers import adoptable, in_a_row
+from ...stores.buffers import empty_aligned_array, strided_arrays
 from ...stores.ranges import Range, merge
 from ...stores.store import Blob
 
@@ -50,11 +50,11 @@ def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout
     """Returns a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
     stored = np.dtype(stored)
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
-    # One object for both lets `_native` compare them by identity.
+    # One object for both lets `_to_native_order` compare them by identity.
     stored = dtype if stored == dtype else stored
     check_shape(shape, name)
     alignment = dtype.alignment if stored.isnative else 0
-    return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, whole(shape), alignment)
+    return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, full_box(shape), alignment)
 
 
 class Runs(msgspec.Struct, frozen=True, gc=False):
@@ -93,7 +93,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
         found: list[Any] = [None]
-        put_mapped([(0, self, box)] if mmap else [], found)
+        fill_mapped([(0, self, box)] if mmap else [], found)
         if found[0] is not None:
             return found[0]
         out = self.room(box)
@@ -116,7 +116,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def room(self, box: Box) -> np.ndarray:
         """Returns new memory for a box, in the dtype of the file."""
-        return adoptable(box_shape(box), self.layout.stored)
+        return empty_aligned_array(box_shape(box), self.layout.stored)
 
     def fill(self, out: np.ndarray, box: Box) -> None:
         """Reads a box into memory from `room`."""
@@ -129,11 +129,11 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def made(self, out: np.ndarray) -> np.ndarray:
         """Returns memory that `fill` has filled, as an array in this machine's byte order."""
-        return _native(out, self.layout)
+        return _to_native_order(out, self.layout)
 
     def _spans(self, box: Box) -> Iterator[Box]:
         """Yields the parts of a box that are each read by one call."""
-        for rows in rows_apart(self.layout.shape, box, self.layout.stored.itemsize, _MAX_GAP_BYTES):
+        for rows in split_at_gaps(self.layout.shape, box, self.layout.stored.itemsize, _MAX_GAP_BYTES):
             first, last = self._range(rows)
             axis = next((n for n, (start, stop) in enumerate(rows) if stop - start > 1), None)
             if axis is None or last - first <= _MAX_SPAN_BYTES or rows == self.layout.box:
@@ -177,7 +177,7 @@ _Entire = tuple[int, int, Layout]  # an array of which everything is wanted: its
 _offset = operator.itemgetter(0)
 
 
-def put_mapped(wanted: Wanted, found: list[Any]) -> None:
+def fill_mapped(wanted: Wanted, found: list[Any]) -> None:
     """Stores the boxes that can be views of private file mappings in `found`, at their numbers.
 
     Reads the pages of these boxes once. Raises `CorruptError` for files that cannot be read.
@@ -188,7 +188,7 @@ def put_mapped(wanted: Wanted, found: list[Any]) -> None:
         if one[1].layout.nbytes and one[1].is_array():
             boxes.setdefault(one[1].runs[0][0], []).append(one)
     for file in entire.keys() | boxes.keys():
-        runs, parts = list(_evenly(entire.get(file, []))), boxes.get(file, [])
+        runs, parts = list(_equal_strides(entire.get(file, []))), boxes.get(file, [])
         ranges = [part for run, stride in runs for part in _ranges(run, stride)]
         ranges = merge([*ranges, *(part for _, array, box in parts for part in array.in_file(box))])
         if (memory := file.mapped(ranges)) is not None:
@@ -196,10 +196,10 @@ def put_mapped(wanted: Wanted, found: list[Any]) -> None:
             for n, array, box in parts:
                 found[n] = array.view(memory, box)
             for run, stride in runs:
-                _put(run, found, memory, run[0][0], stride)
+                _place_arrays(run, found, memory, run[0][0], stride)
 
 
-def put_small(wanted: Wanted, found: list[Any]) -> Wanted:
+def fill_small(wanted: Wanted, found: list[Any]) -> Wanted:
     """Reads the small arrays of which everything is wanted, several per call, and stores them in `found`.
 
     Copies them to aligned memory that arrays of one layout share. A reference to one of them therefore keeps at most
@@ -208,13 +208,13 @@ def put_small(wanted: Wanted, found: list[Any]) -> Wanted:
     entire, rest = _by_file(wanted, max_nbytes=_SMALL_ARRAY_BYTES)
     memory = np.empty(_BATCH_BYTES, np.uint8).data if entire else memoryview(b"")
     for file, own in entire.items():
-        for begin, end, part in _close_together(own):
+        for begin, end, part in _nearby_runs(own):
             file.read_into(memory[: end - begin], begin)
-            for run, stride in _evenly(part):
+            for run, stride in _equal_strides(part):
                 offset, _, about = run[0]
-                room = adoptable((len(run), about.nbytes), _BYTE)
+                room = empty_aligned_array((len(run), about.nbytes), _BYTE)
                 room[...] = np.ndarray(room.shape, _BYTE, memory, offset - begin, (stride, 1))
-                _put(run, found, room, 0, about.nbytes)
+                _place_arrays(run, found, room, 0, about.nbytes)
     return rest
 
 
@@ -240,7 +240,7 @@ def _by_file(
     return found, rest
 
 
-def _evenly(wanted: list[_Entire]) -> Iterator[tuple[list[_Entire], int]]:
+def _equal_strides(wanted: list[_Entire]) -> Iterator[tuple[list[_Entire], int]]:
     """Yields runs of arrays with one layout at equal distances, with the distance. A run is handled as one array."""
     first, count = 0, len(wanted)
     while first < count:
@@ -263,17 +263,17 @@ def _ranges(run: list[_Entire], stride: int) -> list[Range]:
     return [(offset, offset + about.nbytes) for offset, _, _ in run]
 
 
-def _put(run: list[_Entire], found: list[Any], memory: Any, begin: int, stride: int) -> None:
+def _place_arrays(run: list[_Entire], found: list[Any], memory: Any, begin: int, stride: int) -> None:
     """Stores the arrays of a run in `found`, as views of memory in which the run starts at byte `begin`."""
     about = run[0][2]
-    arrays = in_a_row(memory, begin, len(run), about.shape, about.stored, stride)
+    arrays = strided_arrays(memory, begin, len(run), about.shape, about.stored, stride)
     if about.stored is not about.dtype:
-        arrays = [_native(array, about) for array in arrays]
+        arrays = [_to_native_order(array, about) for array in arrays]
     for (_, n, _), array in zip(run, arrays, strict=True):
         found[n] = array
 
 
-def _close_together(wanted: list[_Entire]) -> Iterator[tuple[int, int, list[_Entire]]]:
+def _nearby_runs(wanted: list[_Entire]) -> Iterator[tuple[int, int, list[_Entire]]]:
     """Splits the wanted arrays into groups for one call each. Yields the byte range of each group with its arrays."""
     begin = end = wanted[0][0]
     part: list[_Entire] = []
@@ -287,7 +287,7 @@ def _close_together(wanted: list[_Entire]) -> Iterator[tuple[int, int, list[_Ent
     yield begin, end, part
 
 
-def _native(array: np.ndarray, about: Layout) -> np.ndarray:
+def _to_native_order(array: np.ndarray, about: Layout) -> np.ndarray:
     """Returns an array that was read, in this machine's byte order and its final dtype."""
     if about.stored is about.dtype:
         return array

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...errors import CorruptError, UnsafeError
+from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import opened
 
 if TYPE_CHECKING:
     from ...stores.store import Blob
@@ -44,17 +44,20 @@ class Extension(msgspec.Struct, frozen=True, eq=False):
     value: Any
 
 
-class Ext(msgspec.Struct, frozen=True):
-    """An extension in a file. `at` is the offset of its payload. Extensions with equal beginnings share one `says`."""
+class PlacedExtension(msgspec.Struct, frozen=True):
+    """An extension in a file. `at` is the offset of its payload.
 
-    says: Extension
+    Extensions with equal beginnings share one `extension`.
+    """
+
+    extension: Extension
     at: int
 
 
 VALUE, STR, BIN, LIST, MAP, EXT, NEVER = range(7)
 
 
-def _heads() -> list[tuple[int, struct.Struct | None, Any]]:
+def _head_table() -> list[tuple[int, struct.Struct | None, Any]]:
     """Returns a table by first byte: the kind, the layout of the next bytes, and a value or size.
 
     The last is None if the next bytes give the value or size.
@@ -72,14 +75,14 @@ def _heads() -> list[tuple[int, struct.Struct | None, Any]]:
     return table + [(VALUE, None, n) for n in range(-32, 0)]
 
 
-_HEADS = _heads()
+_HEAD_TABLE = _head_table()
 _NO_KEY = object()
 
 
 class Scanner:
     """Reads the structure of values in a file.
 
-    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `Ext`.
+    Maps become dicts, arrays lists, text `str`; bins become `Raw`, extensions `PlacedExtension`.
 
     nested: the types of extensions whose payload is MessagePack.
 
@@ -92,12 +95,12 @@ class Scanner:
 
     def __init__(self, file: "Blob", nested: tuple[int, ...] = ()):
         self.file = file
-        self._nested = nested
-        self._window, self._base, self._ahead = b"", 0, _MIN_WINDOW_BYTES
-        self._values, self._text = _MAX_VALUES, _MAX_TEXT_BYTES  # how many more values and bytes are allowed
+        self._nested_codes = nested
+        self._window, self._base, self._window_bytes = b"", 0, _MIN_WINDOW_BYTES
+        self._values_left, self._text_left = _MAX_VALUES, _MAX_TEXT_BYTES  # how many more values and bytes are allowed
         # By the bytes with which an extension begins: its contents, the offset of its payload, and its size.
-        self._known: dict[bytes, tuple[Extension, int, int]] = {}
-        self._lengths: list[int] = []  # the different lengths of these beginnings
+        self._templates: dict[bytes, tuple[Extension, int, int]] = {}
+        self._template_lengths: list[int] = []  # the different lengths of these beginnings
 
     def value(self, at: int, end: int) -> tuple[Any, int]:
         """Returns the value at an offset, and the offset after it, which is at most `end`."""
@@ -127,27 +130,27 @@ class Scanner:
         """
         stack: list[list[Any]] = []  # of each open container: itself, the number of missing items, and a pending key
         while True:
-            value, missing, at = self._one(at, end, payload)
+            value, missing, at = self._begin_value(at, end, payload)
             if len(stack) == DEPTH and type(value) in (dict, list):
                 raise UnsafeError(f"{self.file.path}: containers are nested more than {DEPTH} deep")
             if missing:
                 stack.append([value, missing, _NO_KEY])
             elif stack:
-                self._put(stack[-1], value, payload)
+                self._add_child(stack[-1], value, payload)
             else:
                 return value, at
             while True:
                 frame = stack[-1]
                 if frame[2] is _NO_KEY and not payload and type(frame[0]) is dict:
-                    at = self._alike(frame, at, end)
+                    at = self._read_alike(frame, at, end)
                 if frame[1]:
                     break
                 value = stack.pop()[0]
                 if not stack:
                     return value, at
-                self._put(stack[-1], value, payload)
+                self._add_child(stack[-1], value, payload)
 
-    def _one(self, at: int, end: int, payload: int) -> tuple[Any, int, int]:
+    def _begin_value(self, at: int, end: int, payload: int) -> tuple[Any, int, int]:
         """Returns a value, the number of items that it still needs if it is a container, and the offset after it."""
         begin = at
         kind, value, code, at = self._head(at, end)
@@ -156,8 +159,8 @@ class Scanner:
         if kind in (LIST, MAP):
             inner = 2 * value if kind == MAP else value
             self._check(at + inner, end)  # Each item has at least one byte.
-            self._values -= inner
-            if self._values < 0:
+            self._values_left -= inner
+            if self._values_left < 0:
                 raise UnsafeError(f"{self.file.path}: expected at most {_MAX_VALUES} values, found more")
             return {} if kind == MAP else [], value, at
         behind = at + value
@@ -166,13 +169,13 @@ class Scanner:
             return self._str(at, value, end), 0, behind
         if kind == BIN:
             return Raw(at - payload, value), 0, behind
-        if payload or code not in self._nested:
-            return Ext(Extension(code, None), at), 0, behind
-        says = Extension(code, self._filling(at, behind, at))
-        self._remember(says, begin, at, behind)
-        return Ext(says, at), 0, behind
+        if payload or code not in self._nested_codes:
+            return PlacedExtension(Extension(code, None), at), 0, behind
+        extension = Extension(code, self._filling(at, behind, at))
+        self._add_template(extension, begin, at, behind)
+        return PlacedExtension(extension, at), 0, behind
 
-    def _put(self, frame: list[Any], value: Any, payload: int) -> None:
+    def _add_child(self, frame: list[Any], value: Any, payload: int) -> None:
         """Puts a value into a container, or keeps it as the key of the next value."""
         container, _, key = frame
         if type(container) is list:
@@ -185,31 +188,31 @@ class Scanner:
             frame[2] = _NO_KEY
         frame[1] -= 1
 
-    def _remember(self, says: Extension, begin: int, at: int, behind: int) -> None:
+    def _add_template(self, extension: Extension, begin: int, at: int, behind: int) -> None:
         """Remembers the beginning of an extension if its payload is a list that ends with a bin."""
-        last = says.value[-1] if type(says.value) is list and says.value else None
-        if type(last) is not Raw or len(self._known) == _MAX_PREFIXES:
+        last = extension.value[-1] if type(extension.value) is list and extension.value else None
+        if type(last) is not Raw or len(self._templates) == _MAX_PREFIXES:
             return
         place, length = begin - self._base, at + last.offset - begin
         if 0 <= place <= len(self._window) - length and length <= _MAX_PREFIX_BYTES:
-            self._known[self._window[place : place + length]] = says, at - begin, behind - begin
-            if length not in self._lengths:
-                self._lengths.append(length)
+            self._templates[self._window[place : place + length]] = extension, at - begin, behind - begin
+            if length not in self._template_lengths:
+                self._template_lengths.append(length)
 
-    def _alike(self, frame: list[Any], at: int, end: int) -> int:
+    def _read_alike(self, frame: list[Any], at: int, end: int) -> int:
         """Reads entries of a map while they are extensions with a known beginning. Returns the offset after the last.
 
         It stops at an entry that is malformed or has a long key. `_one` then reads that entry or raises.
         """
         container, missing, _ = frame
-        known, lengths, text = self._known, self._lengths, 0
+        known, lengths, text = self._templates, self._template_lengths, 0
         window, base, last = self._window, self._base, len(self._window) - _ENTRY_BYTES
         while missing and known:
             place = at - base
             if not 0 <= place <= last:
                 if at == end:
                     break
-                place = self._find(at, min(_ENTRY_BYTES, end - at), end)
+                place = self._locate(at, min(_ENTRY_BYTES, end - at), end)
                 window, base, last = self._window, self._base, len(self._window) - _ENTRY_BYTES
             first = window[place]
             if first & 0xE0 != 0xA0:  # The key is not text of less than 32 bytes.
@@ -225,11 +228,11 @@ class Scanner:
                 key = window[place + 1 : begin].decode()
             except UnicodeDecodeError:
                 break
-            says, inner, size = found
+            extension, inner, size = found
             begin += base
             if key in container or begin + size > end:
                 break
-            container[key] = Ext(says, begin + inner)
+            container[key] = PlacedExtension(extension, begin + inner)
             missing, at, text = missing - 1, begin + size, text + len(key)
         self._use_text(text)
         frame[1] = missing
@@ -239,8 +242,8 @@ class Scanner:
         """Returns the kind of a value, the value or its size, the type of an extension, and the offset after them."""
         place = at - self._base
         if place < 0 or place + _MAX_HEAD_BYTES > len(self._window) or at + _MAX_HEAD_BYTES > end:
-            place = self._find(at, max(min(_MAX_HEAD_BYTES, end - at), 1), end)
-        kind, layout, value = _HEADS[self._window[place]]
+            place = self._locate(at, max(min(_MAX_HEAD_BYTES, end - at), 1), end)
+        kind, layout, value = _HEAD_TABLE[self._window[place]]
         if layout is None:
             if kind == NEVER:
                 raise CorruptError(f"{self.file.path}: expected a value at byte {at}, found 0xc1, which begins none")
@@ -251,7 +254,7 @@ class Scanner:
         fields = layout.unpack_from(self._window, place + 1)
         return kind, fields[0] if value is None else value, fields[-1], behind
 
-    def _find(self, at: int, size: int, end: int) -> int:
+    def _locate(self, at: int, size: int, end: int) -> int:
         """Returns the position of some bytes in the window. Reads a new window if they are not in it.
 
         The window grows while its successors start close to its end, and shrinks again after a jump over large bins.
@@ -260,14 +263,14 @@ class Scanner:
         if place < 0 or place + size > len(self._window) or at + size > end:
             self._check(at + size, end)
             is_close = 0 <= place <= len(self._window) + _MAX_SKIP_BYTES
-            self._ahead = min(4 * self._ahead, _MAX_WINDOW_BYTES) if is_close else _MIN_WINDOW_BYTES
-            self._window = self.file.read(at, max(size, min(self._ahead, self.file.size - at)))
+            self._window_bytes = min(4 * self._window_bytes, _MAX_WINDOW_BYTES) if is_close else _MIN_WINDOW_BYTES
+            self._window = self.file.read(at, max(size, min(self._window_bytes, self.file.size - at)))
             self._base, place = at, 0
         return place
 
     def _str(self, at: int, size: int, end: int) -> str:
         self._use_text(size)
-        place = self._find(at, size, end)
+        place = self._locate(at, size, end)
         try:
             return self._window[place : place + size].decode()
         except UnicodeDecodeError:
@@ -283,8 +286,8 @@ class Scanner:
         return key
 
     def _use_text(self, size: int) -> None:
-        self._text -= size
-        if self._text < 0:
+        self._text_left -= size
+        if self._text_left < 0:
             raise UnsafeError(f"{self.file.path}: expected at most {_MAX_TEXT_BYTES} bytes of text, found more")
 
     def _check(self, expected: int, end: int) -> None:
@@ -297,7 +300,7 @@ class Scanner:
 
 def named(value: Any) -> str:
     """Returns the kind of a value, or a small value itself, for error messages."""
-    kinds = {dict: "a map", list: "an array", Ext: "an extension", Raw: "a bin", type(None): "nil"}
+    kinds = {dict: "a map", list: "an array", PlacedExtension: "an extension", Raw: "a bin", type(None): "nil"}
     return kinds.get(type(value), f"{value!r:.100}")
 
 
@@ -308,27 +311,27 @@ def pack(value: bool | int | float | str | bytes | list[int] | None) -> bytes:
 
 def map_head(count: int) -> bytes:
     """Returns the bytes before the keys and values of a map."""
-    return _sized(count, ((16, 0x80), (1 << 16, 0xDE), (1 << 32, 0xDF)))
+    return _sized_head(count, ((16, 0x80), (1 << 16, 0xDE), (1 << 32, 0xDF)))
 
 
 def list_head(count: int) -> bytes:
     """Returns the bytes before the items of an array."""
-    return _sized(count, ((16, 0x90), (1 << 16, 0xDC), (1 << 32, 0xDD)))
+    return _sized_head(count, ((16, 0x90), (1 << 16, 0xDC), (1 << 32, 0xDD)))
 
 
 def bin_head(size: int) -> bytes:
     """Returns the bytes before the contents of a bin."""
-    return _sized(size, ((1 << 8, 0xC4), (1 << 16, 0xC5), (1 << 32, 0xC6)))
+    return _sized_head(size, ((1 << 8, 0xC4), (1 << 16, 0xC5), (1 << 32, 0xC6)))
 
 
 def ext_head(code: int, size: int) -> bytes:
     """Returns the bytes before the payload of an extension."""
     if size in (1, 2, 4, 8, 16):
         return bytes([0xD4 + size.bit_length() - 1, code])
-    return _sized(size, ((1 << 8, 0xC7), (1 << 16, 0xC8), (1 << 32, 0xC9))) + bytes([code])
+    return _sized_head(size, ((1 << 8, 0xC7), (1 << 16, 0xC8), (1 << 32, 0xC9))) + bytes([code])
 
 
-def _sized(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
+def _sized_head(size: int, forms: tuple[tuple[int, int], ...]) -> bytes:
     limit, first = next(form for form in forms if size < form[0])
     if limit == 16:
         return bytes([first + size])
@@ -346,7 +349,7 @@ def beginning(store: Store, path: str, size: int = 4096) -> bytes:
 
 def begins_with(kind: int) -> Callable[[bytes], bool]:
     """Returns a function that returns True for bytes that begin with a value of a kind. It looks only at the first."""
-    return lambda data: bool(data) and _HEADS[data[0]][0] == kind
+    return lambda data: bool(data) and _HEAD_TABLE[data[0]][0] == kind
 
 
 def ending(store: Store, path: str, size: int) -> bytes:
@@ -366,7 +369,7 @@ def tokens(data: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
     try:
         while True:
-            kind, layout, value = _HEADS[data[at]]
+            kind, layout, value = _HEAD_TABLE[data[at]]
             at += 1
             if layout is not None:
                 fields = layout.unpack_from(data, at)

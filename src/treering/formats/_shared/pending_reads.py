@@ -9,9 +9,9 @@ from typing import Any
 
 from ...errors import CorruptError
 from ...stores import git_lfs
-from ...stores.key_values import of_text
+from ...stores.file_io import is_folder
 from ...stores.store import Store
-from ...stores.whole_files import is_folder
+from ...stores.tensorstore_memory import decode_error
 
 _FAILURES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED")
 
@@ -23,16 +23,16 @@ class PendingReads:
 
     def __init__(self, store: Store, limit: int):
         self._store = store
-        self._limit, self._held = limit, 0
+        self._limit, self._bytes_in_flight = limit, 0
         self._futures: deque[tuple[Any, int, str]] = deque()
 
     def make_room(self, nbytes: int) -> None:
         """Waits for the oldest futures until `nbytes` more are within the limit, or until none is pending."""
-        while self._futures and self._held + nbytes > self._limit:
+        while self._futures and self._bytes_in_flight + nbytes > self._limit:
             self._end_one()
 
     def add(self, future: Any, nbytes: int, path: str) -> None:
-        self._held += nbytes
+        self._bytes_in_flight += nbytes
         self._futures.append((future, nbytes, path))
 
     def end(self) -> None:
@@ -62,7 +62,7 @@ class PendingReads:
         future, nbytes, path = self._futures.popleft()
         with errors(self._store, path):
             future.result()
-        self._held -= nbytes
+        self._bytes_in_flight -= nbytes
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def errors(store: Store, path: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OverflowError) as error:
-        if ours := of_text(str(error), path):
+        if ours := decode_error(str(error), path):
             raise ours from None
         text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
         if text.startswith(_FAILURES):

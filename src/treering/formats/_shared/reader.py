@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..._core.boxes import Box, box_shape, in_slices, whole
+from ..._core.boxes import Box, box_shape, full_box, slice_boxes
 from ..._core.dtypes import itemsize
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry
 from ..._core.skeleton import Skeleton
@@ -21,7 +21,7 @@ from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
-from .extents import Runs, put_mapped, put_small
+from .extents import Runs, fill_mapped, fill_small
 
 _CHECK_SLICE_BYTES = 64 << 20  # of an array that are checked at a time
 _MAX_PARALLEL_OPENS = 16  # files, in stores with slow replies
@@ -78,14 +78,14 @@ def check_file(store: Store, path: str, index: str) -> str:
     return path
 
 
-class _Lost:
+class _LostArray:
     """The array of a `LostEntry`, which cannot be read; see `Stored`."""
 
     def __init__(self, why: Sequence[str]):
-        self._why = why
+        self._reason = why
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        raise CorruptError("\n".join(self._why))
+        raise CorruptError("\n".join(self._reason))
 
     def can_map(self) -> bool:
         return False
@@ -128,7 +128,7 @@ class ForeignReader:
         self.skeleton = skeleton
         self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
         self.created = created
-        lost = {path: _Lost(entry.why) for path, entry in self.entries.items() if isinstance(entry, LostEntry)}
+        lost = {path: _LostArray(entry.why) for path, entry in self.entries.items() if isinstance(entry, LostEntry)}
         self._arrays: Mapping[str, Stored] = {**arrays, **lost} if lost else arrays
         self.numbers_are_arrays = numbers_are_arrays
         self.left_out = left_out
@@ -178,9 +178,9 @@ class ForeignReader:
             else:
                 with reading(self.path):
                     found[n] = array.read(box, adopted)
-        put_mapped(views, found)
+        fill_mapped(views, found)
         plain += [one for one in views if found[one[0]] is None]  # These files cannot be mapped.
-        copied = [(n, array, box, array.room(box)) for n, array, box in put_small(plain, found)]
+        copied = [(n, array, box, array.room(box)) for n, array, box in fill_small(plain, found)]
         in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))
         for n, array, _, memory in copied:
             found[n] = array.made(memory)
@@ -205,7 +205,7 @@ class ForeignReader:
     def _damage_of(self, entry: ArrayEntry, begin: int, end: int) -> Iterator[str]:
         """Reads the slices of an array that begin in a range of its bytes, and yields the problem of each."""
         size = itemsize(entry.dtype)
-        boxes = in_slices(entry.shape, size, _CHECK_SLICE_BYTES)
+        boxes = slice_boxes(entry.shape, size, _CHECK_SLICE_BYTES)
         for box in beginning_within(begin, end, ((box, size * math.prod(box_shape(box))) for box in boxes)):
             try:
                 self._arrays[entry.path].read(box, False)
@@ -213,7 +213,7 @@ class ForeignReader:
                 raise
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)  # An error that may pass is not damage.
-                part = "" if box == whole(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
+                part = "" if box == full_box(entry.shape) else ", ".join(f"{start}:{stop}" for start, stop in box)
                 yield f"{error} (in [{part}])" if part else str(error)
 
 

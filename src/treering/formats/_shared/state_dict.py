@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..._core import dtypes
-from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, lost
+from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, lost_entry
 from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from .extents import Blob, Layout, Runs, layout
-from .msgpack import Ext, Extension, Raw, Scanner, named
+from .msgpack import Extension, PlacedExtension, Raw, Scanner, named
 from .reader import Stored, attempt
 
 CHUNKED = "__msgpack_chunked_array__"
@@ -115,12 +115,12 @@ class StateDict:
 
     def _leaf(self, path: str, value: Any) -> tuple[Entry, Stored | None] | None:
         """Returns the entry of a leaf, with its array if it is one; None for a container."""
-        if type(value) is Ext:
-            if value.says.code == COMPLEX:
-                return ValueEntry(path, *encode(_complex(value.says.value))), None
-            kind = self._kinds.get(value.says)
+        if type(value) is PlacedExtension:
+            if value.extension.code == COMPLEX:
+                return ValueEntry(path, *encode(_complex(value.extension.value))), None
+            kind = self._kinds.get(value.extension)
             if kind is None:
-                kind = self._kinds[value.says] = self._kind(value.says)
+                kind = self._kinds[value.extension] = self._kind(value.extension)
             run = self._file, value.at + kind.offset, kind.layout.nbytes
             return ArrayEntry(path, kind.type, kind.dtype, kind.layout.shape), Runs((run,), kind.layout)
         if type(value) is dict and CHUNKED in value:
@@ -129,18 +129,18 @@ class StateDict:
             return ArrayEntry(path, "numpy", dtype, shape), Runs(tuple((self._file, *run) for run in runs), about)
         if type(value) in (dict, str) and (found := self._find(path, value)):
             if isinstance(found, CorruptError):
-                return lost(path, f"{self._file.path}: {path[:200] or '(root)'}: {found}"), None
+                return lost_entry(path, f"{self._file.path}: {path[:200] or '(root)'}: {found}"), None
             return ArrayEntry(path, "numpy", found.dtype, found.shape), found.stored
         if type(value) in (dict, list):
             return None
         return ValueEntry(path, *encode(self._scanner.bytes(value) if type(value) is Raw else value)), None
 
-    def _kind(self, says: Extension) -> "_Kind":
-        if says.code not in (ARRAY, SCALAR):
-            raise UnsupportedError(f"expected an extension of type 1, 2 or 3, as Flax has, found {says.code}")
-        dtype, shape, raw = _array(says.value)
+    def _kind(self, extension: Extension) -> "_Kind":
+        if extension.code not in (ARRAY, SCALAR):
+            raise UnsupportedError(f"expected an extension of type 1, 2 or 3, as Flax has, found {extension.code}")
+        dtype, shape, raw = _array(extension.value)
         dtype, about = self._layout(dtype, shape, raw.size)
-        return _Kind("numpy-scalar" if says.code == SCALAR and not shape else "numpy", dtype, about, raw.offset)
+        return _Kind("numpy-scalar" if extension.code == SCALAR and not shape else "numpy", dtype, about, raw.offset)
 
     def _layout(self, dtype: str, shape: tuple[int, ...], found: int) -> tuple[str, Layout]:
         """Returns the dtype under which an array is read, and its layout. Raises unless it has `found` bytes."""
@@ -186,9 +186,13 @@ def _dtype(name: str) -> str:
 def _chunked(value: Mapping[Any, Any]) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
     """Returns the dtype and shape of an array in several extensions, and the offsets and sizes of their bytes."""
     sizes, chunks = numbered(value.get("shape")), numbered(value.get("chunks"))
-    if sizes is None or not chunks or not all(type(chunk) is Ext and chunk.says.code == ARRAY for chunk in chunks):
+    if (
+        sizes is None
+        or not chunks
+        or not all(type(chunk) is PlacedExtension and chunk.extension.code == ARRAY for chunk in chunks)
+    ):
         raise CorruptError("expected the shape and the chunks of a large array, each numbered from 0")
-    parts = [_array(chunk.says.value) for chunk in chunks]
+    parts = [_array(chunk.extension.value) for chunk in chunks]
     dtype = parts[0][0]
     if any(part[0] != dtype for part in parts):
         raise CorruptError(f"expected chunks of one dtype, found {', '.join(sorted({part[0] for part in parts}))}")

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import in_slices
+from ..._core.boxes import slice_boxes
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
-from ..._core.skeleton import build, nest
+from ..._core.skeleton import build, nest_by_path
 from ..._core.source import Source
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Writer
 from .msgpack import bin_head, ext_head, list_head, map_head, pack
 from .state_dict import ARRAY, CHUNKED, COMPLEX, PLACEHOLDER, SCALAR
 
-MAX_CHUNK = 1 << 30  # bytes of an array that Flax stores in one extension
+MAX_CHUNK_BYTES = 1 << 30  # bytes of an array that Flax stores in one extension
 _SLICE_BYTES = 64 << 20  # of an array that are in memory at a time
 _MAX_LEVELS = 500  # of a tree, which the MessagePack package can still parse
 
@@ -25,7 +25,7 @@ _MAX_LEVELS = 500  # of a tree, which the MessagePack package can still parse
 def tree_of(contents: Source) -> Any:
     """Returns the paths of the leaves in nested dicts, lists and tuples."""
     paths = list(contents.entries)
-    return nest(paths, paths) if contents.skeleton is None else build(contents.skeleton, paths)
+    return nest_by_path(paths, paths) if contents.skeleton is None else build(contents.skeleton, paths)
 
 
 def check(
@@ -126,10 +126,10 @@ def _layout(entry: ArrayEntry) -> list[bytes | int]:
     """Returns the parts of an array in the file: bytes as they are, and for array contents the number of bytes."""
     itemsize = dtypes.itemsize(entry.dtype)
     size = math.prod(entry.shape)
-    if size * itemsize <= MAX_CHUNK:
+    if size * itemsize <= MAX_CHUNK_BYTES:
         code = SCALAR if entry.type == "numpy-scalar" else ARRAY
         return _extension(code, entry.dtype, entry.shape, size * itemsize)
-    step = max(1, MAX_CHUNK // itemsize)
+    step = max(1, MAX_CHUNK_BYTES // itemsize)
     shape = map_head(len(entry.shape)) + b"".join(pack(str(n)) + pack(s) for n, s in enumerate(entry.shape))
     parts: list[bytes | int] = [map_head(3) + pack(CHUNKED) + pack(True) + pack("shape") + shape + pack("chunks")]
     parts.append(map_head(-(-size // step)))
@@ -146,6 +146,6 @@ def _extension(code: int, dtype: str, shape: Sequence[int], nbytes: int) -> list
 
 def _bytes(contents: Source, entry: ArrayEntry) -> Iterator[memoryview]:
     """Yields the bytes of an array, in C order, slice by slice."""
-    for box in in_slices(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):
+    for box in slice_boxes(entry.shape, dtypes.itemsize(entry.dtype), _SLICE_BYTES):
         (array,) = contents.read([(entry, box)], verify=True)
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

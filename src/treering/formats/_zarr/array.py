@@ -17,20 +17,22 @@ from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, slices
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores import git_lfs
-from ...stores.buffers import adoptable
+from ...stores.buffers import empty_aligned_array
+from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import opened
 from .._shared.pending_reads import PendingReads, errors
 from .._shared.reader import attempt
 from . import metadata as zarr_metadata
-from .folder import IN_FLIGHT, MAX_METADATA_BYTES, Driver, Folder, below, check_file, stat
+from .folder import IN_FLIGHT, MAX_METADATA_BYTES, Driver, Folder, check_file, key_prefix, stat
 
 _MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks that stay in memory while an array is read in parts of chunks
-_LARGE = 8 << 20  # bytes of a part of a chunk from which on the decoded chunks are kept
-_PROBED = 64 << 20  # bytes from which on an allocation is tried before TensorStore makes its own
+_MIN_KEPT_CHUNK_BYTES = 8 << 20  # bytes of a part of a chunk from which on the decoded chunks are kept
+_MIN_PROBED_BYTES = 64 << 20  # bytes from which on an allocation is tried before TensorStore makes its own
 _MAX_UNLISTED_CHUNKS = 4  # chunks whose sizes are asked for one by one; for more, one listing of the store is cheaper
-_EACH = 4 << 10  # bytes that TensorStore needs for each chunk that is being read, in addition to the chunk
+_CHUNK_OVERHEAD_BYTES = (
+    4 << 10
+)  # bytes that TensorStore needs for each chunk that is being read, in addition to the chunk
 
 
 class Array:
@@ -64,9 +66,9 @@ class Array:
         most = max(nbytes, self._layout.cell_bytes)
         try:
             # TensorStore ends the process if it cannot allocate a chunk, so this allocation must fail first.
-            if most >= _PROBED:
+            if most >= _MIN_PROBED_BYTES:
                 np.empty(most, np.uint8)
-            return adoptable(box_shape(box), dtypes.to_numpy(self.dtype))
+            return empty_aligned_array(box_shape(box), dtypes.to_numpy(self.dtype))
         except (MemoryError, ValueError):
             raise UnsupportedError(f"{self.path}: expected memory for {most} bytes at once, found too little") from None
 
@@ -79,8 +81,8 @@ class Array:
         import tensorstore as ts
 
         self._check_chunks(box)
-        folder, kept = self.folder, self.folder.kept
-        folder.kept = None  # at most one array of a folder keeps its chunks
+        folder, kept = self.folder, self.folder.cached_array
+        folder.cached_array = None  # at most one array of a folder keeps its chunks
         keep = self._is_in_parts(box)
         if keep and kept and kept[0] is self:
             stored = kept[1]
@@ -94,12 +96,12 @@ class Array:
                 most = max(_MAX_KEPT_BYTES, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
             with errors(self.folder.store, self.path):
-                kvstore = folder.keys / below(self.name)
+                kvstore = folder.keys / key_prefix(self.name)
                 stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
             if stored.dtype.numpy_dtype != dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
                 raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {stored.dtype.name}")
         if keep and any(stop != size for (_, stop), size in zip(box, self.shape, strict=True)):
-            folder.kept = (self, stored)
+            folder.cached_array = (self, stored)
         return stored
 
     def split(self, box: Box, limit: int) -> Iterator[tuple[Box, int]]:
@@ -109,7 +111,7 @@ class Array:
             part = stack.pop()
             firsts = [start // cell for (start, _), cell in zip(part, self._layout.cells, strict=True)]
             counts = [-(-stop // c) - n for (_, stop), c, n in zip(part, self._layout.cells, firsts, strict=True)]
-            nbytes = math.prod(counts) * (self._layout.cell_bytes + _EACH)
+            nbytes = math.prod(counts) * (self._layout.cell_bytes + _CHUNK_OVERHEAD_BYTES)
             axis = next((axis for axis, count in enumerate(counts) if count > 1), None)
             if nbytes <= limit or axis is None:
                 yield part, nbytes
@@ -121,7 +123,7 @@ class Array:
     def _is_in_parts(self, box: Box) -> bool:
         bounds = zip(box, self.shape, self._layout.cells, strict=True)
         cut = any(start % cell or (stop % cell and stop != size) for (start, stop), size, cell in bounds)
-        return cut and math.prod(box_shape(box)) * self._layout.itemsize >= _LARGE
+        return cut and math.prod(box_shape(box)) * self._layout.itemsize >= _MIN_KEPT_CHUNK_BYTES
 
     def _check_chunks(self, box: Box) -> None:
         """Raises `CorruptError` for chunks of a box that contradict the metadata, as far as the files show it.
@@ -130,7 +132,7 @@ class Array:
         """
         chunks = self._layout.chunks
         axes = [range(start // c, -(-stop // c)) for (start, stop), c in zip(box, chunks, strict=True)]
-        keys = (below(self.name) + self._layout.key(index) for index in _indices(axes))
+        keys = (key_prefix(self.name) + self._layout.key(index) for index in _indices(axes))
         if not self.folder.ocdbt:
             several = math.prod(map(len, axes)) > _MAX_UNLISTED_CHUNKS
             with self.folder.store.glance(self.path) if several else contextlib.nullcontext():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, box_shape, whole
+from ..._core.boxes import Box, Cells, box_shape, full_box
 from ..._core.entries import ArrayEntry
 from ..._processes.assignment import Layout, held_by
 from ..._processes.calls import Call
@@ -26,12 +26,12 @@ class Chunks(NamedTuple):
 
     def written(self, shape: Sequence[int]) -> Iterator[Box]:
         """Yields the boxes that this process writes of an array of the given shape, in C order."""
-        for box in _grid(whole(shape), self.shape):
+        for box in _grid(full_box(shape), self.shape):
             if self.own is None or box in self.own:
                 yield box
 
 
-def divided(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
+def even_chunk_shape(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
     """Returns the shape of chunks of at most `most` bytes that divide an array evenly; cuts its largest axis first."""
     chunk = list(shape)
     while math.prod(chunk) * itemsize > most and max(chunk) > 1:
@@ -41,7 +41,7 @@ def divided(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
     return chunk
 
 
-def assigned(
+def assign_chunks(
     call: Call,
     entries: Sequence[ArrayEntry],
     layouts: Mapping[str, Layout],
@@ -59,7 +59,8 @@ def assigned(
     loads = [0] * call.count
     everyone = tuple(range(call.count))
     spread = {
-        entry.path: layouts.get(entry.path) or held_by(Cells.of([whole(entry.shape)])[0], everyone) for entry in entries
+        entry.path: layouts.get(entry.path) or held_by(Cells.of([full_box(entry.shape)])[0], everyone)
+        for entry in entries
     }
     found: dict[str, Chunks] = {}
     # Chunks with few holders come first, and large arrays: the rest can then even out the bytes of each process.
@@ -80,7 +81,7 @@ def assigned(
 
 def _even_part(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
     """Returns the shape of chunks that divide an array evenly, or one chunk if these would be tiny."""
-    chunk = divided(shape, itemsize, most)
+    chunk = even_chunk_shape(shape, itemsize, most)
     tiny = math.prod(chunk) * itemsize < min(_MIN_CHUNK_BYTES, math.prod(shape) * itemsize)
     return [max(size, 1) for size in (shape if tiny else chunk)]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...errors import CorruptError, UnsafeError
+from ...stores.file_io import read_file
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
-from ...stores.whole_files import read_file
 from .._shared.pending_reads import errors
 from .._shared.reader import attempt, attempts
 from . import metadata as zarr_metadata
@@ -59,7 +59,7 @@ class Folder:
             spec = {"driver": "ocdbt", "base": spec, "cache_pool": "cache_pool#nodes", **(options or {})}
         with errors(store, path):
             self.keys = ts.KvStore.open(spec, context=self.context).result()
-        self.kept: tuple[Any, Any] | None = None  # the array last read in parts of chunks, opened
+        self.cached_array: tuple[Any, Any] | None = None  # the array last read in parts of chunks, opened
 
     def _check_database(self) -> None:
         """Raises `CorruptError` for files that TensorStore would block on, read completely or take for empty ones."""
@@ -91,11 +91,11 @@ class Folder:
 
     def metadata(self, names: Sequence[str], driver: Driver) -> "list[bytes | CorruptError]":
         """Reads the metadata files of arrays, all at once; an error stands for each that cannot be read."""
-        paths = [posixpath.join(self.path, about(name, driver)) for name in names]
+        paths = [posixpath.join(self.path, metadata_key(name, driver)) for name in names]
         if not self.ocdbt:
-            files = [attempt(lambda path=path: self._checked(path)) for path in paths]
+            files = [attempt(lambda path=path: self._check_metadata_file(path)) for path in paths]
             return attempts(self.store, files, lambda path: read_file(self.store, path))
-        pending = [self.keys.read(about(name, driver)) for name in names]
+        pending = [self.keys.read(metadata_key(name, driver)) for name in names]
         return [attempt(lambda one=one: self._value(*one)) for one in zip(paths, pending, strict=True)]
 
     def _value(self, path: str, pending: Any) -> bytes:
@@ -105,7 +105,7 @@ class Folder:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
         return found.value
 
-    def _checked(self, path: str) -> str:
+    def _check_metadata_file(self, path: str) -> str:
         there = self.store.stat(path)
         if there is None:
             raise CorruptError(f"{path}: expected an array's metadata, found nothing")
@@ -122,14 +122,14 @@ def part_of_database(path: str, index: int) -> str:
     return posixpath.join(path, f"ocdbt.process_{index}")
 
 
-def below(name: str) -> str:
+def key_prefix(name: str) -> str:
     """Returns the prefix of the keys of an array."""
     return name if not name or name.endswith("/") else f"{name}/"
 
 
-def about(name: str, driver: Driver) -> str:
+def metadata_key(name: str, driver: Driver) -> str:
     """Returns the key of an array's metadata."""
-    return below(name) + zarr_metadata.FILES[driver]
+    return key_prefix(name) + zarr_metadata.FILES[driver]
 
 
 def stat(store: Store, path: str) -> Stat | None:

@@ -9,30 +9,32 @@ from typing import Any
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, box_shape, in_slices, whole
+from ..._core.boxes import Box, box_shape, full_box, slice_boxes
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
 from ..._processes.assignment import Layout
 from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
+from ...stores.file_io import files_in, is_folder, read_file
 from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Store
-from ...stores.whole_files import files_in, is_folder, read_file
 from .._shared.msgpack import beginning
 from .._shared.reader import ForeignReader, Stored, beginning_within
 from . import array as zarr
 from . import metadata
-from .chunks import Chunks, assigned
+from .chunks import Chunks, assign_chunks
 from .folder import DATABASE, DATABASE_PARTS, IN_FLIGHT, Driver
 from .writer import Writer
 
-_CHUNK = 16 << 20  # bytes of a chunk that is written
-_RATIO = 1 << 16  # elements of an array for each byte of its files; zstd compresses 32,768 bytes into one at most
+_MAX_CHUNK_BYTES = 16 << 20  # bytes of a chunk that is written
+_MAX_ELEMENTS_PER_BYTE = (
+    1 << 16
+)  # elements of an array for each byte of its files; zstd compresses 32,768 bytes into one at most
 _MAX_LISTED_CHUNKS = 1 << 18  # chunks that an array may claim; each takes time even if its file is missing
 _MAX_DAMAGED_CHUNKS = 10_000  # damaged chunks of an array that are named one by one
 _MAGIC = bytes.fromhex("0cdb3a2a")  # the first bytes of a database's manifest
 _DATA, _DATA_FILE = "d", re.compile(r"v?[0-9a-f]{32}")  # the folder of a database's other files, and their names
-_LEFT_OUT = 1 << 34  # elements that an array may claim without a byte on disk, if chunks may be missing
+_MAX_UNSTORED_ELEMENTS = 1 << 34  # elements that an array may claim without a byte on disk, if chunks may be missing
 
 
 class ZarrReader(ForeignReader):
@@ -51,13 +53,13 @@ class ZarrReader(ForeignReader):
         arrays: Mapping[str, Stored],
         *,
         nbytes: int,
-        **about: Any,
+        **metadata_key: Any,
     ):
-        super().__init__(format, path, entries, arrays, nbytes=nbytes, **about)
+        super().__init__(format, path, entries, arrays, nbytes=nbytes, **metadata_key)
         for name, array in arrays.items():
             if isinstance(array, zarr.Array):
                 size = math.prod(max(n, 1) for n in array.shape)
-                if size > _RATIO * nbytes + (_LEFT_OUT if array.filled else 0):
+                if size > _MAX_ELEMENTS_PER_BYTE * nbytes + (_MAX_UNSTORED_ELEMENTS if array.filled else 0):
                     raise UnsafeError(
                         f"{path}: {name} claims {size} elements, but all files together have {nbytes} bytes"
                     )
@@ -83,7 +85,7 @@ class ZarrReader(ForeignReader):
             yield from super()._damage_of(entry, begin, end)
             return
         size = dtypes.itemsize(entry.dtype)
-        parts = ((part, size * math.prod(box_shape(part))) for part, _ in array.split(whole(array.shape), IN_FLIGHT))
+        parts = ((part, size * math.prod(box_shape(part))) for part, _ in array.split(full_box(array.shape), IN_FLIGHT))
         yield from _damage(array, beginning_within(begin, end, parts))
 
 
@@ -110,14 +112,14 @@ def _damage(array: zarr.Array, parts: Iterable[Box]) -> Iterator[str]:
 
 
 def chunks_of(call: Call, layouts: Mapping[str, Layout], entries: Iterable[Entry | None]) -> dict[str, Chunks]:
-    """Returns the chunks of the arrays among some entries, by path; see `assigned`."""
+    """Returns the chunks of the arrays among some entries, by path; see `assign_chunks`."""
     arrays = [entry for entry in entries if isinstance(entry, ArrayEntry)]
-    return assigned(call, arrays, layouts, _CHUNK, _one_run)
+    return assign_chunks(call, arrays, layouts, _MAX_CHUNK_BYTES, _is_one_run)
 
 
-def _one_run(entry: ArrayEntry) -> list[int]:
+def _is_one_run(entry: ArrayEntry) -> list[int]:
     """Returns the shape of chunks that are contiguous in the array they come from."""
-    first = next(in_slices(entry.shape, dtypes.itemsize(entry.dtype), _CHUNK), ())
+    first = next(slice_boxes(entry.shape, dtypes.itemsize(entry.dtype), _MAX_CHUNK_BYTES), ())
     return [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
 
 
@@ -142,14 +144,14 @@ def parts_of(store: Store, folder: str, name: str, driver: Driver) -> Iterator[s
 
     Yields nothing if the metadata cannot be read, because then the names of the chunks are unknown.
     """
-    path, about = posixpath.join(folder, name), metadata.FILES[driver]
+    path, metadata_key = posixpath.join(folder, name), metadata.FILES[driver]
     try:
-        layout = metadata.parse(read_file(store, posixpath.join(path, about)), driver, path)
+        layout = metadata.parse(read_file(store, posixpath.join(path, metadata_key)), driver, path)
     except (TreeringError, OSError) as error:
         raise_if_momentary(error)
         return
     for file in files_in(store, path):
-        if file in (about, ".zattrs") or layout.has_chunk(file):
+        if file in (metadata_key, ".zattrs") or layout.has_chunk(file):
             yield f"{name}/{file}" if name else file
 
 

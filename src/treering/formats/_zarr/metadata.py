@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 
 from ..._core import dtypes
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 
 FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
 _MAX_ELEMENTS = 1 << 62  # elements, and bytes of a chunk
-_RANK = 32  # axes, the most that TensorStore supports
-_DIGITS = 19  # decimal digits of a chunk's index along an axis
-_NUMPY = re.compile(r"[<>|][biufc](\d+)")
-_NAMED = re.compile(
+_MAX_AXES = 32  # axes, the most that TensorStore supports
+_MAX_DIGITS = 19  # decimal digits of a chunk's index along an axis
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc](\d+)")
+_NAMED_DTYPE = re.compile(
     r"int[248]|float8_(?!e4m3$)\w+|float4_e2m1fn|bfloat16|bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 )
 _COMPRESSORS = ("zlib", "gzip", "bz2", "blosc", "zstd")
@@ -70,7 +70,7 @@ class _Version3(msgspec.Struct):
     storage_transformers: list[Any] = msgspec.field(default_factory=list)
 
 
-learn(_Version2, _Version3, _Chunks)
+preload_decoders(_Version2, _Version3, _Chunks)
 
 
 class Layout(NamedTuple):
@@ -109,7 +109,7 @@ class Layout(NamedTuple):
     def has_chunk(self, key: str) -> bool:
         """Returns True if a text is the key of one of the chunks, relative to the array."""
         numbers = re.findall(r"[0-9]+", key) if self.shape else []
-        if len(numbers) != len(self.shape) or any(len(number) > _DIGITS for number in numbers):
+        if len(numbers) != len(self.shape) or any(len(number) > _MAX_DIGITS for number in numbers):
             return False
         index = tuple(map(int, numbers))
         grid = (-(-n // chunk) for n, chunk in zip(self.shape, self.chunks, strict=True))
@@ -128,8 +128,8 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
         raise CorruptError(f"{name}: expected the metadata of a zarr array: {error}") from None
     if not len(made.shape) == len(made.chunks) == len(made.cells):
         raise CorruptError(f"{name}: expected chunks of {len(made.shape)} axes, found {len(made.chunks)}")
-    if len(made.shape) > _RANK:
-        raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore supports {_RANK} at most")
+    if len(made.shape) > _MAX_AXES:
+        raise UnsupportedError(f"{name}: {len(made.shape)} axes; TensorStore supports {_MAX_AXES} at most")
     if math.prod(max(n, 1) for n in made.shape) * made.itemsize > _MAX_ELEMENTS or made.chunk_bytes > _MAX_ELEMENTS:
         raise UnsafeError(f"{name}: shape {list(made.shape)} in chunks of {list(made.chunks)} is absurdly large")
     return made
@@ -197,7 +197,7 @@ def _dtype(found: Any, name: str) -> str:
     try:
         if isinstance(found, str) and can_hold(found):
             return dtypes.to_text(dtypes.to_numpy(found))
-        if isinstance(found, str) and _NUMPY.fullmatch(found):
+        if isinstance(found, str) and _NUMPY_DTYPE.fullmatch(found):
             return dtypes.to_text(np.dtype(found))
     except TypeError:
         pass
@@ -246,6 +246,6 @@ def can_hold(dtype: str) -> bool:
     import tensorstore as ts
 
     try:
-        return bool(_NAMED.fullmatch(dtype) and ts.dtype(dtype))
+        return bool(_NAMED_DTYPE.fullmatch(dtype) and ts.dtype(dtype))
     except ValueError:
         return False

@@ -10,15 +10,15 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box
-from ..._processes.calls import ALONE, Call
+from ..._processes.calls import SINGLE_PROCESS, Call
 from ...errors import SaveError
-from ...stores.nfs import look_anew, wait_until
+from ...stores.file_io import files_in
+from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
-from ...stores.whole_files import files_in
 from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 from .chunks import Chunks
-from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, IN_PORTIONS, Driver, Folder, below, part_of_database
+from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, IN_PORTIONS, Driver, Folder, key_prefix, part_of_database
 
 
 class Writer:
@@ -29,19 +29,28 @@ class Writer:
     """
 
     def __init__(
-        self, store: Store, path: str, *, driver: Driver, ocdbt: bool, call: Call = ALONE, limit: int = IN_FLIGHT
+        self,
+        store: Store,
+        path: str,
+        *,
+        driver: Driver,
+        ocdbt: bool,
+        call: Call = SINGLE_PROCESS,
+        limit: int = IN_FLIGHT,
     ):
         import tensorstore as ts
 
         self._path, self._call, self._driver = path, call, driver
-        self._merges = ocdbt and call.count > 1  # each process writes its own database, which process 0 merges
-        own = part_of_database(path, call.index) if self._merges else path
+        self._merges_databases = (
+            ocdbt and call.count > 1
+        )  # each process writes its own database, which process 0 merges
+        own = part_of_database(path, call.index) if self._merges_databases else path
         context = ts.Context({**CONTEXT, "file_io_sync": call.index > 0})
         self._sends_early = store.object_bytes is not None  # a bucket's files pass through memory
         options = IN_PORTIONS if self._sends_early else DATABASE_OPTIONS
         self._folder = Folder(store, own, ocdbt=ocdbt, options=options, context=context)
-        self._waiting = PendingReads(store, limit)
-        self._unsent, self._limit = 0, limit
+        self._pending_writes = PendingReads(store, limit)
+        self._unsent_bytes, self._limit = 0, limit
         self.count = 0  # keys that this process has written: chunks and metadata of arrays
 
     def __enter__(self) -> "Writer":
@@ -52,7 +61,7 @@ class Writer:
         if kind is None:
             self.close()
         else:
-            self._waiting.settle()
+            self._pending_writes.settle()
 
     @property
     def is_first(self) -> bool:
@@ -74,19 +83,19 @@ class Writer:
         Chunks that equal the fill value are stored as well: a missing chunk always means damage. The arrays that
         `read_box` returns must not change until `close`.
         """
-        with self._waiting.ended_on_errors():
+        with self._pending_writes.ended_on_errors():
             self._add(name, shape, dtype, read_box, chunks, compressor)
 
     def close(self) -> None:
         """Waits until everything is written."""
-        with self._waiting.ended_on_errors():
+        with self._pending_writes.ended_on_errors():
             self._send(lambda name: True)
 
     def _send(self, which: Callable[[str], bool]) -> None:
         """Waits until everything is written, and the files that `which` accepts are in the store."""
-        self._waiting.end()
+        self._pending_writes.end()
         self._folder.store.written_by_tensorstore(self._folder.path, self._folder.context, which)
-        self._unsent = 0
+        self._unsent_bytes = 0
 
     def complete(self, count: int) -> None:
         """Checks that the keys of all processes exist, and merges the databases that single processes wrote.
@@ -100,17 +109,17 @@ class Writer:
 
         def look() -> bool:
             nonlocal found
-            found = self._merged() if self._merges else sum(1 for _ in files_in(store, self._path))
+            found = self._merge_databases() if self._merges_databases else sum(1 for _ in files_in(store, self._path))
             return found == count
 
         # A network file system may show the files of other hosts late.
-        if not wait_until(look, lambda: look_anew(store, self._path), self._call.timeout):
+        if not wait_until(look, lambda: refresh_dir_cache(store, self._path), self._call.timeout):
             raise SaveError(
                 f"{self._path}: expected {count} chunks and metadata files of arrays, written by {self._call.count} "
                 f"processes, found {found}; do all processes see the same file system?"
             )
 
-    def _merged(self) -> int:
+    def _merge_databases(self) -> int:
         """Merges the databases of all processes into one, and returns the number of its keys."""
         import tensorstore as ts
 
@@ -138,10 +147,10 @@ class Writer:
         import tensorstore as ts
 
         metadata = zarr_metadata.new(self._driver, shape, dtype, chunks.shape, compressor)
-        path, keys = posixpath.join(self._folder.path, name), self._folder.keys / below(name)
+        path, keys = posixpath.join(self._folder.path, name), self._folder.keys / key_prefix(name)
         if self.is_first:
             text = msgspec.json.encode(metadata)
-            self._waiting.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
+            self._pending_writes.add(keys.write(zarr_metadata.FILES[self._driver], text), len(text), path)
             self.count += 1
         spec = {"driver": self._driver, "metadata": metadata, "store_data_equal_to_fill_value": True}
         with errors(self._folder.store, path):
@@ -149,11 +158,13 @@ class Writer:
             array = ts.open(spec, kvstore=keys, open=True, assume_metadata=True, context=context).result()
         nbytes = math.prod(chunks.shape) * dtypes.itemsize(dtype)
         for box in chunks.written(shape):
-            self._waiting.make_room(nbytes)
+            self._pending_writes.make_room(nbytes)
             part = array[tuple(slice(*bounds) for bounds in box)]
-            self._waiting.add(part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path)
+            self._pending_writes.add(
+                part.write(read_box(box), can_reference_source_data_indefinitely=True), nbytes, path
+            )
             self.count += 1
-            self._unsent += nbytes
+            self._unsent_bytes += nbytes
             # In a bucket, written chunks stay in memory until they are sent.
-            if self._sends_early and self._unsent >= self._limit // 2:
+            if self._sends_early and self._unsent_bytes >= self._limit // 2:
                 self._send(lambda name: not self._folder.reads_again(name))

@@ -9,14 +9,14 @@ from ..._core import dtypes
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry
 from ...errors import CorruptError
+from ...stores.file_io import open_fetched
 from ...stores.store import Blob, Store
-from ...stores.whole_files import open_fetched
 from .._shared.extents import Runs
 from .._shared.npy import Record, read_header
 from .._shared.reader import ForeignReader, Stored
 from .schema import NAME, line_before
 
-_WINDOW = 4 << 10  # bytes that are read at a time while looking for headers
+_WINDOW_BYTES = 4 << 10  # bytes that are read at a time while looking for headers
 
 
 class EquinoxReader(ForeignReader):
@@ -76,7 +76,7 @@ def _records(file: Blob, position: int) -> Iterator[tuple[int, Record]]:
         nonlocal window, start, position
         if position + size > start + len(window):
             start = position
-            window = file.read(position, min(max(size, _WINDOW), file.size - position))
+            window = file.read(position, min(max(size, _WINDOW_BYTES), file.size - position))
         if size > start + len(window) - position:
             raise CorruptError(f"{file.path}: expected {position + size} bytes, found {file.size}; it is cut short")
         position += size

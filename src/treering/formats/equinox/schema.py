@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
+from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import opened
-from .._shared.kinds import NPY_MAGIC as MAGIC
+from .._shared.file_signatures import NPY_MAGIC as MAGIC
 
 NAME = "equinox"
 SUFFIX = ".eqx"

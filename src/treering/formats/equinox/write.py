@@ -7,18 +7,18 @@ import logging
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import in_slices
+from ..._core.boxes import slice_boxes
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
-from ..._core.leaf_paths import few
+from ..._core.leaf_paths import join_names
 from ..._core.source import Source
 from ...errors import UnsupportedError
 from ...stores.store import Store, Writer
-from .._shared.recognized import new_file
+from .._shared.recognition import new_file
 from .schema import NAME
 
 _log = logging.getLogger("treering")
 _TEXT = ("str", "bytes")
-_LOOK = 1 << 16  # bytes after the line of JSON that show the format
+_SHOWN_BYTES = 1 << 16  # bytes after the line of JSON that show the format
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 
 
@@ -33,16 +33,16 @@ def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
             "%s: the leaves in %s are in the order of their names, and this format stores only the order. A model with "
             "another order gets wrong leaves of equal shapes: restore into the model, and save that",
             path,
-            few(guessed),
+            join_names(guessed),
         )
     line = b"" if contents.metadata is None else json.dumps(contents.metadata).encode() + b"\n"
-    with new_file(store, path, NAME, overwrite=overwrite, begin=max(len(line), _LOOK) + _LOOK) as file:
+    with new_file(store, path, NAME, overwrite=overwrite, begin=max(len(line), _SHOWN_BYTES) + _SHOWN_BYTES) as file:
         file.write(line)
         for entry in contents.entries.values():
             if isinstance(entry, ArrayEntry):
                 dtype = dtypes.to_numpy(entry.dtype)
                 file.write(_header(dtype, entry.shape))
-                for box in in_slices(entry.shape, dtype.itemsize, _SLICE_BYTES):
+                for box in slice_boxes(entry.shape, dtype.itemsize, _SLICE_BYTES):
                     _append(file, contents.read([(entry, box)], verify=True)[0])
             elif entry.type not in (*NO_ARRAY, *_TEXT):
                 value = np.asarray(entry.decode())

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.entries import Entry
 from ..._core.leaf_paths import key_text, split
-from ..._core.skeleton import assemble, inferred
+from ..._core.skeleton import assemble, infer_container
 from ..._core.source import Source
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.file_io import is_file, open_fetched
 from ...stores.read_errors import raise_if_momentary, refusal
 from ...stores.store import Store
-from ...stores.whole_files import is_file, open_fetched
 from .. import accepts, is_damaged_step
 from .._shared.msgpack import (
     BIN,
@@ -45,8 +45,12 @@ if TYPE_CHECKING:
     from .._shared.state_dict import Leaves
 
 _NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
-_USUAL = ("streaming_train_state", "streaming_state", "streaming_params")  # a full state has more than parameters
-_LIMIT = 1 << 32  # bytes of a bin
+_STREAM_NAMES = (
+    "streaming_train_state",
+    "streaming_state",
+    "streaming_params",
+)  # a full state has more than parameters
+_MAX_BIN_BYTES = 1 << 32  # bytes of a bin
 _PICKLED = "a pickle can run any code, so Treering opens none"
 _PICKLE = f"it is a pickle, like the metadata and the dataset next to a stream; {_PICKLED}"
 
@@ -64,7 +68,7 @@ class FJFormer:
             if found is None:
                 return "there is nothing"
             if found.is_folder:
-                return None if _main(store, path) else f"it is a folder without {', '.join(_USUAL)}"
+                return None if _find_main(store, path) else f"it is a folder without {', '.join(_STREAM_NAMES)}"
             data = beginning(store, path)
         except OSError as error:
             return refusal(error, path)
@@ -82,15 +86,15 @@ class FJFormer:
         from .._shared.state_dict import own_step
 
         found = _NAME.fullmatch(os.path.basename(path))
-        main = _main(store, path) or path
+        main = _find_main(store, path) or path
         with gc_paused():
             leaves, nbytes = _read(store, main)
         step = int(found[2]) if found and found[2] else own_step(leaves, "step")
         by_path = {entry.path: entry for entry in leaves.entries}
-        state_dict = functools.partial(inferred, lists=False, sort=False)  # Flax's state dicts have no lists
+        state_dict = functools.partial(infer_container, lists=False, sort=False)  # Flax's state dicts have no lists
         order, skeleton = assemble(by_path, state_dict)
         entries = [by_path[path] for path in order]
-        data = _data(store, main)
+        data = _data_files(store, main)
         return ForeignReader(
             self.name, path, entries, leaves.arrays, skeleton=skeleton, step=step, nbytes=nbytes, left_out=data
         )
@@ -99,7 +103,7 @@ class FJFormer:
         steps: dict[int, str] = {}
         matches = [found for name in names if (found := _NAME.fullmatch(name))]
         # Names with a step come first, and states come before parameters.
-        for found in sorted(matches, key=lambda found: (found[2] is None, _USUAL.index(found[1]))):
+        for found in sorted(matches, key=lambda found: (found[2] is None, _STREAM_NAMES.index(found[1]))):
             path = posixpath.join(folder, found[0])
             if accepts(self, store, path):
                 step = int(found[2]) if found[2] else _step_of(store, path)
@@ -121,12 +125,12 @@ class FJFormer:
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
-        from .._shared.recognized import new_file
+        from .._shared.recognition import new_file
 
         def refused(leaf: str, entry: Entry) -> str | None:
             if contents.skeleton is not None and len(contents.skeleton) == 1:
                 return "it is not in a container, so it has no key"
-            return "more than 4 GiB" if writing.leaf_size(entry) >= _LIMIT else None
+            return "more than 4 GiB" if writing.leaf_size(entry) >= _MAX_BIN_BYTES else None
 
         writing.check(self.name, contents, options, refused)
         if not contents.entries:
@@ -141,13 +145,13 @@ class FJFormer:
         return file.size
 
 
-def _main(store: Store, folder: str) -> str | None:
+def _find_main(store: Store, folder: str) -> str | None:
     """Returns the stream without a step in its name that opens a folder; None if there is none."""
-    paths = [posixpath.join(folder, name) for name in _USUAL]
+    paths = [posixpath.join(folder, name) for name in _STREAM_NAMES]
     return next((path for path in paths if (found := store.stat(path)) and found.is_file), None)
 
 
-def _data(store: Store, path: str) -> Sequence[str]:
+def _data_files(store: Store, path: str) -> Sequence[str]:
     """Describes the file with the state of the data that EasyLM writes next to a stream of a full state."""
     found = _NAME.fullmatch(os.path.basename(path))
     if found is None or found[1] == "streaming_params":

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..._core.entries import lost
-from ..._core.leaf_paths import few, key_text, split
+from ..._core.entries import lost_entry
+from ..._core.leaf_paths import join_names, key_text, split
 from ..._core.source import Source
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
+from ...stores.file_io import is_file, open_fetched, read_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
-from ...stores.whole_files import is_file, open_fetched, read_file
 from .. import accepts, is_damaged_step, may_be_file
 from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, begins_with, tokens
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
 _INDEX = _WEIGHTS + ".index.json"
-_ARRAYS = "_gda"  # the suffix of the folder with the arrays of a file
+_ARRAYS_SUFFIX = "_gda"  # the suffix of the folder with the arrays of a file
 _PREFIX = "checkpoint_"  # Flax's default prefix
 _OF_CLU, _COMMIT = ".flax", ".index"
 _CLU = re.compile(r"(.+-)(\d{1,18})\.flax")
@@ -67,7 +67,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-learn(_Index)
+preload_decoders(_Index)
 
 
 class Flax:
@@ -84,14 +84,14 @@ class Flax:
             if found is None:
                 return "there is nothing"
             if found.is_folder:
-                if path.endswith(_ARRAYS):
-                    return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS)}; open that file"
+                if path.endswith(_ARRAYS_SUFFIX):
+                    return f"these are arrays of the checkpoint in {path.removesuffix(_ARRAYS_SUFFIX)}; open that file"
                 if _main(store, path) != path:
                     return None
                 runs = self._runs(store, path, store.list(path))
-                if (run := _meant(runs)) and isinstance(max(run), float):
+                if (run := _choose_run(runs)) and isinstance(max(run), float):
                     return f"the latest step, {run[max(run)]}, is not an integer; open a file by its own path"
-                return _several(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
+                return _several_runs_error(path, runs) if len(runs) > 1 else f"it is a folder without {_WEIGHTS}"
             if os.path.basename(path) == _INDEX:
                 begin = beginning(store, path, 64).strip(b"\0 \t\r\n")[:1]
                 return None if begin in (b"{", b"[", b"") else "it has the name of an index, but is not JSON"
@@ -101,7 +101,7 @@ class Flax:
         return None if _plausible(data, found.nbytes, path) else "it does not begin like a state dict in MessagePack"
 
     def open(self, store: Store, path: str) -> Source:
-        from .._shared import left_out
+        from .._shared import data_iterators
         from .._shared.reader import ForeignReader
         from .._zarr import array as zarr
         from .._zarr.leaves import ZarrReader
@@ -119,11 +119,13 @@ class Flax:
             skeleton=leaves.skeleton or None,
             step=named[1] if named and isinstance(named[1], int) else None,
             nbytes=nbytes,
-            left_out=left_out.beside(store, main.removesuffix(_OF_CLU) + _COMMIT) if main.endswith(_OF_CLU) else (),
+            left_out=data_iterators.describe_siblings(store, main.removesuffix(_OF_CLU) + _COMMIT)
+            if main.endswith(_OF_CLU)
+            else (),
         )
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        run = _meant(self._runs(store, folder, names))
+        run = _choose_run(self._runs(store, folder, names))
         if run and isinstance(max(run), float):  # a caller that takes the latest step must not get an earlier one
             return {}
         return {step: name for step, name in run.items() if isinstance(step, int)}
@@ -159,7 +161,7 @@ class Flax:
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .._shared import state_dict_write as writing
-        from .._shared.recognized import new_file
+        from .._shared.recognition import new_file
 
         writing.check(self.name, contents, options)
         with new_file(store, path, self.name, overwrite=overwrite) as file:
@@ -184,17 +186,18 @@ def _main(store: Store, path: str) -> str:
     return path
 
 
-def _meant(runs: "_Runs") -> dict[int | float, str]:
+def _choose_run(runs: "_Runs") -> dict[int | float, str]:
     """Returns the only run of a folder. Several prefixes are several runs, and nothing says which the user means."""
     return runs.get(_PREFIX) or (next(iter(runs.values())) if len(runs) == 1 else {})
 
 
-def _several(folder: str, runs: "_Runs") -> str:
+def _several_runs_error(folder: str, runs: "_Runs") -> str:
     """Returns the reason why a folder with steps of several runs is neither a run nor a checkpoint."""
     latest = [posixpath.join(folder, steps[max(steps)]) for _, steps in sorted(runs.items())]
     return (
-        f"it has files of {len(runs)} prefixes, perhaps of different runs: {few(tuple(map(repr, sorted(runs))))}; open "
-        f"one file by its path ({few(tuple(latest))}), or give each run its own folder"
+        f"it has files of {len(runs)} prefixes, perhaps of different runs: "
+        f"{join_names(tuple(map(repr, sorted(runs))))}; open "
+        f"one file by its path ({join_names(tuple(latest))}), or give each run its own folder"
     )
 
 
@@ -229,7 +232,7 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
         from .._zarr.array import ZarrArray
         from .._zarr.leaves import folder_size
 
-        place, name = path + _ARRAYS, value.removeprefix(PLACEHOLDER)
+        place, name = path + _ARRAYS_SUFFIX, value.removeprefix(PLACEHOLDER)
         if name:  # otherwise the entire tree is one array
             check_inside(place, name)
             place = posixpath.join(place, name)
@@ -278,7 +281,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     for key, name in places.items():
         if (place := _path(key, index)) not in there:
             why = f"{posixpath.join(folder, name)}: expected the leaf {key!r}, which the index places in this file"
-            found.entries.append(lost(place, damage.get(name, why)))
+            found.entries.append(lost_entry(place, damage.get(name, why)))
     check_apart([entry.path for entry in found.entries], index)
     return found, total
 

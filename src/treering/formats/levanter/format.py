@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..._core.source import Source
 from ...errors import CorruptError
+from ...stores.file_io import is_file
 from ...stores.read_errors import UnreadableError, refusal
 from ...stores.store import Store
-from ...stores.whole_files import is_file
-from .. import LOOK, is_damaged_step
-from .._zarr.joint_format import ZarrFolders
+from .. import DAMAGED_PREFIX_BYTES, is_damaged_step
+from .._zarr.parallel_format import ZarrFolders
 from ..orbax.schema import CHECKPOINT, TREE
 from .schema import FILE, NAME, own_metadata, read_metadata
 
@@ -90,7 +90,7 @@ def _is_cut_short(data: bytes) -> bool:
     try:
         json.loads(data)
     except (ValueError, RecursionError):
-        return data.startswith(b"{") and len(data) < LOOK  # at LOOK bytes, the file may continue
+        return data.startswith(b"{") and len(data) < DAMAGED_PREFIX_BYTES  # at LOOK bytes, the file may continue
     return False
 
 

@@ -6,7 +6,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator
 
-from ..._core.entries import ArrayEntry, Entry, lost
+from ..._core.entries import ArrayEntry, Entry, lost_entry
 from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsafeError
 from ...stores.store import Store
@@ -18,9 +18,9 @@ from .._zarr.metadata import FILES
 from .schema import read_metadata
 
 _DRIVERS: dict[str, Driver] = {FILES["zarr"]: "zarr", FILES["zarr3"]: "zarr3"}
-_LEVELS = 200  # levels of folders
+_MAX_LEVELS = 200  # levels of folders
 CHUNK = re.compile(r"[0-9]+(\.[0-9]+)*")  # a chunk's file name
-_OF_ARRAY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # a chunk's key, of zarr 3 or 2
+_ARRAY_KEY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTALL)  # a chunk's key, of zarr 3 or 2
 _log = logging.getLogger("treering")
 
 
@@ -36,13 +36,13 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
             for name, array in zip(own, zarr.find(folder, own, driver, filled=filled), strict=True):
                 place = _path(prefix + name)
                 if isinstance(array, CorruptError):
-                    entries[place] = lost(place, str(array))
+                    entries[place] = lost_entry(place, str(array))
                 else:
                     entries[place], arrays[place] = ArrayEntry(place, "numpy", array.dtype, array.shape), array
-        for name in _undescribed(names):
+        for name in _without_metadata(names):
             place, file = _path(prefix + name), FILES["zarr3" if folder.ocdbt else "zarr"]
             why = "expected the metadata of the array that these chunks belong to, found nothing"
-            entries.setdefault(place, lost(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
+            entries.setdefault(place, lost_entry(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
     paths = sorted(entries)
     check_apart(paths, path)
     return ZarrReader(
@@ -78,17 +78,17 @@ def _folders(store: Store, path: str) -> Iterator[tuple[Folder, str, list[str]]]
         files += [prefix + name for name in names if CHUNK.fullmatch(name) and name not in folders][:1]
         if not names:
             _log.warning("%s: skipped an empty folder; if it was an array, that is lost", place.rstrip("/"))
-        if prefix.count("/") > _LEVELS:
-            raise UnsafeError(f"{place}: folders more than {_LEVELS} levels deep")
+        if prefix.count("/") > _MAX_LEVELS:
+            raise UnsafeError(f"{place}: folders more than {_MAX_LEVELS} levels deep")
         stack += [f"{prefix}{name}/" for name in reversed(folders)]
     if files:
         yield Folder(store, path, ocdbt=False), "", files
 
 
-def _undescribed(names: Iterable[str]) -> Iterator[str]:
+def _without_metadata(names: Iterable[str]) -> Iterator[str]:
     """Yields the names of arrays that have chunks and no metadata."""
     described = {os.path.dirname(name) for name in names if os.path.basename(name) in _DRIVERS}
-    arrays = dict.fromkeys(found[1] for name in names if (found := _OF_ARRAY.fullmatch(name)))
+    arrays = dict.fromkeys(found[1] for name in names if (found := _ARRAY_KEY.fullmatch(name)))
     for name in arrays:
         keys = name.split("/")
         if not any("/".join(keys[:n]) in described for n in range(len(keys) + 1)):

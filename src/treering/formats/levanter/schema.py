@@ -7,11 +7,11 @@ import re
 import msgspec
 
 from ..._core.source import Source
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError
+from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import opened
 
 FILE = "metadata.json"
 MAX_METADATA_BYTES = 1 << 16  # bytes of that file
@@ -34,7 +34,7 @@ class Metadata(msgspec.Struct):
         return time.replace(tzinfo=time.tzinfo or datetime.UTC)
 
 
-learn(Metadata)
+preload_decoders(Metadata)
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:

@@ -14,20 +14,20 @@ from ..._core.source import Source
 from ..._processes.assignment import Layout
 from ..._processes.calls import Call
 from ...errors import ExistsError, MismatchError, UnsupportedError
+from ...stores.file_io import is_folder
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
-from ...stores.whole_files import is_folder
-from .._shared.folding import Folders
+from .._shared.case_folding import Folders
 from .._zarr import metadata
 from .._zarr.folder import DATABASE
-from .._zarr.joint_write import write_folder
 from .._zarr.leaves import add_array, add_number, chunks_of, parts_of_arrays
+from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from ..orbax.schema import CHECKPOINT, TREE
 from .read import CHUNK, open_checkpoint
 from .schema import FILE, NAME, Metadata, own_metadata
 
-_LONGEST = 255  # bytes of a folder's name
+_MAX_NAME_BYTES = 255  # bytes of a folder's name
 
 
 def write(
@@ -110,8 +110,8 @@ def _check(entries: list[Entry]) -> None:
 
 def _refused(entry: Entry) -> str | None:
     keys = split(entry.path)
-    if any(not key or set(key) & set("./\\\0") or len(key.encode()) > _LONGEST for key in keys):
-        return f"keys become names of folders, which have {_LONGEST} bytes at most and no slashes or dots; rename it"
+    if any(not key or set(key) & set("./\\\0") or len(key.encode()) > _MAX_NAME_BYTES for key in keys):
+        return f"keys become folder names of at most {_MAX_NAME_BYTES} bytes without slashes and dots; rename it"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
             return "a typed PRNG key; store jax.random.key_data(key) instead, or drop it by a rule"

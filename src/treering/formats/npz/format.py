@@ -5,12 +5,12 @@ from typing import Any
 
 from ..._core.source import Source
 from ...errors import UnsupportedError
+from ...stores.file_io import opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
-from ...stores.whole_files import opened
 
-_LOCAL = b"PK\x03\x04"  # the beginning of the header before each member
-_LONGEST = 30 + (1 << 16)  # bytes of such a header without its extra field, the maximum
+_MEMBER_MAGIC = b"PK\x03\x04"  # the beginning of the header before each member
+_MAX_MEMBER_HEADER_BYTES = 30 + (1 << 16)  # bytes of such a header without its extra field, the maximum
 
 
 class Npz:
@@ -31,10 +31,10 @@ class Npz:
             if found is None or not found.is_file:
                 return "there is nothing" if found is None else "not a file"
             with opened(store, path) as blob:
-                begin = blob.read_up_to(len(_LOCAL))
-                if begin != _LOCAL:
+                begin = blob.read_up_to(len(_MEMBER_MAGIC))
+                if begin != _MEMBER_MAGIC:
                     return "it does not begin as a zip file does"
-                begin = blob.read_up_to(_LONGEST)
+                begin = blob.read_up_to(_MAX_MEMBER_HEADER_BYTES)
         except OSError as error:
             return refusal(error, path)
         name = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]

@@ -16,9 +16,9 @@ from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, byte_ranges
 from ..._core.entries import ArrayEntry
 from ...errors import CorruptError, TreeringError, UnsupportedError
+from ...stores.file_io import open_fetched
 from ...stores.read_errors import reading
 from ...stores.store import Blob, Store
-from ...stores.whole_files import open_fetched
 from .._shared.extents import check_shape
 from .._shared.npy import read_header
 from .._shared.reader import ForeignReader, Stored
@@ -26,8 +26,8 @@ from .._shared.safety import check_apart
 from ..safetensors.schema import path_of
 
 _SUFFIX = ".npy"
-_BUFFER = 1 << 16  # bytes of the file that are read at a time
-_STEP = 1 << 20  # bytes of an array that are unpacked at a time
+_BUFFER_BYTES = 1 << 16  # bytes of the file that are read at a time
+_UNPACK_BYTES = 1 << 20  # bytes of an array that are unpacked at a time
 
 
 class NpzReader(ForeignReader):
@@ -38,7 +38,7 @@ class NpzReader(ForeignReader):
     def __init__(self, store: Store, path: str):
         file = open_fetched(store, path)
         with reading(path), _damage_of(path):
-            archive = zipfile.ZipFile(io.BufferedReader(_Raw(file), _BUFFER))
+            archive = zipfile.ZipFile(io.BufferedReader(_Raw(file), _BUFFER_BYTES))
             members = archive.infolist()
             arrays = {m.filename: _Array(archive, m, path) for m in members if m.filename.endswith(_SUFFIX)}
         paths = {name: path_of(name.removesuffix(_SUFFIX)) for name in arrays}
@@ -85,8 +85,8 @@ class _Array:
             self._file = None  # stays None after an error
             for begin, end in byte_ranges(self._shape, box, self._stored.itemsize, 1) if found.size else ():
                 file.seek(self._begin + begin)
-                for at in range(begin, end, _STEP):
-                    part = _read(file, min(_STEP, end - at), self._name)
+                for at in range(begin, end, _UNPACK_BYTES):
+                    part = _read(file, min(_UNPACK_BYTES, end - at), self._name)
                     target[: len(part)] = part
                     target = target[len(part) :]
                 if end == self._nbytes and file.read(1):  # this read compares the CRC-32
@@ -123,7 +123,7 @@ class _Raw(io.RawIOBase):
     """Presents a blob as a file that `zipfile` can read."""
 
     def __init__(self, blob: Blob):
-        self._blob, self._at = blob, 0
+        self._blob, self._position = blob, 0
 
     def readable(self) -> bool:
         return True
@@ -132,15 +132,15 @@ class _Raw(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + (0, self._at, self._blob.size)[whence]
+        at = offset + (0, self._position, self._blob.size)[whence]
         if at < 0:
             raise ValueError("an offset before the beginning")
-        self._at = at
+        self._position = at
         return at
 
     def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] (parameter name)
-        nbytes = max(min(len(buffer), self._blob.size - self._at), 0)
+        nbytes = max(min(len(buffer), self._blob.size - self._position), 0)
         if nbytes:
-            self._blob.read_into(memoryview(buffer)[:nbytes], self._at)
-        self._at += nbytes
+            self._blob.read_into(memoryview(buffer)[:nbytes], self._position)
+        self._position += nbytes
         return nbytes

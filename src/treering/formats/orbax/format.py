@@ -24,14 +24,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..._core.source import Source
 from ...errors import CorruptError
+from ...stores.file_io import is_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
-from ...stores.whole_files import is_file
 from .. import is_step
-from .._zarr.joint_format import ZarrFolders
+from .._zarr.parallel_format import ZarrFolders
 from .schema import (
-    ABOUT_ARRAY,
-    ABOUT_ARRAYS,
+    ARRAY_META,
+    ARRAY_META_FILE,
     CHECKPOINT,
     COMMIT_TIME,
     COMMITTED,
@@ -40,7 +40,7 @@ from .schema import (
     STEP,
     TREE,
     UNFINISHED,
-    read_about,
+    read_checkpoint_metadata,
     tree_file,
 )
 
@@ -132,7 +132,7 @@ def _is_committed(store: Store, path: str) -> bool:
     if store.stat(posixpath.join(path, COMMITTED)) is not None:
         return True
     try:
-        about = read_about(store, path)
+        about = read_checkpoint_metadata(store, path)
     except CorruptError:
         return True  # opening the checkpoint raises the error
     # The time of the commit is null until then. It may be missing, because Orbax normally goes by the folder's name.
@@ -142,12 +142,13 @@ def _is_committed(store: Store, path: str) -> bool:
 
 def _is_tree(store: Store, folder: str) -> bool:
     """Returns True if a folder contains a tree, even if the list of its leaves is gone."""
-    about = posixpath.join(folder, ABOUT_ARRAYS)
+    about = posixpath.join(folder, ARRAY_META)
     return (
         tree_file(store, folder) is not None
         or is_file(store, posixpath.join(folder, SHARDINGS))
         or any(
-            ABOUT_ARRAY.fullmatch(name) and is_file(store, posixpath.join(about, name)) for name in store.list(about)
+            ARRAY_META_FILE.fullmatch(name) and is_file(store, posixpath.join(about, name))
+            for name in store.list(about)
         )
     )
 

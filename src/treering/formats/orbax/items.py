@@ -5,31 +5,34 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_whole
+from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable
 from ..._core.leaf_paths import join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.file_io import files_in, is_file
 from ...stores.store import Store
-from ...stores.whole_files import files_in, is_file
-from .._shared import left_out as _left_out
+from .._shared import data_iterators as _left_out
 from . import iterators
-from .schema import ABOUT_ARRAYS, COMMITTED, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
+from .schema import ARRAY_META, COMMITTED, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
 from .state import read_state
-from .tree import LEVELS, Tree, read_remnant, read_tree
+from .tree import MAX_LEVELS, Tree, read_remnant, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 METRICS = "metrics"
-_NAMELESS = {
+_UNNAMED_ITEMS = {
     False: ("default",),
     True: ("state", "pytree"),
 }  # Orbax's names of an only item; True: version 1
 _ARRAY = "checkpoint"  # the name of an array that is an item, within the item's folder
-_KEY, _TYPED = f"jax_random_key/{_ARRAY}", "jax_random_key_metadata/typed"  # the same for a PRNG key that is an item
-_NESTED = 2  # levels of items that consist of items
-_INTERNAL = "DescriptorHandler"  # of an item that Orbax writes itself; only Google's release can read it
-_JSON = ("JsonCheckpointHandler", "JsonHandler")
-_TREES = (
+_KEY_FILE, _KEY_METADATA = (
+    f"jax_random_key/{_ARRAY}",
+    "jax_random_key_metadata/typed",
+)  # the same for a PRNG key that is an item
+_MAX_NESTED_LEVELS = 2  # levels of items that consist of items
+_INTERNAL_HANDLER = "DescriptorHandler"  # of an item that Orbax writes itself; only Google's release can read it
+_JSON_HANDLERS = ("JsonCheckpointHandler", "JsonHandler")
+_TREE_HANDLERS = (
     "PyTreeCheckpointHandler",
     "StandardCheckpointHandler",
     "BasePyTreeCheckpointHandler",
@@ -60,7 +63,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
     Damaged items become leaves that cannot be read. Raises `CorruptError` if all items are damaged.
     """
     names = [name for name in _folders(store, path) if name != deleted]
-    expected = [name for name, handler in handlers.items() if name != deleted and handler != _INTERNAL]
+    expected = [name for name, handler in handlers.items() if name != deleted and handler != _INTERNAL_HANDLER]
     metrics, damage = _read_metrics(store, path, handlers) if METRICS in (*names, *expected) else (None, None)
     if metrics is not None or damage:
         names = [name for name in names if name != METRICS]
@@ -73,7 +76,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         return Items(tree, metrics or {}, damage)
     gone = [name for name in expected if name not in names]
     left_out: list[str] = []
-    if len(names) == 1 and names[0] in _NAMELESS[version_1] and not gone:
+    if len(names) == 1 and names[0] in _UNNAMED_ITEMS[version_1] and not gone:
         tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), left_out)
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0], left_out)
@@ -96,9 +99,9 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
             f"{path}: expected items that are trees of arrays, in JSON, or Grain's iterators, found "
             f"{', '.join(left_out)}"
         )
-    made = _together({name: trees[name] for name in sorted(trees)})
+    made = _merge_trees({name: trees[name] for name in sorted(trees)})
     if all(isinstance(entry, LostEntry) for entry in made.entries):
-        check_whole(made.entries)
+        check_readable(made.entries)
     return Items(made, metrics or {}, damage, "", left_out)
 
 
@@ -112,7 +115,7 @@ def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
         return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
     if not has_arrays(store, path):
         return None
-    lacks = "" if store.list(posixpath.join(path, ABOUT_ARRAYS)) else f", PRNG keys are plain without {ABOUT_ARRAYS}"
+    lacks = "" if store.list(posixpath.join(path, ARRAY_META)) else f", PRNG keys are plain without {ARRAY_META}"
     _log.warning("%s: its file %s is gone; leaves are named like their arrays%s", path, TREE, lacks)
     return read_remnant(store, path, at)
 
@@ -136,7 +139,7 @@ def _read_metrics(
     try:
         if file is not None:
             return numbers(read_json(store, file)), None
-        if handlers.get(METRICS) in _JSON:
+        if handlers.get(METRICS) in _JSON_HANDLERS:
             raise CorruptError(f"{folder}: expected the metrics in JSON, found nothing")
     except UnsafeError:
         raise
@@ -146,7 +149,7 @@ def _read_metrics(
 
 
 def _read_item(
-    store: Store, path: str, at: str | None, handler: str | None, left_out: list[str], levels: int = _NESTED
+    store: Store, path: str, at: str | None, handler: str | None, left_out: list[str], levels: int = _MAX_NESTED_LEVELS
 ) -> Tree | None:
     """Reads an item as the tree at a path. For an unknown kind, returns None and adds its description to `left_out`.
 
@@ -154,7 +157,7 @@ def _read_item(
     """
     tree = read_tree_of(store, path, at)
     if tree is not None:
-        return _as_saved(tree, path, at, handler)
+        return _with_saved_kinds(tree, path, at, handler)
     tree = _read_values(store, path, at)
     if tree is not None:
         return tree
@@ -167,15 +170,15 @@ def _read_item(
             found[name] = tree
     if found:
         left_out += unknown
-        return _as_saved(_together(found), path, at, handler)
-    if handler in _TREES:
+        return _with_saved_kinds(_merge_trees(found), path, at, handler)
+    if handler in _TREE_HANDLERS:
         raise CorruptError(f"{posixpath.join(path, TREE)}: expected the list of the tree's leaves, found nothing")
-    if handler in _JSON:
+    if handler in _JSON_HANDLERS:
         raise CorruptError(f"{path}: expected a file of JSON, found nothing")
     files = [name for name in files_in(store, path) if name != COMMITTED]
     if handler in iterators.HANDLERS and not files:  # a class of this name may be another library's
         raise CorruptError(f"{path}: expected the states of an iterator, process_0-of-1.json and so on, found nothing")
-    left_out.append(f"{at or posixpath.basename(path)} ({_left_out.described(store, path, files)})")
+    left_out.append(f"{at or posixpath.basename(path)} ({_left_out.describe(store, path, files)})")
     return None
 
 
@@ -188,9 +191,9 @@ def _read_values(store: Store, path: str, at: str | None) -> Tree | None:
     return None if states is None else Tree([states], {}, [LEAF])
 
 
-def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> Tree:
+def _with_saved_kinds(tree: Tree, folder: str, at: str | None, handler: str | None) -> Tree:
     """Returns an item, without the names that its handler added if it was one array or one PRNG key."""
-    array, key, typed = (join(at or "", name, root=at is None) for name in (_ARRAY, _KEY, _TYPED))
+    array, key, typed = (join(at or "", name, root=at is None) for name in (_ARRAY, _KEY_FILE, _KEY_METADATA))
     found = {entry.path: entry for entry in tree.entries}
     path = {"ArrayCheckpointHandler": array, "JaxRandomKeyCheckpointHandler": key}.get(handler or "", "")
     if path and path not in found:
@@ -209,7 +212,7 @@ def _as_saved(tree: Tree, folder: str, at: str | None, handler: str | None) -> T
     return Tree([one], {one.path: tree.arrays[path]} if path in tree.arrays else {}, [LEAF])
 
 
-def _together(trees: Mapping[str, Tree]) -> Tree:
+def _merge_trees(trees: Mapping[str, Tree]) -> Tree:
     """Joins trees into a dict of trees."""
     return Tree(
         [entry for tree in trees.values() for entry in tree.entries],
@@ -242,8 +245,8 @@ def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
     stack: list[tuple[str, bool, int, Any]] = [(at or "", at is None, 0, value)]
     while stack:
         path, root, level, one = stack.pop()
-        if level > LEVELS:
-            raise UnsafeError(f"{file}: nested deeper than {LEVELS} levels")
+        if level > MAX_LEVELS:
+            raise UnsafeError(f"{file}: nested deeper than {MAX_LEVELS} levels")
         try:
             if not isinstance(one, dict | list):
                 tree.skeleton.append(LEAF)

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 from ..._core.entries import Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
-from ..._core.skeleton import Node, Skeleton, build, end_of
+from ..._core.skeleton import Node, Skeleton, build, subtree_end
 from ..._core.source import Source
 from ..._core.values import encode
 from .items import METRICS
-from .parts import NAMES
+from .owned_files import NAMES
 from .schema import UNFINISHED
 from .tree_write import Leaf, leaves_of, problems_of
 
 _JSON = ("bool", "int", "float", "str", "none")  # types of leaves
-_JSON_LEVELS = 200  # levels that every reader of JSON follows
-_INT_BITS = 12_000  # bits; Python converts integers of at most 4,300 decimal digits to and from text
-_LONGEST = 255  # bytes of a folder's name
+_MAX_JSON_LEVELS = 200  # levels that every reader of JSON follows
+_MAX_INT_BITS = 12_000  # bits; Python converts integers of at most 4,300 decimal digits to and from text
+_MAX_NAME_BYTES = 255  # bytes of a folder's name
 
 
 class Items(NamedTuple):
@@ -62,7 +62,7 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
     """Yields the keys at the top of a tree, each with the subtree below it."""
     rest, begin = iter(entries), 1
     for key in top.children():
-        part = skeleton[begin : end_of(skeleton, begin)]
+        part = skeleton[begin : subtree_end(skeleton, begin)]
         begin += len(part)
         count = sum(not isinstance(node, Node) for node in part)
         yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
@@ -76,8 +76,8 @@ def _refused(name: str, part: Skeleton) -> str | None:
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"
-    if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _LONGEST:
-        return f"items are folders, whose names have {_LONGEST} bytes at most and no slashes; rename it"
+    if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _MAX_NAME_BYTES:
+        return f"items are folders, whose names have {_MAX_NAME_BYTES} bytes at most and no slashes; rename it"
     return None
 
 
@@ -86,10 +86,10 @@ def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:
     for leaf in leaves:
         path = "/".join([at, *(key for key, _ in leaf.keys)])
         value = leaf.entry.decode() if isinstance(leaf.entry, ValueEntry) else None
-        if len(leaf.keys) > _JSON_LEVELS:
-            yield f"  {path}: it is more than {_JSON_LEVELS} levels deep, which readers of JSON do not follow"
-        elif type(value) is int and value.bit_length() > _INT_BITS:
-            yield f"  {path}: an int of more than {_INT_BITS} bits"
+        if len(leaf.keys) > _MAX_JSON_LEVELS:
+            yield f"  {path}: it is more than {_MAX_JSON_LEVELS} levels deep, which readers of JSON do not follow"
+        elif type(value) is int and value.bit_length() > _MAX_INT_BITS:
+            yield f"  {path}: an int of more than {_MAX_INT_BITS} bits"
         elif value != value and encode(value)[1] != "nan":
             yield f"  {path}: a NaN with a payload, which JSON cannot hold"
 

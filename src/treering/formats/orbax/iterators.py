@@ -2,7 +2,7 @@
 
 ``data/process_0-of-2.json`` is the state of process 0 of two. Grain writes the state of a `DatasetIterator` as JSON.
 The state of any other iterator, such as a `DataLoader`, is bytes, which may be JSON as well. The file does not say
-which it is, so an iterator whose state is bytes accepts JSON as bytes; see `treering._pytree.iterators.put_back`.
+which it is, so an iterator whose state is bytes accepts JSON as bytes; see `treering._pytree.iterators.set_state`.
 """
 
 import json
@@ -11,12 +11,12 @@ import re
 from typing import Any
 
 from ..._core.entries import ValueEntry
-from ..._core.leaf_paths import few
-from ..._core.states import encode_state
-from ..._pytree.iterators import together
+from ..._core.iterator_states import encode_state
+from ..._core.leaf_paths import join_names
+from ..._pytree.iterators import join_states
 from ...errors import CorruptError, MismatchError, UnsupportedError
+from ...stores.file_io import is_file, read_file
 from ...stores.store import Store
-from ...stores.whole_files import is_file, read_file
 from .._shared.reader import attempts
 
 STATE = re.compile(r"process_(\d{1,9})-of-(\d{1,9})(?:\.\w+)?")
@@ -46,11 +46,11 @@ def read_states(store: Store, folder: str, at: str | None) -> ValueEntry | None:
         return None
     counts = sorted({count for count, _ in files})
     if len(counts) > 1:
-        listed = few(tuple(map(str, counts)))
+        listed = join_names(tuple(map(str, counts)))
         raise CorruptError(f"{folder}: expected the files of one job, found those of jobs with {listed} processes")
     there = sorted(index for _, index in files)
     if len(there) != counts[0] or there[-1] >= counts[0]:
-        listed = few(tuple(map(str, there)))
+        listed = join_names(tuple(map(str, there)))
         raise CorruptError(
             f"{folder}: expected the states of {counts[0]} processes, found those of {listed}; was the checkpoint "
             "copied completely?"
@@ -61,7 +61,7 @@ def read_states(store: Store, folder: str, at: str | None) -> ValueEntry | None:
         if isinstance(state, CorruptError):
             raise state
     try:
-        return together(at or "", states)
+        return join_states(at or "", states)
     except MismatchError as error:
         raise CorruptError(f"{folder}: {error}") from None
 

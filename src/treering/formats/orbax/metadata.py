@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError
 from ...stores.store import Store
 from .._zarr import metadata
@@ -25,7 +25,7 @@ class _Key(msgspec.Struct):
 class _Kind(msgspec.Struct):
     value_type: str
     skip_deserialize: bool = False
-    write_shape: Any = None  # also in the array's entry in `ABOUT_ARRAYS`, so it proves that there was one
+    write_shape: Any = None  # also in the array's entry in `ARRAY_META`, so it proves that there was one
 
 
 class Leaf(msgspec.Struct):
@@ -44,7 +44,7 @@ class TreeMetadata(msgspec.Struct):
     custom_metadata: Any = None
 
 
-learn(TreeMetadata)
+preload_decoders(TreeMetadata)
 
 
 def read_metadata(store: Store, folder: str) -> TreeMetadata:

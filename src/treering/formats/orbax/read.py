@@ -13,14 +13,14 @@ from ..._core.entries import ArrayEntry
 from ..._core.source import WHOLE, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
+from ...stores.file_io import is_file
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
-from ...stores.whole_files import is_file
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
 from .items import Items, numbers, read_items, read_tree_of
 from .iterators import HANDLERS
-from .schema import CHECKPOINT, SHARDINGS, read_about, read_json
+from .schema import CHECKPOINT, SHARDINGS, read_checkpoint_metadata, read_json
 
 _DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
@@ -58,7 +58,7 @@ class OrbaxReader(ZarrReader):
         yield from super().problems(share)
 
 
-class _About(NamedTuple):
+class _CheckpointInfo(NamedTuple):
     """Facts about a checkpoint: the items that must exist, the one that is being deleted, metrics and metadata."""
 
     items: dict[str, str]  # the classes of the items' handlers, by item
@@ -73,7 +73,7 @@ class _About(NamedTuple):
 def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
     """Opens a folder. Raises `CorruptError` and `UnsupportedError`."""
     with gc_paused():
-        about = _read_about(store, path)
+        about = _read_checkpoint_info(store, path)
         direct = read_tree_of(store, path, None)
         if direct is not None:
             found = Items(direct, {})
@@ -92,9 +92,9 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
     return OrbaxReader(store, path, found, nbytes=folder_size(store, path), **about_all)
 
 
-def _read_about(store: Store, path: str) -> _About:
+def _read_checkpoint_info(store: Store, path: str) -> _CheckpointInfo:
     names = store.list(path)
-    found = read_about(store, path) if CHECKPOINT in names else {}
+    found = read_checkpoint_metadata(store, path) if CHECKPOINT in names else {}
     deletion = read_json(store, posixpath.join(path, _DELETED)) if _DELETED in names else {}
     if not isinstance(found, dict) or not isinstance(deletion, dict):
         raise CorruptError(f"{path}: expected a map in {CHECKPOINT}, and in {_DELETED} if there is one")
@@ -105,7 +105,7 @@ def _read_about(store: Store, path: str) -> _About:
     classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
     metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
     handler = handlers.rpartition(".")[2] if isinstance(handlers, str) else ""
-    return _About(classes, handler, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+    return _CheckpointInfo(classes, handler, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
 
 
 def _read_root_metadata(store: Store, run: str) -> Any:

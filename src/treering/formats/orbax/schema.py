@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from ...errors import CorruptError, UnsafeError
+from ...stores.file_io import is_file, read_file
 from ...stores.store import Store
-from ...stores.whole_files import is_file, read_file
 from .. import get
 from .._shared.msgpack import MAP, STR, beginning, tokens
 
@@ -17,8 +17,8 @@ TREE = "_METADATA"
 STATE = "checkpoint"  # early releases wrote this instead of `_METADATA`; later ones keep aggregated leaves in it
 PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the beginnings of text in it that stands for an array
 SHARDINGS = "_sharding"
-ABOUT_ARRAYS = "array_metadatas"  # a folder with one file for each process
-ABOUT_ARRAY = re.compile(r"process_\d+")  # the names of those files
+ARRAY_META = "array_metadatas"  # a folder with one file for each process
+ARRAY_META_FILE = re.compile(r"process_\d+")  # the names of those files
 _METADATA_OF_ARRAYS = (".zarray", "zarr.json")
 COMMITTED = "commit_success.txt"
 COMMIT_TIME = "commit_timestamp_nsecs"
@@ -42,14 +42,14 @@ def tree_file(store: Store, folder: str) -> str | None:
 
 def has_arrays(store: Store, folder: str) -> bool:
     """Returns True if a folder contains the arrays of a tree, in a database or in files."""
-    return any(store.stat(posixpath.join(folder, name)) is not None for name in (DATABASE, ABOUT_ARRAYS)) or any(
+    return any(store.stat(posixpath.join(folder, name)) is not None for name in (DATABASE, ARRAY_META)) or any(
         store.stat(posixpath.join(folder, name, file)) is not None
         for name in store.list(folder)
         for file in _METADATA_OF_ARRAYS
     )
 
 
-def read_about(store: Store, path: str) -> Any:
+def read_checkpoint_metadata(store: Store, path: str) -> Any:
     """Reads the file about a checkpoint. Raises `CorruptError`, or `UnsafeError` if it is too large."""
     file = posixpath.join(path, CHECKPOINT)
     there = store.stat(file)

@@ -5,10 +5,10 @@ Some text in them stands for zarr arrays in the same folder.
 
 import posixpath
 
-from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
 from ...errors import CorruptError
+from ...stores.file_io import open_fetched
 from ...stores.store import Store
-from ...stores.whole_files import open_fetched
 from .._shared.reader import Stored
 from .._shared.safety import check_inside
 from .._shared.state_dict import Leaves, StateDict
@@ -39,7 +39,7 @@ def read_state(store: Store, folder: str, at: str | None) -> Leaves:
     stored: dict[str, Stored] = {**leaves.arrays}
     for path, array in zip(names, arrays, strict=True):
         if isinstance(array, CorruptError):
-            entries[path] = lost(path, str(array))
+            entries[path] = lost_entry(path, str(array))
         else:
             entries[path], stored[path] = ArrayEntry(path, "numpy", array.dtype, array.shape), array
     return Leaves(list(entries.values()), stored, leaves.skeleton)

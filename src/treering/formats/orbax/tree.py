@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..._core import dtypes
-from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
-from ..._core.leaf_paths import few, join, key_text
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
+from ..._core.leaf_paths import join, join_names, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.file_io import is_file
 from ...stores.store import Store
-from ...stores.whole_files import is_file
 from .._shared.reader import Stored
 from .._shared.safety import check_inside
 from .._shared.state_dict import Leaves
 from .._zarr import array as zarr
 from .._zarr.folder import DATABASE, Folder
 from .metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
-from .schema import ABOUT_ARRAYS, STATE, TREE, read_json
+from .schema import ARRAY_META, STATE, TREE, read_json
 from .state import placeholder, read_aggregated
 
 KEY = "random_key_impl"
-LEVELS = 1000
+MAX_LEVELS = 1000
 _EMPTY = {"Dict": Node("dict", "", []), "List": Node("list", "", 0), "Tuple": Node("tuple", "", 0)}
 _EMPTY["NamedTuple"] = _EMPTY["Tuple"]  # its class is not recorded
-_BARE = (*_EMPTY, "None")  # kinds of nodes without data
+_EMPTY_KINDS = (*_EMPTY, "None")  # kinds of nodes without data
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
@@ -47,7 +47,7 @@ class Tree(NamedTuple):
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
         """Returns a tree of which nothing can be read."""
-        return cls([lost(path, why, tree=True)], {}, [LEAF])
+        return cls([lost_entry(path, why, tree=True)], {}, [LEAF])
 
 
 class _Array(msgspec.Struct):
@@ -55,15 +55,15 @@ class _Array(msgspec.Struct):
     ext_metadata: dict[str, Any] | None = None
 
 
-class _ArrayAbout(msgspec.Struct):
+class _ArrayMetadata(msgspec.Struct):
     array_metadata: _Array
 
 
-class _ArraysAbout(msgspec.Struct):
-    array_metadatas: list[_ArrayAbout]
+class _ArrayMetadataFile(msgspec.Struct):
+    array_metadatas: list[_ArrayMetadata]
 
 
-learn(_ArraysAbout)
+preload_decoders(_ArrayMetadataFile)
 
 
 class _Place(NamedTuple):
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
     name: str
     kind: str
     aggregated: bool
-    described: bool  # True if `ABOUT_ARRAYS` should describe it, too
+    described: bool  # True if `ARRAY_META` should describe it, too
 
 
 class _Branch:
@@ -117,7 +117,7 @@ def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
     top = tree.skeleton[0]
     if not isinstance(top, Node):
         return Tree.lost(at or "", why)
-    missing = lost(join(at or "", TREE, root=at is None), why)
+    missing = lost_entry(join(at or "", TREE, root=at is None), why)
     top = Node("dict", "", [*top.children(), TREE])
     skeleton = [top, *tree.skeleton[1:], LEAF]
     return Tree(
@@ -145,11 +145,11 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
     texts = read_texts(store, folder) if any(p.kind == "string" and not p.aggregated for p in places) else {}
     uints = [place.name for place in listed if place.path in arrays and arrays[place.path].dtype == "uint32"]
     keys, rest = _read_keys(store, folder, uints)
-    # A shape in `_METADATA` proves that `ABOUT_ARRAYS` once described the array. Without that, uint32 may be a key.
+    # A shape in `_METADATA` proves that `ARRAY_META` once described the array. Without that, uint32 may be a key.
     for place in listed:
         if place.described and place.name in rest and arrays[place.path].shape:
             reasons[place.path] = (
-                f"{posixpath.join(folder, ABOUT_ARRAYS)}: expected a record whether {place.name!r} is a PRNG key or "
+                f"{posixpath.join(folder, ARRAY_META)}: expected a record whether {place.name!r} is a PRNG key or "
                 "plain numbers, found nothing; was the checkpoint copied completely?"
             )
     entries: list[Entry] = []
@@ -165,7 +165,7 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
         elif kind == "string" and not isinstance(texts.get(name), str):
             reasons[path] = f"{posixpath.join(folder, STRINGS)}: expected the text {name!r}, found none"
         if path in reasons:
-            entries.append(lost(path, reasons[path]))
+            entries.append(lost_entry(path, reasons[path]))
         elif path in values or kind in ("None", "string"):
             value = values[path] if path in values else texts[name] if kind == "string" else None
             entries.append(ValueEntry(path, *encode(value)))
@@ -184,14 +184,14 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
     for leaf in leaves:
         keys, kind = leaf.key_metadata, leaf.value_metadata.value_type
         name = ".".join(key.key for key in keys)
-        if len(keys) > LEVELS:
-            raise UnsafeError(f"a leaf more than {LEVELS} levels deep")
-        aggregated = leaf.value_metadata.skip_deserialize and kind not in _BARE
+        if len(keys) > MAX_LEVELS:
+            raise UnsafeError(f"a leaf more than {MAX_LEVELS} levels deep")
+        aggregated = leaf.value_metadata.skip_deserialize and kind not in _EMPTY_KINDS
         described = leaf.value_metadata.write_shape is not None
         parent, last = None, ""
         for key in keys:
             place = root if parent is None else parent.children.get(last)
-            if place is None or (isinstance(place, _Place) and place.kind in _BARE):  # filled later
+            if place is None or (isinstance(place, _Place) and place.kind in _EMPTY_KINDS):  # filled later
                 place = _Branch()
                 if parent is None:
                     root = place
@@ -205,7 +205,7 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
                 raise CorruptError(f"{name}: expected one key {key.key!r} at this place, found a number and a name")
             parent, last = place, key.key
         there = root if parent is None else parent.children.get(last)
-        if there is not None and not (isinstance(there, _Branch) and kind in _BARE):
+        if there is not None and not (isinstance(there, _Branch) and kind in _EMPTY_KINDS):
             raise CorruptError(f"{name}: expected one leaf of this name, found two")
         if there is None and parent is not None:
             parent.children[last] = _Place("", name, kind, aggregated, described)
@@ -235,7 +235,7 @@ def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[
 def _check(places: Sequence[_Place]) -> None:
     """Raises `UnsupportedError` for leaves of unknown kinds, and `CorruptError` if two leaves have one name."""
     if unknown := [place for place in places if place.kind not in (*_ARRAYS, "None", "string")]:
-        listed = few(tuple(f"{place.path} ({place.kind})" for place in unknown))
+        listed = join_names(tuple(f"{place.path} ({place.kind})" for place in unknown))
         raise UnsupportedError(f"leaves of types that only their own handlers can read: {listed}")
     names: dict[str, str] = {}
     for path, name, kind, *_ in places:
@@ -286,12 +286,12 @@ def _read_numbers(
 def _read_keys(store: Store, folder: str, names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """Returns the implementations of the named arrays that are typed keys, and the names that no file describes."""
     left, found = set(names), dict[str, str]()
-    place = posixpath.join(folder, ABOUT_ARRAYS)
+    place = posixpath.join(folder, ARRAY_META)
     for file in store.list(place):
         if not left:
             break
         try:
-            about = msgspec.convert(read_json(store, posixpath.join(place, file)), _ArraysAbout)
+            about = msgspec.convert(read_json(store, posixpath.join(place, file)), _ArrayMetadataFile)
         except (msgspec.ValidationError, RecursionError) as error:
             raise CorruptError(f"{posixpath.join(place, file)}: {error}") from None
         for one in about.array_metadatas:

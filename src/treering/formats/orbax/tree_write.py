@@ -17,8 +17,8 @@ from .._zarr.chunks import Chunks
 from .._zarr.leaves import add_array, add_number
 from .._zarr.writer import Writer
 from .metadata import DICT, SEQUENCE, STRINGS
-from .schema import ABOUT_ARRAYS, SHARDINGS, TREE
-from .tree import KEY, LEVELS
+from .schema import ARRAY_META, SHARDINGS, TREE
+from .tree import KEY, MAX_LEVELS
 
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # Orbax records "None" for empty containers of other kinds
 # The sharding with which Orbax restores JAX arrays by default: on the first device of any kind.
@@ -63,9 +63,9 @@ def write_rest(store: Store, folder: str, leaves: Sequence[Leaf], chunks: Mappin
     if on_device:
         names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
         put(store, posixpath.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
-        store.make_folder(posixpath.join(folder, ABOUT_ARRAYS))
+        store.make_folder(posixpath.join(folder, ARRAY_META))
         about = {"array_metadatas": [_array(leaf, chunks) for leaf in on_device]}
-        put(store, posixpath.join(folder, ABOUT_ARRAYS, "process_0"), about)
+        put(store, posixpath.join(folder, ARRAY_META, "process_0"), about)
 
 
 def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[Leaf]:
@@ -102,8 +102,8 @@ def problems_of(leaves: Iterable[Leaf], at: str = "") -> Iterator[str]:
 
 
 def _refused(leaf: Leaf) -> str | None:
-    if len(leaf.keys) > LEVELS:
-        return f"it is more than {LEVELS} levels deep"
+    if len(leaf.keys) > MAX_LEVELS:
+        return f"it is more than {MAX_LEVELS} levels deep"
     if isinstance(leaf.entry, ArrayEntry):
         dtype = leaf.entry.dtype
         return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr cannot hold"

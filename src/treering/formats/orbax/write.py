@@ -10,15 +10,15 @@ from ..._processes.calls import Call
 from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store
-from .._shared.folding import Folders
-from .._shared.recognized import check_names
+from .._shared.case_folding import Folders
+from .._shared.recognition import check_names
 from .._zarr.folder import part_of_database
-from .._zarr.joint_write import write_folder
 from .._zarr.leaves import chunks_of
+from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from .items import METRICS, VALUES
 from .items_write import Items, items_of
-from .parts import NAMES, parts
+from .owned_files import NAMES, owned_files
 from .schema import CHECKPOINT, COMMITTED, UNFINISHED
 from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
 
@@ -79,7 +79,9 @@ def write(
             put(store, posixpath.join(folder, mark), "committed")
 
     names = {*NAMES, *handlers, *(part_of_database("", n) for n in range(call.count) if call.count > 1)}
-    return write_folder(store, path, call, arrays, rest, begin=begin, overwrite=overwrite, owned=parts, names=names)
+    return write_folder(
+        store, path, call, arrays, rest, begin=begin, overwrite=overwrite, owned=owned_files, names=names
+    )
 
 
 def _is_composite(*, composite: Any = False, **unknown: Any) -> bool:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..._core.leaf_paths import few
-from ..._threads.decoding import learn
+from ..._core.leaf_paths import join_names
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsafeError
+from ...stores.file_io import read_file
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
-from ...stores.whole_files import read_file
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -33,7 +33,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-learn(_Index)
+preload_decoders(_Index)
 
 
 def candidates(names: Sequence[str]) -> list[str]:
@@ -55,7 +55,7 @@ def chosen(names: Sequence[str]) -> Chosen | str:
         return parts
     if len(files) > 1:
         kind = "indexes" if indexes else "safetensors files and no index"
-        return f"several {kind} ({few(tuple(sorted(files)))}); open one of them by its own path"
+        return f"several {kind} ({join_names(tuple(sorted(files)))}); open one of them by its own path"
     return Chosen((files[0],))
 
 

@@ -8,12 +8,12 @@ import posixpath
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.leaf_paths import few
-from ..._core.source import ABOUT, Source
+from ..._core.leaf_paths import join_names
+from ..._core.source import INFO_FIELDS, Source
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import opened
 from ...stores.read_errors import UnreadableError, reading, refusal
 from ...stores.store import Store
-from ...stores.whole_files import opened
 from .folder import INDEX, SUFFIX, candidates, chosen
 from .header import header_size
 
@@ -88,7 +88,7 @@ class Safetensors:
         return {}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ABOUT
+        return INFO_FIELDS
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write
@@ -103,4 +103,6 @@ def _log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> Non
     """Logs the other checkpoints in the folder of the one that is opened. The files of its index belong to it."""
     others = {name for name in candidates(names) if not opened[0].endswith(INDEX) or name.endswith(INDEX)}
     if others_there := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
-        _log.info("%s: opens %s; open the others by their own paths: %s", folder, opened[0], few(tuple(others_there)))
+        _log.info(
+            "%s: opens %s; open the others by their own paths: %s", folder, opened[0], join_names(tuple(others_there))
+        )

@@ -11,11 +11,11 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsafeError
 from .._shared import strict_json
 
-MAX_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -43,7 +43,7 @@ class _Metadata(msgspec.Struct):
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
-learn(Tensor, dict[str, _Lenient], _Metadata)
+preload_decoders(Tensor, dict[str, _Lenient], _Metadata)
 
 
 class Header(NamedTuple):
@@ -58,7 +58,7 @@ def encode_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], al
     """Encodes length and header, padded so that the tensors begin at a multiple of `align`. Metadata comes first."""
     text = msgspec.json.encode({"__metadata__": metadata, **tensors} if metadata else tensors)
     padded = -(-(8 + len(text)) // align) * align - 8
-    if padded > MAX_HEADER:
+    if padded > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {padded} bytes")
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
@@ -71,8 +71,8 @@ def header_size(begin: bytes, file_size: int, name: str) -> int:
     size = int.from_bytes(begin, "little")
     if len(begin) < 8 or 8 + size > file_size:
         raise CorruptError(f"{name}: expected a header of {size} bytes, found a file of {file_size}; it is cut short")
-    if size > MAX_HEADER:
-        raise UnsafeError(f"{name}: a header of {size} bytes; the format allows {MAX_HEADER}")
+    if size > MAX_HEADER_BYTES:
+        raise UnsafeError(f"{name}: a header of {size} bytes; the format allows {MAX_HEADER_BYTES}")
     return 8 + size
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, in_slices
+from ..._core.boxes import Box, slice_boxes
 from ..._core.entries import ArrayEntry
 from .._shared.extents import Runs
 
@@ -25,9 +25,9 @@ def stored_nbytes(entry: ArrayEntry) -> int:
 def stored_slices(entry: ArrayEntry, limit: int) -> Iterator[Box]:
     """Yields consecutive boxes of at most `limit` bytes in memory, each from one byte boundary to another."""
     if entry.dtype != DTYPE:
-        yield from in_slices(entry.shape, dtypes.itemsize(entry.dtype), limit)
+        yield from slice_boxes(entry.shape, dtypes.itemsize(entry.dtype), limit)
         return
-    for *outer, (start, stop) in in_slices((*entry.shape[:-1], entry.shape[-1] // 2), 2, limit):
+    for *outer, (start, stop) in slice_boxes((*entry.shape[:-1], entry.shape[-1] // 2), 2, limit):
         yield (*outer, (2 * start, 2 * stop))
 
 

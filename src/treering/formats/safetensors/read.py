@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.entries import ArrayEntry, Entry, lost
+from ..._core.entries import ArrayEntry, Entry, lost_entry
 from ..._core.source import Source
 from ..._core.values import decode_float
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ...stores.file_io import open_fetched
 from ...stores.store import Blob, Store
-from ...stores.whole_files import open_fetched
 from .._shared.extents import Layout, Runs, layout
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from . import nibbles
@@ -90,7 +90,7 @@ def _reader(
         if place in entries:
             raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
         if isinstance(found, str):
-            entries[place] = lost(place, found)
+            entries[place] = lost_entry(place, found)
             continue
         tensor = found.header.tensors[key]
         begin, end = tensor.data_offsets

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..._core.json_floats import as_floats
+from ..._core.json_floats import text_to_floats
 from ..._core.values import decode_float
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 
 _log = logging.getLogger("treering")
 
@@ -44,7 +44,7 @@ class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     format: str | None = None
 
 
-learn(Sidecar)
+preload_decoders(Sidecar)
 
 
 def read_sidecar(text: Mapping[str, str]) -> Sidecar:
@@ -54,7 +54,7 @@ def read_sidecar(text: Mapping[str, str]) -> Sidecar:
         sidecar = msgspec.json.decode(text.get(OWN, "{}"), type=Sidecar)
         for value in sidecar.metrics.values():
             decode_float(value)
-        sidecar.metadata = as_floats(sidecar.metadata, sidecar.metadata_floats)
+        sidecar.metadata = text_to_floats(sidecar.metadata, sidecar.metadata_floats)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return Sidecar(metadata=dict(text))
     if sidecar.format is not None and rest.get("format") == sidecar.format:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._core.entries import ArrayEntry
-from ..._core.leaf_paths import few
+from ..._core.leaf_paths import join_names
 from ...errors import ExistsError, MismatchError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store, Writer
@@ -21,7 +21,7 @@ from .nibbles import stored_nbytes
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
-_PLACE = "{suffix}"  # in a pattern of file names
+_FIELD = "{suffix}"  # in a pattern of file names
 Create = Callable[[str], contextlib.AbstractContextManager[Writer]]
 
 
@@ -39,22 +39,22 @@ def limit_of(size: Any) -> int | None:
 def checked(pattern: Any) -> str:
     """Returns a pattern of file names after checking it; the default for None. Raises `MismatchError`."""
     if pattern is None:
-        return f"model{_PLACE}{SUFFIX}"
-    rest = pattern.replace(_PLACE, "", 1) if isinstance(pattern, str) else ""
+        return f"model{_FIELD}{SUFFIX}"
+    rest = pattern.replace(_FIELD, "", 1) if isinstance(pattern, str) else ""
     if rest == pattern or not rest.endswith(SUFFIX) or rest[0] == "." or set(rest) & set("/\\\0{}"):
         raise MismatchError(
-            f"filename_pattern={pattern!r}: expected the name of a file with {_PLACE} where its number goes, like "
-            f"'model{_PLACE}{SUFFIX}'"
+            f"filename_pattern={pattern!r}: expected the name of a file with {_FIELD} where its number goes, like "
+            f"'model{_FIELD}{SUFFIX}'"
         )
     return pattern
 
 
 def names_of(pattern: str, count: int) -> list[str]:
     """Returns the names of `count` files and, last, of their index; a single file has no index."""
-    alone = pattern.replace(_PLACE, "")
+    alone = pattern.replace(_FIELD, "")
     if count == 1:
         return [alone]
-    names = [pattern.replace(_PLACE, f"-{n:05}-of-{count:05}") for n in range(1, count + 1)]
+    names = [pattern.replace(_FIELD, f"-{n:05}-of-{count:05}") for n in range(1, count + 1)]
     return [*names, alone.removesuffix(SUFFIX) + INDEX]
 
 
@@ -94,8 +94,10 @@ def _check_others(store: Store, folder: str, others: Sequence[str], *, names: Se
     """Raises `ExistsError` for files that a reader would open instead of the new ones, or together with them."""
     if chosen([*others, *names]) != chosen(names):
         raise ExistsError(
-            f"{folder}: expected no other safetensors files next to {few(tuple(names))}, because a reader could not "
-            f"tell which to open; found {few(tuple(candidates(others)))}; write to another path, or move them out of it"
+            f"{folder}: expected no other safetensors files next to {join_names(tuple(names))}, because a reader "
+            "could not "
+            f"tell which to open; found {join_names(tuple(candidates(others)))}; write to another path, or move them "
+            "out of it"
         )
 
 
@@ -104,7 +106,8 @@ def _check_beside(store: Store, folder: str, names: Sequence[str]) -> None:
     there = store.list(folder)
     if taken := [name for name in names if name in there] or candidates(there):
         raise ExistsError(
-            f"{folder}: expected a folder without safetensors files, found {few(tuple(taken))}; choose another, or "
+            f"{folder}: expected a folder without safetensors files, found {join_names(tuple(taken))}; choose "
+            "another, or "
             "pass overwrite=True to replace them"
         )
     known = next((name for name in format_names() if get(name).refuses(store, folder) is None), "flax")

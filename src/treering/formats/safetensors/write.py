@@ -9,21 +9,21 @@ import msgspec
 
 from ..._core import dtypes
 from ..._core.entries import ArrayEntry, is_absent
-from ..._core.json_floats import as_text
-from ..._core.leaf_paths import few
+from ..._core.json_floats import floats_to_text
+from ..._core.leaf_paths import join_names
 from ..._core.source import Source
 from ..._core.values import encode_float
 from ..._pytree.leaves import alignment
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
-from .._shared.recognized import new_file
+from .._shared.recognition import new_file
 from . import nibbles
 from .header import Tensor, encode_header
 from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
 _log = logging.getLogger("treering")
-_ALIGN = 64  # bytes; JAX uses memory aligned to this without a copy
+_ALIGNMENT_BYTES = 64  # bytes; JAX uses memory aligned to this without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
@@ -53,11 +53,11 @@ def write(
     entries, metadata = _holdable(path, contents), _metadata(contents)
     if not folder:
         with new_file(store, path, "safetensors", overwrite=overwrite) as file:
-            _write_tensors(file, *_laid_out(entries, metadata), contents)
+            _write_tensors(file, *_lay_out(entries, metadata), contents)
         return file.size
     shards = cut(entries, limit)
     names = names_of(pattern, len(shards))
-    plans = [_laid_out(shard, metadata) for shard in shards]
+    plans = [_lay_out(shard, metadata) for shard in shards]
     with created(store, path, names, overwrite=overwrite) as create:
         total = 0
         for name, plan in zip(names, plans, strict=False):
@@ -107,7 +107,7 @@ def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
         head = "a safetensors file cannot hold these leaves; nothing was written:"
         raise UnsupportedError("\n".join([head, *problems]))
     if absent:
-        named = few(tuple(path or "(root)" for path in absent))
+        named = join_names(tuple(path or "(root)" for path in absent))
         _log.info("%s: %d leaves that are None or functions are left out: %s", file, len(absent), named)
     return arrays
 
@@ -120,14 +120,14 @@ def _metadata(contents: Source) -> dict[str, str]:
         metadata, text = None, dict(pairs)
     metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
     floats: list[str] = []
-    own = Sidecar(contents.step, metrics, as_text(metadata, "", floats), floats)
+    own = Sidecar(contents.step, metrics, floats_to_text(metadata, "", floats), floats)
     if "format" not in text:
         text |= FORMAT
         own.format = FORMAT["format"]
     return text if own == Sidecar() else {**text, OWN: msgspec.json.encode(own).decode()}
 
 
-def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
+def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
     """Returns the header of a file, and its tensors in an order that aligns each for its elements."""
     order = sorted(entries, key=lambda entry: alignment(nibbles.stored_nbytes(entry)))
     tensors: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ def _laid_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tup
         tensors[key_of(entry.path)] = Tensor(_CODES[entry.dtype], entry.shape, (position, end))
         position = end
     try:
-        return encode_header(tensors, metadata, _ALIGN), order
+        return encode_header(tensors, metadata, _ALIGNMENT_BYTES), order
     except ValueError as error:
         raise UnsupportedError(
             f"{len(order)} arrays in one safetensors file take {error}, more than the format allows; pass a smaller "

@@ -14,13 +14,13 @@ from typing import Any
 from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ...errors import CorruptError
+from ...stores.file_io import is_file, opened
 from ...stores.read_errors import reading, refusal
 from ...stores.store import Store
-from ...stores.whole_files import is_file, opened
 from .. import is_damaged_step, is_step, may_be_file
 from .._shared.msgpack import MAP, NEVER, STR, VALUE, Scanner, beginning, begins_with, ending, tokens
-from .._zarr.joint_format import ZarrFolders
-from .schema import FILE, OF_ORBAX, PLACEHOLDER, VERSIONS
+from .._zarr.parallel_format import ZarrFolders
+from .schema import FILE, ORBAX_FILES, PLACEHOLDER, VERSIONS
 
 _STEP = re.compile(r"(?:.*\.)?checkpoint_([0-9]+)", re.DOTALL)
 _VERSION = re.compile(rb"\xa7version([\0-\x7f])\Z")
@@ -42,7 +42,7 @@ class T5X(ZarrFolders):
             file = posixpath.join(path, FILE) if found.is_folder else path
             if store.stat(file) is None:
                 return f"it is a folder without a file {FILE}"
-            if file != path and any(is_file(store, posixpath.join(path, name)) for name in OF_ORBAX):
+            if file != path and any(is_file(store, posixpath.join(path, name)) for name in ORBAX_FILES):
                 return "it is a folder of Orbax"
             data = beginning(store, file, 1 << 16)
             first = [*itertools.islice(tokens(data), 6), *[(NEVER, None)] * 6]
@@ -78,7 +78,7 @@ class T5X(ZarrFolders):
         steps: dict[int, str] = {}
         for name in names:
             found, path = _STEP.fullmatch(name), posixpath.join(folder, name)
-            if not found or any(is_file(store, posixpath.join(path, one)) for one in OF_ORBAX):
+            if not found or any(is_file(store, posixpath.join(path, one)) for one in ORBAX_FILES):
                 continue
             if is_damaged_step(store, path, posixpath.join(path, FILE), begins_with(MAP)):
                 steps.setdefault(int(found[1]), name)

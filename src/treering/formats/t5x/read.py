@@ -12,9 +12,9 @@ from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import open_fetched
 from ...stores.store import Store
-from ...stores.whole_files import open_fetched
-from .._shared import left_out
+from .._shared import data_iterators
 from .._shared.msgpack import named
 from .._shared.safety import check_inside
 from .._shared.state_dict import Elsewhere, StateDict, numbered, own_step
@@ -74,7 +74,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
         immutable=True,
         numbers_are_arrays=True,
         # A file of another name does not have the folder to itself, so other files in it are unrelated.
-        left_out=left_out.of_processes(store, folder) if os.path.basename(file) == FILE else (),
+        left_out=data_iterators.describe_process_files(store, folder) if os.path.basename(file) == FILE else (),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..._core import dtypes, skeleton
 from ..._core.boxes import Box
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
-from ..._core.leaf_paths import below, join, split
+from ..._core.leaf_paths import join, relative_to, split
 from ..._core.source import Source
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
@@ -24,25 +24,25 @@ from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared import state_dict_write as writing
 from .._shared.msgpack import pack
-from .._shared.recognized import Watched, check
+from .._shared.recognition import RecordingWriter, check
 from .._zarr import metadata
-from .._zarr.chunks import Chunks, assigned, divided
-from .._zarr.joint_write import write_folder
+from .._zarr.chunks import Chunks, assign_chunks, even_chunk_shape
 from .._zarr.leaves import parts_of_arrays
+from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from .read import open_state
-from .schema import FILE, OF_ORBAX, PLACEHOLDER, SPEC
+from .schema import FILE, ORBAX_FILES, PLACEHOLDER, SPEC
 
-INLINE = 1 << 16  # bytes up to which an array is written into the state dict, as T5X does with scalars
-CHUNK = 64 << 20  # bytes of a chunk
+MAX_INLINE_BYTES = 1 << 16  # bytes up to which an array is written into the state dict, as T5X does with scalars
+CHUNK_BYTES = 64 << 20  # bytes of a chunk
 _GZIP = {"id": "gzip", "level": 1}
 _UNPARTITIONED = (
     "v_row",
     "v_col",
 )  # of Adafactor: T5X never partitions these, and cannot restore them from files of their own
 _NUMBERS = ("bool", "int", "float", "complex")  # Python types without the dtype that T5X expects
-_LONGEST = 200  # bytes of a file's name
-_DATA = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # the state of TensorFlow's data
+_MAX_NAME_BYTES = 200  # bytes of a file's name
+_DATA_FILE = re.compile(r"train_ds-\d{3,}-of-\d{3,}\.(index|data-\d{5}-of-\d{5})")  # the state of TensorFlow's data
 
 
 def write(
@@ -56,10 +56,10 @@ def write(
     overwrite: bool,
 ) -> int:
     """Writes the folder of a step and returns its size in bytes."""
-    specs = _like_specs(contents)
+    specs = _values_like_specs(contents)
 
     def refused(leaf: str, entry: Entry) -> str | None:
-        if any(below(leaf, place) is not None for place in specs):
+        if any(relative_to(leaf, place) is not None for place in specs):
             return f"T5X takes a map with the keys {', '.join(SPEC)} for an array in a file; rename one"
         text = entry.type == "str" and isinstance(entry, ValueEntry) and PLACEHOLDER in entry.decode()
         return f"Orbax takes text with {PLACEHOLDER!r} for an array" if text else None
@@ -68,8 +68,8 @@ def write(
     found = (entry for entry in contents.entries.values() if isinstance(entry, ArrayEntry))
     large = [entry for entry in found if _is_large(entry) or not _is_in_process_0(layouts.get(entry.path))]
     named = list(_names(large))
-    names = {FILE, *OF_ORBAX, *(name for _, name in named)}
-    chunks = assigned(call, large, layouts, CHUNK, _shape)
+    names = {FILE, *ORBAX_FILES, *(name for _, name in named)}
+    chunks = assign_chunks(call, large, layouts, CHUNK_BYTES, _shape)
 
     instead: dict[str, bytes] = {}
 
@@ -84,14 +84,14 @@ def write(
             if isinstance(entry, ValueEntry) and entry.type in _NUMBERS:
                 instead[entry.path] = writing.number(entry.decode())
         with file_of_new_folder(store, posixpath.join(folder, FILE)) as opened:
-            file = Watched(opened)
+            file = RecordingWriter(opened)
             writing.write(file, {"version": pack(3), "optimizer": writing.tree_of(contents)}, contents, instead)
             check(path, {posixpath.join(path, FILE): file}, "t5x")
 
     return write_folder(store, path, call, arrays, rest, overwrite=overwrite, owned=_owned, names=names)
 
 
-def _like_specs(contents: Source) -> list[str]:
+def _values_like_specs(contents: Source) -> list[str]:
     """Returns the containers that a reader would take for specs of arrays."""
     places = skeleton.places(contents.entries)
     found = [place.rpartition("/")[0] for place in places if place.rpartition("/")[2] == SPEC[0]]
@@ -111,7 +111,7 @@ def _is_in_process_0(layout: Layout | None) -> bool:
 def _owned(store: Store, folder: str) -> set[str]:
     """Returns the files that T5X wrote for a step, including the state of the data, which belongs to this step only."""
     arrays = parts_of_arrays(store, folder, lambda: open_state(store, folder, posixpath.join(folder, FILE), None))
-    return {FILE, *filter(_DATA.fullmatch, store.list(folder)), *arrays}
+    return {FILE, *filter(_DATA_FILE.fullmatch, store.list(folder)), *arrays}
 
 
 def _add(arrays: Writer, contents: Source, entry: ArrayEntry, name: str, chunks: Chunks) -> bytes:
@@ -130,16 +130,16 @@ def _add(arrays: Writer, contents: Source, entry: ArrayEntry, name: str, chunks:
 def _shape(entry: ArrayEntry) -> list[int]:
     """Returns the shape of an array's chunks; one chunk if it is in files only because process 0 lacks parts of it."""
     if _is_large(entry):
-        return divided(entry.shape, dtypes.itemsize(entry.dtype), CHUNK)
+        return even_chunk_shape(entry.shape, dtypes.itemsize(entry.dtype), CHUNK_BYTES)
     return [max(size, 1) for size in entry.shape]
 
 
 def _is_large(entry: ArrayEntry) -> bool:
     """Returns True if an array is large enough for its own files, in chunks that are not tiny for lack of factors."""
     itemsize = dtypes.itemsize(entry.dtype)
-    if not splits(entry) or not entry.shape or math.prod(entry.shape) * itemsize <= INLINE:
+    if not splits(entry) or not entry.shape or math.prod(entry.shape) * itemsize <= MAX_INLINE_BYTES:
         return False
-    return math.prod(divided(entry.shape, itemsize, CHUNK)) * itemsize >= INLINE
+    return math.prod(even_chunk_shape(entry.shape, itemsize, CHUNK_BYTES)) * itemsize >= MAX_INLINE_BYTES
 
 
 def _read_box(contents: Source, entry: ArrayEntry, box: Box) -> np.ndarray:
@@ -148,10 +148,12 @@ def _read_box(contents: Source, entry: ArrayEntry, box: Box) -> np.ndarray:
 
 def _names(entries: Sequence[ArrayEntry]) -> Iterator[tuple[ArrayEntry, str]]:
     """Yields each array with a name: its path with dots or, if that is taken or not a valid file name, a number."""
-    used = {name.lower() for name in (FILE, *OF_ORBAX)}  # a folder with files of these names would be read as Orbax's
+    used = {
+        name.lower() for name in (FILE, *ORBAX_FILES)
+    }  # a folder with files of these names would be read as Orbax's
     for number, entry in enumerate(entries):
         name = ".".join(split(entry.path))
-        usable = not any(c in name for c in "/\\\0") and name.strip(".") and len(name.encode()) <= _LONGEST
+        usable = not any(c in name for c in "/\\\0") and name.strip(".") and len(name.encode()) <= _MAX_NAME_BYTES
         while not usable or name.lower() in used:  # some file systems ignore case
             name, usable = f"array-{number}", True
             number += len(entries)

@@ -16,9 +16,9 @@ from typing import Any
 
 from ..._core.source import Source
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import opened
 from ...stores.read_errors import reading, refusal
 from ...stores.store import Store
-from ...stores.whole_files import opened
 from .. import accepts, is_damaged_step
 from .schema import NAME, index_of
 

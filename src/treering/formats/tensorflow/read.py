@@ -8,13 +8,13 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, intersect, slices
-from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
 from ..._core.values import encode
 from ...errors import CorruptError, UnsupportedError
-from ...stores.buffers import adoptable
+from ...stores.buffers import empty_aligned_array
+from ...stores.file_io import open_fetched
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
-from ...stores.whole_files import open_fetched
 from .._shared.extents import Runs, check_shape
 from .._shared.reader import ForeignReader, Stored, attempt, beginning_within, check_file
 from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
@@ -63,7 +63,7 @@ class TensorFlowReader(ForeignReader):
     def __init__(self, store: Store, path: str, index: str, step: int | None):
         self._bundle = _Bundle(store, index)
         self._parts: dict[str, list[Tensor]] = {}
-        self._good: set[str] = set()
+        self._verified_paths: set[str] = set()
         entries: list[Entry] = []
         arrays: dict[str, Stored] = {}
         problems: list[str] = []
@@ -84,7 +84,7 @@ class TensorFlowReader(ForeignReader):
             else:
                 found, self._parts[name] = _stored(self._bundle, key, tensor)
                 if isinstance(found, list):
-                    entries.append(lost(name, *found))
+                    entries.append(lost_entry(name, *found))
                 else:
                     entries.append(ArrayEntry(name, "numpy", DTYPES[tensor.dtype], tensor.shape))
                     arrays[name] = found
@@ -108,10 +108,10 @@ class TensorFlowReader(ForeignReader):
                 yield str(error)
 
     def _verify(self, path: str) -> None:
-        if path not in self._good:
+        if path not in self._verified_paths:
             for part in self._parts.get(path, ()):  # a lost array has no parts
                 self._verify_part(part, path)
-            self._good.add(path)
+            self._verified_paths.add(path)
 
     def _verify_part(self, part: Tensor, path: str) -> None:
         file, crc = self._bundle.file(part), 0
@@ -137,7 +137,7 @@ class _Partitioned:
         return False
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
-        out = adoptable(box_shape(box), self._dtype)
+        out = empty_aligned_array(box_shape(box), self._dtype)
         for place, runs in self._parts:
             if common := intersect(place, box):
                 inner = tuple((a - o, b - o) for (a, b), (o, _) in zip(common, place, strict=True))
@@ -186,7 +186,7 @@ def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
     """Reads the elements of a tensor of text; a single lost entry stands for all if they cannot be read."""
     check_shape(tensor.shape, bundle.index)
     found = attempt(lambda: [*_read_texts(bundle, name, tensor)])
-    return [lost(name, str(found), tree=True)] if isinstance(found, CorruptError) else [*found]
+    return [lost_entry(name, str(found), tree=True)] if isinstance(found, CorruptError) else [*found]
 
 
 def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:

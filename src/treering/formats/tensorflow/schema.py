@@ -5,9 +5,9 @@ import posixpath
 import re
 
 from ...errors import CorruptError
+from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import opened
 
 NAME = "tensorflow"
 INDEX = ".index"

@@ -13,20 +13,20 @@ import numpy as np
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 
-FOOTER = 48
+FOOTER_BYTES = 48
 MAGIC = bytes.fromhex("57fb808b247547db")
-_TRAILER = 5  # bytes after a block: its compression, and a checksum
-_KEY = 1 << 16  # bytes of a key
+_TRAILER_BYTES = 5  # bytes after a block: its compression, and a checksum
+_MAX_KEY_BYTES = 1 << 16  # bytes of a key
 _MAX_BLOCK_BYTES = 64 << 20  # bytes of a block; TensorFlow writes 256 KiB
-_GROWTH = 64  # bytes of keys for each byte of the blocks, after shared prefixes are filled in
+_MAX_KEY_RATIO = 64  # bytes of keys for each byte of the blocks, after shared prefixes are filled in
 _STRIDES = (1 << 16, 1 << 11, 1 << 6)  # words, see `crc32c`
 
 
 def items(file: Blob) -> Iterator[tuple[bytes, bytes]]:
     """Yields the keys and values of a table, in ascending order. Raises `CorruptError`; checks every checksum."""
-    if file.size < FOOTER or file.read(file.size - len(MAGIC), len(MAGIC)) != MAGIC:
+    if file.size < FOOTER_BYTES or file.read(file.size - len(MAGIC), len(MAGIC)) != MAGIC:
         raise CorruptError(f"{file.path}: expected a table that ends in its magic number; it is cut short or no table")
-    cursor = Cursor(file.read(file.size - FOOTER, FOOTER), file.path)
+    cursor = Cursor(file.read(file.size - FOOTER_BYTES, FOOTER_BYTES), file.path)
     _block(file, cursor.varint(), cursor.varint())  # the meta-index, which lists no blocks in TensorFlow's tables
     last, keys, nbytes = b"", 0, 0
     handles = _entries(_block(file, cursor.varint(), cursor.varint()), file.path)
@@ -36,12 +36,12 @@ def items(file: Blob) -> Iterator[tuple[bytes, bytes]]:
         offset, size = cursor.varint(), cursor.varint()
         if offset < end:
             raise UnsafeError(f"{file.path}: the blocks of the table overlap")
-        end = offset + size + _TRAILER
+        end = offset + size + _TRAILER_BYTES
         nbytes += size
         for key, value in _entries(_block(file, offset, size), file.path):
             keys += len(key)
-            if keys > _GROWTH * nbytes:
-                raise UnsafeError(f"{file.path}: keys of more than {_GROWTH} times the size of their blocks")
+            if keys > _MAX_KEY_RATIO * nbytes:
+                raise UnsafeError(f"{file.path}: keys of more than {_MAX_KEY_RATIO} times the size of their blocks")
             if key <= last and last:
                 raise CorruptError(f"{file.path}: the key {key!r:.100} comes after {last!r:.100}")
             last = key
@@ -52,20 +52,20 @@ def _block(file: Blob, offset: int, size: int) -> bytes:
     """Reads the contents of a block."""
     if size > _MAX_BLOCK_BYTES:
         raise UnsafeError(f"{file.path}: expected blocks of at most {_MAX_BLOCK_BYTES} bytes, found {size}")
-    data = file.read(offset, size + _TRAILER)
+    data = file.read(offset, size + _TRAILER_BYTES)
     stored = int.from_bytes(data[-4:], "little")
     if masked(crc32c(data[:-4])) != stored:
         raise CorruptError(f"{file.path}: the block at {offset} is not what was saved; its checksum differs")
     if data[size] > 1:
         raise UnsupportedError(f"{file.path}: a block with the unknown compression {data[size]}")
-    return _decompressed(data[:size], file.path) if data[size] else data[:size]
+    return _decompress(data[:size], file.path) if data[size] else data[:size]
 
 
-def _decompressed(data: bytes, name: str) -> bytes:
+def _decompress(data: bytes, name: str) -> bytes:
     """Decompresses Snappy: a size, then literal bytes and copies of earlier ones."""
     cursor, out = Cursor(data, name), bytearray()
     size = cursor.varint()
-    if size > _GROWTH * len(data):
+    if size > _MAX_KEY_RATIO * len(data):
         raise UnsafeError(f"{name}: a block that claims to grow from {len(data)} bytes to {size}")
     while cursor.left():
         tag = cursor.take(1)[0]
@@ -95,7 +95,7 @@ def _entries(block: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
     key = b""
     while cursor.left():
         shared, own, size = cursor.varint(), cursor.varint(), cursor.varint()
-        if shared > len(key) or shared + own > _KEY:
+        if shared > len(key) or shared + own > _MAX_KEY_BYTES:
             raise UnsafeError(f"{name}: a key of {shared + own} bytes, {shared} of them from one of {len(key)}")
         key = key[:shared] + cursor.take(own)
         yield key, cursor.take(size)
@@ -167,7 +167,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
     for stride in _STRIDES:
         if rest.size >= 8 * stride:
             words = rest[: rest.size - rest.size % (4 * stride)].view("<u4").reshape(-1, stride)
-            low, high = _advanced(4 * stride)
+            low, high = _advance_crc(4 * stride)
             folded = words[0].astype(np.uint32)
             folded[0] ^= register
             register = 0
@@ -190,7 +190,7 @@ def _bytewise() -> list[int]:
 
 
 @functools.cache
-def _advanced(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+def _advance_crc(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the register after `nbytes` bytes of zero, a power of two, by its lower and its upper half."""
     table, bits = np.array(_bytewise(), np.uint32), np.arange(32, dtype=np.uint32)
     images = table[1 << bits & 255] ^ np.uint32(1) << bits >> 8  # the images of each single bit, after one byte

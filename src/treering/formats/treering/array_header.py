@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import opened
 from ..safetensors import header as safetensors
 from . import manifest
 from .manifest import BLOCK
@@ -83,18 +83,18 @@ class ArrayHeader:
         return (self._tensors or self.tensors).get(key)
 
 
-class _About(msgspec.Struct):
+class _HeaderMetadata(msgspec.Struct):
     metadata: Any = msgspec.field(name="__metadata__", default=None)
 
 
-learn(_About)
+preload_decoders(_HeaderMetadata)
 
 
 def check_version(store: Store, path: str, listed: File) -> None:
     """Raises `UnsupportedError` when a later version wrote an array file; one whose checksum is wrong is damaged."""
     try:
         with reading(path), opened(store, path, expected=listed.header) as blob:
-            header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER + 8))
+            header = blob.read_up_to(min(listed.header, safetensors.MAX_HEADER_BYTES + 8))
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return  # A header that cannot be read is damage, which this function does not report.
     if manifest.xxh3(header) == listed.xxh3:
@@ -107,7 +107,7 @@ def _metadata(header: bytes | bytearray) -> Any:
     Returns `UNSET` for bytes that are not a JSON object.
     """
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(memoryview(header)[8:], type=_About).metadata
+        return msgspec.json.decode(memoryview(header)[8:], type=_HeaderMetadata).metadata
     return msgspec.UNSET
 
 

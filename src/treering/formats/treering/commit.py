@@ -12,10 +12,10 @@ import posixpath
 from collections.abc import Callable
 
 from ...errors import ExistsError, SaveError
-from ...stores.claims import TakenOverError
+from ...stores.lease_registry import LeaseLostError
 from ...stores.store import ABSENT, Store
-from .new_files import CREATE_ATTEMPTS, Files, Outcome, write_whole
-from .removal import check_removable, consists_of, disown, logged, remove_leftovers
+from .removal import check_removable, collect_garbage, logging_errors, member_files, revoke_stale_saves
+from .save_files import CREATE_ATTEMPTS, Outcome, SaveFiles, write_small_file
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
@@ -46,15 +46,15 @@ def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
     return names
 
 
-class Transaction(Files):
+class Transaction(SaveFiles):
     """One save into one directory: readers do not see it before `commit`, and `abort` removes all of it.
 
     Process 0 makes the temporary manifest first. By it, its peers see that they write to the same file system. `token`
-    is the unique part of the file names, a new one by default. With `retracts` a commit is rolled back if another job
+    is the unique part of the file names, a new one by default. With `rolls_back` a commit is rolled back if another job
     may have considered this one dead meanwhile.
     """
 
-    retracts = True
+    rolls_back = True
 
     def __init__(self, store: Store, path: str, *, overwrite: bool, token: str = ""):
         with store.glance(path):
@@ -64,9 +64,9 @@ class Transaction(Files):
         super().__init__(store, path, token or os.urandom(3).hex())
         self._overwrite = overwrite
         self._manifest = posixpath.join(path, MANIFEST)
-        self._disowned: list[str] = []
+        self._orphans: list[str] = []
         if any(OWN_FILES.fullmatch(name) for name in names):
-            self._make_room()
+            self._remove_stale()
         name = f"{MANIFEST}.{self.token}.tmp"
         self._temporary = posixpath.join(path, name)
         try:
@@ -89,24 +89,24 @@ class Transaction(Files):
         or if another program removed files of this save.
         """
         self.store.settle(os.path.dirname(self.path))
-        write_whole(self._open[self._temporary], manifest)
+        write_small_file(self._sinks[self._temporary], manifest)
         self.store.settle(self.path)  # The names of the array files must be durable before a manifest lists them.
-        for path, sink in self._open.items():
+        for path, sink in self._sinks.items():
             if not sink.is_at(path):
                 why = "do locks work here?" if self.store.has_locks else "did this job stand still for long?"
                 raise SaveError(f"{path}: removed by another program while the save was under way; {why}")
         check()
         found = self.store.stat(self._manifest) if self._overwrite else None
-        replaced = consists_of(self.store, self.path) if found else []
+        replaced = member_files(self.store, self.path) if found else []
         self.outcome = None  # From here on, an interrupt may leave the manifest in place; `abort` finds out.
         try:
-            self._open[self._temporary].publish(
+            self._sinks[self._temporary].publish(
                 self._manifest,
                 overwrite=self._overwrite,
                 version=found.version if found else ABSENT,
-                retract=self.retracts,
+                retract=self.rolls_back,
             )
-        except TakenOverError:
+        except LeaseLostError:
             if (found := self._look()) is not Outcome.ABORTED:
                 self.outcome = found
             raise
@@ -137,18 +137,18 @@ class Transaction(Files):
                 f"after a power cut it may be {'the old one again' if self._overwrite else 'gone'}"
             ) from error
         self.outcome = Outcome.COMMITTED
-        with logged(self.path):
+        with logging_errors(self.path):
             if not self._overwrite:
                 with contextlib.suppress(FileNotFoundError):  # Some file systems need a rename instead of a link.
                     self.store.delete(self._temporary)
         self.close()
         if self._overwrite:
-            with logged(self.path):  # Files of the replaced checkpoint need no locks: no save writes them.
+            with logging_errors(self.path):  # Files of the replaced checkpoint need no locks: no save writes them.
                 self.store.delete_all(self.path, replaced)
             if self.store.has_locks:
-                remove_leftovers(self.store, self.path)
-        with logged(self.path):
-            self.store.delete_all(self.path, self._disowned)
+                collect_garbage(self.store, self.path)
+        with logging_errors(self.path):
+            self.store.delete_all(self.path, self._orphans)
 
     def abort(self) -> None:
         """Removes everything that this save wrote, unless it is committed, in doubt, or cannot be rolled back."""
@@ -173,21 +173,21 @@ class Transaction(Files):
 
     def _look(self) -> Outcome:
         """Returns `COMMITTED` if the manifest of this save is in place, and `IN_DOUBT` if the store does not answer."""
-        sink = self._open.get(self._temporary)
+        sink = self._sinks.get(self._temporary)
         with contextlib.suppress(OSError):
             return Outcome.COMMITTED if sink is not None and sink.is_at(self._manifest) else Outcome.ABORTED
         return Outcome.IN_DOUBT
 
-    def _make_room(self) -> None:
+    def _remove_stale(self) -> None:
         """Removes the files that killed saves have left.
 
         Without locks, a suspended save looks dead too, and may continue later. It must not commit arrays that are gone.
         So its array files are removed only after this save has committed, which makes that save's commit fail.
         """
         if self.store.has_locks:
-            remove_leftovers(self.store, self.path)
+            collect_garbage(self.store, self.path)
         else:
-            self._disowned = disown(self.store, self.path)
+            self._orphans = revoke_stale_saves(self.store, self.path)
 
     def _make_dir(self) -> None:
         """Makes the directory. Its parents are durable when this returns; the commit makes its own name durable."""

@@ -5,30 +5,30 @@ import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from ..._core.leaf_paths import few
+from ..._core.leaf_paths import join_names
 from ...errors import CorruptError
-from ...stores.claims import TakenOverError
+from ...stores.file_io import opened, read_file
+from ...stores.lease_registry import LeaseLostError
 from ...stores.read_errors import ReplacedError, reading
 from ...stores.store import Store
-from ...stores.whole_files import opened, read_file
 from ..safetensors.header import header_size
 from . import manifest, metrics, pins
+from .array_file import ArrayFile
 from .commit import Transaction
-from .files import ArrayFile
 from .manifest import file_names
 from .manifest_fields import File
-from .new_files import Files, Outcome
 from .read import Reader
+from .save_files import Outcome, SaveFiles
 from .schema import token_of
 
 
-class Others(Protocol):
+class PeerHosts(Protocol):
     """The processes of the other hosts. Their disks have the files that this host's disk lacks."""
 
     def copy(
         self,
         token: str,
-        files: Files | None,
+        files: SaveFiles | None,
         own: Callable[[], list[File]],
         commit: Callable[[Sequence[File]], None],
     ) -> None:
@@ -48,8 +48,8 @@ def copy(
     to: str,
     *,
     overwrite: bool = False,
-    moved: Callable[[int], None] = lambda nbytes: None,
-    others: Others | None = None,
+    on_progress: Callable[[int], None] = lambda nbytes: None,
+    others: PeerHosts | None = None,
 ) -> str:
     """Copies a checkpoint with its pin and the metrics that were added to it. Verifies every byte that it reads.
 
@@ -58,7 +58,7 @@ def copy(
     moved: called with the number of bytes of every buffer before it is written. An error that it raises ends the copy.
         Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there removes
         those.
-    others: the processes that copy, with `copy_part`, the files that this host lacks.
+    others: the processes that copy, with `copy_local_files`, the files that this host lacks.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote,
     `ReplacedError` for one that is deleted during the copy, and the errors of a save.
@@ -69,15 +69,15 @@ def copy(
     listed = reader.files
     here = [n for n, one in enumerate(listed) if others is None or source.stat(posixpath.join(path, one.name))]
     # Where open files outlive their names, the copy can finish even if the source is deleted during it.
-    reader.hold(here)
+    reader.open_files(here)
     # The token in the names of the files leads other processes to the temporary manifest, whose lock shows that this
-    # writer lives: see `remove_leftovers`.
+    # writer lives: see `collect_garbage`.
     token = _token(reader)
     files = _Copy(target, to, overwrite=overwrite, token=token)
 
     def copy_own() -> list[File]:
         for number in here:
-            _copy_file(files, listed[number], reader.contents(number), moved)
+            _copy_file(files, listed[number], reader.contents(number), on_progress)
         return [listed[number] for number in here]
 
     def commit(found: Sequence[File]) -> None:
@@ -93,12 +93,12 @@ def copy(
         files.abort()
         raise
     metrics.copy(source, path, target, to, reader.identity)
-    if pins.pinned(source, path):
+    if pins.is_pinned(source, path):
         pins.pin(target, to, True)
     return reader.identity
 
 
-def damaged(store: Store, path: str) -> dict[str, str]:
+def damaged_files(store: Store, path: str) -> dict[str, str]:
     """Returns the damaged and missing files of a checkpoint, with the problem of each. Reads every byte."""
     found: dict[str, str] = {}
     for problem in Reader(store, path).problems():
@@ -107,27 +107,27 @@ def damaged(store: Store, path: str) -> dict[str, str]:
 
 
 def repair(
-    source: Store, path: str, target: Store, to: str, *, moved: Callable[[int], None] = lambda nbytes: None
+    source: Store, path: str, target: Store, to: str, *, on_progress: Callable[[int], None] = lambda nbytes: None
 ) -> None:
     """Replaces the damaged and missing files of a copy, each in one step. The other files stay as they are.
 
-    Nothing is removed: if the repair is interrupted, every file of the copy is either the new or the old one. `moved`
-    is the parameter of `copy`.
+    Nothing is removed: if the repair is interrupted, every file of the copy is either the new or the old one.
+    `on_progress` is the parameter of `copy`.
 
     Raises `CorruptError` for a file that the checkpoint cannot replace, because it is damaged there too or was deleted
     during the repair.
     """
-    bad = damaged(target, to)
+    bad = damaged_files(target, to)
     try:
         reader = Reader(source, path)
         listed = {one.name: number for number, one in enumerate(reader.files)}
-        reader.hold([listed[name] for name in bad if name in listed])
+        reader.open_files([listed[name] for name in bad if name in listed])
         for name, why in bad.items():
             with target.new_file(posixpath.join(to, name), overwrite=True) as file:
                 if name in listed:
                     size = reader.files[listed[name]].size
                     for offset, buffer in reader.contents(listed[name]):
-                        moved(min(len(buffer), size - offset))
+                        on_progress(min(len(buffer), size - offset))
                         file.write(buffer[: size - offset])
                 elif name in metrics.names(source, path, reader.identity):
                     file.write(read_file(source, posixpath.join(path, name)))
@@ -137,7 +137,7 @@ def repair(
         raise CorruptError(f"{to}: the copy is damaged, and {path} was deleted before the repair ended") from None
 
 
-def check(source: Store, path: str, others: Others | None = None) -> None:
+def check(source: Store, path: str, others: PeerHosts | None = None) -> None:
     """Raises `CorruptError` for a checkpoint that is damaged or lacks files.
 
     others: the processes that verify the files that this host lacks.
@@ -151,13 +151,15 @@ def check(source: Store, path: str, others: Others | None = None) -> None:
 
     def read_own() -> list[File]:
         for one in here:
-            _read(ArrayFile(source, path, one), one)
+            _verify_file(ArrayFile(source, path, one), one)
         return here
 
     others.copy(_token(reader), None, read_own, lambda found: _check_complete(path, reader.files, found))
 
 
-def copy_part(source: Store, path: str, token: str, files: Files | None, *, moved: Callable[[int], None]) -> list[File]:
+def copy_local_files(
+    source: Store, path: str, token: str, files: SaveFiles | None, *, on_progress: Callable[[int], None]
+) -> list[File]:
     """Copies, verified, the array files that this host's disk has of a checkpoint, for a `copy` in process 0.
 
     Without `files` it only verifies them, for a `check` in process 0. Returns the files with the checksums of their
@@ -166,9 +168,9 @@ def copy_part(source: Store, path: str, token: str, files: Files | None, *, move
     found: list[File] = []
     for name in source.list(path):
         if token_of(name) == token:
-            found.append(listed := _as_listed(source, path, name))
+            found.append(listed := _list_entry(source, path, name))
             opened = ArrayFile(source, path, listed)
-            _copy_file(files, listed, opened.contents(listed), moved) if files else _read(opened, listed)
+            _copy_file(files, listed, opened.contents(listed), on_progress) if files else _verify_file(opened, listed)
     if found and files:
         # Process 0 commits after all hosts have reported. By then the names of these files must be durable.
         files.store.settle(files.path)
@@ -180,11 +182,11 @@ def _check_complete(path: str, listed: Sequence[File], found: Sequence[File]) ->
     if missing := tuple(one.name for one in listed if there.get(one.name) != one):
         raise CorruptError(
             f"{path}: expected its files on the disks of this job's hosts, as they were saved; missing or damaged: "
-            f"{few(missing)}"
+            f"{join_names(missing)}"
         )
 
 
-def _read(file: ArrayFile, listed: File) -> None:
+def _verify_file(file: ArrayFile, listed: File) -> None:
     for _ in file.contents(listed):
         pass
 
@@ -193,7 +195,7 @@ def _token(reader: Reader) -> str:
     return (token_of(reader.files[0].name) if reader.files else None) or ""
 
 
-def _as_listed(store: Store, path: str, name: str) -> File:
+def _list_entry(store: Store, path: str, name: str) -> File:
     """An array file as a manifest would list it now."""
     file = posixpath.join(path, name)
     with reading(file), opened(store, file) as blob:
@@ -202,11 +204,11 @@ def _as_listed(store: Store, path: str, name: str) -> File:
 
 
 def _copy_file(
-    files: Files, listed: File, contents: Iterable[tuple[int, memoryview]], moved: Callable[[int], None]
+    files: SaveFiles, listed: File, contents: Iterable[tuple[int, memoryview]], on_progress: Callable[[int], None]
 ) -> None:
     sink = files.create(listed.name, expected=listed.size)
     for offset, buffer in contents:
-        moved(min(len(buffer), listed.size - offset))
+        on_progress(min(len(buffer), listed.size - offset))
         sink.write(buffer, offset)
     sink.finish(listed.size, read_only=True)
 
@@ -221,11 +223,11 @@ class _Copy(Transaction):
 
     def __init__(self, store: Store, path: str, *, overwrite: bool, token: str):
         super().__init__(store, path, overwrite=overwrite, token=token)
-        self.retracts = store.has_locks
-        if names := [name for name in self._disowned if self._is_own(name)]:  # the files of an interrupted copy
-            self._disowned = [name for name in self._disowned if name not in names]
+        self.rolls_back = store.has_locks
+        if names := [name for name in self._orphans if self._has_token(name)]:  # the files of an interrupted copy
+            self._orphans = [name for name in self._orphans if name not in names]
             try:
-                self._remove_own()
+                self._remove_uncommitted()
             except BaseException:
                 self.abort()
                 raise
@@ -238,9 +240,9 @@ class _Copy(Transaction):
         """
         try:
             super().commit(manifest, check)
-        except TakenOverError:
+        except LeaseLostError:
             with contextlib.suppress(OSError):
-                arrays = [path for path in self._open if self._is_own(posixpath.basename(path))]
+                arrays = [path for path in self._sinks if self._has_token(posixpath.basename(path))]
                 if self._look() is Outcome.COMMITTED and any(self.store.stat(path) is None for path in arrays):
                     self.store.delete(self._manifest)
             raise
@@ -248,13 +250,13 @@ class _Copy(Transaction):
     def abort(self) -> None:
         """Ends it. Without locks what it wrote stays for the next copy or save to remove: it may be another's."""
         if not self.store.has_locks and not self.must_stay:
-            if self._temporary in self._open:
+            if self._temporary in self._sinks:
                 with contextlib.suppress(OSError):
                     self.store.delete(self._temporary)
             self.outcome = Outcome.IN_DOUBT
         super().abort()
 
-    def _remove_own(self) -> None:
+    def _remove_uncommitted(self) -> None:
         """Removes the files with the token of this copy unless a manifest names them.
 
         Raises `OSError` if the manifest cannot be read.
@@ -263,8 +265,8 @@ class _Copy(Transaction):
             committed = file_names(read_file(self.store, self._manifest))
         except FileNotFoundError:
             committed = []
-        names = [name for name in self.store.list(self.path) if self._is_own(name) and name not in committed]
+        names = [name for name in self.store.list(self.path) if self._has_token(name) and name not in committed]
         self.store.delete_all(self.path, names)
 
-    def _is_own(self, name: str) -> bool:
+    def _has_token(self, name: str) -> bool:
         return token_of(name) == self.token

@@ -4,7 +4,7 @@ import posixpath
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import ABOUT, Source
+from ..._core.source import INFO_FIELDS, Source
 from ...errors import UnsupportedError
 from ...stores.store import Store
 from .schema import MANIFEST
@@ -29,7 +29,7 @@ class Native:
         return {}  # `treering._run` lists the steps of native runs, including damaged ones.
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ABOUT
+        return INFO_FIELDS
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError("treering._save writes the native format, because it uses several threads and processes")

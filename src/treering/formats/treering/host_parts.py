@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple, cast
 
 from ...errors import CorruptError, UnsupportedError
-from ...stores.nearest import Nearest
-from ...stores.nfs import warn_of_no_locks
+from ...stores.file_io import make_empty, read_file
+from ...stores.local_first import LocalFirstStore
+from ...stores.nfs import warn_no_locks
 from ...stores.store import Store
-from ...stores.whole_files import make_empty, read_file
 from . import manifest, metrics, pins, summary
 from .schema import MANIFEST, PART, PIN, identity_of, is_of_save, key_of, token_of
 
@@ -71,7 +71,7 @@ def notes(store: Store, path: str) -> dict[str, str]:
     data = manifest_of(store, path) or kept_manifest(store, path)
     if not data:
         return {}
-    found = {PIN: b""} if pins.pinned(store, path) else {}
+    found = {PIN: b""} if pins.is_pinned(store, path) else {}
     for name in metrics.names(store, path, manifest.xxh3(data)):
         try:
             found[name] = read_file(store, posixpath.join(path, name))
@@ -94,7 +94,7 @@ def take_over(store: Store, path: str, notes: Mapping[str, str], *, unpin: bool)
     unpin: removes a pin on this disk unless the other disk has it too. False if the other disk may be out of date.
     """
     store.make_folders(path, [])
-    if unpin and PIN not in notes and pins.pinned(store, path):
+    if unpin and PIN not in notes and pins.is_pinned(store, path):
         store.delete(posixpath.join(path, PIN))
     for name, text in notes.items():  # in the order of `notes`: the manifest comes last, because it commits the step
         with store.new_file(posixpath.join(path, name), overwrite=True) as file:
@@ -108,13 +108,13 @@ def give_up_manifest(store: Store, path: str) -> None:
         # The mark comes before the removal: without both, the arrays here would be taken for leftovers.
         with store.new_file(posixpath.join(path, PART + manifest.xxh3(data)), overwrite=True) as file:
             file.write(data)
-        store.delete(summary.file(path))
+        store.delete(summary.manifest_path(path))
         store.settle(path)
 
 
 def note_part(store: Store, path: str, identity: str) -> None:
     """Writes the mark of a committed checkpoint, durably, unless this disk has the manifest."""
-    if summary.look(store, path) is not None:
+    if summary.stat_manifest(store, path) is not None:
         return
     with contextlib.suppress(FileExistsError):  # Another process of this host has written the mark.
         make_empty(store, posixpath.join(path, PART + identity))
@@ -128,7 +128,7 @@ def forget(store: Store, path: str) -> None:
             store.delete(posixpath.join(path, PART + identity))
 
 
-def is_whole(store: Store, path: str, elsewhere: Mapping[str, int] | None = None) -> bool:
+def is_complete(store: Store, path: str, elsewhere: Mapping[str, int] | None = None) -> bool:
     """Returns True if each file that the manifest names has the right size, on this disk or in `elsewhere`.
 
     elsewhere: the sizes in bytes of the files on other disks.
@@ -144,7 +144,7 @@ def is_whole(store: Store, path: str, elsewhere: Mapping[str, int] | None = None
 def manifest_of(store: Store, path: str) -> bytes:
     """Returns the bytes of the manifest at a path, or b"" without one that can be read."""
     try:
-        return read_file(store, summary.file(path))
+        return read_file(store, summary.manifest_path(path))
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return b""
 
@@ -155,7 +155,7 @@ def needed(store: Store, path: str) -> set[str] | None:
     Returns None if the manifest cannot be read, because then any file may belong to it.
     """
     try:
-        data = read_file(store, summary.file(path))
+        data = read_file(store, summary.manifest_path(path))
         return {manifest.xxh3(data), *filter(None, map(token_of, manifest.file_names(data)))}
     except (FileNotFoundError, NotADirectoryError):
         return set()
@@ -187,7 +187,7 @@ def take_away(store: Store, path: str, keys: Collection[str]) -> None:
     """Removes the files with one of these keys, and then the folder if it is empty."""
     try:
         if (data := manifest_of(store, path)) and manifest.xxh3(data) in keys:
-            store.delete(summary.file(path))
+            store.delete(summary.manifest_path(path))
         for identity in set(part_of(store, path)).intersection(keys):
             store.delete(posixpath.join(path, PART + identity))
         store.settle(path)  # After a crash no manifest or mark may remain whose arrays are gone.
@@ -195,7 +195,7 @@ def take_away(store: Store, path: str, keys: Collection[str]) -> None:
             if key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     if not store.delete_unused(posixpath.join(path, name), lambda: True):
-                        warn_of_no_locks(path)
+                        warn_no_locks(path)
         if store.list(path) == [PIN]:  # The pin of a step that was deleted on the disk with the manifest.
             store.delete(posixpath.join(path, PIN))
         if not store.list(path):
@@ -204,12 +204,14 @@ def take_away(store: Store, path: str, keys: Collection[str]) -> None:
         _log.warning("%s: tidying up failed: %s", path, error)
 
 
-def nearest(near_store: Store, near: str, far_store: Store, far: str) -> Store:
-    """Returns a store that shows, below the path `near`, the checkpoints of the remote tier below `far`.
+def local_first(local_store: Store, local: str, remote_store: Store, remote: str) -> Store:
+    """Returns a store that shows, below the path `local`, the checkpoints of the remote tier below `remote`.
 
     It reads an array file from the local tier if that has it.
     """
-    return cast(Store, Nearest(near_store, near, far_store, far, lambda name: token_of(name) is not None))
+    return cast(
+        Store, LocalFirstStore(local_store, local, remote_store, remote, lambda name: token_of(name) is not None)
+    )
 
 
 def _array_files(store: Store, path: str) -> dict[str, str]:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, box_shape, describe, whole
+from ..._core.boxes import Box, Cells, box_shape, full_box, sharding_to_json
 from ..._core.entries import Entry, StatesEntry, ValueEntry
-from ..._processes.assignment import Piece, Share
+from ..._processes.assignment import Assignment, Piece
 from ..._pytree.leaves import Catalogue
 from ...stores.buffers import PAGE
-from ..safetensors.header import MAX_HEADER, Tensor, encode_header
+from ..safetensors.header import MAX_HEADER_BYTES, Tensor, encode_header
 from .manifest import BLOCK, piece_key
 from .manifest_fields import ArrayRow, Layout, Placement, states_row
 
-_DIGITS = 16
-_PREFIX = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')
+_OFFSET_DIGITS = 16
+_PREFIX_BYTES = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')
 
 
-class ArrayFile(NamedTuple):
+class PlannedFile(NamedTuple):
     """An array file before it is written. Piece `first + i` begins at byte `begins[i]` of the buffer."""
 
     first: int
@@ -37,9 +37,9 @@ class ArrayFile(NamedTuple):
 def plan(
     entries: Sequence[Entry],
     pieces: Sequence[Piece],
-    header_limit: int = MAX_HEADER * 9 // 10,
+    header_limit: int = MAX_HEADER_BYTES * 9 // 10,
     file_bytes: int | None = None,
-) -> list[ArrayFile]:
+) -> list[PlannedFile]:
     """Returns the files for the pieces that a process writes. No header exceeds `header_limit` bytes.
 
     With `file_bytes`, no buffer exceeds that size either, unless a single piece is larger.
@@ -48,7 +48,7 @@ def plan(
     first = used = nbytes = 0
     for n, piece in enumerate(pieces):
         # An upper bound: every character of the key escaped, and 120 bytes of dtype, shape and offsets.
-        cost = 6 * len(entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _DIGITS * (piece.nbytes // BLOCK)
+        cost = 6 * len(entries[piece.leaf].path) + 120 + 24 * len(piece.box) + _OFFSET_DIGITS * (piece.nbytes // BLOCK)
         # Successive runs of bytes of one piece form one tensor, so they must be in one file.
         again = n > first and (piece.leaf, piece.box) == (pieces[n - 1].leaf, pieces[n - 1].box)
         full = used + cost > header_limit or (file_bytes is not None and nbytes + piece.nbytes > file_bytes)
@@ -72,34 +72,39 @@ def names(token: str, files: int, index: int = 0, count: int = 1) -> list[str]:
     return [f"arrays-{token}-{number:05}-of-{files * count:05}.safetensors" for number in numbers]
 
 
-def _file(entries: Sequence[Entry], pieces: Sequence[Piece], first: int) -> ArrayFile:
+def _file(entries: Sequence[Entry], pieces: Sequence[Piece], first: int) -> PlannedFile:
     *begins, end = itertools.accumulate((piece.nbytes for piece in pieces), initial=0)
     tensors: dict[str, Tensor] = {}
     other_dtypes: dict[str, str] = {}
     for piece, begin, stop in zip(pieces, begins, [*begins[1:], end], strict=True):
         entry: Any = entries[piece.leaf]
-        if piece.box == whole(entry.shape):
+        if piece.box == full_box(entry.shape):
             key, shape = piece_key(entry.path, None), entry.shape
         else:
             key, shape = piece_key(entry.path, piece.box), box_shape(piece.box)
-        stored, itemsize, widened = dtypes.stored_as(entry.dtype)
+        stored, itemsize, widened = dtypes.safetensors_layout(entry.dtype)
         if widened:
             shape = (*shape, itemsize)
         first_run = tensors.get(key)
         tensors[key] = Tensor(stored, shape, (first_run.data_offsets[0] if first_run else begin, stop))
         if stored == "U8" and entry.dtype != "uint8":
             other_dtypes[f"dtype:{key}"] = entry.dtype
-    metadata = {"xxh3": "0" * (_DIGITS * -(-end // BLOCK)), "block": str(BLOCK), "format": "treering", "version": "1"}
-    return ArrayFile(first, begins, end, encode_header(tensors, {**metadata, **other_dtypes}, PAGE))
+    metadata = {
+        "xxh3": "0" * (_OFFSET_DIGITS * -(-end // BLOCK)),
+        "block": str(BLOCK),
+        "format": "treering",
+        "version": "1",
+    }
+    return PlannedFile(first, begins, end, encode_header(tensors, {**metadata, **other_dtypes}, PAGE))
 
 
 def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
     """Returns the header with the checksums in place of the zeros that `plan` has reserved for them."""
     text = "".join(checksums).encode()
-    return header[:_PREFIX] + text + header[_PREFIX + len(text) :]
+    return header[:_PREFIX_BYTES] + text + header[_PREFIX_BYTES + len(text) :]
 
 
-Files = tuple[tuple[int, ...], ...]  # for each cell of a grid, the numbers of the files that may hold it
+LeafFiles = tuple[tuple[int, ...], ...]  # for each cell of a grid, the numbers of the files that may hold it
 
 
 class FileIndex:
@@ -121,7 +126,7 @@ class FileIndex:
         n = 0 if len(firsts) == 1 else bisect.bisect_right(firsts, self._order(process)[leaf, box]) - 1
         return self._before[process] + n
 
-    def of_all(self, holders: Files) -> Files | None:
+    def of_all(self, holders: LeafFiles) -> LeafFiles | None:
         """Replaces each process by the number of its only file. Returns None unless each has exactly one file."""
         if self._one_each:
             return holders  # The number of every file is that of its process.
@@ -135,27 +140,27 @@ class Rows(NamedTuple):
 
     leaves: list[ArrayRow | ValueEntry]
     layouts: list[Layout]
-    holders: list[Files]
+    holders: list[LeafFiles]
 
 
-def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) -> Rows:
+def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIndex) -> Rows:
     """Returns the rows of the manifest. A leaf without a share is one piece in a file of process 0."""
     known: dict[Any, int | None] = {}
     out = Rows([], [], [])
     only = numbers.of_all(((0,),))
 
-    def listed(files: Files) -> int:
+    def listed(files: LeafFiles) -> int:
         out.holders.append(files)
         return len(out.holders) - 1
 
-    def holding(files: Files) -> int:
+    def holding(files: LeafFiles) -> int:
         """Returns the number of the holders that consist of these files. Adds them if they are new."""
         key = ("files", files)
         if key not in known:
             known[key] = listed(files)
         return known[key] or 0
 
-    def of_writers(holders: Files) -> int | None:
+    def of_writers(holders: LeafFiles) -> int | None:
         """Returns the number of the holders of these processes, or None unless each process has exactly one file."""
         key = ("writers", holders)
         if key not in known:
@@ -164,10 +169,10 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
         return known[key]
 
     def add(cells: Cells, holders: int, sharding: Any) -> int:
-        out.layouts.append(Layout(cells.cuts, holders, sharding and describe(sharding)))
+        out.layouts.append(Layout(cells.cuts, holders, sharding and sharding_to_json(sharding)))
         return len(out.layouts) - 1
 
-    def by_turns(share: Share, sharding: Any) -> int | None:
+    def by_turns(share: Assignment, sharding: Any) -> int | None:
         """Returns the number of the layout that all leaves with this sharding share.
 
         Its holders take turns from leaf to leaf. Returns None unless each process has exactly one file.
@@ -181,7 +186,7 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Share], numbers: FileIndex) 
     def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
         share, sharding = shares.get(leaf), catalogue.shardings.get(leaf)
         if share is None:
-            return only[0][0] if only else numbers.of(0, leaf, whole(shape))
+            return only[0][0] if only else numbers.of(0, leaf, full_box(shape))
         if sharding is None and len(share.boxes) == 1:
             return numbers.of(share.writers[0], leaf, share.boxes[0])
         if (found := by_turns(share, sharding)) is not None:

@@ -8,9 +8,9 @@ import xxhash
 
 from ..._core.boxes import Box
 from ..._core.entries import ValueEntry
-from ..._core.json_floats import as_floats
+from ..._core.json_floats import text_to_floats
 from ..._core.skeleton import Node
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, TreeringError, UnsupportedError
 from .._shared import strict_json
 from . import validity
@@ -19,7 +19,7 @@ from .manifest_fields import ArrayRow, Manifest, Summary
 FORMAT = "treering"
 VERSION = 1
 BLOCK = 1 << 20  # bytes of an array file's buffer per checksum
-_TAIL = len(',"xxh3":"0123456789abcdef"}\n')
+_SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}\n')
 
 
 class _ValueRow(ValueEntry, tag="value", frozen=True, gc=False, forbid_unknown_fields=True):
@@ -31,7 +31,7 @@ class _ValueRow(ValueEntry, tag="value", frozen=True, gc=False, forbid_unknown_f
     value: Any  # pyright: ignore[reportGeneralTypeIssues]
 
 
-_LARGE = {"tree": list[Node | int], "leaves": list[ArrayRow | _ValueRow]}  # the large fields, and their types
+_LARGE_FIELDS = {"tree": list[Node | int], "leaves": list[ArrayRow | _ValueRow]}  # the large fields, and their types
 
 
 def piece_key(path: str, box: Box | None) -> str:
@@ -53,7 +53,7 @@ class _Envelope(msgspec.Struct, frozen=True):
     software: Any = None
 
 
-learn(_Envelope, *_LARGE.values())
+preload_decoders(_Envelope, *_LARGE_FIELDS.values())
 
 
 def xxh3(data: Any) -> str:
@@ -69,8 +69,8 @@ def seal(content: msgspec.Struct) -> bytes:
 
 def check(data: bytes, name: str) -> None:
     """Raises `CorruptError` unless the bytes end in their checksum, so that they are the bytes that were written."""
-    body, tail = memoryview(data)[:-_TAIL], data[-_TAIL:]
-    if len(data) < _TAIL or not tail.startswith(b',"xxh3":"') or not tail.endswith(b'"}\n'):
+    body, tail = memoryview(data)[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if len(data) < _SEAL_BYTES or not tail.startswith(b',"xxh3":"') or not tail.endswith(b'"}\n'):
         raise CorruptError(f"{name}: expected a manifest that ends in its checksum, found it cut short or changed")
     if tail[9:25] != xxh3(body).encode():
         raise CorruptError(f"{name}: the manifest's checksum does not fit its bytes; it is damaged")
@@ -139,14 +139,14 @@ def decode(data: bytes, name: str) -> Manifest:
     check_envelope(data, name)
     top: Any = None
     try:
-        top = strict_json.parse_typed(data, _LARGE)
-        large = {key: top[key] for key in _LARGE if key in top}
+        top = strict_json.parse_typed(data, _LARGE_FIELDS)
+        large = {key: top[key] for key in _LARGE_FIELDS if key in top}
         if _ValueRow in set(map(type, large.get("leaves", ()))):
             large["leaves"] = [row.at(row.path) if isinstance(row, _ValueRow) else row for row in large["leaves"]]
         manifest = msgspec.convert({**top, **{key: [] for key in large}}, Manifest)
         manifest = msgspec.structs.replace(manifest, **large)
         validity.check(manifest, top)
-        metadata = as_floats(manifest.metadata, manifest.metadata_floats)
+        metadata = text_to_floats(manifest.metadata, manifest.metadata_floats)
         manifest = msgspec.structs.replace(manifest, metadata=metadata)
     except (*strict_json.MALFORMED, OverflowError, TreeringError) as error:
         raise invalid(f"{name}: {error}", top.get("software") if isinstance(top, dict) else None) from None

@@ -8,14 +8,14 @@ import msgspec
 
 from ..._core.entries import ArrayEntry, StatesEntry, ValueEntry
 from ..._core.skeleton import Node
-from ..._core.values import EXACT
-from ..._threads.decoding import learn
+from ..._core.values import MAX_EXACT_INT
+from ..._threads.preload_decoders import preload_decoders
 
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
 STATES = "iterator-states"  # the feature of an array that is the states of an iterator
 
 
-class Later(msgspec.Struct, frozen=True, omit_defaults=True):
+class ExtendedPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     """The place of an array that only releases with certain features can read.
 
     requires: the features.
@@ -41,19 +41,19 @@ class ArrayRow(
     that requires features.
     """
 
-    where: int | tuple[int, int] | str | Later = -1
+    where: int | tuple[int, int] | str | ExtendedPlace = -1
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """The features that the array requires and that this release does not have."""
-        return self.where.requires if isinstance(self.where, Later) and self.where.requires != (STATES,) else ()
+        return self.where.requires if isinstance(self.where, ExtendedPlace) and self.where.requires != (STATES,) else ()
 
     def of_states(self) -> "tuple[tuple[int, ...], ArrayRow] | None":
         """Returns the lengths of an iterator's states in bytes, and the array of their bytes; None for other arrays.
 
         Raises `ValueError` or `msgspec.ValidationError` for a row that breaks the format.
         """
-        if not isinstance(self.where, Later) or self.unknown:
+        if not isinstance(self.where, ExtendedPlace) or self.unknown:
             return None
         lengths = msgspec.convert(self.where.lengths, tuple[_Natural, ...])
         where = msgspec.convert(self.where.where, int | tuple[int, int])
@@ -64,7 +64,7 @@ class ArrayRow(
 
 def states_row(entry: StatesEntry, where: int | tuple[int, int]) -> ArrayRow:
     """Returns the row of an iterator whose states are stored as an array of bytes."""
-    return ArrayRow(entry.path, "numpy", entry.dtype, entry.shape, "", Later((STATES,), entry.value, where))
+    return ArrayRow(entry.path, "numpy", entry.dtype, entry.shape, "", ExtendedPlace((STATES,), entry.value, where))
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -147,4 +147,4 @@ class Summary(msgspec.Struct, frozen=True):
         return as_utc(self.created).timestamp()
 
 
-learn(Manifest, Summary)
+preload_decoders(Manifest, Summary)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from ..._threads.decoding import learn
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import read_file
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from ...stores.whole_files import read_file
 from .._shared import strict_json
 from . import manifest, validity
-from .new_files import Files, write_whole
+from .save_files import SaveFiles, write_small_file
 from .schema import METRICS
 
 _FORMAT = "treering-metrics"
@@ -30,7 +30,7 @@ class _File(msgspec.Struct, frozen=True):
     version: int = manifest.VERSION
 
 
-learn(_File)
+preload_decoders(_File)
 
 
 def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | str]) -> None:
@@ -41,10 +41,10 @@ def write(store: Store, path: str, identity: str, metrics: Mapping[str, float | 
 
 def _put(store: Store, path: str, token: str, data: bytes, name: Callable[[], str]) -> None:
     """Writes a file of metrics durably. Calls `name` only when its bytes are on disk."""
-    files = Files(store, path, token)
+    files = SaveFiles(store, path, token)
     try:
         sink = files.create(f"metrics.json.{token}.tmp")
-        write_whole(sink, data)
+        write_small_file(sink, data)
         # The name has the time. It is taken now so that the order of the names is the order of publishing: of two
         # values of one metric, readers take the later one.
         sink.publish(posixpath.join(path, name()), overwrite=False)

@@ -10,12 +10,12 @@ from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, intersect, slices
 from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
-from ...stores.buffers import adoptable
+from ...stores.buffers import empty_aligned_array
 from ...stores.ranges import merge
 from .manifest_fields import ArrayRow, File
 from .open_files import OpenFiles
-from .parts import Memory, Part, assemble
 from .piece_locations import PieceLocations
+from .piece_reads import Memory, PieceRead, assemble
 
 _MAX_READS = 10  # objects that are read at a time, and may be in memory together with the returned arrays
 
@@ -49,7 +49,7 @@ def read_objects(
         row = locations.resolve(entry)
         pieces = list(locations.overlapping(row, box))
         if len(pieces) > 1 and len({number for number, _, _ in pieces}) > 1:
-            own[n] = adoptable(box_shape(box), dtypes.to_numpy(row.dtype))
+            own[n] = empty_aligned_array(box_shape(box), dtypes.to_numpy(row.dtype))
         for number, piece, key in pieces:
             inner = piece if piece == box else intersect(piece, box)
             size = dtypes.itemsize(row.dtype) * math.prod(box_shape(inner)) if inner else 0
@@ -64,9 +64,9 @@ def read_objects(
         # with opening it, and these may be memory of an array that is about to be returned.
         file = files.opened.get(number) or files.open(number, expected, _all_of(listed, inside[number], own))
         ranges: list[tuple[int, int]] = []
-        copies: list[tuple[np.ndarray, Part]] = []
+        copies: list[tuple[np.ndarray, PieceRead]] = []
         for n, row, box, piece, key in inside[number]:
-            if piece == box:  # A shortcut without `Part` objects, because there may be thousands of pieces.
+            if piece == box:  # A shortcut without `PieceRead` objects, because there may be thousands of pieces.
                 begin, end = locations.tensor(file, key, row.dtype, box_shape(piece))
                 ranges += [(begin, end)] if begin < end else []
                 continue
@@ -76,7 +76,7 @@ def read_objects(
         if ranges:
             found = file.memory(merge(ranges), verify, mmap)
             for array, part in copies:
-                there, came = array[part.at], found.view(part, array.dtype)
+                there, came = array[part.target], found.view(part, array.dtype)
                 if there.ctypes.data != came.ctypes.data:  # The bytes may have been read into the array directly.
                     there[...] = came
             if not all(one.wanted in own for one in inside[number]):

@@ -8,11 +8,11 @@ from typing import NoReturn
 
 from ...errors import CorruptError
 from ...stores import git_lfs
+from ...stores.file_io import opened, read_file
 from ...stores.read_errors import ReplacedError
 from ...stores.store import Store
-from ...stores.whole_files import opened, read_file
 from . import manifest
-from .files import ArrayFile
+from .array_file import ArrayFile
 from .manifest_fields import File
 from .schema import MANIFEST
 
@@ -28,8 +28,8 @@ class OpenFiles:
         self.opened: dict[int, ArrayFile] = {}
         self._store, self._path = store, path
         self._identity, self._manifest_bytes = identity, manifest_bytes
-        self._opening = threading.RLock()  # Reentrant: a signal handler may read while its thread holds the lock.
-        self._is_checked = False  # True once all array files are known to be present
+        self._open_lock = threading.RLock()  # Reentrant: a signal handler may read while its thread holds the lock.
+        self._is_present = False  # True once all array files are known to be present
 
     def get(self, number: int) -> ArrayFile:
         """Returns an array file, and opens it at the first call."""
@@ -37,7 +37,7 @@ class OpenFiles:
             return found
         if self._store.object_bytes is not None:  # Without the lock, several objects can be opened at a time.
             return self.opened.setdefault(number, self.open(number))
-        with self._opening:
+        with self._open_lock:
             if number not in self.opened:
                 self.opened[number] = self.open(number)
             return self.opened[number]
@@ -58,7 +58,7 @@ class OpenFiles:
         except FileNotFoundError:
             self._raise_missing(listed.name)
 
-    def hold(self, numbers: Iterable[int] | None = None) -> None:
+    def open_files(self, numbers: Iterable[int] | None = None) -> None:
         """Opens array files, by default all, so that they can be read after a delete. Does nothing in a bucket."""
         if self._store.object_bytes is not None:
             return
@@ -75,25 +75,25 @@ class OpenFiles:
 
     def check_present(self) -> None:
         """Raises `CorruptError` unless every array file is present in its full size. Open files were checked before."""
-        if self._is_checked:
+        if self._is_present:
             return
         unopened = [file for number, file in enumerate(self.listed) if number not in self.opened]
         with self._store.glance(self._path) if len(unopened) > 1 else contextlib.nullcontext():
             for file in unopened:
                 self._check_present(file)
-        self._is_checked = True
+        self._is_present = True
 
     def _check_present(self, file: File) -> None:
         path = posixpath.join(self._path, file.name)
         found = self._store.stat(path)
         if found is not None and found.nbytes == file.size:
             return
-        size = self._size_now(file.name)  # A cached listing may be older than the manifest.
+        size = self._current_size(file.name)  # A cached listing may be older than the manifest.
         if size != file.size:
             git_lfs.check_all(self._store, path)
             raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")
 
-    def _size_now(self, name: str) -> int:
+    def _current_size(self, name: str) -> int:
         try:
             with opened(self._store, posixpath.join(self._path, name), expected=1) as blob:
                 return blob.size

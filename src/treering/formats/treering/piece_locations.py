@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, box_shape, intersect, whole
+from ..._core.boxes import Box, Cells, box_shape, full_box, intersect
 from ..._core.entries import ArrayEntry, Entry
 from . import manifest
-from .files import ArrayFile
+from .array_file import ArrayFile
+from .contiguous_leaves import stored_as
 from .manifest import Manifest, piece_key
 from .manifest_fields import ArrayRow
 from .open_files import OpenFiles
-from .parts import Part, joined, parts_of
-from .whole_leaves import stored_as
+from .piece_reads import PieceRead, join_contiguous, split_piece
 
 
 class PieceLocations:
@@ -26,15 +26,15 @@ class PieceLocations:
         stored: Mapping[str, ArrayRow],
         files: OpenFiles,
     ):
-        self._path, self._manifest, self._entries, self._stored, self._files = path, read, entries, stored, files
+        self._path, self._manifest, self._entries, self._state_rows, self._files = path, read, entries, stored, files
         self._cells = [Cells(layout.cuts) for layout in read.layouts]
 
     def target(self, row: ArrayEntry) -> ArrayRow:
         """Returns the row that says where the bytes of an array are. A tied leaf names the row of another leaf."""
-        row = self._stored.get(row.path, row)
+        row = self._state_rows.get(row.path, row)
         assert isinstance(row, ArrayRow)
         found = self._entries[row.where] if isinstance(row.where, str) else row
-        found = self._stored.get(found.path, found)
+        found = self._state_rows.get(found.path, found)
         assert isinstance(found, ArrayRow)
         return found
 
@@ -51,7 +51,7 @@ class PieceLocations:
         Yields all pieces of an array without elements, whose headers are checked too.
         """
         if isinstance(row.where, int):
-            yield row.where, whole(row.shape), piece_key(row.path, None)
+            yield row.where, full_box(row.shape), piece_key(row.path, None)
         elif isinstance(row.where, tuple):
             number, turn = row.where
             cells = self._cells[number]
@@ -63,7 +63,7 @@ class PieceLocations:
     def files_of(self, row: ArrayRow) -> set[int]:
         """Returns the numbers of the files that have bytes of a leaf."""
         row = self.target(row)
-        return {number for number, _, _ in self.overlapping(row, whole(row.shape))}
+        return {number for number, _, _ in self.overlapping(row, full_box(row.shape))}
 
     def tensor(self, file: ArrayFile, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the begin and end, in bytes, of a piece's tensor in a file's buffer.
@@ -85,23 +85,23 @@ class PieceLocations:
         """Returns the begin, in bytes, of an array that is one piece in a file. Raises the errors of `tensor`."""
         return self.tensor(self._files.get(number), piece_key(row.path, None), row.dtype, row.shape)[0]
 
-    def parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[Part]:
+    def parts(self, entry: ArrayEntry, box: Box, mmap: bool | None) -> list[PieceRead]:
         """Returns the parts of a box, each in one run of `ArrayFile.memory`.
 
         Raises `UnsupportedError` if header and manifest disagree. Both have the right checksum, so neither is damaged.
         """
         row = self.resolve(entry)
-        if isinstance(row.where, int) and box == whole(row.shape):  # Almost all reads take this branch.
+        if isinstance(row.where, int) and box == full_box(row.shape):  # Almost all reads take this branch.
             begin, end = self.tensor(self._files.get(row.where), piece_key(row.path, None), row.dtype, row.shape)
-            return [Part(row.where, begin, end, row.shape)] if begin < end else []
-        parts: list[Part] = []
+            return [PieceRead(row.where, begin, end, row.shape)] if begin < end else []
+        parts: list[PieceRead] = []
         for number, piece, key in self.overlapping(row, box):
             parts += self.parts_in(self._files.get(number), number, row, box, piece, key, mmap)
-        return joined(parts, box_shape(box))
+        return join_contiguous(parts, box_shape(box))
 
     def parts_in(
         self, file: ArrayFile, number: int, row: ArrayRow, box: Box, piece: Box, key: str, mmap: bool | None
-    ) -> list[Part]:
+    ) -> list[PieceRead]:
         """Returns the parts of a box in one piece, which `file` (number `number`) stores under `key`."""
         begin, _ = self.tensor(file, key, row.dtype, box_shape(piece))
         inner = intersect(piece, box)
@@ -109,4 +109,4 @@ class PieceLocations:
             return []
         # A view of a mapped file can have strides. Other reads get each row alone.
         single_rows = not file.can_mmap(mmap)
-        return parts_of(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=single_rows)
+        return split_piece(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=single_rows)

@@ -13,27 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from ..._core.boxes import Box, whole
+from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, Entry, StatesEntry
+from ..._core.iterator_states import unpack
 from ..._core.skeleton import Skeleton
 from ..._core.source import WHOLE, Problem, Share
-from ..._core.states import unpack
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import read_file
 from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
-from ...stores.whole_files import read_file
 from .._shared import strict_json
 from . import manifest, metrics, validity
+from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
 from .manifest_fields import STATES, ArrayRow, File, as_utc
 from .object_reads import read_objects
 from .open_files import OpenFiles
-from .parts import Memory, as_bools, assemble, ranges_of
 from .piece_locations import PieceLocations
+from .piece_reads import Memory, as_bools, assemble, ranges_by_file
 from .schema import MANIFEST
-from .whole_leaves import WholeLeaves
 
 _log = logging.getLogger("treering")
 
@@ -62,7 +62,7 @@ class Reader:
             self._manifest = manifest.decode(self._manifest_bytes, name)
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
-        self._stored: dict[str, ArrayRow] = {}  # the states of iterators, as arrays
+        self._state_rows: dict[str, ArrayRow] = {}  # the states of iterators, as arrays
         if STATES.encode() in self._manifest_bytes:
             self._find_states()
         self.skeleton: Skeleton = self._manifest.tree
@@ -70,7 +70,7 @@ class Reader:
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files = OpenFiles(store, path, self._manifest.files, self.identity, len(self._manifest_bytes))
-        self._locations = PieceLocations(path, self._manifest, self.entries, self._stored, self._files)
+        self._locations = PieceLocations(path, self._manifest, self.entries, self._state_rows, self._files)
 
     def _find_states(self) -> None:
         """Adds the iterators whose states are stored in array files to the entries."""
@@ -78,13 +78,13 @@ class Reader:
         this: weakref.ref[Reader] = weakref.ref(self)
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and (found := row.of_states()):
-                lengths, self._stored[row.path] = found
+                lengths, self._state_rows[row.path] = found
                 read = functools.partial(_read_state, this, row.path)
                 self.entries[row.path] = StatesEntry(row.path, "iterator", lengths, read)
 
-    def _state(self, path: str, process: int) -> Any:
+    def _read_process_state(self, path: str, process: int) -> Any:
         """Reads the state of an iterator in a process. Raises `UnsupportedError` for bytes that are not a state."""
-        row, entry = self._stored[path], self.entries[path]
+        row, entry = self._state_rows[path], self.entries[path]
         assert isinstance(entry, StatesEntry)
         (data,) = self.read([(row, entry.box(process))], mmap=False)
         try:
@@ -124,9 +124,9 @@ class Reader:
         """Raises `CorruptError` unless every array file is present in its full size. Open files were checked before."""
         self._files.check_present()
 
-    def hold(self, numbers: Iterable[int] | None = None) -> None:
+    def open_files(self, numbers: Iterable[int] | None = None) -> None:
         """Opens array files, by default all, so that they can be read after a delete. Does nothing in a bucket."""
-        self._files.hold(numbers)
+        self._files.open_files(numbers)
 
     @property
     def manifest_bytes(self) -> bytes:
@@ -144,14 +144,14 @@ class Reader:
 
     def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
         """Returns where an array was when it was saved, as JSON, or None if that is not recorded."""
-        if self._places is not None:
-            return self._places[entry.path]
+        if self._placements is not None:
+            return self._placements[entry.path]
         where = self._locations.target(entry).where
         # An earlier release recorded the shardings of arrays in pieces alone.
         return self._manifest.layouts[where[0]].sharding if isinstance(where, tuple) else None
 
     @functools.cached_property
-    def _places(self) -> Mapping[str, Mapping[str, Any] | None] | None:
+    def _placements(self) -> Mapping[str, Mapping[str, Any] | None] | None:
         placement = self._manifest.placement
         return None if placement is None else dict(zip(self.entries, placement.by_leaf(), strict=True))
 
@@ -177,8 +177,8 @@ class Reader:
         `mmap=None` returns views of the mapped file where that is safe, True always, False never. With `verify`, every
         block that holds a wanted byte is checked before anything is returned. Raises `CorruptError` for a wrong one.
         """
-        if self._stored:
-            wanted = [(self._stored.get(entry.path, entry), box) for entry, box in wanted]
+        if self._state_rows:
+            wanted = [(self._state_rows.get(entry.path, entry), box) for entry, box in wanted]
         if self._store.object_bytes is None:
             arrays, memory = self._read_files(wanted, verify, mmap)
         else:
@@ -207,12 +207,12 @@ class Reader:
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
     ) -> tuple[list[np.ndarray], dict[int, Memory]]:
         """Returns the boxes of the arrays, and the memory that they may be parts of, by file."""
-        leaves, others = WholeLeaves.among(wanted)
+        leaves, others = ContiguousLeaves.group_by_file(wanted)
         for number, own in leaves.items():
-            own.find(self._files.get(number).header, functools.partial(self._locations.begin, number))
+            own.locate(self._files.get(number).header, functools.partial(self._locations.begin, number))
         rest = [wanted[n] for n in others]
         parts = [self._locations.parts(entry, box, mmap) for entry, box in rest]
-        ranges = ranges_of(itertools.chain.from_iterable(parts))
+        ranges = ranges_by_file(itertools.chain.from_iterable(parts))
         for number, own in leaves.items():
             ranges.setdefault(number, []).extend(own.ranges())
         memory = {number: self._files.get(number).memory(merge(own), verify, mmap) for number, own in ranges.items()}
@@ -264,7 +264,7 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and not unread.intersection(self._locations.files_of(row)):
                 try:
-                    self._locations.parts(row, whole(row.shape), None)
+                    self._locations.parts(row, full_box(row.shape), None)
                     self._check_states(row.path, share)
                 except UnsupportedError as error:
                     refused.append(error)
@@ -287,4 +287,4 @@ class Reader:
 def _read_state(reader: "weakref.ref[Reader]", path: str, process: int) -> Any:
     found = reader()
     assert found is not None
-    return found._state(path, process)
+    return found._read_process_state(path, process)

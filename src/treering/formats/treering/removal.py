@@ -14,17 +14,17 @@ import xxhash
 from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores import claims
-from ...stores.nfs import warn_of_no_locks
+from ...stores import lease_registry
+from ...stores.file_io import read_file
+from ...stores.nfs import warn_no_locks
 from ...stores.read_errors import UnreadableError
 from ...stores.store import Store
-from ...stores.temporary_names import place_of
-from ...stores.whole_files import read_file
+from ...stores.temporary_names import final_name
 from . import manifest, metrics
 from .manifest import file_names
 from .schema import MANIFEST, OWN_FILES, PIN, identity_of, token_of
 
-_STOPPED_SECONDS = 24 * 3600.0  # a save that has been stopped for longer does not continue
+_MAX_PAUSE_SECONDS = 24 * 3600.0  # a save that has been stopped for longer does not continue
 _log = logging.getLogger("treering")
 
 
@@ -51,7 +51,7 @@ def check_removable(store: Store, path: str) -> None:
                 raise late
 
 
-def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> None:
+def collect_garbage(store: Store, path: str, *, remove_empty: bool = False) -> None:
     """Removes the leftovers of killed or replaced saves in a directory, and with `remove_empty` an empty directory.
 
     The files of running saves and foreign files stay. An `OSError` is logged, not raised: the next writer tries again.
@@ -61,14 +61,14 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
 
     def are_old(name: str) -> bool:
         found = store.stat(posixpath.join(path, name))
-        return found is not None and time.time() - found.modified > _STOPPED_SECONDS
+        return found is not None and time.time() - found.modified > _MAX_PAUSE_SECONDS
 
-    with logged(path):
+    with logging_errors(path):
         names = store.list(path)
         remove_temporaries(store, path, names)
         if any(OWN_FILES.fullmatch(name) for name in names):
             at_once = store.has_locks or MANIFEST not in names
-            _remove_leftovers(store, path, (lambda name: True) if at_once else are_old)
+            _collect_garbage(store, path, (lambda name: True) if at_once else are_old)
         if remove_empty and store.stat(path):
             left = store.list(path)
             if left == [PIN]:  # The pin of a step that was deleted while another disk had its manifest.
@@ -80,32 +80,32 @@ def remove_leftovers(store: Store, path: str, *, remove_empty: bool = False) -> 
 def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
     """Removes the temporary files, among `names`, that killed writers of single files have left in a directory."""
     for name in names:
-        place = place_of(name)
+        place = final_name(name)
         if place in (MANIFEST, PIN) or (place and (identity_of(place) or token_of(place))):
             with contextlib.suppress(FileNotFoundError):
                 store.remove_leftover(posixpath.join(path, name))
 
 
-def disown(store: Store, path: str) -> list[str]:
+def revoke_stale_saves(store: Store, path: str) -> list[str]:
     """Removes the temporary manifests of the saves that are taken for dead, so that they can no longer commit.
 
     Returns the names of their array files. If the manifest is damaged, returns all array files of no running save. The
     caller may remove these files once it has committed another manifest. If one of those saves continues, it cannot
     replace that manifest: it looks at the manifest to replace before it looks for its temporary manifest.
     """
-    with logged(path):
-        _remove_leftovers(store, path, lambda name: False)
+    with logging_errors(path):
+        _collect_garbage(store, path, lambda name: False)
         try:
-            found = _left_over(store, path)
+            found = _unnamed_files(store, path)
         except CorruptError:
             found = store.list(path)
         except UnsupportedError:
             return []
-        return [name for name in found if (token := token_of(name)) and _temporary_of(token) not in found]
+        return [name for name in found if (token := token_of(name)) and _temporary_manifest(token) not in found]
     return []
 
 
-def _left_over(store: Store, path: str) -> list[str]:
+def _unnamed_files(store: Store, path: str) -> list[str]:
     """Returns the files of saves in a directory that belong to no checkpoint.
 
     A file belongs to one if the manifest here names it, or if a mark says that the manifest is on another host's disk.
@@ -122,21 +122,21 @@ def _left_over(store: Store, path: str) -> list[str]:
     return [name for name in found if not name.startswith(metrics)]
 
 
-def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) -> None:
-    """Removes the leftovers in a directory; of the array files, only those for which `may_go` is True."""
+def _collect_garbage(store: Store, path: str, may_delete: Callable[[str], bool]) -> None:
+    """Removes the leftovers in a directory; of the array files, only those for which `may_delete` is True."""
     settled = False
     try:
-        found = _left_over(store, path)
+        found = _unnamed_files(store, path)
         if found:
             check_removable(store, path)
         # Temporary manifests go first: a save without one cannot commit, so its arrays can be removed safely.
         for name in sorted(found, key=lambda name: token_of(name) is not None):
-            if (token := token_of(name)) and (not may_go(name) or _in_a_living_save(store, path, token)):
+            if (token := token_of(name)) and (not may_delete(name) or _is_in_live_save(store, path, token)):
                 continue
 
             def still_left_over(name: str = name) -> bool:
                 nonlocal settled
-                if name not in _left_over(store, path):
+                if name not in _unnamed_files(store, path):
                     return False
                 # The manifest no longer names this file. A power cut must not bring back an older one that does.
                 if not settled:
@@ -146,30 +146,30 @@ def _remove_leftovers(store: Store, path: str, may_go: Callable[[str], bool]) ->
 
             with contextlib.suppress(FileNotFoundError):
                 if not store.delete_unused(posixpath.join(path, name), still_left_over):
-                    warn_of_no_locks(path)
+                    warn_no_locks(path)
     except (CorruptError, UnsupportedError):
         return  # Without a readable manifest, any file may belong to the checkpoint.
 
 
-def _temporary_of(token: str) -> str:
+def _temporary_manifest(token: str) -> str:
     """Returns the name of the temporary manifest of the save with this token. A save creates it before its arrays."""
     return f"{MANIFEST}.{token}.tmp"
 
 
-def _in_a_living_save(store: Store, path: str, token: str) -> bool:
+def _is_in_live_save(store: Store, path: str, token: str) -> bool:
     """Returns True if the save with this token may still commit, because its temporary manifest is locked.
 
     The lock of an array file alone is not enough: the process that wrote it may have ended while process 0, which
     commits, still runs.
     """
     try:
-        return store.is_in_use(posixpath.join(path, _temporary_of(token)))
+        return store.is_in_use(posixpath.join(path, _temporary_manifest(token)))
     except FileNotFoundError:
         return False
 
 
 @contextlib.contextmanager
-def logged(path: str) -> Iterator[None]:
+def logging_errors(path: str) -> Iterator[None]:
     """Logs an `OSError` of the `with` block instead of raising it."""
     try:
         yield
@@ -190,14 +190,14 @@ def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None)
 
     check: called right before the manifest is removed; it may raise.
 
-    Raises `UnsupportedError` for a checkpoint of a later release, and `TakenOverError` if another job has acquired the
+    Raises `UnsupportedError` for a checkpoint of a later release, and `LeaseLostError` if another job has acquired the
     lease of the run.
     """
     manifest = posixpath.join(path, MANIFEST)
     check_removable(store, path)
-    names = consists_of(store, path)
+    names = member_files(store, path)
     check()
-    claims.check(path)  # Another job may have acquired the lease since. Then the checkpoint may be that job's.
+    lease_registry.check(path)  # Another job may have acquired the lease since. Then the checkpoint may be that job's.
     try:
         store.delete(manifest)
         is_ours = True
@@ -209,18 +209,18 @@ def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None)
             store.settle(path)  # Otherwise a power cut could bring back the manifest without its files.
         # The manifest is durably removed, so no save names these files any more. But a copy has the same file names
         # and may have committed them again.
-        again = set(consists_of(store, path))
+        again = set(member_files(store, path))
         store.delete_all(path, [name for name in names if name not in again])
-        remove_leftovers(store, path, remove_empty=True)
+        collect_garbage(store, path, remove_empty=True)
         return is_ours
 
     return remove_files
 
 
-def consists_of(store: Store, path: str) -> list[str]:
+def member_files(store: Store, path: str) -> list[str]:
     """Returns the names of the files of a checkpoint: those that the manifest names, and the added metrics.
 
-    Returns [] if the manifest cannot be read. Once that manifest is gone, `remove_leftovers` finds the files.
+    Returns [] if the manifest cannot be read. Once that manifest is gone, `collect_garbage` finds the files.
     """
     try:
         data = read_file(store, posixpath.join(path, MANIFEST))

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import read_file
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
-from ...stores.whole_files import read_file
 from . import manifest, metrics, validity
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
 
 
-class Glance(NamedTuple):
+class StepSummary(NamedTuple):
     """The summary of a manifest, and of the metrics files next to it."""
 
     metrics: dict[str, float]
@@ -24,14 +24,14 @@ class Glance(NamedTuple):
     late: frozenset[str]  # the names of the metrics that were added after the save
 
 
-def file(path: str) -> str:
+def manifest_path(path: str) -> str:
     """Returns the path of the manifest of a checkpoint."""
     return posixpath.join(path, MANIFEST)
 
 
-def look(store: Store, path: str) -> Stat | None:
+def stat_manifest(store: Store, path: str) -> Stat | None:
     """Returns the `stat` of the manifest, or None without a checkpoint."""
-    return store.stat(file(path))
+    return store.stat(manifest_path(path))
 
 
 def identity(store: Store, path: str) -> str:
@@ -39,10 +39,10 @@ def identity(store: Store, path: str) -> str:
 
     A checkpoint that replaces it at the same path has another identity.
     """
-    return manifest.xxh3(read_file(store, file(path)))
+    return manifest.xxh3(read_file(store, manifest_path(path)))
 
 
-def known_identity(store: Store, path: str) -> str | None:
+def identity_or_none(store: Store, path: str) -> str | None:
     """Returns the `identity`, or None if the manifest is missing or cannot be read."""
     try:
         return identity(store, path)
@@ -50,7 +50,7 @@ def known_identity(store: Store, path: str) -> str | None:
         return None
 
 
-def read(store: Store, path: str, *, partial: bool = False) -> Glance:
+def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepSummary:
     """Reads the manifest, and checks the sizes of the files that it names.
 
     partial: allows missing files, because other hosts may have them on their disks.
@@ -58,24 +58,24 @@ def read(store: Store, path: str, *, partial: bool = False) -> Glance:
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote, and
     `FileNotFoundError` without a manifest.
     """
-    data = read_file(store, file(path))
+    data = read_file(store, manifest_path(path))
     summary = manifest.summarize(data, path)
     for listed in summary.files:
         with reading(path):
             found = store.stat(posixpath.join(path, listed.name))
-        if partial and found is None:
+        if allow_missing_files and found is None:
             continue
         if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
     added = _added(store, path, manifest.xxh3(data))
     numbers = {**validity.metrics(summary.metrics), **added}
     nbytes = len(data) + sum(listed.size for listed in summary.files)
-    return Glance(numbers, summary.created_seconds(), nbytes, frozenset(added))
+    return StepSummary(numbers, summary.created_seconds(), nbytes, frozenset(added))
 
 
 def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:
     """Adds metrics, durably. Raises `FileNotFoundError` without a checkpoint."""
-    data = read_file(store, file(path))
+    data = read_file(store, manifest_path(path))
     manifest.check(data, path)
     manifest.check_envelope(data, path)
     metrics.write(store, path, manifest.xxh3(data), numbers)

@@ -18,10 +18,10 @@ from ..._core.boxes import Cells
 from ..._core.entries import ArrayEntry, ValueEntry
 from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node
-from ..._core.values import EXACT, decode, is_shape
-from ..._threads.decoding import learn
+from ..._core.values import MAX_EXACT_INT, decode, is_shape
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError
-from ..safetensors.header import MAX_HEADER
+from ..safetensors.header import MAX_HEADER_BYTES
 from .manifest_fields import ArrayRow, File, Layout, Manifest, Placement, Summary
 from .schema import MANIFEST
 
@@ -29,22 +29,25 @@ _MAX_NAME_BYTES = 255  # of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
 _MAX_REPEATED_NODES = 500  # nodes of a subtree that `_repeats` compares with the nodes after it
-_KIND, _WHERE = operator.attrgetter("type", "dtype", "shape", "impl"), operator.attrgetter("where")  # of array rows
+_row_kind, _row_location = (
+    operator.attrgetter("type", "dtype", "shape", "impl"),
+    operator.attrgetter("where"),
+)  # of array rows
 _MAX_DEPTH = 200  # levels of objects and lists in fields where users may write anything
 
 
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=EXACT)]
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
 
 
 class _Sharding(msgspec.Struct, frozen=True):
-    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]]
+    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=MAX_EXACT_INT)]]
     spec: list[str | list[str] | None]
 
 
 class _Place(msgspec.Struct, frozen=True):
     """A place of arrays. Unknown fields are ignored; known fields must have their type."""
 
-    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=EXACT)]] | msgspec.UnsetType = msgspec.UNSET
+    mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=MAX_EXACT_INT)]] | msgspec.UnsetType = msgspec.UNSET
     spec: list[str | list[str] | None] | msgspec.UnsetType = msgspec.UNSET
     axis_types: list[Literal["auto", "explicit", "manual"]] | msgspec.UnsetType = msgspec.UNSET
     devices: list[_Natural] | msgspec.UnsetType = msgspec.UNSET
@@ -59,7 +62,7 @@ class _Place(msgspec.Struct, frozen=True):
     unrecorded: str | msgspec.UnsetType = msgspec.UNSET
 
 
-learn(_Sharding, _Place)
+preload_decoders(_Sharding, _Place)
 
 
 def check(manifest: Manifest, top: dict[str, Any]) -> None:
@@ -97,7 +100,7 @@ def _check_placement(placement: Placement, leaves: int) -> None:
         if isinstance(found.mesh, dict):
             size = 1
             for length in found.mesh.values():  # Capped, because the product of many axes could become huge.
-                size = min(size * length, EXACT + 1)
+                size = min(size * length, MAX_EXACT_INT + 1)
             if isinstance(found.devices, list) and (len(found.devices) != size or len(set(found.devices)) != size):
                 raise ValueError(f"place {number} does not list the {size} devices of its mesh")
             if isinstance(found.axis_types, list) and len(found.axis_types) != len(found.mesh):
@@ -119,12 +122,12 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
         for row in manifest.leaves:
             if isinstance(row, ValueEntry):
                 row.decode()
-    for row in dict(zip(map(_KIND, arrays), arrays, strict=True)).values():  # One row of each kind.
+    for row in dict(zip(map(_row_kind, arrays), arrays, strict=True)).values():  # One row of each kind.
         _check_array(row)
-    places = set(map(_WHERE, arrays))
+    places = set(map(_row_location, arrays))
     if not all(isinstance(where, int | tuple | str) for where in places):
         arrays = [(row.of_states() or ((), row))[1] for row in arrays]
-        places = set(map(_WHERE, arrays))
+        places = set(map(_row_location, arrays))
     for where in places:
         if type(where) is int and not 0 <= where < len(manifest.files):
             row = next(row for row in arrays if row.where == where)
@@ -146,7 +149,7 @@ def _check_place(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
     """Checks the place of a row that is not in one piece in one file."""
     where = row.where
     if isinstance(where, tuple):
-        if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= EXACT or layouts[where[0]] != row.shape:
+        if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= MAX_EXACT_INT or layouts[where[0]] != row.shape:
             raise ValueError(f"{row.path!r:.100} is cut as {list(where)}, which does not fit its shape")
     elif not isinstance(where, str | int) and not where.requires:
         raise ValueError(f"{row.path!r:.100} requires nothing")
@@ -154,7 +157,7 @@ def _check_place(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
 
 def check_summary(summary: Manifest | Summary) -> None:
     """Checks the fields of a manifest that managing a run needs."""
-    if summary.step is not None and not 0 <= summary.step <= EXACT:
+    if summary.step is not None and not 0 <= summary.step <= MAX_EXACT_INT:
         raise ValueError(f"the step is {summary.step}")
     metrics(summary.metrics)
     if not _TIME.fullmatch(summary.created):
@@ -179,7 +182,7 @@ def _check_file(file: File) -> None:
     name = file.name
     if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"{file.name!r:.100} is not the name of a file next to the manifest")
-    known = 8 <= file.header <= min(file.size, MAX_HEADER + 8) and _CHECKSUM.fullmatch(file.xxh3)
+    known = 8 <= file.header <= min(file.size, MAX_HEADER_BYTES + 8) and _CHECKSUM.fullmatch(file.xxh3)
     if not file.requires and not known:
         about = f"a header of {file.header} bytes and the checksum {file.xxh3!r:.40}"
         raise ValueError(f"the file {file.name!r:.100} has {about}")

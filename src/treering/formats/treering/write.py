@@ -14,28 +14,28 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ..._core.boxes import Box, whole
+from ..._core.boxes import Box, full_box
 from ..._core.entries import Entry
 from ..._core.skeleton import Skeleton
 from ..._core.source import Written
 from ..._processes import assignment
-from ..._processes.assignment import Piece, Share
-from ..._processes.calls import Call, raise_cause
+from ..._processes.assignment import Assignment, Piece
+from ..._processes.calls import Call, raise_error_of_process_0
+from ..._pytree.lazy_supply import ShardSupply
 from ..._pytree.leaves import Catalogue, LocalShard
-from ..._pytree.on_demand import Supply
 from ..._threads.pool import ThreadPool
 from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
-from ...stores.nfs import look_anew, wait_until
+from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Sink, Store
 from . import host_parts, layout, manifest
 from .commit import Transaction
-from .layout import ArrayFile
+from .layout import PlannedFile
 from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
-from .new_files import Files
-from .removal import logged
+from .removal import logging_errors
+from .save_files import SaveFiles
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
@@ -55,26 +55,26 @@ class Job(NamedTuple):
     """The contents and the path of a save.
 
     `shares` names the processes that write each array. It is None if this process writes all of them. With
-    `own_disks`, each host has a disk of its own at the path.
+    `per_host_storage`, each host has a disk of its own at the path.
     """
 
     path: str
     overwrite: bool
     tree: Skeleton
     catalogue: Catalogue
-    shares: Mapping[int, Share] | None
+    shares: Mapping[int, Assignment] | None
     info: Info
-    own_disks: bool = False
+    per_host_storage: bool = False
 
 
-def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call) -> Written:
+def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits the save. A process that fails removes its files. If the commit of process 0 is in
-    doubt, it keeps them: the next `remove_leftovers` removes them if no manifest names them.
+    doubt, it keeps them: the next `collect_garbage` removes them if no manifest names them.
     """
     files: Any = None
-    watch = _Watch()
+    stopwatch = _Stopwatch()
     undurable: SaveError | None = None
 
     def begin() -> list[Any]:
@@ -88,7 +88,7 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         firsts = [[first for _, first in report] for report in reports]
         data = _manifest(job, pieces, spread, listed, firsts)
         try:
-            others = [] if job.own_disks else listed[1:]
+            others = [] if job.per_host_storage else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
         except SaveError as error:
             if not files.must_stay:
@@ -97,46 +97,46 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
             # as a failure, which would make them remove theirs.
             undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        return [nbytes, undurable and str(undurable), manifest.xxh3(data) if job.own_disks else ""]
+        return [nbytes, undurable and str(undurable), manifest.xxh3(data) if job.per_host_storage else ""]
 
     try:
-        call.doing("planning")
+        call.set_activity("planning")
         token, made = call.broadcast(begin)
-        if files is None and job.own_disks:
-            files = Files.apart(store, job.path, token)
+        if files is None and job.per_host_storage:
+            files = SaveFiles.join_per_host(store, job.path, token)
         elif files is None:
             made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
-            files = Files.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
+            files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
             entries, most = job.catalogue.entries, store.object_bytes
             if job.shares is None:
-                pieces, planned = _plan_alone(entries, staging.shards, most)
+                pieces, planned = _plan_single_process(entries, staging.shards, most)
             else:
                 if most:
-                    job = job._replace(shares=assignment.cut_shares(entries, job.shares, most))
+                    job = job._replace(shares=assignment.cut_assignments(entries, job.shares, most))
                 pieces = assignment.pieces(entries, staging.shards, job.shares, call.index)
-                staging.need([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
+                staging.plan_reads([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
                 planned = layout.plan(entries, pieces, file_bytes=most)
             spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
             names = layout.names(token, len(planned), call.index, call.count)
-        call.doing("writing")
-        watch.begin()
+        call.set_activity("writing")
+        stopwatch.begin()
         report = [
-            (_write_file(files, name, file, pieces, staging, pool, watch), file.first)
+            (_write_file(files, name, file, pieces, staging, pool, stopwatch), file.first)
             for name, file in zip(names, planned, strict=True)
         ]
         if call.index:
             store.settle(job.path)
-        watch.lap("sync")
-        call.doing("waiting for the commit")
+        stopwatch.lap("sync")
+        call.set_activity("waiting for the commit")
         nbytes, problem, identity = call.gather_and_decide(msgspec.to_builtins(report), commit)
-        if job.own_disks and call.index:
-            with logged(job.path):
+        if job.per_host_storage and call.index:
+            with logging_errors(job.path):
                 host_parts.note_part(store, job.path, identity)
         files.close()
-        watch.lap("commit")
+        stopwatch.lap("commit")
     except BaseException as error:
-        if files and call.undecided:
+        if files and call.in_doubt:
             files.close()
         elif files:
             files.abort()
@@ -145,37 +145,37 @@ def write(store: Store, job: Job, staging: Supply, pool: ThreadPool, call: Call)
         if isinstance(error, SaveError | FileNotFoundError):
             call.check()  # If process 0 has failed and removed the directory, its error is the cause.
         if isinstance(error, FileNotFoundError):
-            raise_cause(call)
+            raise_error_of_process_0(call)
         raise
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    return Written(nbytes, watch.seconds["write"], watch.seconds["sync"], watch.seconds["commit"])
+    return Written(nbytes, stopwatch.seconds["write"], stopwatch.seconds["sync"], stopwatch.seconds["commit"])
 
 
-_planned: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
+_last_plan: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
 
 
-def _plan_alone(
+def _plan_single_process(
     entries: Sequence[Entry], shards: Sequence[LocalShard], most: int | None
-) -> tuple[Sequence[Piece], Sequence[ArrayFile]]:
+) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
     """Returns the pieces that the only process of a save writes, and its files of at most `most` bytes.
 
     The plan of the last call is cached, because a training loop saves the same structure at every step.
     """
-    global _planned
-    last = _planned
+    global _last_plan
+    last = _last_plan
     if last and last[0] is shards and last[1] == most:
         return last[2]
     pieces = assignment.pieces(entries, shards, None, 0)
     if most:
         pieces = assignment.cut(entries, pieces, most)
     found = pieces, layout.plan(entries, pieces, file_bytes=most)
-    _planned = shards, most, found
+    _last_plan = shards, most, found
     return found
 
 
-class _Watch:
+class _Stopwatch:
     """The seconds that a process spends on each part of a save."""
 
     def __init__(self) -> None:
@@ -204,10 +204,10 @@ def _manifest(
     def order(process: int) -> Iterator[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return ((leaf, box) for leaf, box, _ in assignment.written(entries, everyone, process))
+        return ((leaf, box) for leaf, box, _ in assignment.piece_sizes(entries, everyone, process))
 
     with gc_paused():
-        by_leaf = assignment.unshared(spread, pieces) if everyone is None else everyone
+        by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
         placement = layout.placement(job.catalogue)
     data = manifest.seal(
@@ -238,12 +238,14 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
     found = set(catalogue.shardings)
     for piece in pieces:
         entry: Any = catalogue.entries[piece.leaf]
-        if piece.leaf not in found and piece.box != whole(entry.shape):
+        if piece.leaf not in found and piece.box != full_box(entry.shape):
             found.add(piece.leaf)
     return found
 
 
-_read_back: tuple[Any, ...] = ()  # the structure of the last manifest that passed `_check_readable`, without values
+_last_read_back: tuple[
+    Any, ...
+] = ()  # the structure of the last manifest that passed `_check_readable`, without values
 
 
 def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement: Placement | None) -> None:
@@ -252,9 +254,9 @@ def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement:
     A manifest with the structure of the last one is not read again: in a training loop only values differ from step to
     step.
     """
-    global _read_back
+    global _last_read_back
     structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata, job.info.metadata_floats)
-    if _read_back and job.tree is _read_back[0] and structure[1:] == _read_back[1:]:
+    if _last_read_back and job.tree is _last_read_back[0] and structure[1:] == _last_read_back[1:]:
         return
     try:
         manifest.decode(data, "manifest")
@@ -263,7 +265,7 @@ def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement:
             f"{job.path}: expected a tree that can be read back, found one that makes an invalid manifest ({error}); "
             "nothing is written; please report this"
         ) from error
-    _read_back = structure
+    _last_read_back = structure
 
 
 def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], timeout: float) -> None:
@@ -278,7 +280,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
     with store.glance(path) if any(listed) else contextlib.nullcontext():
         missing = [(process, file) for process, files in enumerate(listed, 1) for file in files if not is_there(file)]
     for process, file in missing:
-        if not wait_until(functools.partial(is_there, file), lambda: look_anew(store, path), timeout):
+        if not wait_until(functools.partial(is_there, file), lambda: refresh_dir_cache(store, path), timeout):
             raise SaveError(
                 f"{posixpath.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
                 f"{found[file.name] or 'nothing'}; do all processes see the same file system?"
@@ -286,7 +288,13 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
 
 
 def _write_file(
-    files: Files, name: str, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool, watch: _Watch
+    files: SaveFiles,
+    name: str,
+    file: PlannedFile,
+    pieces: Sequence[Piece],
+    staging: ShardSupply,
+    pool: ThreadPool,
+    stopwatch: _Stopwatch,
 ) -> File:
     sink = files.create(name)
     size = len(file.header) + file.nbytes
@@ -296,14 +304,19 @@ def _write_file(
     buffer = aligned(len(header))
     buffer[: len(header)] = header
     sink.write(buffer, 0)
-    watch.lap("write")
+    stopwatch.lap("write")
     sink.finish(size, read_only=True)
-    watch.lap("sync")
+    stopwatch.lap("sync")
     return File(name, size, len(header), manifest.xxh3(header))
 
 
 def _write_buffer(
-    sink: Sink, room: memoryview | None, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, pool: ThreadPool
+    sink: Sink,
+    room: memoryview | None,
+    file: PlannedFile,
+    pieces: Sequence[Piece],
+    staging: ShardSupply,
+    pool: ThreadPool,
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads. Returns the checksum of every block.
 
@@ -329,7 +342,7 @@ def _write_buffer(
                     checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
                 if room is None:
                     sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
-                staging.moved(end - begin)
+                staging.on_progress(end - begin)
         except BaseException as error:
             staging.fail(error)  # This stops the other threads at once, which may wait for staged bytes.
             raise
@@ -341,7 +354,9 @@ def _write_buffer(
     return checksums
 
 
-def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], staging: Supply, begin: int, end: int) -> None:
+def _fill(
+    target: np.ndarray, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, begin: int, end: int
+) -> None:
     """Copies the bytes [begin, end) of the buffer from their pieces, many small pieces at a time."""
     first = bisect.bisect_right(file.begins, begin) - 1
     last = bisect.bisect_left(file.begins, end, first + 1)
@@ -362,5 +377,5 @@ def _fill(target: np.ndarray, file: ArrayFile, pieces: Sequence[Piece], staging:
             parts[-1] = parts[-1][: end - begin - stop]
             stop = end - begin
         np.concatenate(parts, out=target[at:stop])
-        staging.copied(numbers[: len(parts)], list(map(len, parts)))
+        staging.release_bytes(numbers[: len(parts)], list(map(len, parts)))
         at = stop

@@ -10,17 +10,17 @@ from ...errors import CorruptError
 from ..buffers import copy
 from ..ranges import Range
 from ..read_errors import ReplacedError, reading
-from .bucket import Bucket, Found
-from .glance import Glance
+from .bucket import Bucket, ObjectMeta
+from .listing_cache import ListingCache
 from .request_errors import ChangedError
 from .upload import OBJECT_BYTES
 
 _MIN_TAKEN_PART = 0.75  # least part of the fetched bytes that a caller may take, because it keeps all of their memory
 _log = logging.getLogger("treering")
-_HEAD_BYTES = 1 << 20  # bytes that are fetched on opening: they take no longer than a request without data
+_PREFETCH_BYTES = 1 << 20  # bytes that are fetched on opening: they take no longer than a request without data
 
 
-class _Came(NamedTuple):
+class _PrefetchedRun(NamedTuple):
     """Bytes that were fetched when an object was opened: the offset of the first, and the memory that holds them."""
 
     begin: int
@@ -38,32 +38,34 @@ class ObjectBlob:
         bucket: Bucket,
         key: str,
         expected: int = 0,
-        glance: Glance | None = None,
+        cache: ListingCache | None = None,
         into: memoryview | None = None,
     ):
         self.path = f"{bucket.url}/{key}"
         self._bucket, self._key = bucket, key
-        nbytes = min(expected or _HEAD_BYTES, OBJECT_BYTES + _HEAD_BYTES)
+        nbytes = min(expected or _PREFETCH_BYTES, OBJECT_BYTES + _PREFETCH_BYTES)
         if into is not None and nbytes == expected:
-            head, found = bucket.beginning(key, nbytes, into)
+            head, found = bucket.get_prefix(key, nbytes, into)
         else:
             into = None
-            head, found = (glance or bucket).beginning(key, nbytes)
-        self.size, self._found = found.nbytes, found
+            head, found = (cache or bucket).get_prefix(key, nbytes)
+        self.size, self._meta = found.nbytes, found
         if found.version[0] is None and found.modified <= 0:
             _log.warning(
                 "%s: the server sends neither an ETag nor Last-Modified; if the file is replaced while it is open, "
                 "Treering does not notice",
                 self.path,
             )
-        came = [_Came(0, memoryview(head))]
+        came = [_PrefetchedRun(0, memoryview(head))]
         if into is not None and nbytes <= found.nbytes:
-            came.append(_Came(nbytes - len(into), into))
-        self._came = [came]  # At most one element. There is no lock, because a signal handler may read this blob too.
+            came.append(_PrefetchedRun(nbytes - len(into), into))
+        self._prefetched = [
+            came
+        ]  # At most one element. There is no lock, because a signal handler may read this blob too.
 
-    def check_is(self, found: Found) -> None:
+    def check_is(self, found: ObjectMeta) -> None:
         """Raises `ReplacedError` unless this is the object that was found, in that version."""
-        if not self._found.is_same(found):
+        if not self._meta.is_same(found):
             raise ReplacedError(f"{self.path}: it was replaced while the folder was read; open it again")
 
     def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
@@ -71,20 +73,20 @@ class ObjectBlob:
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
         held = 0
-        for came in () if anew else tuple(self._came):
+        for came in () if anew else tuple(self._prefetched):
             for begin, memory in came:
                 count = max(min(begin + len(memory), end) - offset - held, 0)
                 first = offset + held - begin
                 copy(target[held : held + count], memory[first : first + count])
                 held += count
-            if not any(one is came for one in self._came):
+            if not any(one is came for one in self._prefetched):
                 held = 0  # `take` gave this memory to a caller meanwhile, who may have written to it
 
         def read(begin: int) -> None:
             stop = min(begin + self.read_bytes, end)
             with reading(self.path):
                 try:
-                    self._bucket.read_into(target[begin - offset : stop - offset], self._key, begin, self._found)
+                    self._bucket.read_into(target[begin - offset : stop - offset], self._key, begin, self._meta)
                 except (ChangedError, FileNotFoundError):
                     raise ReplacedError(
                         f"{self.path}: it was replaced or deleted while it was open; open it again"
@@ -112,7 +114,7 @@ class ObjectBlob:
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
         wanted = sum(end - begin for begin, end in ranges)
         try:
-            came = self._came.pop()  # in one step, so that the memory has one owner
+            came = self._prefetched.pop()  # in one step, so that the memory has one owner
         except IndexError:
             return None
         for first, memory in came:
@@ -120,11 +122,11 @@ class ObjectBlob:
             inside = all(first <= begin and end <= behind for begin, end in ranges)
             if inside and not memory.readonly and wanted >= len(memory) * _MIN_TAKEN_PART:
                 return [memory[begin - first : end - first] for begin, end in ranges]
-        self._came.append(came)
+        self._prefetched.append(came)
         return None
 
     def forget(self) -> None:
-        self._came.clear()
+        self._prefetched.clear()
 
     def close(self) -> None:
         self.forget()

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...errors import RequestError, UnsupportedError
 from ..buffers import aligned, copy
-from ..temporary_names import clock_beside
+from ..temporary_names import clock_probe_beside
 from .request_errors import BROKEN, BUSY, EMPTY, ChangedError, ConflictError, failure, missing, translate_errors
 
 _ATTEMPTS = 4  # per request; obstore itself repeats requests that were not answered
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which one reading of the server's clock is used
-_QUICK_BYTES = 64 << 10  # requests with at most so many bytes use the client with the short timeout
-_SMALL_BYTES = 1 << 20  # an answer of at most so many bytes is not copied to aligned memory
-_NOTHING = memoryview(b"")
+_MAX_QUICK_BYTES = 64 << 10  # requests with at most so many bytes use the client with the short timeout
+_MAX_UNCOPIED_BYTES = 1 << 20  # an answer of at most so many bytes is not copied to aligned memory
+_NO_BYTES = memoryview(b"")
 
 T = TypeVar("T")
 Version = tuple[str | None, str | None]  # the ETag, and the version number in stores that have one
@@ -28,7 +28,7 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-class Found(NamedTuple):
+class ObjectMeta(NamedTuple):
     """An object: its key, size in bytes, time in seconds since the epoch by the server's clock, and version."""
 
     key: str
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     modified: float
     version: Version
 
-    def is_same(self, other: "Found") -> bool:
+    def is_same(self, other: "ObjectMeta") -> bool:
         """Returns True if two answers describe the same object, or equal ones.
 
         Listings lack version numbers, and have fractions of seconds that other answers lack.
@@ -57,19 +57,19 @@ class Bucket:
     """
 
     def __init__(self, url: str, client: Any, quick: Any = None, *, conditional: bool = True):
-        self.url, self.client, self._quick = url, client, quick or client
+        self.url, self.client, self._quick_client = url, client, quick or client
         self.conditional = conditional  # requests have conditions, such as If-Match
-        self._honours = False  # a test has shown that the server obeys conditions and returns stored bytes
-        self.is_read_back = False  # a test has shown that it returns stored bytes; see `round_trip`
+        self._is_verified = False  # a test has shown that the server obeys conditions and returns stored bytes
+        self.is_read_verified = False  # a test has shown that it returns stored bytes; see `round_trip`
         self._clock: tuple[float, float] | None = None  # the server's time, and the local time of that reading
 
-    def head(self, key: str) -> Found | None:
+    def head(self, key: str) -> ObjectMeta | None:
         """Returns the object of a key; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return _found(self._repeated(key, lambda: self._obstore.head(self._quick, key)))
+            return _object_meta(self._retried(key, lambda: self._obstore.head(self._quick_client, key)))
         return None
 
-    def beginning(self, key: str, nbytes: int, into: memoryview = _NOTHING) -> tuple[Any, Found]:
+    def get_prefix(self, key: str, nbytes: int, into: memoryview = _NO_BYTES) -> tuple[Any, ObjectMeta]:
         """Returns a buffer with the first bytes of an object, and the object. It has all bytes if there are fewer.
 
         Many bytes come in new memory that the caller may write to. If the object has `nbytes` bytes, the last ones are
@@ -85,7 +85,7 @@ class Bucket:
                 raise missing(self.url, key) from None
             return b"", found
 
-    def read_into(self, target: memoryview, key: str, begin: int, expected: Found) -> None:
+    def read_into(self, target: memoryview, key: str, begin: int, expected: ObjectMeta) -> None:
         """Fills a buffer with bytes of an object, from `begin` on.
 
         Raises `ChangedError` unless it is the expected object.
@@ -95,37 +95,37 @@ class Bucket:
             raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
 
     def _bytes(
-        self, key: str, begin: int, end: int, version: Version | None, into: memoryview = _NOTHING
-    ) -> tuple[Any, Found]:
-        client = self._quick if end - begin <= _QUICK_BYTES else self.client
+        self, key: str, begin: int, end: int, version: Version | None, into: memoryview = _NO_BYTES
+    ) -> tuple[Any, ObjectMeta]:
+        client = self._quick_client if end - begin <= _MAX_QUICK_BYTES else self.client
         options: dict[str, Any] = {"range": (begin, end)}
         if version and version[0] and not version[0].startswith("W/"):  # in HTTP, a weak ETag never matches If-Match
             options["if_match"] = version[0]
 
-        def read() -> tuple[Any, Found]:
+        def read() -> tuple[Any, ObjectMeta]:
             got = self._obstore.get(client, key, options=options)
-            found = _found(got.meta)
+            found = _object_meta(got.meta)
             size = min(end, found.nbytes) - begin
-            elsewhere = into if end <= found.nbytes else _NOTHING
+            elsewhere = into if end <= found.nbytes else _NO_BYTES
             came = memoryview(got.bytes())  # Reading it in chunks would need less memory, but a sixth more time.
             if len(came) != size:
                 raise failure(f"{self.url}/{key}: expected {size} bytes, found {len(came)}", BROKEN)
-            if size <= _SMALL_BYTES and not elsewhere:
+            if size <= _MAX_UNCOPIED_BYTES and not elsewhere:
                 return came, found
             own = size - len(elsewhere)
-            data = aligned(own)[:own] if own else _NOTHING
+            data = aligned(own)[:own] if own else _NO_BYTES
             for target, source in ((data, came[:own]), (elsewhere, came[own:])):
                 if target:
                     copy(target, source)
             return data, found
 
-        return self._repeated(key, read)
+        return self._retried(key, read)
 
-    def _repeated(self, key: str, ask: Callable[[], T]) -> T:
+    def _retried(self, key: str, ask: Callable[[], T]) -> T:
         """Returns the answer to a request that may be repeated, once it is complete."""
         for attempt in range(_ATTEMPTS):
             try:
-                with self.asked(key):
+                with self.translate_errors(key):
                     return ask()
             except (RequestError, ConflictError) as error:
                 if isinstance(error, RequestError) and error._reason not in (BROKEN, BUSY):
@@ -150,16 +150,16 @@ class Bucket:
         if not self.conditional and not overwrite:
             self.check_unchanged(key, replaces)
             mode = "overwrite"
-        client = self._quick if memoryview(data).nbytes <= _QUICK_BYTES else self.client
+        client = self._quick_client if memoryview(data).nbytes <= _MAX_QUICK_BYTES else self.client
         for attempt in range(_ATTEMPTS):
             try:
-                with self.asked(key):
+                with self.translate_errors(key):
                     return _version(self._obstore.put(client, key, data, mode=mode, use_multipart=False))
             except RequestError as error:
                 if error._reason != BUSY or attempt == _ATTEMPTS - 1:
                     raise
             except ChangedError as error:
-                if found := self.same(key, data):
+                if found := self.find_same(key, data):
                     return found.version
                 # A request without a condition fails like this only because another request is in progress.
                 conflict = overwrite or isinstance(error, ConflictError)
@@ -168,17 +168,17 @@ class Bucket:
             time.sleep(_PAUSE_SECONDS * 2**attempt)
         raise AssertionError
 
-    def same(self, key: str, data: Any) -> Found | None:
+    def find_same(self, key: str, data: Any) -> ObjectMeta | None:
         """Returns the object of a key if it has exactly these bytes, at least one."""
         data = memoryview(data).cast("B")
         if not len(data):
             return None
         with contextlib.suppress(FileNotFoundError):
-            there, found = self.beginning(key, len(data) + 1)
+            there, found = self.get_prefix(key, len(data) + 1)
             return found if bytes(there) == data else None
         return None
 
-    def check_unchanged(self, key: str, replaces: Version | None) -> Found | None:
+    def check_unchanged(self, key: str, replaces: Version | None) -> ObjectMeta | None:
         """Returns the object of a key.
 
         Raises `ChangedError` unless it has the version `replaces`; None stands for no object.
@@ -188,56 +188,58 @@ class Bucket:
             return found
         raise ChangedError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self.url}/{key}")
 
-    def list(self, key: str) -> tuple[list[Found], list[str]]:
+    def list(self, key: str) -> tuple[list[ObjectMeta], list[str]]:
         """Returns the objects one level below a key, and the keys of the folders there."""
-        found = self._repeated(key, lambda: self._obstore.list_with_delimiter(self._quick, prefix=key or None))
+        found = self._retried(key, lambda: self._obstore.list_with_delimiter(self._quick_client, prefix=key or None))
         folders = list(found["common_prefixes"])
-        objects = [_found(one) for one in found["objects"] if one["path"] != key]
+        objects = [_object_meta(one) for one in found["objects"] if one["path"] != key]
         return [one for one in objects if one.nbytes or one.key not in folders], folders
 
-    def list_all(self, key: str) -> "list[Found]":
+    def list_all(self, key: str) -> "list[ObjectMeta]":
         """Returns all objects below a key, sorted by name."""
-        return sorted(self.list_up_to(key, None) or ())
+        return sorted(self.list_at_most(key, None) or ())
 
-    def list_up_to(self, key: str, most: int | None) -> "list[Found] | None":
+    def list_at_most(self, key: str, most: int | None) -> "list[ObjectMeta] | None":
         """Returns all objects below a key; None if there are more than `most`."""
 
-        def ask() -> list[Found] | None:
-            found: list[Found] = []
+        def ask() -> list[ObjectMeta] | None:
+            found: list[ObjectMeta] = []
             for page in self._obstore.list(self.client, prefix=key or None):
-                found += [_found(one) for one in page if one["path"] != key]
+                found += [_object_meta(one) for one in page if one["path"] != key]
                 if most is not None and len(found) > most:
                     return None
-            above = {key for one in found for key in _above(one.key)} if any(not one.nbytes for one in found) else ()
+            above = (
+                {key for one in found for key in _parent_keys(one.key)} if any(not one.nbytes for one in found) else ()
+            )
             return [one for one in found if one.nbytes or one.key not in above]
 
-        return self._repeated(key, ask)
+        return self._retried(key, ask)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects. Missing objects are ignored."""
         if keys:
             chosen = list(keys) if len(keys) > 1 else keys[0]
             try:
-                self._repeated(keys[0], lambda: self._obstore.delete(self._quick, chosen))
+                self._retried(keys[0], lambda: self._obstore.delete(self._quick_client, chosen))
             except FileNotFoundError:  # Some servers end a bulk request at a missing object: delete one by one.
                 for key in keys if len(keys) > 1 else ():
                     self.delete([key])
 
     def copy(self, key: str, other: str) -> None:
         """Copies an object within the server."""
-        self._repeated(key, lambda: self._obstore.copy(self.client, key, other))
+        self._retried(key, lambda: self._obstore.copy(self.client, key, other))
 
     def writer(self, key: str, part_bytes: int, parts: int) -> Any:
         """Returns a context manager that uploads an object in parts, `parts` of them at a time.
 
         An error aborts the upload.
         """
-        with self.asked(key):
+        with self.translate_errors(key):
             return self._obstore.open_writer(self.client, key, buffer_size=part_bytes, max_concurrency=parts)
 
     def check_conditions(self, key: str) -> None:
         """Raises `UnsupportedError` unless the server obeys conditions, which it tests on an existing object."""
-        refused = [self._refuses(key, replaces) for replaces in (None, ('"treering"', "1"))]
+        refused = [self._is_put_refused(key, replaces) for replaces in (None, ('"treering"', "1"))]
         if not all(refused):
             raise UnsupportedError(
                 f"{self.url}: expected a store that refuses to create an object that exists (If-None-Match) and to "
@@ -246,16 +248,16 @@ class Bucket:
                 "conditional=False if nothing else ever writes there"
             )
 
-    def _refuses(self, key: str, replaces: Version | None) -> bool:
+    def _is_put_refused(self, key: str, replaces: Version | None) -> bool:
         mode: Any = "create" if replaces is None else _mode(replaces)
         data = os.urandom(8)
         try:
-            self._repeated(key, lambda: self._obstore.put(self._quick, key, data, mode=mode, use_multipart=False))
+            self._retried(key, lambda: self._obstore.put(self._quick_client, key, data, mode=mode, use_multipart=False))
         except ChangedError:
             return True
         return False
 
-    def age(self, found: Found, neighbor: str) -> float:
+    def age(self, found: ObjectMeta, neighbor: str) -> float:
         """Returns the seconds since an object was written, by the server's clock.
 
         A new object next to `neighbor` shows the time.
@@ -263,15 +265,15 @@ class Bucket:
         for _ in range(_ATTEMPTS):
             if self._clock is not None and now() - self._clock[1] <= _CLOCK_SECONDS:
                 return self._clock[0] + (now() - self._clock[1]) - found.modified
-            self._ask_clock(neighbor)
+            self._read_clock(neighbor)
         raise RequestError(f"{self.url}/{neighbor}: the server's clock cannot be read from an object next to it")
 
-    def _ask_clock(self, neighbor: str) -> None:
+    def _read_clock(self, neighbor: str) -> None:
         """Puts an object and reads the server's clock from its time.
 
         Reads nothing if another process has removed the object.
         """
-        probe = clock_beside(neighbor)
+        probe = clock_probe_beside(neighbor)
         try:
             self.put(probe, b"-", overwrite=True)
             here = now()  # Read after the put: an age may come out too small, but a living writer never looks dead.
@@ -286,34 +288,34 @@ class Bucket:
 
         return obstore
 
-    def asked(self, key: str) -> contextlib.AbstractContextManager[None]:
+    def translate_errors(self, key: str) -> contextlib.AbstractContextManager[None]:
         """Wraps a request. Raises `FileNotFoundError`, `ChangedError`, and `RequestError` for all that went wrong."""
-        _check_process()
+        _check_not_forked()
         return translate_errors(self.url, key)
 
 
-_process: int | None = None  # the process that made the first request
+_first_process: int | None = None  # the process that made the first request
 
 
-def _check_process() -> None:
+def _check_not_forked() -> None:
     """Raises `UnsupportedError` in a forked child, which would wait forever for threads that only its parent has."""
-    global _process
-    _process = _process or os.getpid()
-    if _process != os.getpid():
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if _first_process != os.getpid():
         raise UnsupportedError(
             "buckets cannot be used in a process that was forked from one that has used them: start it with "
             "multiprocessing's method 'spawn', or read a local copy in it"
         )
 
 
-def _above(key: str) -> Iterator[str]:
+def _parent_keys(key: str) -> Iterator[str]:
     """Yields the keys that some programs treat as folders of this one. They put empty objects there."""
     while key := key.rpartition("/")[0]:
         yield key
 
 
-def _found(meta: Any) -> Found:
-    return Found(meta["path"], meta["size"], meta["last_modified"].timestamp(), _version(meta))
+def _object_meta(meta: Any) -> ObjectMeta:
+    return ObjectMeta(meta["path"], meta["size"], meta["last_modified"].timestamp(), _version(meta))
 
 
 def _version(answer: Any) -> Version:

@@ -12,7 +12,7 @@ EXTRAS = {
     "abfs": "azure", "abfss": "azure", "http": "http", "https": "http", "memory": "http",
 }  # fmt: skip
 WEB = ("http://", "https://")
-_SECONDS = 300  # per request with data: five objects at a time need half a megabyte a second
+_REQUEST_SECONDS = 300  # per request with data: five objects at a time need half a megabyte a second
 QUICK_SECONDS = 20  # per request without data, and per renewal of a lease
 _RETRIES = {
     "max_retries": 6,
@@ -22,7 +22,7 @@ _RETRIES = {
 }
 
 
-def make(root: str, seconds: int = _SECONDS) -> Any:
+def make_client(root: str, seconds: int = _REQUEST_SECONDS) -> Any:
     """Returns the client for the beginning of a URL (`s3://bucket`, `https://host`), with a timeout for each request.
 
     Raises `UnsupportedError` if obstore is not installed, and `RequestError` if it cannot make a client for the URL.
@@ -48,7 +48,7 @@ def make(root: str, seconds: int = _SECONDS) -> Any:
         return store.from_url(f"gs://{place}" if scheme == "gcs" else root, **options)
     except BaseError as error:
         raise RequestError(
-            f"{root}: no client can be made for it: {short(error)}; check the URL, and the environment variables with "
+            f"{root}: no client can be made for it: {brief(error)}; check the URL, and the environment variables with "
             "the account and the credentials"
         ) from error
 
@@ -67,7 +67,7 @@ def _s3(store: Any, bucket: str, options: dict[str, Any]) -> Any:
     Over TLS, payloads are not signed: checksums protect them.
     """
     if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profile():
-        options |= _of_profile(bucket)
+        options |= _profile_options(bucket)
     named = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoint = next(filter(None, map(os.environ.get, named)), options.get("endpoint", ""))
     if endpoint:
@@ -85,7 +85,7 @@ def _has_profile() -> bool:
     return any(name in os.environ for name in named) or any(map(os.path.exists, map(os.path.expanduser, usual)))
 
 
-def _of_profile(bucket: str) -> dict[str, Any]:
+def _profile_options(bucket: str) -> dict[str, Any]:
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -103,7 +103,7 @@ def _of_profile(bucket: str) -> dict[str, Any]:
     return found
 
 
-def short(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """Returns the first 300 characters of an error, without the source that obstore adds."""
     text = str(error).partition("\n\nDebug source")[0]
     return " ".join(text.split())[:300]

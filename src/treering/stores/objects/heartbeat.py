@@ -15,26 +15,26 @@ from typing import Any
 
 import msgspec
 
-from ..._threads.alive import Alive
-from ..._threads.decoding import learn
-from ..._threads.pool import start
+from ..._threads.pool import start_threads
+from ..._threads.preload_decoders import preload_decoders
+from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
-from .bucket import Bucket, Found, Version, now
+from .bucket import Bucket, ObjectMeta, Version, now
 from .request_errors import ChangedError
 
 LEASE_SECONDS = 90.0  # after its last renewal by the server's clock, another writer may acquire it
 _RENEWAL_SECONDS = 20.0
-SAFE_SECONDS = 60.0  # after its last renewal, no other writer can have acquired it
+LEASE_SAFE_SECONDS = 60.0  # after its last renewal, no other writer can have acquired it
 VERSION = 1
-_MAX_BYTES = 4096  # larger objects are not heartbeats
-_UNSEEN = "unseen"  # instead of the start time of a process, if it cannot be read
-_ENDED = b'{"version":1}'  # the contents after a release: no token, so no holder
+_MAX_RECORD_BYTES = 4096  # larger objects are not heartbeats
+_UNKNOWN = "unseen"  # instead of the start time of a process, if it cannot be read
+_RELEASED = b'{"version":1}'  # the contents after a release: no token, so no holder
 _log = logging.getLogger("treering")
-_PROCESS = os.urandom(8).hex()  # names this process in the objects that it writes
-_alive: "Alive[Heartbeat]" = Alive()
+_PROCESS_TOKEN = os.urandom(8).hex()  # names this process in the objects that it writes
+_heartbeats: "WeakRegistry[Heartbeat]" = WeakRegistry()
 
 
-class About(msgspec.Struct):
+class WriterRecord(msgspec.Struct):
     """The contents of the object: which process writes, and how to tell whether it lives."""
 
     version: Any = VERSION
@@ -49,12 +49,12 @@ class About(msgspec.Struct):
     beats: int = 0
 
     @property
-    def is_known(self) -> bool:
+    def is_supported(self) -> bool:
         """True if this release understands the contents. Those of a later release may mean anything."""
         return self.version == VERSION and not self.requires
 
 
-learn(About)
+preload_decoders(WriterRecord)
 
 
 class Heartbeat:
@@ -66,26 +66,26 @@ class Heartbeat:
     def __init__(self, bucket: Bucket, key: str, *, replaces: Version | None = None):
         self.key, self.lost, self.stopped = key, False, False
         self._bucket = bucket
-        self._about = _about_this_process()
+        self._record = _new_writer_record()
         self._lock = threading.RLock()  # held while the object is renewed
-        self._renewed = now()  # Read before the put: the lease must not seem to last longer here than on the server.
+        self._renewed_at = now()  # Read before the put: the lease must not seem to last longer here than on the server.
         self._version = bucket.put(key, self._data(), replaces=replaces)
-        self._ending = threading.Event()
-        _alive.add(self)
-        _begin(self)
+        self._stop_requested = threading.Event()
+        _heartbeats.add(self)
+        _start_renewals(self)
 
     @property
     def token(self) -> str:
         """The unique name of this writer."""
-        return self._about.token
+        return self._record.token
 
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Returns True if this writer still holds the object. Asks the server only if the last renewal is long ago."""
-        if now() - self._renewed > SAFE_SECONDS and not self.lost:
+        if now() - self._renewed_at > LEASE_SAFE_SECONDS and not self.lost:
             self.renew()
-        return not self.lost and (now() - self._renewed <= SAFE_SECONDS or self.confirm())
+        return not self.lost and (now() - self._renewed_at <= LEASE_SAFE_SECONDS or self.verify())
 
-    def confirm(self) -> bool:
+    def verify(self) -> bool:
         """Asks the server, and returns True if the object is as this writer wrote it last."""
         with self._lock:
             if self.lost:
@@ -99,31 +99,31 @@ class Heartbeat:
             if self.lost or self.stopped:
                 return
             begun = now()
-            self._about.beats += 1
+            self._record.beats += 1
             try:
                 try:
                     self._version = self._bucket.put(self.key, self._data(), replaces=self._version)
-                    self._renewed = begun
+                    self._renewed_at = begun
                 except (ChangedError, FileNotFoundError):
-                    self._look()
+                    self._check_owner()
             except OSError as error:
                 _log.warning("%s/%s: not renewed: %s", self._bucket.url, self.key, error)
 
-    def _look(self) -> None:
+    def _check_owner(self) -> None:
         """Finds out who holds the object.
 
         If the answer to a renewal was lost, it is this writer's in a newer version.
         """
         with contextlib.suppress(FileNotFoundError):
-            about, found = read(self._bucket, self.key)
-            if about is not None and about.token == self.token:
+            record, found = read(self._bucket, self.key)
+            if record is not None and record.token == self.token:
                 self._version = found.version  # The next renewal uses it.
                 return
         self.lost = True
         _log.warning("%s/%s: another writer has acquired or removed it", self._bucket.url, self.key)
 
     @contextlib.contextmanager
-    def unchanged(self) -> Iterator[bytes]:
+    def without_renewal(self) -> Iterator[bytes]:
         """Yields the contents of the object, and does not renew it during the `with` block."""
         with self._lock:
             yield self._data()
@@ -132,11 +132,11 @@ class Heartbeat:
         """Stops the renewals. With `delete` it also removes the object, unless another writer has it."""
         with self._lock:
             self.stopped = True
-            self._ending.set()
-            if delete and not self.lost and (now() - self._renewed <= SAFE_SECONDS or self.confirm()):
+            self._stop_requested.set()
+            if delete and not self.lost and (now() - self._renewed_at <= LEASE_SAFE_SECONDS or self.verify()):
                 self._bucket.delete([self.key])
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Stops the renewals and marks the object as held by no process, unless another writer has it.
 
         A delete cannot be conditional. If its answer were lost and it were repeated, it would hit an object that
@@ -144,98 +144,98 @@ class Heartbeat:
         """
         with self._lock:
             self.stopped = True
-            self._ending.set()
+            self._stop_requested.set()
             for _ in range(2):  # twice: after a lost answer to a renewal, the known version is outdated
                 if self.lost:
                     return
                 try:
-                    self._version = self._bucket.put(self.key, _ENDED, replaces=self._version)
+                    self._version = self._bucket.put(self.key, _RELEASED, replaces=self._version)
                     return
                 except (ChangedError, FileNotFoundError):
-                    self._look()
+                    self._check_owner()
 
-    def end(self) -> None:
+    def release_soon(self) -> None:
         """Lets the thread that renews the object release it."""
-        self._ending.set()
+        self._stop_requested.set()
 
-    def beat(self) -> None:
-        """Renews the object regularly until `end` is called."""
-        while not self._ending.wait(_RENEWAL_SECONDS):
+    def renew_until_stopped(self) -> None:
+        """Renews the object regularly until `revoke` is called."""
+        while not self._stop_requested.wait(_RENEWAL_SECONDS):
             try:
                 self.renew()
             except Exception:  # The loop continues: without renewals, a living writer would be taken for dead.
                 _log.exception("%s/%s: not renewed", self._bucket.url, self.key)
         if not self.stopped:
             with contextlib.suppress(OSError):
-                self.give_back()
+                self.release()
 
     def _data(self) -> bytes:
-        return msgspec.json.encode(self._about)
+        return msgspec.json.encode(self._record)
 
 
-def read(bucket: Bucket, key: str) -> tuple[About | None, Found]:
+def read(bucket: Bucket, key: str) -> tuple[WriterRecord | None, ObjectMeta]:
     """Returns the contents of such an object, or None if they cannot be decoded, and the object.
 
     Raises `FileNotFoundError`.
     """
-    data, found = bucket.beginning(key, _MAX_BYTES)
-    if found.nbytes < _MAX_BYTES:
+    data, found = bucket.get_prefix(key, _MAX_RECORD_BYTES)
+    if found.nbytes < _MAX_RECORD_BYTES:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            about = msgspec.json.decode(bytes(data), type=About)
-            return about, found
+            record = msgspec.json.decode(bytes(data), type=WriterRecord)
+            return record, found
     return None, found
 
 
 def has_writer(bucket: Bucket, key: str) -> bool:
     """Returns True if such an object names a living writer. Raises `FileNotFoundError`."""
-    about, found = read(bucket, key)
-    return about is not None and lives(bucket, about, found)
+    record, found = read(bucket, key)
+    return record is not None and is_alive(bucket, record, found)
 
 
-def lives(bucket: Bucket, about: About, found: Found) -> bool:
+def is_alive(bucket: Bucket, record: WriterRecord, found: ObjectMeta) -> bool:
     """Returns True if the writer that an object names may still write. A writer of a later release may."""
-    if not about.is_known:
+    if not record.is_supported:
         return True
-    if not about.token:
+    if not record.token:
         return False  # a released object, or a copied lock file of a disk, whose holder does not write here
-    if about.owner == _PROCESS:
-        return any(one.token == about.token and not one.stopped for one in _alive.all())
-    if is_here(about):
-        return _runs(about)
+    if record.owner == _PROCESS_TOKEN:
+        return any(one.token == record.token and not one.stopped for one in _heartbeats.all())
+    if is_on_this_machine(record):
+        return _is_running(record)
     return bucket.age(found, found.key) <= LEASE_SECONDS
 
 
-def end(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> bool:
+def revoke(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> bool:
     """Takes an object away from a dead writer. Returns False if the writer lives or `check` returns False.
 
     A writer that was wrongly taken for dead finds out, because its object has changed. An object that is not a
     heartbeat stays as it is. Raises `FileNotFoundError`.
     """
-    about, found = read(bucket, key)
-    if (about is not None and lives(bucket, about, found)) or not check():
+    record, found = read(bucket, key)
+    if (record is not None and is_alive(bucket, record, found)) or not check():
         return False
-    if about is not None:
+    if record is not None:
         try:
-            bucket.put(key, _ENDED, replaces=found.version)
+            bucket.put(key, _RELEASED, replaces=found.version)
         except (ChangedError, FileNotFoundError):
             return False  # its writer has renewed it meanwhile
     return True
 
 
-def is_here(about: About) -> bool:
+def is_on_this_machine(record: WriterRecord) -> bool:
     """Returns True if the writer's process belongs to this machine, which therefore knows whether it lives."""
-    return bool(about.machine) and about.machine == _machine()
+    return bool(record.machine) and record.machine == _machine()
 
 
-def _about_this_process() -> About:
-    return About(
+def _new_writer_record() -> WriterRecord:
+    return WriterRecord(
         host=socket.gethostname(),
         process=os.getpid(),
         since=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         token=os.urandom(8).hex(),
-        owner=_PROCESS,
+        owner=_PROCESS_TOKEN,
         machine=_machine(),
-        started=_started(os.getpid()),
+        started=_start_time(os.getpid()),
     )
 
 
@@ -248,38 +248,40 @@ def _machine() -> str:
         return ""  # Not Linux: then only the age of the object decides.
 
 
-def _runs(about: About) -> bool:
+def _is_running(record: WriterRecord) -> bool:
     """Returns True if a process of this machine runs, or if this user may not ask."""
     try:
-        os.kill(about.process, 0)
+        os.kill(record.process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return _started(about.process) in (about.started, _UNSEEN)
+    return _start_time(record.process) in (record.started, _UNKNOWN)
 
 
-def _started(process: int) -> str:
-    """Returns the start time of a process in ticks since the boot; "" after its end, `_UNSEEN` if it cannot be read."""
+def _start_time(process: int) -> str:
+    """Returns the start time of a process in ticks since the boot; "" after its end, `_UNKNOWN` if it cannot be
+    read.
+    """
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return _UNSEEN
+        return _UNKNOWN
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _begin(one: Heartbeat) -> None:
+def _start_renewals(one: Heartbeat) -> None:
     """Starts the thread that renews the object."""
-    with contextlib.suppress(SaveError):  # Without room for a thread, `holds` renews the object.
-        start(threading.Thread(target=one.beat, name="treering-heartbeat", daemon=True))
+    with contextlib.suppress(SaveError):  # Without room for a thread, `is_valid` renews the object.
+        start_threads(threading.Thread(target=one.renew_until_stopped, name="treering-heartbeat", daemon=True))
 
 
 def _forget_after_fork() -> None:
     """Leaves all heartbeats to the process that this one was forked from."""
-    global _PROCESS
-    _PROCESS = os.urandom(8).hex()
-    for one in _alive.all():
+    global _PROCESS_TOKEN
+    _PROCESS_TOKEN = os.urandom(8).hex()
+    for one in _heartbeats.all():
         one.stopped = one.lost = True
         one._lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
 

@@ -8,21 +8,21 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ..._threads.alive import Alive
+from ..._threads.weak_registry import WeakRegistry
 from ...errors import ExistsError, RequestError, UnsupportedError
-from .. import claims
+from .. import lease_registry
 from ..store import LOCK_NAME
 from . import heartbeat, round_trip
 from .bucket import Bucket, Version
-from .heartbeat import LEASE_SECONDS, About, Heartbeat
-from .keys import joined
+from .heartbeat import LEASE_SECONDS, Heartbeat, WriterRecord
+from .keys import join_key
 from .request_errors import ChangedError
 
 _POLL_SECONDS = 2.0
 _MAX_ATTEMPTS = 10  # failed attempts, after which the store is considered broken
 _log = logging.getLogger("treering")
-_alive: "Alive[ObjectLease]" = Alive()
-_taking: "dict[str, threading.RLock]" = {}  # by run; held while its lease is acquired or released
+_leases: "WeakRegistry[ObjectLease]" = WeakRegistry()
+_run_locks: "dict[str, threading.RLock]" = {}  # by run; held while its lease is acquired or released
 
 
 class ObjectLease:
@@ -33,100 +33,102 @@ class ObjectLease:
     """
 
     def __init__(self, bucket: Bucket, key: str, busy: Callable[[], bool]):
-        self.run, self.lost = joined(bucket.url, key), False
-        self._bucket, self._key, self._busy = bucket, joined(key, LOCK_NAME), busy
-        self._beat: Heartbeat | None = None
-        _alive.add(self)
-        claims.add(self)
-        weakref.finalize(self, _drop, held := [])
-        self._held: list[Heartbeat] = held  # for the finalizer: a `Checkpointer` may be dropped without `close`
+        self.run, self.lost = join_key(bucket.url, key), False
+        self._bucket, self._key, self._busy = bucket, join_key(key, LOCK_NAME), busy
+        self._heartbeat: Heartbeat | None = None
+        _leases.add(self)
+        lease_registry.add(self)
+        weakref.finalize(self, _release_dropped, held := [])
+        self._unclosed: list[Heartbeat] = held  # for the finalizer: a `Checkpointer` may be dropped without `close`
 
     @property
-    def _alone(self) -> threading.RLock:
-        return _taking.setdefault(self.run, threading.RLock())
+    def _acquire_lock(self) -> threading.RLock:
+        return _run_locks.setdefault(self.run, threading.RLock())
 
     def acquire(self) -> None:
-        with self._alone:
+        with self._acquire_lock:
             if self.lost:
-                raise claims.lost(self.run)
-            if self._beat is not None:
+                raise lease_registry.lost_error(self.run)
+            if self._heartbeat is not None:
                 self.check()
                 return
-            self._take_over()
-            self._wait_for_it()
+            self._take_from_this_process()
+            self._wait_and_acquire()
 
     def check_free(self) -> None:
         """Raises an `ExistsError` if another process of this machine holds the lease.
 
         Finding out about other machines would mean waiting, so their leases are not examined.
         """
-        with self._alone:
-            if any(one._beat is not None and one.run == self.run for one in _alive.all()):
+        with self._acquire_lock:
+            if any(one._heartbeat is not None and one.run == self.run for one in _leases.all()):
                 return
             try:
                 holder, found = heartbeat.read(self._bucket, self._key)
             except FileNotFoundError:
                 return
-            if holder is None or not holder.is_known or not heartbeat.is_here(holder):
+            if holder is None or not holder.is_supported or not heartbeat.is_on_this_machine(holder):
                 return
-            if heartbeat.lives(self._bucket, holder, found):
-                raise _held_by(self.run, holder)
+            if heartbeat.is_alive(self._bucket, holder, found):
+                raise _held_error(self.run, holder)
 
-    def _take_over(self) -> None:
+    def _take_from_this_process(self) -> None:
         """Releases the lease of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
-        for other in _alive.all():
-            if other is self or other._beat is None or other.run != self.run:
+        for other in _leases.all():
+            if other is self or other._heartbeat is None or other.run != self.run:
                 continue
             if other._busy():
-                raise claims.busy(self.run)
+                raise lease_registry.busy_error(self.run)
             _log.warning("%s: acquired from another Checkpointer of this process, which was not closed", self.run)
             other.lost = True
             other.release()
 
-    def _wait_for_it(self) -> None:
+    def _wait_and_acquire(self) -> None:
         """Acquires the lease once its holder is dead, which may take `LEASE_SECONDS` to find out.
 
         Raises `ExistsError`.
         """
-        first: About | None = None
-        gone = 0
-        while not self._taken(None):
+        first: WriterRecord | None = None
+        lost_races = 0
+        while not self._try_acquire(None):
             try:
                 holder, found = heartbeat.read(self._bucket, self._key)
             except FileNotFoundError:  # another process has removed it meanwhile
-                gone += 1
-                if gone == _MAX_ATTEMPTS:
+                lost_races += 1
+                if lost_races == _MAX_ATTEMPTS:
                     raise RequestError(
                         f"{self.run}/{LOCK_NAME}: the store refuses to create this object because it exists, and then "
                         "says that it does not exist, again and again; check whether the store works"
                     ) from None
-                time.sleep(_POLL_SECONDS * gone / _MAX_ATTEMPTS)
+                time.sleep(_POLL_SECONDS * lost_races / _MAX_ATTEMPTS)
                 continue
-            if holder is None or not holder.is_known:
+            if holder is None or not holder.is_supported:
                 raise UnsupportedError(
                     f"{self.run}/{LOCK_NAME}: expected version {heartbeat.VERSION} of this object, found another; a "
                     "later release of treering writes this run: upgrade treering, or make sure that no job writes it "
                     "and remove the object"
                 )
-            if not heartbeat.lives(self._bucket, holder, found):
-                if self._taken(found.version):
+            if not heartbeat.is_alive(self._bucket, holder, found):
+                if self._try_acquire(found.version):
                     if holder.token:  # else the holder has released it
                         _log.warning(
                             "%s: acquired from process %d on %s, which is dead", self.run, holder.process, holder.host
                         )
                     return
-                gone += 1  # another process was faster, or a cache answers reads with an old version
-                if gone == _MAX_ATTEMPTS:
+                lost_races += 1  # another process was faster, or a cache answers reads with an old version
+                if lost_races == _MAX_ATTEMPTS:
                     raise RequestError(
                         f"{self.run}/{LOCK_NAME}: the store refuses to replace this object in the version that it "
                         "returns, again and again; does the store, or a proxy on the way, answer from a cache, as for "
                         "public objects?"
                     )
-                time.sleep(_POLL_SECONDS * gone / _MAX_ATTEMPTS)
+                time.sleep(_POLL_SECONDS * lost_races / _MAX_ATTEMPTS)
                 continue
             # The holder runs on this machine, or its lease was renewed during the wait: it lives.
-            if heartbeat.is_here(holder) or (first and (first.token, first.beats) != (holder.token, holder.beats)):
-                raise _held_by(self.run, holder)
+            if heartbeat.is_on_this_machine(holder) or (
+                first and (first.token, first.beats) != (holder.token, holder.beats)
+            ):
+                raise _held_error(self.run, holder)
             if first is None:
                 first = holder
                 _log.warning(
@@ -135,51 +137,51 @@ class ObjectLease:
                 )  # fmt: skip
             time.sleep(_POLL_SECONDS)
 
-    def _taken(self, replaces: Version | None) -> bool:
+    def _try_acquire(self, replaces: Version | None) -> bool:
         """Tries to acquire the lease if its object is absent, or has the version `replaces`.
 
         Returns True on success.
         """
         try:
-            self._beat = Heartbeat(self._bucket, self._key, replaces=replaces)
+            self._heartbeat = Heartbeat(self._bucket, self._key, replaces=replaces)
         except ChangedError:
             return False
-        self._held[:] = [self._beat]
+        self._unclosed[:] = [self._heartbeat]
         try:
-            round_trip.check(self._bucket, self._beat)
+            round_trip.check(self._bucket, self._heartbeat)
         except BaseException:
             self.release()
             raise
         return True
 
     def release(self) -> None:
-        with self._alone:
-            if self._beat is not None:
-                beat, self._beat = self._beat, None
-                self._held.clear()
+        with self._acquire_lock:
+            if self._heartbeat is not None:
+                beat, self._heartbeat = self._heartbeat, None
+                self._unclosed.clear()
                 try:
-                    beat.give_back()
+                    beat.release()
                 except OSError as error:
                     _log.warning("%s: its lease was not released, and will expire: %s", self.run, error)
 
     def check(self) -> None:
-        """Raises `TakenOverError` if another job may have acquired the run by now."""
-        beat = self._beat
-        if beat is not None and not beat.holds():
-            raise claims.TakenOverError(
+        """Raises `LeaseLostError` if another job may have acquired the run by now."""
+        beat = self._heartbeat
+        if beat is not None and not beat.is_valid():
+            raise lease_registry.LeaseLostError(
                 f"{self.run}: another job has acquired this run, because this one did not renew its lease in time; "
                 "this job saves nothing there any more; stop one of the two jobs, and continue in a new process"
             )
 
 
-def _held_by(run: str, holder: About) -> ExistsError:
-    return claims.held(run, f"process {holder.process} on {holder.host}, since {holder.since},")
+def _held_error(run: str, holder: WriterRecord) -> ExistsError:
+    return lease_registry.held_error(run, f"process {holder.process} on {holder.host}, since {holder.since},")
 
 
-def _drop(held: list[Heartbeat]) -> None:
+def _release_dropped(held: list[Heartbeat]) -> None:
     """Releases the lease of a `Checkpointer` that was dropped. The thread that renews it does so before it ends."""
     for beat in held:
-        beat.end()
+        beat.release_soon()
 
 
 @atexit.register
@@ -188,12 +190,12 @@ def _release_all() -> None:
 
     All saves are over by then.
     """
-    for lease in _alive.all():
+    for lease in _leases.all():
         lease.release()
 
 
 def _forget_after_fork() -> None:
-    _taking.clear()  # threads that do not exist in the child may hold these locks
+    _run_locks.clear()  # threads that do not exist in the child may hold these locks
 
 
 if hasattr(os, "register_at_fork"):

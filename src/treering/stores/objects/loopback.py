@@ -16,20 +16,20 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from ..._threads.pool import in_parallel, start
+from ..._threads.pool import in_parallel, start_threads
 from ...errors import RequestError
 from ..buffers import aligned
-from ..key_values import as_text
 from ..read_errors import ReplacedError
-from .bucket import Bucket, Found
-from .keys import below
+from ..tensorstore_memory import encode_error
+from .bucket import Bucket, ObjectMeta
+from .keys import relative_key
 from .request_errors import ChangedError
 
 _HOST = "127.0.0.1"
-_PIECE_BYTES = 16 << 20  # per request to the bucket
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_CHUNK_BYTES = 16 << 20  # per request to the bucket
+_RANGE_PATTERN = re.compile(r"bytes=(\d*)-(\d*)")
 _server: "_Server | None" = None  # runs while it serves any folder
-_changing = threading.RLock()  # reentrant: a signal handler may open a folder while its thread holds the lock
+_server_lock = threading.RLock()  # reentrant: a signal handler may open a folder while its thread holds the lock
 
 
 def is_reachable() -> bool:
@@ -40,19 +40,19 @@ def is_reachable() -> bool:
     return not proxy or not direct.isdisjoint((_HOST, "*"))
 
 
-def served(bucket: Bucket, key: str, found: Sequence[Found], context: Any) -> dict[str, Any]:
+def serve(bucket: Bucket, key: str, found: Sequence[ObjectMeta], context: Any) -> dict[str, Any]:
     """Returns the specification of a folder with exactly the objects in `found`, which works while the context lives.
 
     Other objects do not exist for TensorStore. Reading an object that was replaced since raises an error.
     """
     global _server
     token = secrets.token_hex(16)  # part of the URL, so other users of this machine cannot read the bucket
-    with _changing:
+    with _server_lock:
         if _server is None or _server.process != os.getpid():
             _server = _Server()
         server = _server
-        server.folders[token] = bucket, {below(key, one.key): one for one in found}
-    start(threading.Thread(target=server.serve, name="treering-loopback", daemon=True))
+        server.folders[token] = bucket, {relative_key(key, one.key): one for one in found}
+    start_threads(threading.Thread(target=server.serve, name="treering-loopback", daemon=True))
     weakref.finalize(context, server.folders.pop, token, None)
     return {"driver": "http", "base_url": f"http://{_HOST}:{server.server_address[1]}", "path": f"/{token}/"}
 
@@ -67,19 +67,19 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__((_HOST, 0), _Handler)
         self.process = os.getpid()
-        self.folders: dict[str, tuple[Bucket, dict[str, Found]]] = {}
-        self._begun = False
+        self.folders: dict[str, tuple[Bucket, dict[str, ObjectMeta]]] = {}
+        self._is_started = False
 
     def serve(self) -> None:
         """Answers requests until no folder is left, unless another thread does so already."""
         global _server
-        with _changing:
-            if self._begun:
+        with _server_lock:
+            if self._is_started:
                 return
-            self._begun = True
+            self._is_started = True
         while True:
             self.handle_request()
-            with _changing:
+            with _server_lock:
                 if not self.folders:
                     _server = None
                     break
@@ -99,36 +99,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         token, _, name = urllib.parse.unquote(self.path).lstrip("/").partition("/")
         bucket, there = self.server.folders.get(token, (None, {}))
         if bucket is None:
-            self._refuse(RequestError("it is not open any more"))
+            self._respond_with_error(RequestError("it is not open any more"))
             return
         if (found := there.get(name)) is None:
-            self._say(HTTPStatus.NOT_FOUND)
+            self._respond(HTTPStatus.NOT_FOUND)
             return
         tag = f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'
         if self.headers.get("If-None-Match") == tag:
-            self._say(HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
+            self._respond(HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
             return
-        span = self._span(found.nbytes)
+        span = self._requested_range(found.nbytes)
         if span is None:
-            self._say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, headers={"Content-Range": f"bytes */{found.nbytes}"})
+            self._respond(
+                HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, headers={"Content-Range": f"bytes */{found.nbytes}"}
+            )
             return
         begin, end, is_part = span
         try:
             data = _read(bucket, found, begin, end)  # first all bytes: a broken answer states no reason
         except (ChangedError, FileNotFoundError):
-            self._refuse(ReplacedError("it was replaced or deleted while it was open; open it again"))
+            self._respond_with_error(ReplacedError("it was replaced or deleted while it was open; open it again"))
             return
         except Exception as error:  # TensorStore would repeat a request without an answer again and again
-            self._refuse(error)
+            self._respond_with_error(error)
             return
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
         if is_part:
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{found.nbytes}"
-        self._say(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK, data, headers)
+        self._respond(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK, data, headers)
 
-    def _span(self, size: int) -> tuple[int, int, bool] | None:
+    def _requested_range(self, size: int) -> tuple[int, int, bool] | None:
         """Returns the first byte, the end and whether the request has a range; None for a range without bytes."""
-        match = _RANGE.fullmatch(self.headers.get("Range", ""))
+        match = _RANGE_PATTERN.fullmatch(self.headers.get("Range", ""))
         if match is None:
             return 0, size, False
         first, last = match.groups()
@@ -138,10 +140,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             begin, end = int(first), min(int(last) + 1 if last else size, size)
         return (begin, end, True) if begin < end else None
 
-    def _refuse(self, error: Exception) -> None:
-        self._say(HTTPStatus.FORBIDDEN, as_text(error).encode())  # TensorStore does not repeat such a request
+    def _respond_with_error(self, error: Exception) -> None:
+        self._respond(HTTPStatus.FORBIDDEN, encode_error(error).encode())  # TensorStore does not repeat such a request
 
-    def _say(
+    def _respond(
         self, status: HTTPStatus, body: bytes | memoryview = b"", headers: Mapping[str, str] | None = None
     ) -> None:
         self.send_response(status)
@@ -154,11 +156,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
-def _read(bucket: Bucket, found: Found, begin: int, end: int) -> memoryview:
+def _read(bucket: Bucket, found: ObjectMeta, begin: int, end: int) -> memoryview:
     data = aligned(end - begin)[: end - begin]
 
     def read(at: int) -> None:
-        bucket.read_into(data[at : at + _PIECE_BYTES], found.key, begin + at, found)
+        bucket.read_into(data[at : at + _CHUNK_BYTES], found.key, begin + at, found)
 
-    in_parallel(list(range(0, len(data), _PIECE_BYTES)), read)
+    in_parallel(list(range(0, len(data), _CHUNK_BYTES)), read)
     return data

@@ -5,15 +5,15 @@ import logging
 from collections.abc import Iterator
 
 from ...errors import RequestError, UnsupportedError
-from ..temporary_names import clock_beside
+from ..temporary_names import clock_probe_beside
 from .bucket import Bucket
 from .heartbeat import Heartbeat
 from .request_errors import BROKEN, EMPTY, ChangedError
 
 _log = logging.getLogger("treering")
 # Compressible, because some servers compress. No two ranges are equal, so a wrong range shows.
-_LINES = b"".join(b"%07d\n" % n for n in range(512))
-_BEYOND = 64  # bytes requested beyond the end, as when a file is opened
+_PROBE_DATA = b"".join(b"%07d\n" % n for n in range(512))
+_OVERREAD_BYTES = 64  # bytes requested beyond the end, as when a file is opened
 
 
 def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
@@ -21,15 +21,15 @@ def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
 
     A server that does not get conditions is tested with an object of its own, which is also listed and deleted.
     """
-    if bucket._honours:
+    if bucket._is_verified:
         return
     if not bucket.conditional:
         check_beside(bucket, heartbeat.key)
         return
-    with heartbeat.unchanged() as data:
+    with heartbeat.without_renewal() as data:
         bucket.check_conditions(heartbeat.key)
         _check_reads(bucket, heartbeat.key, data)
-    bucket._honours = True
+    bucket._is_verified = True
 
 
 def check_beside(bucket: Bucket, key: str) -> None:
@@ -37,23 +37,23 @@ def check_beside(bucket: Bucket, key: str) -> None:
 
     A user who may not delete objects is not refused: that says nothing about the server.
     """
-    if bucket._honours or bucket.is_read_back:
+    if bucket._is_verified or bucket.is_read_verified:
         return
-    probe = f"{clock_beside(key)}/probe"  # in its own folder, so that the listing is short
-    bucket.put(probe, _LINES, overwrite=True)
+    probe = f"{clock_probe_beside(key)}/probe"  # in its own folder, so that the listing is short
+    bucket.put(probe, _PROBE_DATA, overwrite=True)
     try:
-        _check_reads(bucket, probe, _LINES)
-        with _understood(bucket, probe, "to list its folder"):
+        _check_reads(bucket, probe, _PROBE_DATA)
+        with _explained_errors(bucket, probe, "to list its folder"):
             listed, _ = bucket.list(probe.rpartition("/")[0])
-        if not any(one.key == probe and one.nbytes == len(_LINES) for one in listed):
+        if not any(one.key == probe and one.nbytes == len(_PROBE_DATA) for one in listed):
             raise _refusal(bucket, probe, "to list its folder", "a list without it, or with another size")
     except BaseException:
         with contextlib.suppress(OSError):
             bucket.delete([probe])
         raise
-    bucket.is_read_back = True
+    bucket.is_read_verified = True
     try:
-        with _understood(bucket, probe, "to delete it"):
+        with _explained_errors(bucket, probe, "to delete it"):
             bucket.delete([probe])
     except RequestError as error:
         _log.warning("%s: %s stays, because it cannot be deleted: %s", bucket.url, probe, error)
@@ -65,9 +65,9 @@ def check_beside(bucket: Bucket, key: str) -> None:
 def _check_reads(bucket: Bucket, key: str, data: bytes) -> None:
     size = len(data)
     version = None
-    for begin, end in ((0, size + _BEYOND), (1, size - 1)):
+    for begin, end in ((0, size + _OVERREAD_BYTES), (1, size - 1)):
         asked = f"for its bytes {begin} to {end - 1}, of {size}"
-        with _understood(bucket, key, asked):
+        with _explained_errors(bucket, key, asked):
             came, found = bucket._bytes(key, begin, end, version)
         if found.nbytes != size or bytes(came) != data[begin:end]:
             raise _refusal(bucket, key, asked, f"{len(came)} bytes of {found.nbytes}, which are not those")
@@ -75,7 +75,7 @@ def _check_reads(bucket: Bucket, key: str, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _understood(bucket: Bucket, key: str, asked: str) -> Iterator[None]:
+def _explained_errors(bucket: Bucket, key: str, asked: str) -> Iterator[None]:
     """Raises `UnsupportedError` for a wrong answer. Other errors say nothing about what the server can do."""
     try:
         yield

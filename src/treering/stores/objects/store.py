@@ -12,28 +12,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
-from .. import claims
+from .. import lease_registry
+from ..file_io import check_free
 from ..flat_folders import check_replaceable
-from ..key_values import brought_in, take_out
 from ..read_errors import ReplacedError
 from ..store import Beside, Owned, Stat, Writer
-from ..whole_files import check_free
+from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
-from .bucket import Bucket, Found
-from .glance import Glance
+from .bucket import Bucket, ObjectMeta
 from .heartbeat import Heartbeat
-from .keys import below, joined
+from .keys import join_key, relative_key
 from .lease import ObjectLease
+from .listing_cache import ListingCache
 from .request_errors import ChangedError
 from .sink import ObjectSink
 from .temporary_folder import TemporaryFolder
 from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads
 
 _log = logging.getLogger("treering")
-_GLANCE_OBJECTS = 5000  # With more objects, single requests for those that matter take less time than the listing.
+_MAX_CACHED_OBJECTS = 5000  # With more objects, single requests for those that matter take less time than the listing.
 # The caches of the `with` blocks around the current code, of all stores. Helper threads inherit them.
-_glances: "contextvars.ContextVar[tuple[Glance, ...]]" = contextvars.ContextVar("glances", default=())
+_listing_caches: "contextvars.ContextVar[tuple[ListingCache, ...]]" = contextvars.ContextVar("glances", default=())
 
 
 class ObjectStore:
@@ -49,7 +49,7 @@ class ObjectStore:
     has_locks = False
     object_bytes = OBJECT_BYTES
 
-    def __init__(self, make: Callable[..., Any] = clients.make, *, conditional: bool = True):
+    def __init__(self, make: Callable[..., Any] = clients.make_client, *, conditional: bool = True):
         self._make, self._conditional = make, conditional
         self._buckets: dict[str, Bucket] = {}
         self._uploads = Uploads()
@@ -72,7 +72,7 @@ class ObjectStore:
     def stat(self, path: str) -> Stat | None:
         bucket, key = self._find(path)
         if key:
-            found = (self._glance(bucket, key) or bucket).head(key)
+            found = (self._listing_cache(bucket, key) or bucket).head(key)
             if found:
                 return Stat("file", found.nbytes, found.modified, found.version)
         if _is_web(bucket):
@@ -91,9 +91,9 @@ class ObjectStore:
         bucket, key = self._find(path)
         if not key:
             raise CorruptError(f"{path}: expected an object, found a bucket")
-        glance = None if expected else self._glance(bucket, key)
+        cache = None if expected else self._listing_cache(bucket, key)
         try:
-            return ObjectBlob(bucket, key, expected, glance, into)
+            return ObjectBlob(bucket, key, expected, cache, into)
         except ReplacedError:
             raise
         except FileNotFoundError:
@@ -109,23 +109,23 @@ class ObjectStore:
     @contextlib.contextmanager
     def glance(self, path: str) -> "Iterator[None]":
         bucket, key = self._find(path)
-        if (seen := self._glance(bucket, key)) and (seen.is_whole or seen.key == key or _is_web(bucket)):
+        if (seen := self._listing_cache(bucket, key)) and (seen.is_complete or seen.key == key or _is_web(bucket)):
             yield
             return
-        found = None if _is_web(bucket) else bucket.list_up_to(key, _GLANCE_OBJECTS)
-        before = _glances.set((*_glances.get(), Glance(bucket, key, found)))
+        found = None if _is_web(bucket) else bucket.list_at_most(key, _MAX_CACHED_OBJECTS)
+        before = _listing_caches.set((*_listing_caches.get(), ListingCache(bucket, key, found)))
         try:
             yield
         finally:
-            _glances.reset(before)
+            _listing_caches.reset(before)
 
-    def _glance(self, bucket: Bucket, key: str) -> Glance | None:
+    def _listing_cache(self, bucket: Bucket, key: str) -> ListingCache | None:
         """Returns a cache of the current `with` blocks that covers a key, preferably one with a complete listing."""
-        covering = [one for one in _glances.get() if one.covers(bucket, key)]
-        return max(covering, key=lambda one: one.is_whole) if covering else None
+        covering = [one for one in _listing_caches.get() if one.covers(bucket, key)]
+        return max(covering, key=lambda one: one.is_complete) if covering else None
 
-    def _list(self, bucket: Bucket, key: str) -> "tuple[list[Found], list[str]]":
-        seen = self._glance(bucket, key) or bucket
+    def _list(self, bucket: Bucket, key: str) -> "tuple[list[ObjectMeta], list[str]]":
+        seen = self._listing_cache(bucket, key) or bucket
         if not _is_web(bucket):
             return seen.list(key)
         if seen.head(key):
@@ -143,27 +143,27 @@ class ObjectStore:
 
     def tensorstore(self, path: str, context: Any, *, writes: bool = False) -> dict[str, Any]:
         bucket, key = self._find(path)
-        glance = None if writes else self._glance(bucket, key)
-        found = glance.all(key) if glance else bucket.list_all(key)
+        cache = None if writes else self._listing_cache(bucket, key)
+        found = cache.list_all(key) if cache else bucket.list_all(key)
         if not writes:
             if loopback.is_reachable():
-                return loopback.served(bucket, key, found, context)
+                return loopback.serve(bucket, key, found, context)
             _log.warning(
                 "%s: all of it is read into memory, because `http_proxy` is set and `no_proxy` lacks 127.0.0.1; with "
                 "127.0.0.1 in `no_proxy`, TensorStore reads only what it needs",
                 path,
             )
-        return brought_in(path, context, ((below(key, one.key), self._read(bucket, one)) for one in found))
+        return load_into_memory(path, context, ((relative_key(key, one.key), self._read(bucket, one)) for one in found))
 
-    def _read(self, bucket: Bucket, one: Found) -> bytes:
+    def _read(self, bucket: Bucket, one: ObjectMeta) -> bytes:
         blob = ObjectBlob(bucket, one.key, one.nbytes)
         blob.check_is(one)
         return blob.read(0, blob.size)
 
     def written_by_tensorstore(self, path: str, context: Any, which: Callable[[str], bool]) -> None:
         bucket, key = self._find(path)
-        take_out(
-            path, context, which, lambda name, data: bucket.put(joined(key, name), data, overwrite=True), IN_FLIGHT
+        drain_memory(
+            path, context, which, lambda name, data: bucket.put(join_key(key, name), data, overwrite=True), IN_FLIGHT
         )
 
     # Writing
@@ -182,24 +182,24 @@ class ObjectStore:
         if beat := self._heartbeats.pop(path, None):
             beat.stop(delete=True)
         else:
-            self._uploads.end(path)  # Else a running upload could create the object after the delete.
+            self._uploads.wait_for(path)  # Else a running upload could create the object after the delete.
             bucket.delete([key])
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
         bucket, key = self._find(path)
-        bucket.delete([joined(key, name) for name in names])
+        bucket.delete([join_key(key, name) for name in names])
 
     def is_in_use(self, path: str) -> bool:
         return heartbeat.has_writer(*self._find(path))
 
     def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
         bucket, key = self._find(path)
-        if heartbeat.end(bucket, key, check):
+        if heartbeat.revoke(bucket, key, check):
             bucket.delete([key])
         return True
 
     def remove_leftover(self, path: str) -> None:
-        temporary_folder.remove_unless_filled(*self._find(path))
+        temporary_folder.remove_if_abandoned(*self._find(path))
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -212,23 +212,25 @@ class ObjectStore:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
 
     def settle(self, path: str) -> None:
-        self._uploads.settle(path)
+        self._uploads.wait_for_folder(path)
 
     def move(self, old: str, new: str, *, last: str) -> None:
         bucket, key = self._find(old)
         other, target = self._find(new)
         if self.stat(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-        names = [below(key, one.key) for one in bucket.list_all(key)]
+        names = [relative_key(key, one.key) for one in bucket.list_all(key)]
         if not names or other is not bucket:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
         names.sort(key=lambda name: name == last)
         for name in names:
-            bucket.copy(joined(key, name), joined(target, name))
-        claims.check(old)  # Copying may have taken longer than the lease lasts, and a delete cannot be conditional.
+            bucket.copy(join_key(key, name), join_key(target, name))
+        lease_registry.check(
+            old
+        )  # Copying may have taken longer than the lease lasts, and a delete cannot be conditional.
         if names[-1] == last:  # removed first: without it, readers do not take the old folder for complete
-            bucket.delete([joined(key, names.pop())])
-        bucket.delete([joined(key, name) for name in names])
+            bucket.delete([join_key(key, names.pop())])
+        bucket.delete([join_key(key, name) for name in names])
 
     @contextlib.contextmanager
     def new_file(self, path: str, *, overwrite: bool) -> "Iterator[Writer]":
@@ -240,12 +242,12 @@ class ObjectStore:
         stream = Stream(bucket, key)
         try:
             yield stream
-            claims.check(path)
+            lease_registry.check(path)
             stream.put(replaces=found and found.version, overwrite=False)
         except ChangedError:
             raise ExistsError(f"{path}: another writer made it meanwhile; it is untouched") from None
         finally:
-            stream.give_up()
+            stream.abort()
 
     @contextlib.contextmanager
     def new_folder(
@@ -257,43 +259,45 @@ class ObjectStore:
         names: Collection[str] = (),
         beside: Beside | None = None,
     ) -> "Iterator[str]":
-        temporary_folder.check_has_beside(*self._find(path))
+        temporary_folder.check_has_parent(*self._find(path))
         check_free(self, path, overwrite=overwrite, folder=True)
         check_replaceable(self, path, owned, names, beside)
-        with self._temporary_folder(path, takes_place=True) as folder:
+        with self._temporary_folder(path, replaces_target=True) as folder:
             yield folder.path
-            self._uploads.settle(folder.path)
-            folder.check_alone(self._beside(path))
+            self._uploads.wait_for_folder(folder.path)
+            folder.check_exclusive(self._sibling_names(path))
             folder.check()
             check_free(self, path, overwrite=overwrite, folder=True)
             folder.put_in_place(check_replaceable(self, path, owned, names, beside))
-        self._clear_dead(path)
+        self._remove_abandoned(path)
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
-        temporary_folder.check_has_beside(*self._find(path))
-        with self._temporary_folder(path, takes_place=False) as folder:
+        temporary_folder.check_has_parent(*self._find(path))
+        with self._temporary_folder(path, replaces_target=False) as folder:
             yield folder.path
             folder.check()
-        self._clear_dead(path)
+        self._remove_abandoned(path)
 
-    def _temporary_folder(self, path: str, *, takes_place: bool) -> contextlib.AbstractContextManager[TemporaryFolder]:
+    def _temporary_folder(
+        self, path: str, *, replaces_target: bool
+    ) -> contextlib.AbstractContextManager[TemporaryFolder]:
         bucket, key = self._find(path)
         self._check_writable(bucket)
-        return TemporaryFolder(bucket, key, takes_place=takes_place).filled(self._uploads)
+        return TemporaryFolder(bucket, key, replaces_target=replaces_target).filled(self._uploads)
 
-    def _beside(self, path: str) -> "list[str]":
+    def _sibling_names(self, path: str) -> "list[str]":
         """Returns the names in the folder of a path."""
         return self.list(path.rpartition("/")[0])
 
-    def _clear_dead(self, path: str) -> None:
+    def _remove_abandoned(self, path: str) -> None:
         """Removes what killed writers left for a path.
 
         Called once the path is complete: before, that may be the only copy.
         """
         bucket, key = self._find(path)
-        for other in temporary_folder.beside(key, self._beside(path)):
-            temporary_folder.remove_unless_filled(bucket, other)
+        for other in temporary_folder.folders_for(key, self._sibling_names(path)):
+            temporary_folder.remove_if_abandoned(bucket, other)
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
         bucket, key = self._find(run)

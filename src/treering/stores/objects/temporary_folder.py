@@ -8,15 +8,15 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 
 from ...errors import ExistsError, SaveError, UnsupportedError
-from ..claims import TakenOverError
-from ..temporary_names import place_of, temporary_beside
+from ..lease_registry import LeaseLostError
+from ..temporary_names import final_name, temporary_beside
 from . import heartbeat, round_trip
 from .bucket import Bucket
 from .heartbeat import Heartbeat
-from .keys import below, joined
+from .keys import join_key, relative_key
 from .upload import Uploads
 
-_MARK = ".writer"
+_WRITER_MARK = ".writer"
 _PLACE_MARK = ".folder"  # the mark instead of it, in a folder that will replace the files at its place
 _log = logging.getLogger("treering")
 
@@ -24,30 +24,32 @@ _log = logging.getLogger("treering")
 class TemporaryFolder:
     """A folder that this process fills. `place` is the key where its files will go, `path` the folder to fill."""
 
-    def __init__(self, bucket: Bucket, place: str, *, takes_place: bool):
+    def __init__(self, bucket: Bucket, place: str, *, replaces_target: bool):
         folder = temporary_beside(place)
         self._bucket, self._place, self._folder = bucket, place, folder
-        self._for = f"{bucket.url}/{place}"
-        self._heartbeat = Heartbeat(bucket, joined(folder, _PLACE_MARK if takes_place else _MARK))
-        self._keep = False  # True if this folder has the only complete copy
+        self._target = f"{bucket.url}/{place}"
+        self._heartbeat = Heartbeat(bucket, join_key(folder, _PLACE_MARK if replaces_target else _WRITER_MARK))
+        self._must_keep = False  # True if this folder has the only complete copy
         self._files = f"{folder}/files"
         self.path = f"{bucket.url}/{self._files}"
 
     def check(self) -> None:
-        """Raises `TakenOverError` if another process may have removed the folder."""
-        if not self._heartbeat.holds():
-            raise TakenOverError(f"{self._for}: another job considered the writer of this folder dead, and removed it")
+        """Raises `LeaseLostError` if another process may have removed the folder."""
+        if not self._heartbeat.is_valid():
+            raise LeaseLostError(
+                f"{self._target}: another job considered the writer of this folder dead, and removed it"
+            )
 
-    def check_alone(self, names: Iterable[str]) -> None:
+    def check_exclusive(self, names: Iterable[str]) -> None:
         """Raises `ExistsError` if another writer is about to put a folder at the same place.
 
         names: the names next to the place. Each writer makes its folder before this check, so at most one of two
             continues.
         """
-        for other in beside(self._place, names):
+        for other in folders_for(self._place, names):
             with contextlib.suppress(FileNotFoundError):
-                if other != self._folder and heartbeat.has_writer(self._bucket, joined(other, _PLACE_MARK)):
-                    raise ExistsError(f"{self._for}: another job is writing it too; the old files are untouched")
+                if other != self._folder and heartbeat.has_writer(self._bucket, join_key(other, _PLACE_MARK)):
+                    raise ExistsError(f"{self._target}: another job is writing it too; the old files are untouched")
 
     def put_in_place(self, replaced: Collection[str]) -> None:
         """Replaces the files at the place by this folder's files.
@@ -57,21 +59,21 @@ class TemporaryFolder:
         folder is complete.
         """
         bucket, place = self._bucket, self._place
-        made = [below(self._files, one.key) for one in bucket.list_all(self._files)]
+        made = [relative_key(self._files, one.key) for one in bucket.list_all(self._files)]
         copied: list[str] = []
         old = "the old checkpoint may be gone" if replaced else "the place was empty before"
         try:
-            bucket.delete([joined(place, name) for name in replaced if "/" not in name])
-            bucket.delete([joined(place, name) for name in replaced if "/" in name])
+            bucket.delete([join_key(place, name) for name in replaced if "/" not in name])
+            bucket.delete([join_key(place, name) for name in replaced if "/" in name])
             for name in sorted(made, key=lambda name: ("/" not in name, name)):
-                copied.append(joined(place, name))
-                bucket.copy(joined(self._files, name), joined(place, name))
+                copied.append(join_key(place, name))
+                bucket.copy(join_key(self._files, name), join_key(place, name))
         except BaseException as error:
-            self._keep = True
+            self._must_keep = True
             with contextlib.suppress(OSError):  # Parts of a checkpoint would block the next save to this place.
                 bucket.delete(copied)
             problem = (
-                f"{self._for}: the new checkpoint was written, and putting it in place failed: {error}; it is not "
+                f"{self._target}: the new checkpoint was written, and putting it in place failed: {error}; it is not "
                 f"complete there, and {old}; all files of the new one are in {self.path}: copy them, or save again, "
                 "which removes them"
             )
@@ -88,14 +90,14 @@ class TemporaryFolder:
             yield self
         finally:
             with contextlib.suppress(OSError):
-                uploads.settle(f"{self._bucket.url}/{self._folder}")
+                uploads.wait_for_folder(f"{self._bucket.url}/{self._folder}")
             self._heartbeat.stop(delete=False)
-            if not self._keep:
+            if not self._must_keep:
                 with contextlib.suppress(OSError):
-                    _clear(self._bucket, self._folder)
+                    _delete_contents(self._bucket, self._folder)
 
 
-def check_has_beside(bucket: Bucket, key: str) -> None:
+def check_has_parent(bucket: Bucket, key: str) -> None:
     """Raises `UnsupportedError` for the root of a bucket, which has no place next to it."""
     if not key:
         raise UnsupportedError(
@@ -104,27 +106,27 @@ def check_has_beside(bucket: Bucket, key: str) -> None:
         )
 
 
-def beside(place: str, names: Iterable[str]) -> list[str]:
+def folders_for(place: str, names: Iterable[str]) -> list[str]:
     """Returns the keys of the temporary folders for a place, among the names next to it."""
     folder, _, own = place.rpartition("/")
-    return [joined(folder, name) for name in names if place_of(name) == own]
+    return [join_key(folder, name) for name in names if final_name(name) == own]
 
 
-def remove_unless_filled(bucket: Bucket, folder: str) -> None:
+def remove_if_abandoned(bucket: Bucket, folder: str) -> None:
     """Removes a temporary folder, unless its writer lives.
 
     The writer's mark is invalidated before anything else is removed.
     """
-    for mark in (_MARK, _PLACE_MARK):
+    for mark in (_WRITER_MARK, _PLACE_MARK):
         with contextlib.suppress(FileNotFoundError):
-            if not heartbeat.end(bucket, joined(folder, mark)):
+            if not heartbeat.revoke(bucket, join_key(folder, mark)):
                 return
-    _clear(bucket, folder)
+    _delete_contents(bucket, folder)
 
 
-def _clear(bucket: Bucket, folder: str) -> None:
+def _delete_contents(bucket: Bucket, folder: str) -> None:
     """Removes all objects below a key, the writer's mark last."""
-    marks = {joined(folder, _MARK), joined(folder, _PLACE_MARK)}
+    marks = {join_key(folder, _WRITER_MARK), join_key(folder, _PLACE_MARK)}
     found = [one.key for one in bucket.list_all(folder)]
     bucket.delete([one for one in found if one not in marks])
     bucket.delete([one for one in found if one in marks])

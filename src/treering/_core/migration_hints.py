@@ -1,0 +1,181 @@
+"""Helps users who write the calls of other checkpoint libraries: the error ends with the call of Treering."""
+
+import numbers
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import MismatchError, TreeringError
+
+_LAST, _EVERY, _BEST = "keep=tr.keep.last(3)", "keep=tr.keep.every(1000)", "keep=tr.keep.best(3, 'loss', 'min')"
+_PARTLY = "missing='template', extra='ignore'"
+
+# Keyword arguments of other libraries, and the arguments of Treering that say the same. "" means that Treering always
+# does it, or that the argument is the state itself.
+_RUN = {
+    **dict.fromkeys(("max_to_keep", "preservation_policy"), _LAST),
+    **dict.fromkeys(("keep_period", "force_keep_period", "keep_every_n_steps"), _EVERY),
+    **dict.fromkeys(("best_fn", "best_mode"), _BEST),
+    "keep_checkpoints_without_metrics": "keep=tr.keep.best(3, 'loss', 'min', unscored='drop')",
+    "keep_time_interval": "keep=tr.keep.every(datetime.timedelta(hours=1))",
+    **dict.fromkeys(("save_interval_steps", "period"), "save_every=1000"),
+    "save_interval": "save_every=datetime.timedelta(minutes=10)",
+    **dict.fromkeys(
+        ("save_decision_policy", "save_on_steps", "should_save_fn"), "save_every=lambda step: step % 1000 == 0"
+    ),
+    "step_prefix": "prefix='step-'",
+    "options": f"save_every=1000, {_LAST}",
+    **dict.fromkeys(("async_options", "timeout_secs"), "timeout=30"),
+    **dict.fromkeys(
+        (
+            *("checkpointers", "cleanup_tmp_directories", "create", "directory", "enable_async_checkpointing"),
+            *("enable_background_delete", "handler_registry", "item_handlers", "item_names", "read_only"),
+            *("step_format_fixed_length", "step_name_format", "step_policies"),
+        ),
+        "",
+    ),
+}
+_BOTH = {
+    **dict.fromkeys(("args", "item", "items", "pytree", "state", "target"), ""),
+    "state_transformation_fns": "rules=[tr.rules.cast('**', 'bfloat16')]",
+}
+_SAVE = {
+    **_BOTH,
+    **dict.fromkeys(("save_args", "save_kwargs"), ""),
+    "custom_metadata": "metadata={'lr': 1e-3}",
+    "save_dtype": "dtype='bfloat16'",
+}
+_RESTORE = {
+    **_BOTH,
+    **dict.fromkeys(("abstract_pytree", "abstract_state", "restore_args", "restore_kwargs"), ""),
+    **dict.fromkeys(("fallback_state", "allow_partial", "allow_partial_mpa_restoration"), "missing='template'"),
+    "partial_restore": "extra='ignore'",
+    **dict.fromkeys(("orbax_transforms", "strict", "transforms", "transforms_default_to_original"), _PARTLY),
+    **dict.fromkeys(("float_dtype", "restore_dtype"), "dtype='bfloat16'"),
+}
+# Public calls by their qualified name: the call, with a place for arguments, and the keyword arguments that other
+# libraries have for it.
+CALLS = {
+    "Checkpointer.__init__": ("tr.Checkpointer(run{})", _RUN),
+    "Checkpointer.save": ("ckpts.save(step, state{})", {**_SAVE, "overwrite": "on_exists='overwrite'"}),
+    "Checkpointer.restore": ("ckpts.restore(state, step=step{})", _RESTORE),
+    "Checkpointer.restore_or_init": ("ckpts.restore_or_init(init{})", _RESTORE),
+    "save": ("tr.save(path, state{})", {**_SAVE, "force": "overwrite=True"}),
+    "save_async": ("tr.save_async(path, state{})", {**_SAVE, "force": "overwrite=True"}),
+    "restore": ("tr.restore(path, state{})", _RESTORE),
+    "Checkpoint.restore": ("ckpt.restore(state{})", _RESTORE),
+}
+_RESTORES_STEPS = {  # calls that take the template as the argument that is the step in other libraries
+    "Checkpointer.restore": "ckpts.restore(state, step=step)",
+    "restore": "tr.restore(run, state, step=step)",
+}
+
+# Attributes that a `Checkpointer` or the module has in other libraries, and the calls of Treering.
+RUN_CALLS = {
+    "all_steps": "ckpts.steps",
+    "best_checkpoint": "ckpts.best_step('loss', 'min')",
+    "check_for_errors": "ckpts.wait()",
+    "checkpoints": "ckpts.steps",
+    "is_saving_in_progress": "ckpts.is_saving",
+    "item_metadata": "ckpts.open(step).abstract()",
+    "latest": "ckpts.latest_step",
+    "load": "ckpts.restore(state, step=step)",
+    "load_checkpoint": "ckpts.restore(state, step=step)",
+    "load_pytree": "ckpts.restore(state, step=step)",
+    "metadata": "ckpts.open(step).metadata",
+    "metrics": "ckpts.open(step).metrics",
+    "reached_preemption": "ckpts.preempted",
+    "reload": "ckpts.steps",
+    "restore_checkpoint": "ckpts.restore(state, step=step)",
+    "save_async": "ckpts.save(step, state)",
+    "save_checkpoint": "ckpts.save(step, state)",
+    "save_pytree": "ckpts.save(step, state)",
+    "should_save": "ckpts.save(step, state) is not None",
+    "wait_until_finished": "ckpts.wait()",
+}
+MODULE_CALLS = {
+    **dict.fromkeys(("CheckpointManagerOptions", "options"), f"tr.Checkpointer(run, save_every=1000, {_LAST})"),
+    "CheckpointManager": "tr.Checkpointer(run)",
+    **dict.fromkeys(("AsyncCheckpointer", "PyTreeCheckpointer", "StandardCheckpointer"), "tr.save(path, state)"),
+    **dict.fromkeys(("PyTreeCheckpointHandler", "StandardCheckpointHandler", "args"), "tr.save(path, state)"),
+    **dict.fromkeys(("save_checkpoint", "save_file", "save_pytree"), "tr.save(path, state)"),
+    "SaveArgs": "tr.save(path, state, dtype='bfloat16')",
+    **dict.fromkeys(("ArrayRestoreArgs", "RestoreArgs", "load", "load_checkpoint"), "tr.restore(path, state)"),
+    **dict.fromkeys(("load_file", "load_pytree", "restore_checkpoint"), "tr.restore(path, state)"),
+    "latest_checkpoint": "tr.open(path).path",
+    **dict.fromkeys(("checkpoint_utils", "checkpoints_iterator", "wait_for_new_checkpoint"), "next(tr.follow(run))"),
+}
+
+
+def with_hint(message: str, call: str) -> str:
+    """Returns the message of an error, with the call to write instead at its end."""
+    return f"{message}; in Treering: {call}"
+
+
+def attribute(owner: object, name: str, calls: Mapping[str, str]) -> Any:
+    """Raises the `AttributeError` of a `__getattr__`, with the call of Treering if another library has the attribute.
+
+    An error within a property of the owner is raised as it is.
+    """
+    try:
+        return object.__getattribute__(owner, name)  # raises Python's own error again
+    except AttributeError as error:
+        if error.name != name or name not in calls:
+            raise
+        raise AttributeError(with_hint(str(error), calls[name]), name=name, obj=owner) from None
+
+
+def leaf_hint(leaf_type: type) -> str:
+    """Returns advice for a leaf that is an argument object of Orbax, or ""."""
+    if not _is_of_orbax(leaf_type):
+        return ""
+    call = "ckpts.restore(state, step=step)" if "Restore" in leaf_type.__name__ else "ckpts.save(step, state)"
+    items = "ckpts.save(step, {'state': state})" if "Composite" in leaf_type.__name__ else ""
+    return with_hint("pass the state itself, without Orbax's arguments", items or call)
+
+
+def add_hint(
+    error: TypeError | MismatchError,
+    function: Callable[..., object],
+    given: Sequence[object],
+    options: Mapping[str, object],
+) -> None:
+    """Adds the call of Treering to the error of a public call that was given the arguments of another library.
+
+    Raises a `TypeError` instead if the error is a `MismatchError` about the name of an argument.
+    """
+    name = function.__qualname__
+    if name not in CALLS or not error.args:
+        return
+    call, keywords = CALLS[name]
+    text = str(error.args[0])
+    traceback = error.__traceback__
+    unbound = not isinstance(error, TreeringError) and traceback is not None and traceback.tb_next is None
+    foreign = [option for option in options if option in keywords]
+    if foreign and (unbound or any(re.search(rf"(?<!\w){option}(?!\w)", text) for option in foreign)):
+        error.args = (with_hint(text, call.format(_arguments(keywords[option] for option in foreign))),)
+        if isinstance(error, TreeringError):
+            raise TypeError(*error.args) from None
+        return
+    if unbound and any(_is_of_orbax(type(one)) for one in given):
+        error.args = (with_hint(text, call.format(_arguments([keywords.get("options", "")]))),)
+    like = given[1] if len(given) > 1 else options.get("like")
+    if name not in _RESTORES_STEPS or not isinstance(like, numbers.Integral):
+        return
+    if unbound or (isinstance(error, MismatchError) and error.differences):
+        error.args = (with_hint(f"{text}\na step is passed by its name", _RESTORES_STEPS[name]),)
+
+
+def _is_of_orbax(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "orbax"
+
+
+def _arguments(texts: Any) -> str:
+    """Returns the text of the arguments, each once. Several `keep=` become one, joined by ``|``."""
+    kept: dict[str, None] = {}
+    others: dict[str, None] = {}
+    for text in filter(None, texts):
+        before, keep, policy = text.partition("keep=")
+        others.update(dict.fromkeys(filter(None, [before.rstrip(", ") if keep else text])))
+        kept.update(dict.fromkeys([policy] if keep else []))
+    return "".join(f", {one}" for one in [*others, *([f"keep={' | '.join(kept)}"] if kept else [])])

@@ -1,0 +1,163 @@
+"""Keeps the roll of a job: which of its processes are alive, also between their calls.
+
+Processes see signs of life of one another only within calls (see `multi_process`). A process that waits in its training
+step for a dead one makes no call, and without the roll its peers would blame it. So each process renews one key of the
+job's store every two seconds (less often in a large job). It begins at its first call, or when Treering is imported
+into a job that has formed, and stops when the process ends. Process 0 runs the store and keeps the roll: it reads these
+signs without a request, and publishes which processes are silent. A process whose wait timed out reads the roll.
+
+Rejected: asking the peers only when one is missed. Each process would need a request that waits in the store. JAX's
+client cannot cancel such a request, and a process crashes if its interpreter ends meanwhile. Also rejected:
+`get_live_nodes`, JAX's own knowledge. It is a barrier of all survivors, and learns of a death only after 100 s.
+
+Its keys: ``treering/alive/3`` is the latest sign of process 3, or how it ended; ``treering/roll`` is the roll.
+"""
+
+import atexit
+import itertools
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from .._pytree import jax_private
+from .._threads.pool import start_threads
+from .._threads.preload_decoders import preload_decoders
+from ..errors import PeerError
+from . import call_tree
+from .job_store import JobStore
+
+_SIGNS, _ROLL = "treering/alive/", "treering/roll"
+_ENDED, _GAVE_UP = "ended", "gave up"  # the last sign of a process
+_DOUBTFUL_INTERVALS, _SILENT_INTERVALS = (
+    1.5,
+    2.0,
+)  # intervals without a sign, after which a process may be dead, or counts as silent
+_MAX_LISTED_PROCESSES = 1_000  # processes of each kind in the roll; a limit, because all processes may read it at once
+_END_SECONDS = 2.0  # seconds that a process which ends waits for its last sign to be sent
+
+
+class LivenessReport(msgspec.Struct, frozen=True):
+    """The processes of the job that process 0 misses. Every other process gave a sign of life lately."""
+
+    silent: dict[int, float] = {}  # seconds of silence of processes that gave signs before; the longest first
+    ended: list[int] = []  # processes whose interpreter ended
+    gave_up: list[int] = []  # processes that ended after a `PeerError`, so that another process is the cause
+    unknown: list[int] = []  # processes that never gave a sign
+    is_settled: bool = False  # True if no process is late with its sign and not yet silent
+
+
+preload_decoders(LivenessReport)
+
+
+def read_report(store: JobStore, count: int) -> LivenessReport:
+    """Returns the roll.
+
+    If process 0 does not keep one yet, the roll has only `unknown`: the processes of a small job without a sign, or
+    process 0.
+    """
+    if text := store.get(_ROLL, None):
+        return msgspec.json.decode(text, type=LivenessReport)
+    signs = store.list_values(_SIGNS) if count <= call_tree.FAN_OUT else {}
+    return LivenessReport(unknown=[index for index in range(count) if index not in signs] if signs else [0])
+
+
+def start_signs(client: Any, index: int, count: int) -> None:
+    """Begins the signs of life of this process in a job, unless it gives them already."""
+    global _member
+    member = _member
+    if member is None or member.client is not client or not member.thread.is_alive():
+        member = _member = _Member(client, index, count)
+        start_threads(member.thread)
+    member.last_sign = _ENDED
+
+
+def note_failed_call() -> None:
+    """Notes that a call of this process failed because of a peer."""
+    if member := _member:
+        member.last_sign = _GAVE_UP
+
+
+class _Member:
+    """This process in its job."""
+
+    def __init__(self, client: Any, index: int, count: int):
+        self.client, self.process = client, os.getpid()
+        self.thread = threading.Thread(target=self._give_signs, name="treering-alive", daemon=True)
+        # `here` makes requests without a second thread and a timeout: this thread may wait for the store.
+        self._store = JobStore(client, "sign of life", here=True, timeout=0)
+        self._index = index
+        self._keeper = None if index else _ReportKeeper(self._store, count)
+        self._interval = call_tree.idle_sign_seconds(count) / (2 if self._keeper else 1)
+        self.last_sign = _ENDED
+        self._end_requests: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def end(self) -> None:
+        """Sends the last sign and ends the thread. A thread inside JAX's client would crash the interpreter at exit."""
+        if self.process == os.getpid() and self.thread.is_alive():  # A forked child has no such thread.
+            self._end_requests.put(None)
+            self.thread.join(_END_SECONDS)
+
+    def _give_signs(self) -> None:
+        global _member
+        for number in itertools.count():
+            self._put(str(number))
+            try:
+                self._end_requests.get(timeout=self._interval)
+            except queue.Empty:
+                if (job := jax_private.job_state()) and job.client is self.client:
+                    continue
+            else:
+                self._put(self.last_sign)
+            break  # The interpreter ends, or `jax.distributed.shutdown` has ended the job.
+        if _member is self:
+            _member = None  # JAX destroys its client before the interpreter ends, if nothing refers to it.
+
+    def _put(self, sign: str) -> None:
+        try:
+            self._store.put(f"{_SIGNS}{self._index}", sign)
+            if self._keeper:
+                self._keeper.publish()
+        except PeerError:  # The next call raises it. The store may answer again, if process 0 was only suspended.
+            return
+
+
+class _ReportKeeper:
+    """Keeps the roll, in process 0."""
+
+    def __init__(self, store: JobStore, count: int):
+        self._store, self._count, self._interval = store, count, call_tree.idle_sign_seconds(count)
+        self._sign_ages: dict[int, tuple[str, float]] = {}  # the latest sign of each process, and its age in seconds
+        self._last_poll = time.monotonic()
+
+    def publish(self) -> None:
+        signs = self._store.list_values(_SIGNS)
+        now = time.monotonic()
+        # At most one interval is added, so that no process looks dead after all were suspended together.
+        since, self._last_poll = min(now - self._last_poll, self._interval), now
+        for index, sign in signs.items():
+            before, age = self._sign_ages.get(index, ("", 0.0))
+            self._sign_ages[index] = sign, age + since if sign == before else 0.0
+        ended = {index: sign for index, (sign, _) in self._sign_ages.items() if sign in (_ENDED, _GAVE_UP)}
+        ages = {index: age for index, (_, age) in self._sign_ages.items() if index not in ended}
+        silent = {index: age for index, age in ages.items() if age > _SILENT_INTERVALS * self._interval}
+        roll = LivenessReport(
+            dict(sorted(silent.items(), key=lambda item: -item[1])[:_MAX_LISTED_PROCESSES]),
+            [index for index, sign in ended.items() if sign == _ENDED][:_MAX_LISTED_PROCESSES],
+            [index for index, sign in ended.items() if sign == _GAVE_UP][:_MAX_LISTED_PROCESSES],
+            [index for index in range(self._count) if index not in self._sign_ages][:_MAX_LISTED_PROCESSES],
+            not any(age > _DOUBTFUL_INTERVALS * self._interval for index, age in ages.items() if index not in silent),
+        )
+        self._store.put(_ROLL, msgspec.json.encode(roll).decode())
+
+
+_member: _Member | None = None
+
+
+@atexit.register
+def _end() -> None:
+    if _member:
+        _member.end()

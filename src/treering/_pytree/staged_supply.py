@@ -1,0 +1,262 @@
+"""Supplies the bytes of shards to the writer threads of a save.
+
+The caller's thread stages shards in order. A writer takes a shard when it needs it, and says when it has used the
+bytes. The caller's arrays are in use until `run` returns. After that they may change or be donated.
+"""
+
+import bisect
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._threads.latch import Latch
+from .devices import start_copies
+from .leaves import LocalShard, host_bytes
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_log = logging.getLogger("treering")
+_MAX_COPY_BYTES_PER_DEVICE = 256 << 20  # copied at a time for each device, if other processes of this host copy too
+_PUBLISH_BYTES = 4 << 20  # staged before the caller wakes the waiting writers
+
+
+class StagedSupply:
+    """Staged shards. At most `limit` bytes of copies are held at a time; a larger shard is staged alone.
+
+    data: the arrays that hold the shards. StagedSupply empties the list.
+    memory_ok: returns True if so many more bytes may be copied while other copies are held. It is called repeatedly,
+        because other processes use the same memory.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[LocalShard],
+        data: list[Any],
+        limit: int | None,
+        memory_ok: Callable[[int], bool] | None = None,
+    ):
+        self.shards, self._data = shards, data
+        self.on_progress: Callable[[int], None] = lambda nbytes: (
+            None
+        )  # called with the number of bytes that were written
+        self._limit, self._memory_ok = limit, memory_ok
+        self._views: list[Any] = [None] * len(shards)
+        self._has_warned = False  # of too little memory
+        self._copies = True in [shard.copies for shard in shards]
+        self._remaining_bytes = [shard.nbytes for shard in shards]
+        self._staged_count = self._held_bytes = 0
+        self._skipped_shards: set[int] = set()
+        self._lock = threading.RLock()  # used instead of `with` on the condition, which an interrupt may leave locked
+        self._changed = threading.Condition(self._lock)  # only writer threads wait for it, as ctrl-C may break a wait
+        self._room_freed = Latch()  # what the caller's thread waits for
+        self._error: BaseException | None = None
+        # Set when everything is staged or the caller has to wait. Before that, running writer threads would only take
+        # the interpreter from the caller, and training would wait longer.
+        self.writers_needed = Latch()
+
+    def run(self) -> None:
+        """Stages every shard in the caller's thread. Returns early if the writers have failed."""
+        try:
+            for first, last in self._groups():
+                if not self._reserve(self._cost(first, last)):
+                    return
+                self._stage(first, last)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            if self._error:  # Shards that were not staged must not keep their arrays in memory.
+                self._data[:] = [None] * len(self._data)
+                self.clear()
+            self.writers_needed.set()
+
+    def take(self, numbers: Sequence[int]) -> list[Bytes]:
+        """Waits for the first of some shards, and returns its bytes and those of the next ones that are staged already.
+
+        Raises the error that `fail` was given.
+        """
+        first = numbers[0]
+        if first >= self._staged_count:
+            with self._lock:
+                self._changed.wait_for(lambda: first < self._staged_count or self._error)
+        staged = self._staged_count
+        if max(numbers) >= staged:
+            numbers = list(itertools.takewhile(lambda n: n < staged, numbers))
+        views = [self._views[n] for n in numbers]
+        self.check()  # This must follow the reading of `_views`, which may be cleared at any moment after a failure.
+        try:
+            return [
+                np.frombuffer(view, np.uint8) if type(view) is memoryview else view.reshape(-1).view(np.uint8)
+                for view in views
+            ]
+        except (BufferError, ValueError):  # raised for an array that is not in C order
+            return [np.asarray(view).reshape(-1).view(np.uint8) for view in views]
+
+    def peek(self, n: int) -> Bytes:
+        """Returns the bytes of shard `n`, even if it is not staged.
+
+        A writer calls this when `writers_needed` is set, and before any `take`. Then the caller has staged everything
+        or waits for room, so the arrays that are not staged have not changed.
+        """
+        self.check()
+        if n < self._staged_count:
+            return self.take([n])[0]
+        shard = self.shards[n]
+        return host_bytes(shard, self._data[n]).reshape(-1).view(np.uint8)
+
+    def plan_reads(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Sets which shards the writers will take, in order, and how many bytes of each.
+
+        It may be called when `peek` may be. Without this call, writers take all bytes of all shards in turn. For any
+        other order of shards there is no limit, because writers might wait for a shard that has no room yet.
+        """
+        with self._lock:
+            self._remaining_bytes = [0] * len(self.shards)
+            for n, size in zip(order, nbytes, strict=True):
+                self._remaining_bytes[n] += size
+            self._skipped_shards = set(range(len(self.shards))).difference(order)
+            for n in self._skipped_shards:
+                if n < self._staged_count:
+                    self._drop(n, self.shards[n])
+            if list(order) != sorted(order):
+                self._limit = self._memory_ok = None
+            self._room_freed.set()
+            self._changed.notify_all()
+
+    def _drop(self, n: int, shard: LocalShard) -> None:
+        self._views[n] = None
+        if shard.copies:
+            self._held_bytes -= shard.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The total number of bytes of all shards."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    def release_bytes(self, numbers: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Notes that so many more bytes of some shards are no longer needed, and frees shards that are finished."""
+        if not self._copies:
+            return  # Views take no memory, so there is nothing to free.
+        with self._lock:
+            for n, size in zip(numbers, nbytes, strict=True):
+                self._remaining_bytes[n] -= size
+                if not self._remaining_bytes[n] and self.shards[n].copies:
+                    self._drop(n, self.shards[n])
+                    self._room_freed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the staging: the caller stages no more, and the writers' calls of `take` raise `error`."""
+        with self._lock:
+            self._error = self._error or error
+            self._room_freed.set()
+            self._changed.notify_all()
+        self.writers_needed.set()
+
+    @property
+    def failed(self) -> bool:
+        """True if `fail` was called."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises the error that `fail` was given."""
+        if self._error:
+            raise self._error
+
+    def clear(self) -> None:
+        """Releases all bytes."""
+        with self._lock:
+            self._views = [None] * len(self.shards)  # a new list, because the caller may be writing into the old one
+
+    def _cost(self, first: int, last: int) -> int:
+        return sum([shard.nbytes for shard in self.shards[first:last] if shard.copies]) if self._copies else 0
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """Yields runs of shards whose copies fit the limit together. Their copies from devices run at the same time."""
+        limit = self._limit  # read once, because `plan_reads` may remove it
+        if self._memory_ok:
+            portion = _MAX_COPY_BYTES_PER_DEVICE * jax.local_device_count()
+            limit = portion if limit is None else min(limit, portion)
+        if limit is None:
+            yield 0, len(self.shards)
+            return
+        first = cost = 0
+        for n, shard in enumerate(self.shards):
+            own = shard.nbytes if shard.copies else 0
+            if n > first and cost + own > limit:
+                yield first, n
+                first, cost = n, 0
+            cost += own
+        yield first, len(self.shards)
+
+    def _reserve(self, nbytes: int) -> bool:
+        def fits() -> bool:
+            if not (self._held_bytes and nbytes):
+                return True
+            within = self._limit is None or self._held_bytes + nbytes <= self._limit
+            return within and (self._memory_ok is None or self._memory_ok(nbytes))
+
+        while True:
+            with self._lock:
+                if fits() or self._error:
+                    self._held_bytes += nbytes
+                    return self._error is None
+                room = self._room_freed = Latch()
+            self._warn_of_wait()
+            self.writers_needed.set()
+            room.wait()
+
+    def _warn_of_wait(self) -> None:
+        """Logs, once, that the call waits for memory although the caller has set no limit."""
+        if self._memory_ok and not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(Exception):  # A log handler of the user may raise anything.
+                _log.warning(
+                    "the call waits until copies that it holds are written, because copies may take a quarter of the "
+                    "available memory and must leave an eighth of all memory free; memory_limit= sets another limit"
+                )
+
+    def _stage(self, first: int, last: int) -> None:
+        data, shards, unneeded = self._data, self.shards, self._skipped_shards
+        on_host = start_copies([data[n] for n in range(first, last) if shards[n].copies and n not in unneeded])
+        for begin, end in self._publish_runs(first, last):
+            if self._copies or unneeded:
+                found = [None if n in unneeded else self._bytes(n, on_host) for n in range(begin, end)]
+            else:
+                found = _views(data[begin:end])
+            self._views[begin:end] = found
+            data[begin:end] = [None] * (
+                end - begin
+            )  # Otherwise the state would stay on the device until it is written.
+            del found  # Otherwise shards that a writer has finished would stay until the next ones are staged.
+            with self._lock:
+                for n in unneeded.intersection(range(begin, end)):
+                    self._drop(n, shards[n])
+                self._staged_count = end
+                self._changed.notify_all()
+
+    def _publish_runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yields runs of the shards [first, last). The writers are notified after each run."""
+        ends = list(itertools.accumulate([shard.nbytes for shard in self.shards[first:last]]))
+        begin, written = first, 0
+        while begin < last:
+            end = min(first + bisect.bisect_left(ends, written + _PUBLISH_BYTES) + 1, last)
+            yield begin, end
+            begin, written = end, ends[end - first - 1]
+
+    def _bytes(self, n: int, on_host: Iterator[Any]) -> np.ndarray:
+        """Returns shard `n` on the host, copied if necessary. `on_host` yields its copy from the device next."""
+        shard, data = self.shards[n], self._data[n]
+        return host_bytes(shard, data, next(on_host)) if shard.copies else np.asarray(data)
+
+
+def _views(arrays: list[Any]) -> list[Any]:
+    """Returns views of the arrays' memory. While a view exists, JAX does not reuse the memory of a donated array."""
+    try:
+        return list(map(memoryview, arrays))  # takes four fifths of the time of `asarray`; there may be thousands
+    except (BufferError, TypeError, ValueError):  # raised for a dtype that only NumPy knows
+        return list(map(np.asarray, arrays))

@@ -1,0 +1,150 @@
+"""Divides the leaves of a restore into groups that are read together, so that each group fits the memory limit."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core import dtypes
+from .._core.boxes import Box, full_box
+from .._core.entries import ArrayEntry
+from .._pytree import devices
+from .._threads.python_gc import gc_paused
+from ..errors import MismatchError, UnsupportedError
+from . import array_placement as _place
+from .array_placement import ShardingOrNone
+from .leaf_targets import LeafTarget, fits_dtype
+
+
+def group_targets(targets: Sequence[LeafTarget], limit: int | None) -> Iterator[list[int]]:
+    """Yields the numbers of the leaves to read, in groups of at most `limit` bytes; without a limit in one group.
+
+    A leaf that is larger than the limit is a group of its own.
+    """
+    numbers = [n for n, target in enumerate(targets) if target.entry is not None]
+    if limit is None:
+        yield from [numbers] if numbers else []
+        return
+    group: list[int] = []
+    held = 0
+    for n in numbers:
+        entry = target_entry(targets[n])
+        nbytes = _nbytes(entry.shape, entry.dtype)
+        if group and held + nbytes > limit:
+            yield group
+            group, held = [], 0
+        group.append(n)
+        held += nbytes
+    if group:
+        yield group
+
+
+class ReadGroup:
+    """Leaves that are read together.
+
+    numbers: the positions of these leaves among all leaves of the template.
+    wanted: the boxes to read, in the order of the leaves.
+    """
+
+    def __init__(self, targets: Sequence[LeafTarget], places: Sequence[ShardingOrNone], numbers: list[int]):
+        self.numbers = numbers
+        self.wanted: list[tuple[ArrayEntry, Box]] = []
+        self._targets, self._final = targets, places
+        self._places: list[ShardingOrNone] = []  # of the arrays that are read; for typed keys the place of their data
+        self._counts: list[int] = []  # of the boxes of each leaf
+        last: ShardingOrNone = None
+        alone, shape, box = True, (), full_box(())
+        # Thousands of leaves in a row may have one shape and one place, so what the last leaf needed is kept.
+        for n in numbers:
+            target, place = targets[n], places[n]
+            entry: Any = target.entry
+            if target.make == "key":
+                place = _place.key_data_sharding(place)
+            if place is not last:
+                last, alone = place, place is None or bool(_place.single_device(place))
+            if alone or target.make not in _place.JAX_MAKES:
+                if entry.shape != shape:
+                    shape, box = entry.shape, full_box(entry.shape)
+                self.wanted.append((entry, box))
+                self._counts.append(1)
+            else:
+                assert place is not None
+                boxes = _place.local_boxes(place, entry.shape)
+                self.wanted += [(entry, box) for box in boxes]
+                self._counts.append(len(boxes))
+            self._places.append(place)
+
+    def put(self, paths: Sequence[str], found: Sequence[np.ndarray], values: list[Any]) -> list[jax.Array]:
+        """Writes what was read into `values`. Returns the JAX arrays, whose transfers may not have finished."""
+        with gc_paused():
+            arrays = iter(found)
+            in_jax: list[int] = []
+            items: list[_place.ArrayToPut] = []
+            for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
+                target = self._targets[n]
+                if target.make in _place.JAX_MAKES:
+                    own = list(itertools.islice(arrays, count))
+                    dtype, entry = target.dtype, target.entry
+                    assert entry is not None
+                    if count != 1 or own[0].dtype is not dtype:
+                        own = [_cast(array, target, paths[n]) for array in own]
+                    in_jax.append(n)
+                    items.append(_place.ArrayToPut(place, entry.shape, dtype, target.weak, own))
+                else:
+                    array = next(arrays)
+                    if target.make != "numpy" or array.dtype is not target.dtype:
+                        array = host_value(_cast(array, target, paths[n]), target)
+                    values[n] = array
+            made = _place.put_arrays(items)
+            for n, item, array in zip(in_jax, items, made, strict=True):
+                target = self._targets[n]
+                value = as_key(array, target_entry(target)) if target.make == "key" else array
+                values[n] = value if item.where is self._final[n] else jax.device_put(value, self._final[n])
+        return made
+
+
+def target_entry(target: LeafTarget) -> ArrayEntry:
+    """Returns the entry of a target that is made of an array of the checkpoint."""
+    entry = target.entry
+    assert entry is not None
+    return entry
+
+
+@functools.lru_cache(maxsize=1024)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtypes.itemsize(dtype)
+
+
+def _cast(array: np.ndarray, target: LeafTarget, path: str) -> np.ndarray:
+    if target.dtype is None or array.dtype == target.dtype:
+        return array
+    if dtypes.is_integer(array.dtype) and not fits_dtype(array, target.dtype):
+        raise MismatchError(
+            f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
+            f"use {array.dtype.name} in the template"
+        )
+    return dtypes.cast(array, target.dtype)
+
+
+def host_value(array: np.ndarray, target: LeafTarget) -> Any:
+    """Returns the value of a target that stays on the host, made of an array of the target's dtype."""
+    if target.make == "number":
+        return target.value(array)
+    if target.make == "numpy-scalar":
+        return array[()]
+    return array
+
+
+@devices.allow_transfers()
+def as_key(data: Any, entry: ArrayEntry) -> Any:
+    """Returns key data as a typed key. Raises `UnsupportedError` if JAX does not know the key implementation."""
+    try:
+        return jax.random.wrap_key_data(data, impl=entry.impl)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedError(
+            f"{entry.path}: {entry.dtype}{list(entry.shape)} as a {entry.impl} key: {error}"
+        ) from None

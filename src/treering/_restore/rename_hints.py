@@ -1,0 +1,224 @@
+"""Suggests rules for leaves that a checkpoint has under other paths than the template.
+
+The rules rename and copy these leaves. The suggestion also says what to do with the leaves that only one side has.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from .._core.entries import Entry, is_absent
+from .._core.leaf_paths import parent_paths, relative_to
+from .._core.skeleton import Skeleton
+from .._pytree import variable_levels
+from .._pytree.walk import FlatTree
+from .._rules.base import Leaves
+from ..errors import TreeringError
+from .origins import Origins, origins, wanted
+from .path_likeness import differing_heads
+from .policy import Policy
+from .prefix_renames import ordered, renames
+from .suggestion import RuleCall, Suggestion, apply_calls, is_plain
+
+_MAX_CALLS = 16  # rules; nobody would read more
+_MAX_GLOBS = 12
+_T5_NAMES = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
+
+
+def rename_suggestions(
+    flat_tree: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, reordered: bool
+) -> Iterator[Suggestion]:
+    """Yields rules for all leaves that the checkpoint has under other paths.
+
+    reordered: True if containers of the two sides have different classes, as after an optax chain was reordered.
+    """
+    if not all(is_plain(path, entries) for path in entries):
+        return
+    yield from _rename_suggestions(flat_tree, flat_tree, entries, skeleton, policy, reordered)
+    for kinds in variable_levels.LEVEL_KINDS if flat_tree.boxes else ():
+        paths = [variable_levels.path_with_levels(path, flat_tree.boxes, kinds) for path in flat_tree.paths]
+        if paths != flat_tree.paths:
+            there = flat_tree._replace(
+                paths=paths,
+                skeleton=variable_levels.skeleton_with_levels(flat_tree.skeleton, flat_tree.boxes, kinds),
+                boxes={},
+            )
+            yield from _rename_suggestions(there, flat_tree, entries, skeleton, policy, reordered)
+
+
+def _rename_suggestions(
+    there: FlatTree,
+    flat_tree: FlatTree,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: Policy,
+    reordered: bool,
+) -> Iterator[Suggestion]:
+    """Yields rules that turn the leaves of a checkpoint into those of `there`.
+
+    there: the template, as `walked` or with the levels that a format writes for boxes of Flax.
+    """
+    most = 0  # leaves that a spelling has found; another spelling has to find more to be worth a suggestion
+    for text, calls in _spellings(entries, there.paths):
+        try:
+            leaves = apply_calls(calls, entries)
+        except TreeringError:
+            continue
+        found = origins(there, {path: leaf.entry for path, leaf in leaves.items()}, None if calls else skeleton, policy)
+        own = _calls(there, {path: leaf.entry for path, leaf in leaves.items()}, found)
+        better = len(found.sources) > most
+        most = max(most, len(found.sources))
+        if own is None or not better or not (calls or _moves(found) or (own and reordered)):
+            continue
+        try:
+            made = apply_calls([*calls, *own], entries)
+        except TreeringError:
+            continue
+        if len(calls) + len(own) <= _MAX_CALLS and _makes_exactly(made, leaves, found, there):
+            names = dict(zip(there.paths, flat_tree.paths, strict=True))
+            yield _cause(there, names, made, found, [text, *_texts(found)], (*calls, *own))
+
+
+def _spellings(entries: Mapping[str, Entry], paths: Sequence[str]) -> Iterator[tuple[str, list[RuleCall]]]:
+    """Yields rules that change the spelling of all names, with a text that says why. The first has no rules."""
+    yield "", []
+    if any(_T5_NAMES.match(path) for path in entries):
+        from ..formats.t5_names import T5_TO_T5X
+
+        yield "the checkpoint has TensorFlow's names of T5", [RuleCall("*tr.formats.t5_names.T5_TO_T5X", T5_TO_T5X)]
+    for old, new in ((".", "/"), ("/", "."), ("~1", "/"), ("/", "~1")):
+        if any(old in path for path in entries) and any(new in path for path in paths):
+            text = f"the checkpoint has {old!r} where the template has {new!r}"
+            yield text, [RuleCall.of("rename", r"\." if old == "." else old, new)]
+
+
+def _moves(found: Origins) -> bool:
+    return any(path != there for path, there in found.sources.items())
+
+
+def _template_paths(found: Origins) -> dict[str, str]:
+    """Returns the one path of the template that each found leaf moves to.
+
+    Several paths of the template may have the same origin. The leaf stays at its own path if that is one of them;
+    the other paths become copies.
+    """
+    first = {there: path for path, there in found.sources.items() if path == there}
+    for path, there in found.sources.items():
+        if path not in found.copied:
+            first.setdefault(there, path)
+    return first
+
+
+def _calls(flat_tree: FlatTree, entries: Mapping[str, Entry], found: Origins) -> list[RuleCall] | None:
+    """Returns the rules that make each leaf of its origin, or None for more than `_MAX_CALLS` of them."""
+    first = _template_paths(found)
+    leaves = wanted(flat_tree)
+    in_the_way = [path for path in entries if path in leaves and path not in first and not is_absent(entries[path])]
+    globs = _globs(in_the_way, entries)
+    moves = {there: path for there, path in first.items() if there != path}
+    there = [path for path in entries if path not in set(in_the_way)]
+    changes = renames(moves, there, first, leaves, _MAX_CALLS)
+    copies = {path: first[there] for path, there in found.sources.items() if first[there] != path}
+    copied = _copies(copies, [first.get(path, path) for path in there])
+    if (
+        changes is None
+        or copied is None
+        or len(globs) + len(changes) + len(copied) + len(found.transposed) > _MAX_CALLS
+    ):
+        return None
+    return [
+        *(RuleCall.of("drop", glob) for glob in globs),
+        *(RuleCall.of("rename", pattern, new) for pattern, new in ordered(changes)),
+        *(RuleCall.of("copy", src, dst) for src, dst in copied),
+        *(RuleCall.of("transpose", path, (1, 0)) for path in sorted(found.transposed)),
+    ]
+
+
+def _texts(found: Origins) -> Iterator[str]:
+    """Yields texts that say how the two sides differ, and which other reading is possible."""
+    first = _template_paths(found)
+    heads = dict.fromkeys(differing_heads(there, path) for there, path in first.items() if there != path)
+    for old, new in list(heads)[:2]:
+        yield (
+            f"the checkpoint has {old!r} where the template has {new!r}"
+            if old and new
+            else (f"the checkpoint has {old!r} more" if old else f"the template has {new!r} more")
+        )
+    if len(heads) > 2:
+        yield f"{len(heads) - 2} more places like these"
+    for path, other in found.untied.items():
+        yield f"{path!r} may have been shared with {other!r}, or else it is new"
+    counts = {path: first[there] for path, there in found.sources.items() if path in found.update_counts}
+    for path, other in list(counts.items())[:1]:
+        yield f"{path!r} continues {other!r}" if path != other else f"{path!r} continues"
+    for head in found.doubtful[:1]:
+        yield f"what is below {head!r} would fit as well"
+
+
+def _makes_exactly(made: Leaves, leaves: Leaves, found: Origins, flat_tree: FlatTree) -> bool:
+    """Returns True if the rules make each leaf of its origin, and make no other leaf of the template."""
+    for path in wanted(flat_tree):
+        there = found.sources.get(path)
+        if there is None and path in made and not is_absent(made[path].entry):
+            return False
+        if there is not None and (path not in made or made[path].source != leaves[there].source):
+            return False
+    return True
+
+
+def _cause(
+    flat_tree: FlatTree,
+    names: Mapping[str, str],
+    made: Leaves,
+    found: Origins,
+    texts: Sequence[str],
+    calls: tuple[RuleCall, ...],
+) -> Suggestion:
+    """Returns the cause with its rules, and with globs for the leaves that only one side has.
+
+    names: the template's own path for each path of `walked`.
+    """
+    skipped = [path for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if leaf is ...]
+    known = set(flat_tree.paths)
+    missing = [names[path] for path in wanted(flat_tree) if path not in found.sources]
+    extra = [
+        path
+        for path, leaf in made.items()
+        if path not in known
+        and not is_absent(leaf.entry)
+        and not any(relative_to(path, at) is not None for at in skipped)
+    ]
+    text = "; ".join(filter(None, texts)) or "a state is another one"
+    globs = _globs(extra, {**made, **dict.fromkeys(known)})
+    return Suggestion(text, "", calls, _globs(missing, names.values()), globs if len(globs) <= _MAX_GLOBS else "ignore")
+
+
+def _globs(paths: Sequence[str], everything: Iterable[str]) -> tuple[str, ...]:
+    """Returns globs that match these paths and no others, with one glob for a container if all its leaves are given."""
+    inside = set(paths)
+    mixed = {place for path in everything if path not in inside for place in parent_paths(path)}
+    found: dict[str, None] = {}
+    for path in paths:
+        place = next((place for place in parent_paths(path) if place not in mixed), None)
+        found[path if place is None else f"{place}/**"] = None
+    return tuple(found)
+
+
+def _copies(copies: Mapping[str, str], there: Sequence[str]) -> list[tuple[str, str]] | None:
+    """Returns the sources and destinations of copies, or None for more than `_MAX_CALLS` of them.
+
+    A container is one copy if all its leaves are copied.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for dst, src in copies.items():
+        groups.setdefault(differing_heads(src, dst), []).append(dst)
+    if len(groups) > _MAX_CALLS:
+        return None
+    found: list[tuple[str, str]] = []
+    for (old, new), paths in groups.items():
+        src, dst = old.rstrip("/"), new.rstrip("/")
+        inside = [path for path in there if relative_to(path, src) is not None]
+        if old.endswith("/") and new.endswith("/") and len(inside) == len(paths):
+            found.append((src, dst))
+        else:
+            found += [(copies[path], path) for path in paths]
+    return found

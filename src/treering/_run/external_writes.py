@@ -1,0 +1,54 @@
+"""Checks and locks for checkpoints that other programs than the run's job write into it: copies and conversions."""
+
+import contextlib
+import posixpath
+from collections.abc import Iterator
+
+from ..stores.store import LOCK_NAME, Store
+from . import run_layout
+from .new_run import parent
+from .origin import check_not_local
+from .run_directory import RunDirectory
+from .step_catalog import StepCatalog
+
+
+def enclosing_run(store: Store, path: str) -> str | None:
+    """Returns the run of which a checkpoint at a path would be a step, if a job writes that run or may do so.
+
+    A job keeps its lock in the run while it writes, and its marks in the run and in its `local=` directory. In every
+    format the name of a step ends in its number, so a model with another name may be written next to the steps.
+    """
+    root = parent(path)
+    if root is None or not path[-1].isdecimal():
+        return None
+    marks = (posixpath.join(root, name) for name in (LOCK_NAME, run_layout.LOCAL_MARK, run_layout.REMOTE_MARK))
+    return root if any(store.stat(mark) is not None for mark in marks) else None
+
+
+def check_no_writer(store: Store, root: str) -> None:
+    """Checks that a run may be written from outside. Acquires no lease.
+
+    Raises `MismatchError` for a `local=` directory, and an `ExistsError` that names the other process that writes the
+    run. In a bucket only processes of this machine are known; `locked_run` finds the others.
+    """
+    check_not_local(store, root)
+    store.lease(root).check_free()
+
+
+@contextlib.contextmanager
+def locked_run(store: Store, root: str, prefix: str = run_layout.DEFAULT_PREFIX, *, replaces: bool) -> Iterator[None]:
+    """Holds the lease of a run within a `with` block, as its job does. Raises what `check_no_writer` raises.
+
+    replaces: True if a step of the run is replaced. The local tiers of its jobs are then ignored from now on; otherwise
+        the old step would be uploaded again. Adding steps leaves the local tiers valid.
+    """
+    check_not_local(store, root)
+    directory = RunDirectory(StepCatalog(store, root, prefix), lambda: True)
+    try:
+        if replaces:
+            directory.acquire_run()
+        else:
+            directory.acquire()
+        yield
+    finally:
+        directory.release()

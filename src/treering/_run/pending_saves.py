@@ -1,0 +1,115 @@
+"""The pending saves of one run: running ones, and ended ones whose errors the run's next call still has to raise."""
+
+import contextlib
+import logging
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from .._save.pending import PendingSave
+from ..errors import MismatchError
+from .failures import Failures
+
+_log = logging.getLogger("treering")
+
+
+class PendingStatus(NamedTuple):
+    """The state of the saves in process 0: `calls` are running; `raises` is True if an ended save raises its error."""
+
+    calls: list[str]
+    raises: bool
+
+
+class PendingSaves:
+    """Holds saves in the order of their calls, which is also the order in which they end.
+
+    The run's next call raises the error of a failed save, unless the save's result has raised it. With several
+    processes, process 0 decides.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._saves: list[PendingSave] = []
+        self._changing_calls: list[object] = []  # calls that may add a save or change the run
+
+    @contextlib.contextmanager
+    def changing_run(self) -> Iterator[None]:
+        """Marks the run as being changed. Every change of the run is made within this block."""
+        call = object()
+        try:
+            self._changing_calls.append(call)
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # An interrupt came before the call was added.
+                self._changing_calls.remove(call)
+
+    def busy(self) -> bool:
+        """Returns True if the run is being changed, or about to be."""
+        return bool(self._changing_calls) or not self.all_done()
+
+    def check_no_save(self) -> None:
+        """Raises `MismatchError` if another call than the caller's is changing the run. Call it in `changing_run()`."""
+        if len(self._changing_calls) > 1 or not self.all_done():
+            raise MismatchError("a save has begun; it looks at this step when it is over")
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def add(self, pending: PendingSave) -> None:
+        """Adds a save that has begun."""
+        self._saves.append(pending)
+
+    def all_done(self) -> bool:
+        """Returns True if no save is running."""
+        return all(pending.done() for pending in self._saves)
+
+    def status(self) -> PendingStatus:
+        """Returns the state of the saves as it is now."""
+        calls = [pending._call.name for pending in self._saves if not pending.done()]
+        failed = any(pending.failed and not pending.reported for pending in self._saves)
+        return PendingStatus(calls, failed and self._failures.raises)
+
+    def wait_for_status(self) -> PendingStatus:
+        """Waits until no save is running, and returns the state then."""
+        for pending in list(self._saves):
+            pending._wait()
+        return self.status()
+
+    def steps_of(self, calls: Container[str]) -> set[int | None]:
+        """Returns the steps that these calls save."""
+        return {pending.step for pending in self._saves if pending._call.name in calls}
+
+    def pending_steps(self) -> set[int]:
+        """Returns the steps of the running saves."""
+        return {pending.step for pending in self._saves if not pending.done() and pending.step is not None}
+
+    def newest(self) -> PendingSave:
+        """Returns the save that ends last."""
+        return self._saves[-1]
+
+    def reap(self, status: PendingStatus | None = None) -> None:
+        """Waits for all saves except those in `verdict.calls`, and forgets them. Raises the first failure.
+
+        Without a verdict, waits for all saves. If `verdict.raises` is False, failures are only logged. If failures do
+        not end the run, the call without a verdict still raises that of the last save: no later save replaces it.
+        """
+        ended = [pending for pending in self._saves if status is None or pending._call.name not in status.calls]
+        for pending in ended:
+            pending._wait()  # Wait before forgetting: an interrupt here loses no save.
+        for pending in ended:
+            if pending not in self._saves:
+                continue  # A signal handler has settled it meanwhile.
+            self._saves.remove(pending)
+            if not pending.failed:
+                self._failures.last_error = None
+            elif not pending.reported:
+                if status.raises if status else self._failures.raises:
+                    pending.result()
+                self._report(pending)
+        if status is None:
+            self._failures.raise_last()
+
+    def _report(self, pending: PendingSave) -> None:
+        if self._failures.raises:
+            pending.log_error()
+        else:
+            self._failures.report(pending.take_error())

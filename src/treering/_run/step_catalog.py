@@ -1,0 +1,182 @@
+"""The steps of a run: finds which are committed and which are valid, and caches what their manifests say."""
+
+import dataclasses
+import logging
+import os
+import posixpath
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+from .. import formats
+from ..errors import CorruptError, TreeringError, UnsupportedError
+from ..formats.treering import summary
+from ..keep import Saved
+from ..stores.nfs import warn_unlistable
+from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
+from ..stores.store import Stat, Store
+from . import run_layout, step_fallback
+from . import tensorboard as _tensorboard
+
+_log = logging.getLogger("treering")
+_MTIME_SETTLE_SECONDS = 2.0  # A later change of a directory surely shows in its time after these seconds.
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStep(Saved):
+    """A saved step, with the names of the metrics that came after the save."""
+
+    late_metrics: frozenset[str] = frozenset()
+
+
+# The version and time of a step's directory. It changes when a file is replaced or added.
+_Signature = tuple[Hashable, float]
+StepStatus = SavedStep | Literal["damaged", "unsupported", "gone", "closed"]
+
+
+class StepCatalog:
+    """Caches the verdicts on one run's steps, for the caller and the thread that saves. Reads each manifest once.
+
+    Metrics that were not given with a step are looked up in event files, if there is a directory of them.
+    """
+
+    def __init__(self, store: Store, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
+        self.store, self.root, self.prefix = store, root, prefix
+        self._may_lack_files = False
+        self._lock = threading.RLock()
+        self._cached_status: dict[int, tuple[_Signature, StepStatus]] = {}
+        self._damaged_manifests: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
+        self._foreign_steps: dict[str, SavedStep | None] = {}  # steps of other libraries, by path; None if unreadable
+        self._tensorboard_scalars = None if tensorboard is None else _tensorboard.TensorBoardScalars(tensorboard)
+
+    def allow_missing_files(self) -> None:
+        """Allows files of a step to be missing here, because the disks of other hosts have them."""
+        with self._lock:
+            self._may_lack_files = True
+            self._cached_status.clear()
+            self._damaged_manifests.clear()
+
+    def committed(self) -> dict[int, str]:
+        """Returns the committed steps, ascending, and their directories."""
+        names = run_layout.committed_names(self.store, self.root, self.prefix)
+        return {step: posixpath.join(self.root, name) for step, name in names.items()}
+
+    def valid_steps(self, *, foreign: bool = False) -> list[SavedStep]:
+        """Returns the valid steps, ascending; with `foreign` also those of other libraries in the directory."""
+        with self.store.glance(self.root):
+            return self._valid_steps(foreign)
+
+    def _valid_steps(self, foreign: bool) -> list[SavedStep]:
+        own = self.committed()
+        with self._lock:
+            for step in (
+                self._cached_status.keys() - own.keys()
+            ):  # Forget deleted steps: a long run deletes most of them.
+                del self._cached_status[step]
+        statuses = [self.status_of(step, path) for step, path in own.items()]
+        valid = [status for status in statuses if isinstance(status, SavedStep)]
+        if foreign:
+            names = {os.path.basename(path) for path in own.values()}
+            others = formats.foreign_steps(self.store, self.root, names)
+            valid += [
+                saved for step, one in others.items() if step not in own and (saved := self._read_foreign(step, *one))
+            ]
+            valid.sort(key=lambda one: one.step)
+        if self._tensorboard_scalars is None:
+            return valid
+        written = self._tensorboard_scalars.read(one.step for one in valid)
+        found: list[SavedStep] = []
+        for one in valid:
+            others = {name: value for name, value in written.get(one.step, {}).items() if name not in one.metrics}
+            late_metrics = one.late_metrics.union(others)
+            found.append(dataclasses.replace(one, metrics={**others, **one.metrics}, late_metrics=late_metrics))
+        return found
+
+    def is_damaged(self, step: int, path: str) -> bool:
+        """Returns True if a committed step is damaged."""
+        return self.status_of(step, path) == "damaged"
+
+    def mark_damaged(self, step: int, path: str) -> None:
+        """Remembers that reading a step has shown damage, until the step is replaced."""
+        if signature := self._signature(path):
+            with self._lock:
+                self._cached_status[step] = signature, "damaged"
+                self._damaged_manifests[step] = self._signature_of_manifest(path)
+
+    def mark_unsupported(self, step: int, path: str, error: UnsupportedError) -> None:
+        """Remembers that a step is of a later release, until something in its directory changes."""
+        _log_unsupported(step, error)
+        if signature := self._signature(path):
+            with self._lock:
+                self._cached_status[step] = signature, "unsupported"
+
+    def _read_foreign(self, step: int, path: str, format: str | None) -> SavedStep | None:
+        if path not in self._foreign_steps:
+            try:
+                self._foreign_steps[path] = SavedStep(
+                    step, step_fallback.open_in_store(self.store, path, format).metrics
+                )
+            except ReplacedError:  # It was deleted or replaced just now, so nothing is remembered.
+                return None
+            except TreeringError as error:
+                raise_if_momentary(error)
+                _log.warning("step %d is ignored: %s", step, error)
+                self._foreign_steps[path] = None
+        return self._foreign_steps[path]
+
+    def status_of(self, step: int, path: str) -> "StepStatus":
+        """Returns the verdict on a committed step: its summary, or why it is not valid."""
+        signature = self._signature(path)
+        if signature is None:
+            return "gone"
+        with self._lock:
+            known = self._cached_status.get(step)
+            if known and known[0] == signature:
+                return known[1]
+            if step in self._damaged_manifests and self._damaged_manifests[step] == self._signature_of_manifest(path):
+                return "damaged"  # New files next to the manifest do not mend it.
+        read = self._signature_of_manifest(path)  # Before the read: the manifest may be replaced meanwhile.
+        status = self._read_status(step, path)
+        if status == "damaged":
+            with self._lock:
+                self._cached_status[step] = signature, status
+                self._damaged_manifests[step] = read
+        elif status != "closed" and time.time() - signature[1] > _MTIME_SETTLE_SECONDS:  # Otherwise it is read again.
+            with self._lock:
+                self._cached_status[step] = signature, status
+        return status
+
+    def _read_status(self, step: int, path: str) -> StepStatus:
+        try:
+            return SavedStep(step, *summary.read(self.store, path, allow_missing_files=self._may_lack_files))
+        except CorruptError as error:
+            _log.warning("step %d is damaged and is ignored: %s", step, error)
+            return "damaged"
+        except UnsupportedError as error:
+            _log_unsupported(step, error)
+            return "unsupported"
+        except FileNotFoundError:
+            return "gone"  # deleted by another process since it was listed
+        except PermissionError as error:  # Not remembered: its permissions may change.
+            warn_unlistable(path, error.strerror)
+            return "closed"
+
+    def _signature(self, path: str) -> _Signature | None:
+        return _stat_signature(path, lambda: self.store.stat(path))
+
+    def _signature_of_manifest(self, path: str) -> _Signature | None:
+        return _stat_signature(path, lambda: summary.stat_manifest(self.store, path))
+
+
+def _stat_signature(path: str, look: Callable[[], Stat | None]) -> _Signature | None:
+    try:
+        with reading(path):
+            found = look()
+    except UnreadableError:
+        return "unreadable", 0
+    return found and (found.version, found.modified)
+
+
+def _log_unsupported(step: int, error: UnsupportedError) -> None:
+    _log.warning("step %d cannot be read by this release and is left alone: %s", step, error)

@@ -1,0 +1,204 @@
+"""Chooses the step of a run to read: the newest valid one. Skips damaged steps, and reads a replaced one again."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from .. import formats, stores
+from .._core.entries import step_number
+from .._restore.checkpoint import Checkpoint
+from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
+from ..formats.treering import summary
+from ..stores.read_errors import ReplacedError, reading
+from ..stores.store import Store
+from . import new_run
+from .run_layout import located_steps
+
+T = TypeVar("T")
+_log = logging.getLogger("treering")
+_MAX_OPEN_ATTEMPTS = 5  # of a checkpoint that is overwritten while it is read
+
+
+class StepCopy(NamedTuple):
+    """A copy of a step. A step may have several, in different stores."""
+
+    step: int
+    store: Store
+    path: str
+    format: str | None = None  # the name of the format; None if opening detects it
+
+
+def open_in_store(store: Store, path: str, format: str | None = None) -> Checkpoint:
+    """Opens a checkpoint, of any format unless one is named. Raises `ReplacedError` if it was deleted meanwhile."""
+    try:
+        with reading(path), store.glance(path):
+            reader = (_detect_format(store, path).open if format is None else formats.get(format).open)(store, path)
+            reader.check_present()
+            reader.metrics  # noqa: B018 (some readers read them on first use)
+    except FileNotFoundError as error:
+        if isinstance(error, TreeringError):
+            raise
+        check_format(store, path, format)
+        raise ReplacedError(f"{path}: deleted or replaced while it was opened; open it again") from error
+    except OSError as error:
+        if isinstance(error, TreeringError):
+            raise
+        check_format(store, path, format)
+        raise
+    return Checkpoint(reader)
+
+
+def check_format(store: Store, path: str, format: str | None) -> None:
+    """Raises `UnsupportedError` if something of another kind than a named format is at a path."""
+    if format is not None and store.stat(path) is not None and (reason := formats.get(format).refuses(store, path)):
+        raise UnsupportedError(f"{path}: expected a checkpoint of the format {format!r}: {reason}")
+
+
+def _detect_format(store: Store, path: str) -> formats.Format:
+    try:
+        return formats.detect(store, path)
+    except UnsupportedError:  # It existed a moment ago, so opening raises the right error.
+        return formats.get("treering")
+
+
+def find_step_copies(
+    store: Store, place: str, step: int | None, format: formats.Format | None = None, prefix: str | None = None
+) -> list[StepCopy] | formats.Format:
+    """Returns the steps at a path that may be read, newest first, or the format if the path is one checkpoint.
+
+    format: reads the path in this format, and ignores steps of other formats. prefix: the beginning of the names of a
+        run's steps; with a prefix the path must be a run.
+    """
+    found = {} if summary.stat_manifest(store, place) else located_steps(store, place, prefix, only=format)
+    if not found:
+        if prefix is not None:
+            meant = new_run.suggest_run(store, place)
+            raise NotFoundError(
+                f"{place}: expected a run with steps whose names begin with {prefix!r}, found none{meant}"
+            )
+        format = detect_or_explain(store, place) if format is None else check_exists(store, place, format)
+        if step is not None:
+            meant = new_run.suggest_run(store, place)
+            raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run{meant}")
+        return format
+    if step is None:
+        return [StepCopy(number, store, *one) for number, one in reversed(found.items())]
+    number = step_number(step)
+    if number not in found:
+        raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
+    return [StepCopy(number, store, *found[number])]
+
+
+def check_exists(store: Store, place: str, format: formats.Format) -> formats.Format:
+    """Returns the format that the caller has given. Raises `NotFoundError` if there is neither a file nor a folder."""
+    if store.stat(place) is None and not formats.accepts(format, store, place):
+        raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
+    return format
+
+
+def detect_or_explain(store: Store, place: str) -> formats.Format:
+    """Returns the format of the checkpoint at a path.
+
+    Raises `NotFoundError`, or `UnsupportedError` for a file, if it is not a checkpoint of any known format.
+    """
+    try:
+        return formats.detect(store, place)  # Before `stat`: a path may be the common prefix of several files.
+    except UnsupportedError as error:
+        there = store.stat(place)
+        if there is None:
+            raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
+        if there.is_folder:
+            if found := new_run.runs_below(store, place):
+                raise NotFoundError(
+                    f"{place}: expected a checkpoint or a run, found a directory of runs; pass the one that is meant: "
+                    f"{found}"
+                ) from None
+            raise NotFoundError(str(error)) from None
+        raise
+
+
+def first_valid(
+    run: str,
+    places: Sequence[StepCopy],
+    use: Callable[[Checkpoint], T],
+    *,
+    fallback: bool = True,
+    on_damaged: Callable[[StepCopy], None] = lambda place: None,
+    on_all_processes: Callable[[Callable[[], T]], T] = lambda attempt: attempt(),
+) -> tuple[int, T]:
+    """Returns the first step that opens, and the result of `use`. Logs damaged copies and calls `on_damaged` with each.
+
+    `on_all_processes` makes an attempt that succeeds only if it succeeds in all processes.
+
+    Raises the first `CorruptError` if all steps are damaged; without `fallback`, if all copies of the first step are.
+    A step that is deleted meanwhile is skipped.
+    """
+    first: CorruptError | None = None
+    deleted = 0
+    for n, place in enumerate(places):
+        if n:
+            _log_fallback(places[n - 1], place)
+        last = not fallback and not any(other.step == place.step for other in places[n + 1 :])
+        attempt = functools.partial(use_with_retries, place.store, place.path, place.step, use, place.format)
+        try:
+            return place.step, on_all_processes(attempt)
+        except CorruptError as error:
+            on_damaged(place)
+            if last:
+                raise
+            _log.error("step %d is damaged: %s", place.step, error)
+            first = first or error.with_traceback(None)  # Its frames would keep partly restored arrays alive.
+        except ReplacedError:
+            if last or summary.stat_manifest(place.store, place.path):
+                raise
+            _log.warning("%s: step %d was deleted meanwhile", place.path, place.step)
+            deleted += 1
+    if deleted and not first:
+        raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
+    raise first or NotFoundError(f"{run}: expected a step, found none{new_run.suggest_run(stores.get(run), run)}")
+
+
+def _log_fallback(passed: StepCopy, place: StepCopy) -> None:
+    if place.step == passed.step:
+        _log.warning("taking the copy of step %d at %s", place.step, place.path)
+    else:
+        _log.warning("taking step %d, the one before step %d", place.step, passed.step)
+
+
+def use_with_retries(
+    store: Store,
+    path: str,
+    step: int | None,
+    use: Callable[[Checkpoint], T],
+    format: str | None = None,
+    opened: Checkpoint | None = None,
+) -> T:
+    """Opens a checkpoint, or a given step, and returns the result of `use`. Starts again if it is overwritten.
+
+    The first attempt uses `opened`, if that is given. Raises `ReplacedError` if the checkpoint was deleted, or is
+    overwritten faster than it can be read.
+    """
+    for n in range(_MAX_OPEN_ATTEMPTS - 1):
+        with contextlib.suppress(ReplacedError):
+            return use(opened if opened is not None and n == 0 else open_step(store, path, step, format))
+    return use(open_step(store, path, step, format))
+
+
+def open_step(store: Store, path: str, step: int | None, format: str | None) -> Checkpoint:
+    """Opens a step of a run. The checkpoint gets the number in its name, not the number that it was saved with."""
+    ckpt = open_in_store(store, path, format)
+    if step is None or ckpt.step == step:
+        return ckpt
+    if ckpt.step is not None:
+        _log.warning("%s is step %d, as its name says, but was saved as step %d", path, step, ckpt.step)
+    return ckpt._numbered(step)
+
+
+def retry_if_replaced(attempt: Callable[[], T]) -> T:
+    """Returns the result of an attempt. Repeats it if the steps that it listed were replaced or deleted meanwhile."""
+    for _ in range(_MAX_OPEN_ATTEMPTS - 1):
+        with contextlib.suppress(ReplacedError):
+            return attempt()
+    return attempt()

@@ -1,0 +1,228 @@
+"""Open array files: reads their bytes into memory and verifies the blocks."""
+
+import logging
+import mmap
+import posixpath
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..._core.leaf_paths import join_names
+from ..._threads.pool import in_parallel
+from ...errors import CorruptError
+from ...stores.buffers import aligned
+from ...stores.file_io import open_fetched
+from ...stores.ranges import merge
+from ...stores.store import Store
+from . import manifest
+from .array_header import ArrayHeader
+from .manifest import BLOCK
+from .manifest_fields import File
+from .piece_reads import Memory, PieceRead
+
+_log = logging.getLogger("treering")
+
+
+class ArrayFile:
+    """An open array file whose size and header are verified. For `expected` and `into` see `Store.open`."""
+
+    def __init__(self, store: Store, directory: str, listed: File, expected: int = 0, into: memoryview | None = None):
+        self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected, into)
+        self.path, self.size = blob.path, blob.size
+        size = self.size
+        if size != listed.size:
+            raise CorruptError(f"{self.path}: expected {listed.size} bytes, found {size}; it was cut short or changed")
+        self.header = ArrayHeader(self._read_header(listed), size, self.path)
+        self._verified = bytearray(self.header.blocks)
+        # The last block of the previous read, with its number: the next read often begins in the same block.
+        self._last_block: tuple[int, bytes] | None = None
+        self._keeps_last_block = (
+            store.object_bytes is None
+        )  # Otherwise thousands of files may each keep a block in memory.
+
+    def _read_header(self, listed: File) -> bytearray:
+        data = bytearray(listed.header)
+        self._blob.read_into(memoryview(data), 0)
+        if manifest.xxh3(data) != listed.xxh3:
+            # The bytes may have changed in a cache or on the way. Only a second read from the place where they are
+            # stored shows damage.
+            self._blob.read_into(memoryview(data), 0, anew=True)
+            if manifest.xxh3(data) == listed.xxh3:
+                self._report_second_reading("the header")
+        if manifest.xxh3(data) != listed.xxh3:
+            raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
+        return data
+
+    def contents(self, listed: File) -> Iterator[tuple[int, memoryview]]:
+        """The file from one end to the other, each block checked: offsets and aligned buffers, the last padded.
+
+        The buffers are aligned, and the last one is padded. Raises `CorruptError` for damage.
+        """
+        header, size = self._read_header(listed), self.header.size
+        for begin in range(0, self.size, self._blob.read_bytes):
+            end = min(begin + self._blob.read_bytes, self.size)
+            buffer = aligned(end - begin)
+            inside = header[begin:end]
+            buffer[: len(inside)] = inside
+            if end > size:
+                first, last = max(begin - size, 0), end - size
+                memory = self.memory([(first, last)], verify=True, requested=False)
+                bytes_ = memory.view(PieceRead(0, first, last, (last - first,)), np.dtype(np.uint8))
+                buffer[len(inside) : end - begin] = bytes_.data
+            yield begin, buffer
+
+    def can_mmap(self, requested: bool | None) -> bool:
+        """Returns True if the file is mapped rather than copied."""
+        return self._blob.local if requested is None else requested
+
+    def memory(self, ranges: list[tuple[int, int]], verify: bool, requested: bool | None) -> Memory:
+        """Returns memory that holds the byte ranges of the buffer. With `verify`, raises `CorruptError` for damage."""
+        within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
+        if self.can_mmap(requested) and (mapped := self._blob.mapped(within)) is not None:
+            if not verify:
+                self._blob.bring_all_in(mapped, within)
+                return Memory([(-self.header.size, mapped)])
+            if not (odd := self.bad_blocks(ranges, mapped)):
+                return Memory([(-self.header.size, mapped)])
+            # The mapping is shared with arrays that earlier unverified reads returned. A caller may have written into
+            # such an array, and then the block in memory differs from the undamaged file. So the file itself is
+            # checked here, and the bytes are read into memory of their own below.
+            for block in odd:
+                self._verified[block] = 0
+            if bad := self.bad_blocks([(block * BLOCK, block * BLOCK + 1) for block in odd]):
+                self._raise_damaged(bad)
+        blocks = _blocks(ranges)
+        places = [self.header.size + first * BLOCK for first, _ in blocks]
+        lengths = [self._run_bytes(*run) for run in blocks]
+        taken = self._blob.take([(at, at + length) for at, length in zip(places, lengths, strict=True)])
+        memories = taken or [aligned(length) for length in lengths]
+        runs = [(first * BLOCK, memory) for (first, _), memory in zip(blocks, memories, strict=True)]
+        again, self._last_block = self._last_block, None
+        bad: list[int] = []
+
+        def work(job: tuple[int, int, int, memoryview]) -> None:
+            first, last, start, memory = job
+            target = memory[first * BLOCK - start :][: self._run_bytes(first, last)]
+            if taken:
+                pass
+            elif again and again[0] == first:
+                target[: len(again[1])] = again[1]
+                self._read(first + 1, target[len(again[1]) :])
+            else:
+                self._read(first, target)
+            if verify:
+                bad.extend(self._find_bad_twice(first, last, target))
+
+        jobs = [
+            (*chunk, start, memory)
+            for (start, memory), run in zip(runs, blocks, strict=True)
+            for chunk in self._chunks(*run)
+        ]
+        in_parallel(jobs, work, self._blob.readers)
+        self._blob.forget()
+        if bad:
+            self._raise_damaged(sorted(bad))
+        if runs and self._keeps_last_block:
+            start, memory = runs[-1]
+            block = (start + len(memory) - 1) // BLOCK
+            self._last_block = block, bytes(memory[block * BLOCK - start :][: self._run_bytes(block, block + 1)])
+        return Memory(runs)
+
+    def bad_blocks(self, ranges: list[tuple[int, int]], mapped: mmap.mmap | None = None) -> list[int]:
+        """Returns the numbers of the damaged blocks among those that hold the byte ranges. Works in parallel.
+
+        A block that was found undamaged before is not checked again. With `mapped`, the blocks are read into that
+        mapping of the file and checked there.
+        """
+        jobs = [chunk for run in _blocks(ranges) for chunk in self._chunks(*run)]
+        if mapped is None:
+            jobs = [chunk for chunk in jobs if not all(self._verified[slice(*chunk)])]
+        bad: list[int] = []
+        scratch = threading.local()
+
+        def work(job: tuple[int, int]) -> None:
+            length = self._run_bytes(*job)
+            if mapped is not None:
+                begin = self.header.size + job[0] * BLOCK
+                self._blob.bring_in(mapped, begin, begin + length)
+                if all(self._verified[slice(*job)]):
+                    return
+                target = memoryview(mapped)[begin : begin + length]
+            else:
+                if not hasattr(scratch, "buffer"):
+                    scratch.buffer = aligned(self._blob.read_bytes)
+                target = scratch.buffer[:length]
+                self._read(job[0], target)
+            bad.extend((self._find_bad if mapped is not None else self._find_bad_twice)(*job, target))
+
+        in_parallel(jobs, work, self._blob.readers)
+        self._blob.forget()
+        return sorted(bad)
+
+    def leaves(self, block: int) -> tuple[str, ...]:
+        """Returns the paths of the leaves with bytes in a block."""
+        begin, end = block * BLOCK, (block + 1) * BLOCK
+        inside = (
+            key.rsplit("~@", 1)[0]
+            for key, tensor in self.header.tensors.items()
+            if tensor.data_offsets[0] < end and tensor.data_offsets[1] > begin
+        )
+        return tuple(inside)
+
+    def _read(self, first: int, target: memoryview) -> None:
+        self._blob.read_into(target, self.header.size + first * BLOCK)
+
+    def _chunks(self, first: int, last: int) -> list[tuple[int, int]]:
+        step = self._blob.read_bytes // BLOCK
+        return [(block, min(block + step, last)) for block in range(first, last, step)]
+
+    def _find_bad(self, first: int, last: int, data: memoryview) -> list[int]:
+        """Returns the blocks whose bytes differ from the saved ones."""
+        bad = []
+        for block in range(first, last):
+            part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
+            if self._is_valid_block(block, part):
+                self._verified[block] = 1
+            else:
+                bad.append(block)
+        return bad
+
+    def _find_bad_twice(self, first: int, last: int, data: memoryview) -> list[int]:
+        """Returns the blocks whose bytes differ from the saved ones, even when they are read a second time."""
+        bad = []
+        for block in self._find_bad(first, last, data):
+            part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
+            self._blob.read_into(part, self.header.size + block * BLOCK, anew=True)
+            if self._is_valid_block(block, part):
+                self._verified[block] = 1
+                self._report_second_reading(f"block {block}")
+            else:
+                bad.append(block)
+        return bad
+
+    def _is_valid_block(self, block: int, data: memoryview) -> bool:
+        return manifest.xxh3(data) == self.header.checksums[16 * block : 16 * block + 16]
+
+    def _report_second_reading(self, what: str) -> None:
+        _log.warning(
+            "%s: %s came wrong at first, and right when it was read once more: something on the way changes bytes; "
+            "look at memory, network and disk",
+            self.path,
+            what,
+        )
+
+    def _run_bytes(self, first: int, last: int) -> int:
+        return min(last * BLOCK, self.size - self.header.size) - first * BLOCK
+
+    def _raise_damaged(self, blocks: list[int]) -> None:
+        touched = dict.fromkeys(leaf for block in blocks for leaf in self.leaves(block))
+        raise CorruptError(
+            f"{self.path}: {len(blocks)} of {len(self._verified)} blocks are not what was saved (block {blocks[0]} "
+            f"first); damaged leaves: {join_names(tuple(touched))}; restore an earlier step or a copy of this one"
+        )
+
+
+def _blocks(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the blocks that hold the byte ranges, as half-open runs of block numbers."""
+    return merge([(begin // BLOCK, -(-end // BLOCK)) for begin, end in ranges if end > begin])

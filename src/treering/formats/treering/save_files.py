@@ -1,0 +1,142 @@
+"""The new files of a save. The process that writes them holds their locks for as long as it lives."""
+
+import contextlib
+import enum
+import os
+import posixpath
+import time
+from collections.abc import Callable, Sequence
+
+from ..._threads.weak_registry import WeakRegistry
+from ...errors import SaveError
+from ...stores.buffers import aligned
+from ...stores.nfs import check_shared
+from ...stores.store import Sink, Store
+from .schema import MANIFEST
+
+CREATE_ATTEMPTS = 50  # to create a file that other processes may remove as a leftover
+
+
+_alive: "WeakRegistry[SaveFiles]" = WeakRegistry()
+
+
+class Outcome(enum.Enum):
+    """The outcome of a save: its manifest is not in place, is in place, or may be in place (a reply was lost)."""
+
+    ABORTED = "aborted"
+    COMMITTED = "committed"
+    IN_DOUBT = "in doubt"
+
+
+class SaveFiles:
+    """The files that one process writes for a save into one directory, locked until they are closed.
+
+    `outcome` is `ABORTED` until the save begins to put its manifest in place. From then on it is None, until the store
+    has answered. If it is None, `abort` asks the store.
+    """
+
+    def __init__(self, store: Store, path: str, token: str, made: Sequence[str] = ()):
+        self.store, self.path, self.token = store, path, token
+        self.made = list(made)  # directories that this save made, which `abort` removes
+        self.outcome: Outcome | None = Outcome.ABORTED
+        self._is_per_host = False
+        self._sinks: dict[str, Sink] = {}
+        _alive.add(self)
+
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        path: str,
+        token: str,
+        made: Sequence[str],
+        *,
+        timeout: float = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> "SaveFiles":
+        """Joins a save that process 0 has begun on the same file system.
+
+        check: raises if process 0 has failed in the meantime.
+
+        Raises `SaveError` if this process does not see the temporary manifest within `timeout` seconds.
+        """
+        marker = posixpath.join(path, f"{MANIFEST}.{token}.tmp")
+        check_shared(store, marker, path, made, timeout, check)
+        return cls(store, path, token, made)
+
+    @classmethod
+    def join_per_host(cls, store: Store, path: str, token: str) -> "SaveFiles":
+        """Joins a save that process 0 has begun, where each host writes to a disk of its own."""
+        files = cls(store, path, token)
+        files._is_per_host = True
+        store.make_folders(path, files.made)
+        return files
+
+    @property
+    def must_stay(self) -> bool:
+        """True if the files belong to a checkpoint or may belong to one, so that no process may remove them."""
+        return self.outcome in (Outcome.COMMITTED, Outcome.IN_DOUBT)
+
+    def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
+        """Creates a file of this save and locks it. `close` and `abort` close it.
+
+        Raises `SaveError` if another program takes or removes the file again and again.
+        """
+        path = posixpath.join(self.path, name)
+        for attempt in range(CREATE_ATTEMPTS):
+            try:
+                sink = self._sinks[path] = self.store.create(path, visible=visible, expected=expected)
+                if sink.protect():
+                    return sink
+                # Between `create` and `protect` another process took the file for a leftover and locked or removed it.
+                self._sinks.pop(path).close()
+            except FileExistsError:  # A file from an earlier attempt, which another process is about to remove.
+                pass
+            except FileNotFoundError:
+                if not self._is_per_host:
+                    raise
+                # The folder was still empty, and a process that removed leftovers removed the folder too.
+                self.store.make_folders(self.path, self.made)
+            time.sleep(0.001 * attempt)
+        why = "do locks work here?" if self.store.has_locks else "does another job write there?"
+        raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
+
+    def close(self) -> None:
+        """Closes the files, which releases their locks."""
+        # Each file leaves the list before it is closed. A child that is forked in between would otherwise close the
+        # same descriptor number again, which may belong to another file by then.
+        while self._sinks:
+            sink = self._sinks.pop(next(iter(self._sinks)))
+            with contextlib.suppress(OSError):
+                sink.close()
+
+    def abort(self) -> None:
+        """Removes the files, and those directories made for them that are then empty."""
+        for path in self._sinks:
+            with contextlib.suppress(OSError):
+                self.store.delete(path)
+        with contextlib.suppress(OSError):
+            for directory in reversed(self.made):
+                self.store.remove_folder(directory)
+        self.close()
+
+
+def write_small_file(sink: Sink, data: bytes) -> None:
+    """Writes a small file at once, and makes it durable and read-only."""
+    buffer = aligned(len(data))
+    buffer[: len(data)] = data
+    sink.write(buffer, 0)
+    sink.finish(len(data), read_only=True)
+
+
+def _close_after_fork() -> None:
+    """Closes the files in a forked child.
+
+    The child shares the locks of its parent. If it kept them, the files of a killed parent would look alive.
+    """
+    for files in _alive.all():
+        files.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,0 +1,178 @@
+"""Tests of files that are not checkpoints. The error first says what they are and what to do."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import pickle
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+from treering import formats, stores
+from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+TREE = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "c": {"b": np.ones(700)}}
+RANDOM = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8).tobytes()
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def assert_pointer(path: Path, file: Path) -> None:
+    """Asserts that restoring raises an error that names the file with the pointer, and says what to do."""
+    with pytest.raises(CorruptError) as caught:
+        tr.open(path).restore()
+    assert str(caught.value) == f"{file}: found a git-lfs pointer instead of the file; run `git lfs pull` there"
+
+
+@pytest.mark.parametrize("suffix", ["", ".safetensors", ".eqx", ".msgpack", ".bin", ".index"])
+def test_a_pointer_of_git_lfs(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(POINTER)
+    assert_pointer(path, path)
+    for name in ("safetensors", "flax", "fjformer"):  # A run opens a step that it found by its name in this way.
+        with pytest.raises(CorruptError, match="git lfs pull"):
+            formats.get(name).open(stores.get(""), str(path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "flax_model.msgpack", "pytorch_model.bin", "x/checkpoint"])
+def test_a_pointer_in_a_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(POINTER)
+    (tmp_path / "config.json").write_text("{}")
+    assert_pointer(tmp_path, tmp_path / name)
+
+
+def test_a_pointer_in_the_place_of_an_index_of_tensorflow(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt-10.index").write_bytes(POINTER)
+    assert_pointer(tmp_path / "model.ckpt-10", tmp_path / "model.ckpt-10.index")
+    real = Path(__file__).parent.parent / "real" / "tensorflow" / "t5"
+    shutil.copytree(real, tmp_path / "t5")
+    data = next(file for file in files_of(tmp_path / "t5") if ".data-" in file.name)
+    data.write_bytes(POINTER)
+    assert_pointer(tmp_path / "t5", data)
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("treering", {}),
+        ("safetensors", {"max_shard_size": 1000}),
+        ("flax", {}),
+        ("fjformer", {}),
+        ("orbax", {}),
+        ("t5x", {}),
+        ("levanter", {}),
+    ],
+)
+def test_each_file_of_a_checkpoint_as_a_pointer(tmp_path: Path, format: str, options: dict[str, Any]) -> None:
+    tr.save(tmp_path / "whole", TREE, format=format, **options)
+    pointed = 0
+    for file in files_of(tmp_path / "whole"):
+        copy = tmp_path / "copy"
+        (shutil.copytree if (tmp_path / "whole").is_dir() else shutil.copy)(tmp_path / "whole", copy)
+        place = copy / file.relative_to(tmp_path / "whole")
+        os.chmod(place, 0o644)
+        place.write_bytes(POINTER)
+        try:
+            tr.open(copy).restore()
+        except TreeringError:
+            assert_pointer(copy, place)
+            pointed += 1
+        finally:
+            shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+    files = len(files_of(tmp_path / "whole"))
+    # The database of Orbax leaves files that no reader needs.
+    assert pointed == files or (format == "orbax" and pointed >= 4)
+
+
+def torch_archive() -> bytes:
+    """Returns an archive with the files that `torch.save` writes."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in [("data.pkl", pickle.dumps({}, 2)), ("version", b"3\n"), ("data/0", bytes(16))]:
+            archive.writestr(f"archive/{name}", content)
+    return data.getvalue()
+
+
+def zipped(**files: bytes) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return data.getvalue()
+
+
+def tarred() -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("x"))
+    return data.getvalue()
+
+
+LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # the first bytes of torch.save before 1.6
+KINDS = [
+    ("model.pt", torch_archive(), "a zip archive of PyTorch's with a pickle.*safetensors.torch.save_file"),
+    ("pytorch_model.bin", torch_archive(), "a zip archive of PyTorch's with a pickle"),
+    ("epoch=3.ckpt", LEGACY, "a file of PyTorch before 1.6, a pickle.*safetensors.torch.save_file"),
+    ("state.pkl", pickle.dumps({"w": [1.0]}), "a pickle, which is never opened"),
+    ("old.pickle", pickle.dumps({"w": [1.0]}, 2), "a pickle, which is never opened"),
+    ("model.zip", zipped(a=b"b"), "a zip archive; unpack it"),
+    ("model.tar", tarred(), "a tar archive; unpack it"),
+    ("model.tar.gz", gzip.compress(tarred()), "compressed by gzip; unpack it"),
+    ("model.safetensors.gz", gzip.compress(RANDOM), "compressed by gzip; unpack it"),
+    ("model.bz2", bz2.compress(RANDOM), "compressed by bzip2"),
+    ("model.xz", lzma.compress(RANDOM), "compressed by xz"),
+    ("weights.h5", b"\x89HDF\r\n\x1a\n" + bytes(500), "HDF5"),
+    ("model.gguf", b"GGUF\x03\0\0\0" + bytes(500), "GGUF"),
+    ("model.bin", b"<!DOCTYPE html><html><head>", "a page of HTML"),
+    ("empty", b"", "empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "text"), KINDS, ids=[name for name, _, _ in KINDS])
+def test_files_of_other_kinds(tmp_path: Path, name: str, data: bytes, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedError, match=rf"^{path}: it is {text}.*; of no format that is known here:\n  tree"):
+        tr.open(path)
+    if name.endswith((".bin", ".pt", ".ckpt", ".pkl", ".h5")):
+        with pytest.raises(NotFoundError, match=rf"^{tmp_path}: {name} in it is {text}.*; of no format"):
+            tr.open(tmp_path)
+
+
+def test_an_array_of_numpy_that_is_a_pickle(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}], object))
+    with pytest.raises(UnsupportedError, match="a pickled Python object, which is never opened"):
+        tr.open(tmp_path / "x.npy")
+
+
+def test_a_fallback_is_told_of_only_where_there_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the step that replaces a damaged one only if there is an earlier step."""
+    with tr.Checkpointer(tmp_path) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, TREE)
+    for step, expected in [(2, ["step 2 is damaged", "taking step 1, the one before step 2"]), (1, None)]:
+        (tmp_path / f"step-{step:08}" / "treering.json").chmod(0o644)
+        (tmp_path / f"step-{step:08}" / "treering.json").write_bytes(b"{}")
+        caplog.clear()
+        if expected:
+            assert tr.open(tmp_path).step == 1
+        else:
+            with pytest.raises(CorruptError):
+                tr.open(tmp_path)
+            expected = ["step 2 is damaged", "taking step 1, the one before step 2", "step 1 is damaged"]
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == expected

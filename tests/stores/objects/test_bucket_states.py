@@ -1,0 +1,101 @@
+"""The states of a bucket after lost requests, requests without an answer, and requests that were the last of a process.
+
+In some of them another job continues. These tests try some dozens of plans per scenario; `make faults-bucket` tries
+a thousand for most.
+"""
+
+import pathlib
+
+import pytest
+
+from buckets import scenarios
+from buckets.__main__ import explored
+from buckets.explore import ALL, Explorer, Moment, Plan
+from buckets.scenario import Reports, read_value
+from sampling import STRIDE, sample_points
+from treering.formats.treering import manifest
+
+# More plans for the fastest scenarios, and for those in which two jobs can interleave in many ways.
+_PLANS = {"saving": 120, "overwriting": 120, "two that save": 120, "two that overwrite": 120}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scenarios.ALL)
+def test_any_request_of_any_job(name: str) -> None:
+    """After a fault at any request of any job, the checks of the scenario hold."""
+    number = (_PLANS.get(name, 80) if scenarios.ALL[name].processes == 1 else 30) // STRIDE
+    count = explored(name, number, seed=0)
+    assert not count.failures, count.failures[0]
+    assert count.plans == number and len(count.distinct) > min(number, 20) and len(count.ends) > 1
+
+
+@pytest.mark.slow
+def test_a_copy_that_comes_when_another_job_has_the_run(tmp_path: pathlib.Path) -> None:
+    """An upload that ends after another job has acquired the run is not reported: that job may replace its step."""
+    name = "an uploaded run, new owner"
+    with Explorer(str(tmp_path)) as explorer:
+        first, second = map(sum, explorer.requests(name))
+        points = sample_points(range(first // 2, first))
+        late = (Plan(((0, number), (1, second * 2 // 3), (0, ALL))) for number in points)
+        count = explorer.explore(name, late)
+    assert not count.failures, count.failures[0]
+    assert count.ends["SaveError, good"] > 3 // STRIDE
+
+
+@pytest.mark.slow
+def test_a_job_that_stands_still_before_it_deletes_a_step(tmp_path: pathlib.Path) -> None:
+    """A job pauses before it deletes a step.
+
+    Meanwhile another job acquires the run and saves new steps of the same numbers.
+    """
+    name = "a run, rewound"
+    with Explorer(str(tmp_path)) as explorer:
+        first = sum(explorer.requests(name)[0])
+        late = (
+            Plan(((0, number), (1, ALL), (0, ALL)), stopped=100.0) for number in sample_points(range(first // 2, first))
+        )
+        count = explorer.explore(name, late)
+    assert not count.failures, count.failures[0]
+    assert count.ends["LeaseLostError, good"] > 20 // STRIDE and count.limits < 5
+
+
+@pytest.mark.slow
+def test_a_part_of_what_replaces_a_step_is_not_set_aside_with_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a new step stay when the old step of that number is archived, although no record names them yet.
+
+    Their process was killed before it could record them. The first job commits its step 1 after the second job has
+    listed the disks, and before the second job commits its own step 1.
+    """
+    name = "hosts' disks, other ranks"
+    turns = ((0, Moment("disk rename .*/b/copied-to.json")), (1, Moment("disk make_dir .*/b/step-00000001")))
+    committed = Moment("report local: 1|put place/step-00000001/")  # and nothing is uploaded yet
+    scenario, found = scenarios.ALL[name], list[int]()
+
+    def over(place: str, error: str | None, faults: int) -> None:
+        """Asserts that disk a has an array file of the second job's step, but records only the first job's step."""
+        (here,), (other,) = (tmp_path.glob(f"*/{disk}/step-00000001") for disk in "ab")
+        data = (other / "treering.json").read_bytes()
+        assert any((here / file).exists() for file in manifest.file_names(data))
+        assert (here / "treering.json").exists() and not (here / f"part-of-{manifest.xxh3(data)}").exists()
+
+    def end(place: str, reports: Reports) -> None:
+        scenario.end(place, reports)
+        found.append(read_value(place, 1))
+
+    monkeypatch.setitem(scenarios.ALL, name, scenario._replace(over=over, end=end))
+    plan = Plan(turns, ((0, committed, "killed before"), (2, committed, "killed before")), stopped=65.0)
+    with Explorer(str(tmp_path)) as explorer:
+        count = explorer.explore(name, iter([plan]))
+    assert not count.failures, count.failures[0]
+    assert count.limits == 0 and found == [201], "the step of the second job is complete"
+
+
+@pytest.mark.slow
+def test_a_plan_whose_moment_does_not_come_has_failed(tmp_path: pathlib.Path) -> None:
+    """A plan fails if its named request never comes. Otherwise a test could stop testing its claim without notice."""
+    never = Moment("put nowhere")
+    with Explorer(str(tmp_path)) as explorer:
+        count = explorer.explore("saving", iter([Plan(), Plan(((0, never),)), Plan(faults=((0, never, "lost"),))]))
+    assert len(count.failures) == 2 and all("did not come" in one for one in count.failures)
