@@ -22,6 +22,7 @@ POINTERS = [ROOT / "docs" / "design.md"]  # pages that only say where their cont
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
 MARKS = {  # pages that show the newest releases of other libraries, whose own warnings are theirs
+    "keras": [pytest.mark.peers, pytest.mark.filterwarnings("default")],
     "migrate": [pytest.mark.peers],
     "integrations": [pytest.mark.peers, pytest.mark.slow, pytest.mark.rare, pytest.mark.filterwarnings("default")],
 }

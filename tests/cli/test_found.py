@@ -231,7 +231,7 @@ def test_du_counts_all_that_lies_there(run: pathlib.Path, treering: Any) -> None
 def test_numbers_are_never_cut(tmp_path: pathlib.Path, capsys: Any, monkeypatch: Any) -> None:
     from treering._cli import output
 
-    monkeypatch.setattr(output, "width", lambda: 40)
+    monkeypatch.setattr(output, "terminal_columns", lambda: 40)
     output.table(["leaf", "min"], [["a/very/long/path/that/ends/in/kernel", "-9.2233720e+18"]], left=["leaf"])
     (_, row) = capsys.readouterr().out.splitlines()
     assert row.endswith("-9.2233720e+18") and len(row) <= 40 and "kernel  " in row and row.startswith("a/")

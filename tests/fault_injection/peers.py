@@ -322,7 +322,7 @@ def _trap_word(point: Point, kill: Callable[[], None]) -> None:
     usual = coordinator.MultiProcessCall._put_value
 
     def deadly(self: Any, key: str, value: Any) -> None:
-        if self._doing != point.at:
+        if self._activity != point.at:
             return usual(self, key, value)
         if point.when == "before":
             kill()

@@ -271,7 +271,7 @@ def test_slices_of_one_chunk_decode_it_once(tmp_path: Path) -> None:
     for start in range(0, array.size, step):
         assert (found.read(((start, start + step),), False) == array[start : start + step]).all()
     assert read_bytes() - before < 1.5 * os.path.getsize(tmp_path / "a" / "0")
-    assert found.folder.kept is None  # the end has been read
+    assert found.folder.cached_array is None  # the end has been read
 
 
 def read_bytes() -> int:

@@ -350,7 +350,7 @@ report(caught(tr.save, tmp / "c", {"x": put(np.ones(1 << 18, np.float32), P("x")
 
 
 POINTS = {
-    "planning": ("_processes.assignment", "plan", ""),
+    "planning": ("_processes.assignment", "assign", ""),
     "comparing": ("_processes.consistency", "_digests", ""),
     "creating": ("disk", "create", "arrays-"),
     "writing": ("disk", "write", "arrays-"),
