@@ -278,7 +278,7 @@ def test_rewind_says_as_json_where_the_steps_are(run: str, treering: Any) -> Non
 
 
 @pytest.mark.long
-def test_rewind_sets_aside_and_gives_the_lock_back(run: str, treering: Any) -> None:
+def test_rewind_archives_steps_and_releases_the_lock(run: str, treering: Any) -> None:
     """rewind archives the later steps and releases the lock of the run."""
     found = treering("rewind", run, 2)
     assert found.code == 0 and "archived in" in found.err and tr.steps(run) == [1, 2]
@@ -416,7 +416,7 @@ def test_statistics_of_nothing_and_of_what_is_no_number(tmp_path: pathlib.Path, 
     assert treering("stats", tmp_path / "c", "no*").code == 3
 
 
-def test_diff_says_how_far_values_are_apart(tmp_path: pathlib.Path, treering: Any) -> None:
+def test_diff_prints_the_differences_of_values(tmp_path: pathlib.Path, treering: Any) -> None:
     """diff prints the largest and the relative difference and the cosine."""
     a = {"w": np.arange(4.0), "same": np.ones(2), "gone": 1, "t": np.ones(2, "float32")}
     b = {"w": np.arange(4.0) * [1, 1, 1, -1], "same": np.ones(2), "new": 1, "t": np.ones(3, "float32")}
@@ -581,7 +581,7 @@ def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Pa
     assert [row["step"] for row in treering("ls", "memory://bucket/run", "--json").json["steps"]] == [1, 2, 3, 4]
 
 
-def test_cp_replaces_nothing_unless_it_is_told_to(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
+def test_cp_replaces_only_with_overwrite(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
     """cp replaces a differing step only with --overwrite."""
     other = tmp_path / "other"
     with tr.Checkpointer(other) as ckpts:

@@ -210,7 +210,7 @@ def test_delete_leaves_a_good_step(run: pathlib.Path, treering: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_newest_step_of_a_job_is_not_deleted_beside_it(run: pathlib.Path) -> None:
+def test_delete_refuses_the_newest_step_of_a_running_job(run: pathlib.Path) -> None:
     """delete refuses the newest step of a run while a job writes the run."""
     command = [sys.executable, "-m", "treering", "delete", run, "--yes"]
     with tr.Checkpointer(run) as ckpts:
@@ -288,7 +288,7 @@ def _in_another_process(run: pathlib.Path, *, rewind: int, save: Sequence[int]) 
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-verify"]])
-def test_steps_that_a_job_saves_anew_while_one_is_read_stay(
+def test_prune_keeps_steps_that_a_job_saves_again(
     run: pathlib.Path, treering: Any, monkeypatch: Any, flags: list[str]
 ) -> None:
     """Steps that a job saves again while prune reads are not deleted."""

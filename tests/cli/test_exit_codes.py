@@ -199,7 +199,7 @@ def test_what_cannot_be_understood_is_wrong_usage(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_with_stdin_closed_nobody_is_asked(
+def test_commands_with_stdin_closed_do_not_ask(
     name: str, run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With stdin closed, prune and delete end with 2 instead of asking."""
@@ -215,7 +215,7 @@ def test_with_stdin_closed_nobody_is_asked(
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NO_JSON])
 @pytest.mark.parametrize("unbuffered", [False, True])
-def test_a_reader_that_has_gone_is_told_from_success(
+def test_exit_code_differs_if_the_reader_has_gone(
     name: str, unbuffered: bool, run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:
     """If the reader of the output has gone, the exit code is 141 instead of 0."""

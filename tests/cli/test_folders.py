@@ -32,7 +32,7 @@ def _oks(found: Any) -> dict[str, bool]:
     return {pathlib.Path(one["path"]).name: one["ok"] for one in found.json["runs"]}
 
 
-def test_weights_beside_runs_hide_none(runs: pathlib.Path, treering: Any) -> None:
+def test_weights_next_to_runs_hide_none(runs: pathlib.Path, treering: Any) -> None:
     """Weights in a directory of runs do not hide the runs."""
     tr.save(runs / "base.safetensors", {"w": np.ones(4)})
     _damage(runs / "a" / "step-00000002")
@@ -44,7 +44,7 @@ def test_weights_beside_runs_hide_none(runs: pathlib.Path, treering: Any) -> Non
     assert _oks(treering("verify", runs, "--format", "treering", "--json")) == {"a": False}
 
 
-def test_weights_beside_checkpoints_hide_none(tmp_path: pathlib.Path, treering: Any) -> None:
+def test_weights_next_to_checkpoints_hide_none(tmp_path: pathlib.Path, treering: Any) -> None:
     """Weights next to checkpoints do not hide the checkpoints."""
     tr.save(tmp_path / "base.safetensors", {"w": np.ones(4)})
     tr.save(tmp_path / "final", {"w": np.ones(4)})
@@ -52,7 +52,7 @@ def test_weights_beside_checkpoints_hide_none(tmp_path: pathlib.Path, treering: 
     assert treering("verify", tmp_path).code == 1
 
 
-def test_checkpoints_beside_runs_are_read(runs: pathlib.Path, treering: Any) -> None:
+def test_checkpoints_next_to_runs_are_read(runs: pathlib.Path, treering: Any) -> None:
     tr.save(runs / "final.ckpt", {"w": np.ones(4)})
     tr.save(runs / "orbax", {"w": np.ones(4)}, format="orbax")
     np.savez(runs / "w.npz", w=np.ones(4))
@@ -76,7 +76,7 @@ def test_what_lies_deeper_is_named(runs: pathlib.Path, treering: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["best", "eval-00000001"])
-def test_checkpoints_beside_steps_are_read(runs: pathlib.Path, treering: Any, name: str) -> None:
+def test_checkpoints_next_to_steps_are_read(runs: pathlib.Path, treering: Any, name: str) -> None:
     tr.save(runs / "a" / name, {"w": np.ones(4)})
     (runs / "a" / "newest").symlink_to("step-00000002")
     assert treering("verify", runs / "a", "--json").json["checked"] == 3

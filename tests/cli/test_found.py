@@ -237,7 +237,7 @@ def test_numbers_are_never_cut(tmp_path: pathlib.Path, capsys: Any, monkeypatch:
     assert row.endswith("-9.2233720e+18") and len(row) <= 40 and "kernel  " in row and row.startswith("a/")
 
 
-def test_verify_reports_damage_beside_what_it_cannot_check(run: pathlib.Path, treering: Any) -> None:
+def test_verify_reports_damage_and_steps_it_cannot_check(run: pathlib.Path, treering: Any) -> None:
     """verify reports damage also if it cannot check another step."""
     _of_a_later_release(run, 3, "version-2")
     alone = treering("verify", run, "--json")

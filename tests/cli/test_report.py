@@ -144,7 +144,7 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
 
 
 @pytest.mark.long
-def test_files_beside_weights_are_written_and_replaced(run: pathlib.Path, treering: Any) -> None:
+def test_files_next_to_weights_are_written_and_replaced(run: pathlib.Path, treering: Any) -> None:
     """report and cp write into a folder with weights, which is a checkpoint but not only that."""
     for name in ("model.safetensors", "flax_model.msgpack", "streaming_params"):
         folder = run.parent / name.partition(".")[0]

@@ -59,7 +59,7 @@ parts = texts | st.integers() | st.booleans() | st.floats(allow_nan=False)
 
 @pytest.mark.long
 @given(*[st.lists(parts, max_size=3).map(tuple)] * 2)
-def test_tuples_as_keys_stay_apart(a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
+def test_tuples_as_keys_stay_distinct(a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
     same = [(type(part), repr(part)) for part in a] == [(type(part), repr(part)) for part in b]
     assert (_paths.key_text(a) == _paths.key_text(b)) == same
 

@@ -163,7 +163,7 @@ def test_unnamed_numpy_dtypes_with_a_unique_code(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", UNRECORDED)
-def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
+def test_dtypes_that_the_file_does_not_record(tmp_path: Path, name: str) -> None:
     """A dtype that the file does not record is read as uint8, is marked as ambiguous, and comes from the template."""
     arrays = [jnp.asarray(noise(getattr(ml_dtypes, name), shape)) for shape in [(3, 4), (), (0,)]]
     path = tmp_path / "x.eqx"
@@ -177,7 +177,7 @@ def test_dtypes_that_the_file_does_not_tell(tmp_path: Path, name: str) -> None:
     assert all(same(x, y) for x, y in zip(restored, arrays, strict=False)) and restored[3].tolist() == [0, 1, 2]
 
 
-def test_bytes_of_a_dtype_that_is_told_are_not_taken_for_another(tmp_path: Path) -> None:
+def test_recorded_dtype_is_not_restored_as_another(tmp_path: Path) -> None:
     """An array whose dtype the file records cannot be restored with another dtype of the same size."""
     path = tmp_path / "x.eqx"
     eqx.tree_serialise_leaves(path, [jnp.ones(2, jnp.float8_e4m3fn), np.arange(3, dtype=np.uint8)])

@@ -160,7 +160,7 @@ def test_an_array_of_numpy_that_is_a_pickle(tmp_path: Path) -> None:
         tr.open(tmp_path / "x.npy")
 
 
-def test_a_fallback_is_told_of_only_where_there_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_a_fallback_only_if_one_exists(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log names the step that replaces a damaged one only if there is an earlier step."""
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (1, 2):

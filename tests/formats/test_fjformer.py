@@ -118,7 +118,7 @@ def test_safetensors_of_fjformer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["streaming_train_state", "streaming_state", "streaming_train_state_7", "anything"])
-def test_a_whole_state(tmp_path: Path, state: Any, name: str) -> None:
+def test_complete_state(tmp_path: Path, state: Any, name: str) -> None:
     save(tmp_path / name, state)
     ckpt = tr.open(tmp_path / name)
     assert ckpt.format == "fjformer" and ckpt.step == 7 and ckpt.nbytes == os.path.getsize(tmp_path / name)

@@ -353,7 +353,7 @@ def test_several_prefixes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["ckpt_0.5", "ckpt_2.25"], ["ckpt_1", "ckpt_2.25"], ["checkpoint_2.25", "x_1"]])
-def test_a_latest_step_that_is_no_whole_number_is_named(tmp_path: Path, names: list[str]) -> None:
+def test_latest_step_that_is_not_an_integer_is_named(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_bytes(serialization.to_bytes({"w": np.full(2, len(name))}))
     latest = next(name for name in names if name.endswith("_2.25"))

@@ -207,7 +207,7 @@ def test_it_is_not_the_best_and_gets_no_metrics(run: pathlib.Path) -> None:
     assert tr.steps(run) == [2, 3, 5] and listing(run / "step-00000003") == before
 
 
-def test_nobody_goes_on_behind_it(any_part: pathlib.Path) -> None:
+def test_calls_are_refused_before_a_step_of_a_later_version(any_part: pathlib.Path) -> None:
     """No call can archive, replace or delete a step of a later version, or save after a restore of an older step."""
     run = any_part
     before = listing(run)

@@ -98,7 +98,7 @@ def test_leaves_that_are_gone(tmp_path: Path) -> None:
         tr.restore(path)
 
 
-def test_every_array_beside_the_file_is_named(tmp_path: Path) -> None:
+def test_every_array_next_to_the_file_is_named(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "0.2.3" / "tree", tmp_path / "7")
     for file in sorted((tmp_path / "7").rglob(".zarray")):
         file.unlink()

@@ -266,7 +266,7 @@ def test_what_tells_keys_from_numbers_is_gone(tmp_path: Path, by: str, gone: str
     assert_same(tr.restore(path, rest, extra=["k", "many", "u"]), rest)
 
 
-def test_what_orbax_wrote_before_it_told_keys_from_numbers(tmp_path: Path) -> None:
+def test_uint32_arrays_of_old_orbax_are_numbers(tmp_path: Path) -> None:
     """Old releases have no `array_metadatas`; their uint32 arrays are plain numbers."""
     path = save_tree(tmp_path / "c", {"u": KEYS["u"]})
     about = json.loads((path / "_METADATA").read_text())

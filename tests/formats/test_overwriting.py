@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path: pathlib.Path, 
 
 
 @pytest.mark.long
-def test_what_their_own_libraries_wrote_is_replaced_as_a_whole(tmp_path: pathlib.Path) -> None:
+def test_overwrite_removes_all_that_another_library_wrote(tmp_path: pathlib.Path) -> None:
     """An overwrite removes all that another library wrote: items of Orbax, and iterator states of T5X."""
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         items = ocp.args.Composite(
@@ -396,7 +396,7 @@ def test_what_appears_meanwhile_stays(
     assert_same(tr.restore(path), NEW)
 
 
-def test_what_appears_meanwhile_and_cannot_be_moved_is_set_aside(
+def test_late_file_that_cannot_be_moved_is_kept(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A late file whose name the new folder already has is kept in a folder `kept-*`, which the log names."""

@@ -83,7 +83,7 @@ _ENTRY = json.dumps(entry(0, 0)).replace(" ", "")
 
 
 @pytest.mark.parametrize("text", [r"\"k\":1", r"\"", r"\\", r"\\\":", r"\u0022:", ":", "x"])
-def test_a_key_that_stands_twice_is_found_beside_escapes(text: str) -> None:
+def test_duplicate_key_next_to_escapes_is_found(text: str) -> None:
     for about, is_twice in [
         (f'{{"__metadata__":{{"k":"{text}"}},"a":{_ENTRY}}}', False),
         (f'{{"__metadata__":{{"{text}":"v","k":"{text}"}},"{text}":{_ENTRY}}}', False),

@@ -177,7 +177,7 @@ def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:
     assert tr.open(save_raw(tmp_path / "odd.safetensors", tinygrad, names)).metadata == names
 
 
-def test_four_bit_floats_are_taken_apart_and_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bit_floats_are_unpacked_and_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from treering.formats.safetensors import write
 
     values = np.arange(48, dtype=np.uint8).reshape(2, 4, 6) % 16

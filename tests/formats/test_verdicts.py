@@ -102,7 +102,7 @@ def test_what_people_call_comes_to_the_same_verdicts() -> None:
         assert report == ("unsupported" if "unsupported" in verdicts | late else verdicts | late <= {"valid"}), name
 
 
-def test_problems_that_nothing_needs_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_verify_reports_a_problem_that_no_leaf_needs(caplog: pytest.LogCaptureFixture) -> None:
     """`verify` also reports a problem in a file that no leaf uses."""
     assert [problem.file for problem in tr.verify(GOLDEN / "file-unused-lost").problems] == ["more"]
     with pytest.raises(UnsupportedError, match=r"(?s)c\.safetensors.*version '2'"):

@@ -659,7 +659,7 @@ sync("done")
 
 
 @pytest.mark.slow
-def test_files_stay_when_nobody_knows_whether_the_word_arrived(tmp_path: pathlib.Path) -> None:
+def test_files_stay_if_a_commit_is_in_doubt(tmp_path: pathlib.Path) -> None:
     """A process whose last message may have arrived keeps its files, because the commit is in doubt."""
     body = """
 from treering._processes import coordinator as _processes

@@ -81,7 +81,7 @@ def test_liveness_knows_process_before_its_first_call(tmp_path: pathlib.Path) ->
 
 
 @pytest.mark.slow
-def test_of_one_that_gave_no_sign_so_far_both_causes_are_said(tmp_path: pathlib.Path) -> None:
+def test_error_names_both_causes_without_a_sign_of_life(tmp_path: pathlib.Path) -> None:
     """The error names both possible causes for a process that never gave a sign."""
     for kind, text in _survivors(tmp_path, {2: "SIGKILL"}, 3, is_warm=False, before=OFTEN):
         assert kind == "PeerError" and "process 2 (not in this call, nor in one before); dead, or alive" in text, text

@@ -86,7 +86,7 @@ def test_preemption_notices_sigterm_during_setup(tmp_path: pathlib.Path, monkeyp
 
 
 @pytest.mark.long
-def test_one_that_nobody_closed_puts_the_handler_back(tmp_path: pathlib.Path) -> None:
+def test_unclosed_checkpointer_restores_the_handler(tmp_path: pathlib.Path) -> None:
     """A Checkpointer that is collected without `close` restores the handler."""
     before = signal.getsignal(signal.SIGTERM)
     ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
@@ -124,7 +124,7 @@ print("still here")
     assert done.returncode == -signal.SIGTERM and not done.stdout
 
 
-def test_a_thread_that_cannot_set_handlers_is_told_so(tmp_path: pathlib.Path) -> None:
+def test_option_outside_the_main_thread_raises(tmp_path: pathlib.Path) -> None:
     """Outside the main thread, the option raises an error that says what to do."""
     caught: list[Any] = []
 
@@ -186,7 +186,7 @@ report([step, ckpts.steps])
 
 
 @pytest.mark.slow
-def test_without_jaxs_service_several_processes_are_told_so(tmp_path: pathlib.Path) -> None:
+def test_processes_without_jaxs_service_raise(tmp_path: pathlib.Path) -> None:
     """Several processes without JAX's preemption service get an error that names the option."""
     body = """
 from jax._src import distributed

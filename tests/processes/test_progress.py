@@ -38,7 +38,7 @@ def test_bars_show_everything_there_is_to_move(
         assert "40.0/40.0 MB" in text, f"{name}: {text!r:.500}"
 
 
-def test_nothing_is_shown_where_nobody_looks(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_is_shown_without_a_terminal(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     """No bar is shown if stderr is not a terminal."""
     tr.save(tmp_path / "c", {"x": np.ones(1_000_000)}, progress=True)
     tr.convert(tmp_path / "c", tmp_path / "c.safetensors", progress=True)

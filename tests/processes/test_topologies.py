@@ -155,7 +155,7 @@ def test_every_way_of_saying_where(everywhere: pathlib.Path, target: Place) -> N
             check({name: dict.fromkeys(some, shaped(VALUES[name], elsewhere)) for name in names})
 
 
-def test_a_checkpoint_without_a_template_goes_where_it_is_told(everywhere: pathlib.Path) -> None:
+def test_restore_without_a_template_follows_sharding(everywhere: pathlib.Path) -> None:
     """Without a template, the arrays go where `sharding=` says."""
     where = Place((2, 4), P("y", "x")).sharding()
     found = tr.restore(everywhere, at="float8_e4m3fn", sharding=where)
@@ -165,7 +165,7 @@ def test_a_checkpoint_without_a_template_goes_where_it_is_told(everywhere: pathl
 
 
 @pytest.mark.long
-def test_what_was_spread_is_whole_on_the_host(everywhere: pathlib.Path) -> None:
+def test_sharded_arrays_are_complete_on_the_host(everywhere: pathlib.Path) -> None:
     """Without a template and sharding, spread arrays become complete NumPy arrays."""
     for mmap in (None, False):
         found = tr.restore(everywhere, mmap=mmap)
@@ -428,9 +428,7 @@ def test_columns_read_the_pieces_that_have_some(
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("eighth", range(0, 8, 3))
-def test_columns_of_rows_that_lie_far_apart_are_read_alone(
-    large: pathlib.Path, use_disk: Any, eighth: int, mmap: bool
-) -> None:
+def test_columns_of_long_rows_are_read_alone(large: pathlib.Path, use_disk: Any, eighth: int, mmap: bool) -> None:
     """If rows are long, a read of some columns reads these ranges of each row only."""
     columns = eighth << 17, eighth + 1 << 17
     needed = math.prod(BROAD) * 4 // 8

@@ -31,7 +31,7 @@ KILLED = -9
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 65, 66, 4_161, 4_162, 100_000])
-def test_everybody_is_heard_once(count: int) -> None:
+def test_each_process_has_one_parent(count: int) -> None:
     """Each process except process 0 is the child of exactly one process."""
     children = list(itertools.chain.from_iterable(call_tree.children(index, count) for index in range(count)))
     assert children == list(range(1, count))

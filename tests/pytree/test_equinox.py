@@ -93,7 +93,7 @@ def test_partitioned_trees_with_holes_survive_and_combine(tmp_path: Path) -> Non
     assert_survives(tmp_path, (trained, frozen))
 
 
-def test_equinox_partition_restores_as_whole_model(tmp_path: Path) -> None:
+def test_equinox_partition_restores_as_a_full_model(tmp_path: Path) -> None:
     """A partition restores from a checkpoint of the entire model, and the other way round."""
     tr.save(tmp_path / "whole", mlp(0))
     tr.save(tmp_path / "arrays", eqx.filter(mlp(0), eqx.is_array))

@@ -391,7 +391,7 @@ class Packed:
         return cls(jnp.concatenate(parts))
 
 
-def test_a_shared_variable_whose_leaves_are_made_anew_is_seen(tmp_path: Path) -> None:
+def test_shared_variable_with_new_leaves_is_seen(tmp_path: Path) -> None:
     one, other = (nnx.Param(Packed(jnp.full(4, n))) for n in range(2))
     tr.save(tmp_path / "apart", {"a": one, "b": other})
     tr.save(tmp_path / "shared", {"a": one, "b": one})

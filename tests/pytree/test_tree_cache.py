@@ -87,7 +87,7 @@ def spread(*axes: str | None) -> jax.Array:
     ],
     ids=lambda changed: "-".join(f"{name} {getattr(one, 'dtype', type(one))}" for name, one in changed.items()),
 )
-def test_what_is_not_the_same_is_described_anew(changed: dict[str, Any]) -> None:
+def test_changed_trees_are_described_again(changed: dict[str, Any]) -> None:
     first = described(make(1))
     tree = make(2, changed)
     if "tied" not in changed:

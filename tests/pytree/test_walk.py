@@ -106,7 +106,7 @@ def test_the_same_structure_is_named_once() -> None:
     assert list(second.leaves) != list(first.leaves)
 
 
-def test_keys_with_dots_stay_apart() -> None:
+def test_keys_with_dots_stay_distinct() -> None:
     assert set(walk.flatten_tree({"a.b": 1, "a": {"b": 2}, "a/b": 3}).paths) == {"a.b", "a/b", "a~1b"}
 
 
