@@ -1,4 +1,4 @@
-"""How fast Treering is beside its peers and beside the raw disk, all in one run: `python -m benchmarks`."""
+"""Measures the speed of Treering, of its peers and of the raw disk, all in one run: `python -m benchmarks`."""
 
 import os
 

@@ -60,7 +60,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # the peers' own
     with tempfile.TemporaryDirectory(prefix="bench-", dir=os.path.abspath(arguments.dir)) as directory:
         with open(os.path.join(directory, ".gitignore"), "w") as file:
-            file.write("*\n")  # gigabytes that nobody should add by accident
+            file.write("*\n")  # gigabytes that no commit should contain
         rows = run(directory, arguments.repeats, set(arguments.only or _NAMES))
     text = report(rows, arguments.repeats)
     print(text)

@@ -15,7 +15,7 @@ from .table import Row
 
 _LEAVES = (5_000, (50_000,))  # float32: 1 GB
 _LARGE = (24, (1 << 26,))  # float32: 6.4 GB
-# Each is made of the one before; the names that Equinox does not keep come to nobody but the last.
+# Each is made from the one before. Equinox keeps no names, so it comes last but one.
 _CHAIN = ("flax", "fjformer", "t5x", "levanter", "orbax", "safetensors", "equinox", "treering")
 PAIRS = [(_CHAIN[n - 1], format) for n, format in enumerate(_CHAIN)]  # it begins and ends with ours
 

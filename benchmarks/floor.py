@@ -15,7 +15,7 @@ Slices = list[tuple[int, np.ndarray]]  # where in a buffer which bytes go
 
 
 def write_large(path: str, views: Sequence[np.ndarray]) -> None:
-    """Direct writes of whole buffers into a preallocated file; durable."""
+    """Writes full buffers directly into a preallocated file; durable."""
     chunks = list(_chunks(views))
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT)
     os.posix_fallocate(fd, 0, _BUFFER_BYTES * (len(chunks) - 1) + _whole_pages(_length(chunks[-1])))
@@ -41,7 +41,7 @@ def write_small(path: str, views: Sequence[np.ndarray]) -> None:
 
 
 def read_large(path: str) -> None:
-    """Direct reads of the whole file into buffers that are used again and again."""
+    """Reads all of the file directly into buffers that are reused."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def get(buffer: mmap.mmap, n: int) -> None:

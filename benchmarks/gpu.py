@@ -1,4 +1,4 @@
-"""What a save and a restore cost where the state lies in the memory of an accelerator, and whether the bytes are right.
+"""Measures saves and restores of a state in the memory of an accelerator, and checks the restored bytes.
 
 `make gpu` runs this on a machine with a GPU and a JAX that uses it; it needs nothing else that is installed there. The
 floors: a copy of the state to pinned memory of the host, and direct writes and reads of the same bytes.

@@ -28,8 +28,8 @@ class Median(float):
 def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """The median of what each run returns. They take turns, so that a slow moment of the machine meets all.
 
-    Each round is in another order, so that nobody always follows the same neighbour. The slow ones sit the
-    later rounds out: what they lose by is far more than the noise.
+    Each round is in another order, so that no contestant always follows the same neighbour. The slow ones skip the
+    later rounds: their distance to the others is much larger than the noise.
     """
     names = list(runs)
     order = random.Random(0)
@@ -46,8 +46,8 @@ def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, flo
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes; what it returns is freed after that."""
-    gc.collect()  # what others have left behind is not to be found in the midst of this
+    """Returns how many seconds `work` takes, without the time to free its result."""
+    gc.collect()  # the garbage of earlier runs must not be collected during this one
     begun = time.perf_counter()
     kept = work()
     taken = time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""A bucket on an S3 server of this machine, beside plain obstore with the same bytes and the same number in flight.
+"""Compares a bucket on a local S3 server with plain obstore: the same bytes and the same number in flight.
 
 The server is moto's, in Python, whose speed is no matter; the ratios are. With 50 ms before each request, what counts
 is how many requests follow one another.
@@ -119,7 +119,7 @@ def _latency(url: str, repeats: int) -> list[Row]:
 
 
 def _medians(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """The median of what each run returns, after one round that does not count."""
+    """Returns the median of the results of each run, after one round to warm up."""
     for run in runs.values():
         run()
     return measure.race(runs, repeats)

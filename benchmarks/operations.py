@@ -29,7 +29,7 @@ class Arena:
     def save(self, job: workers.Job, what: str = "save") -> float:
         """The seconds of a save to a new place."""
         path = self.kept("new")
-        os.sync()  # nobody pays for what others have written
+        os.sync()  # no contestant waits for the writes of another
         taken = job.tell(what, path)
         shutil.rmtree(path)
         return taken
@@ -61,7 +61,7 @@ def save(arena: Arena) -> list[Row]:
 
 
 def stall(arena: Arena) -> list[Row]:
-    """Seconds until the program may go on."""
+    """Measures the seconds until the program continues."""
     if arena.name == "gpt2":
         return []  # like `large` in all that matters here
     starters = {name: arena.entered[name] for name in contestants.WITH_SHARDINGS}

@@ -114,7 +114,7 @@ def _transformer(mesh: Mesh) -> Any:
 
 
 def _child(kind: str, processes: int) -> None:
-    """What process 0 does; the others do all of it but the manifest."""
+    """Does the work of process 0; its peers do the same except for the manifest."""
     devices = [Device(n, n // _DEVICES) for n in range(processes * _DEVICES)]
     shape = (_PROCESSES, processes // _PROCESSES, _DEVICES)  # more processes are more replicas
     mesh = Mesh(np.array(devices).reshape(shape), ("fsdp", "replica", "tensor"))
@@ -139,7 +139,7 @@ def _child(kind: str, processes: int) -> None:
 
 
 def _described(catalogue: Catalogue, shares: Mapping[int, Assignment]) -> Described:
-    """What process 0 has, without the memory that would take."""
+    """Returns the shards of process 0, without the memory that they would take."""
     found: list[tuple[LocalShard, Any]] = []
     for leaf in shares:
         entry: Any = catalogue.entries[leaf]

@@ -1,4 +1,4 @@
-"""Four processes with two devices each, beside one process with the same eight devices and the same bytes."""
+"""Compares four processes with two devices each to one process with the same eight devices and the same bytes."""
 
 import dataclasses
 import os

@@ -91,7 +91,7 @@ class Server:
         self.nbytes = self.max_nbytes = 0  # of names and values that it holds, now and at most
 
     def ask(self, answer: Callable[[], Any]) -> Any:
-        """What a request gives, when it has gone there, stood in line and come back."""
+        """Returns the reply to a request, after the way there, the queue and the way back."""
         world = self._world
         there = float(world.random.lognormal(np.log(ROUND_TRIP_SECONDS / 2), 0.5))
 

@@ -42,12 +42,12 @@ def make(name: str) -> Any:
 
 
 def is_spread(name: str) -> bool:
-    """Whether the state is 1 GiB in 16 leaves that are spread over a mesh."""
+    """Returns True if the state is 1 GiB in 16 leaves that are spread over a mesh."""
     return name in _MESHES
 
 
 def is_small(state: Any) -> bool:
-    """Whether it is small leaves alone."""
+    """Returns True if all leaves are small."""
     return all(leaf.size < 4096 for leaf in jax.tree.leaves(state))
 
 
@@ -69,7 +69,7 @@ def _make_sharded(template: Any) -> Any:
 
 
 def abstract(state: Any) -> Any:
-    """The template of a state that is there already (or is one): what Orbax asks for."""
+    """Returns the template of a state or of another template, as Orbax needs it."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
@@ -78,7 +78,7 @@ def nbytes(state: Any) -> int:
 
 
 def views(state: Any) -> list[np.ndarray]:
-    """The own memory of the shards that lie here as bytes, in the order of `jax.tree.leaves`."""
+    """Returns the memory of the addressable shards as bytes, in the order of `jax.tree.leaves`."""
     shards = (shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
     return [np.asarray(shard.data).reshape(-1).view(np.uint8) for shard in shards]
 

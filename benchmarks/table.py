@@ -44,7 +44,7 @@ class Row:
         return min(found, key=self.values.__getitem__, default=None)
 
     def times_orbax(self) -> float | None:
-        """How many times as fast as the faster Orbax; memory is not a matter of speed."""
+        """Returns the speed relative to the faster Orbax; None for memory, which has no speed."""
         name = self.fastest_orbax()
         return None if name is None or self.unit == "MiB" else self.values[name] / self.values["treering"]
 

@@ -35,7 +35,7 @@ class Bound:
         }[self.measure]
 
     def judge(self, row: Row) -> tuple[str, bool]:
-        """What was measured, and whether it will do."""
+        """Returns the measured value as text, and True if it meets the target."""
         if self.measure == "value":
             return row.shown("treering"), row.amount("treering") <= self.bound
         if self.measure == "least":

@@ -1,7 +1,7 @@
-"""Processes that save and restore when they are told to, by lines of JSON.
+"""Starts processes that save and restore on command, by lines of JSON.
 
-Each contestant has its own, so that nobody runs in the memory that another has left behind: beside Orbax whatever makes
-many Python objects takes 1.7 times as long. `python -m benchmarks.workers` is one such process.
+Each contestant has its own process, so that none runs in the memory that another has left behind: in a process with
+Orbax, code that makes many Python objects takes 1.7 times as long. `python -m benchmarks.workers` is one such process.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def job(who: str, state: str, *, onto: str = "", count: int = 1) -> Iterator[Job
         for process in running:
             assert process.stdin
             process.stdin.close()
-        for process in running:  # none ends before all are told to
+        for process in running:  # none ends before all have the command to end
             process.wait()
     finally:
         for process in running:

@@ -231,8 +231,9 @@ def examine(
 def caught(
     recordings: Iterable[Recording], folder: Path, *, extra: int = 0, among: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Failure | None]:
-    """What shows each mutation of the recordings, `among` some of them, to be one, see `mutations`; None where nothing
-    does."""
+    """Returns the failure that reveals each mutation of the recordings, or of those `among` them; None if none does.
+
+    See `mutations`."""
     found: dict[str, Failure | None] = {}
     known: dict[str, dict[int, View]] = {}
     before: dict[tuple[str, str], Recording] = {}  # with that mutation: what both begin with alike has been looked at
@@ -254,9 +255,9 @@ def caught(
 
 
 def _problem(scenario: Scenario, crash: Crash, root: Path) -> tuple[View, str, str]:
-    """What is seen of a state, what is wrong with it and how that shows: both empty when nothing is.
+    """Returns the view of a state, its fault and the evidence for it; the last two are empty if it has no fault.
 
-    What is saved again has the same names and times in every state, and so the same files.
+    The second save has the same names and times in every state, and so the same files.
     """
     _make(crash.tree, str(root))
     view = ""
@@ -298,9 +299,9 @@ def _make(tree: Tree, root: str) -> None:
 
 @contextlib.contextmanager
 def _repeatable(process: Callable[[], int]) -> Iterator[None]:
-    """Names are drawn and times told alike in every recording, so that states which are alike are the same.
+    """Makes random names and times the same in every recording, so that equal states have equal bytes.
 
-    By each process from a number of its own on, however far the one before it has come.
+    Each process counts from a number of its own, however many numbers the one before it has used.
     """
     drawn: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -320,7 +321,7 @@ def _repeatable(process: Callable[[], int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _using(disk: Disk) -> Iterator[None]:
-    """All of Treering uses this disk, and tells nobody what it finds damaged."""
+    """Makes all of Treering use this disk, and logs no warnings about damage."""
     log = logging.getLogger("treering")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)

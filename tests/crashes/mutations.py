@@ -20,7 +20,7 @@ _KINDS = {  # what files and folders of the scenarios are, by their names
     r"pinned": "a pin",
     r"finished": "the mark of a finished run",
     r"writer\.lock": "the lock",
-    r"rewound-\d+": "a folder of steps set aside",
+    r"rewound-\d+": "a folder of archived steps",
     r"c|step-\d+": "the checkpoint",
     r"gpt": "the run",
     r"\.?c\.(safetensors|msgpack).*": "a foreign file",
@@ -29,10 +29,10 @@ _KINDS = {  # what files and folders of the scenarios are, by their names
 }
 
 _UNDONE = "only after an error does a removal follow it, and then what is removed is not in place"
-_LOCK = "what is written in a lock is for people on other hosts; after a crash nobody holds it"
+_LOCK = "the text in a lock is for people on other hosts; after a crash no process holds it"
 _LEFT = "what is removed then is left over, and is removed again should it come back"
 _EMPTY = "an empty file has nothing to lose but its name, and its folder is synced after it"
-_OLD_IS_WHOLE = "the old folder is whole when it is put aside, whatever becomes of the new one"
+_OLD_IS_COMPLETE = "the old folder is complete when it is moved away, whatever becomes of the new one"
 
 HARMLESS = {
     "without process 1..n: the sync of the checkpoint after an array file is made": (
@@ -47,16 +47,16 @@ HARMLESS = {
     "without the sync of the run after the checkpoint is made by a killed one": (
         "a manifest comes after a sync of its own; without one that folder is left over"
     ),
-    "without the sync of the run after a folder of steps set aside is made by a killed one": (
+    "without the sync of the run after a folder of archived steps is made by a killed one": (
         "the folder is empty and goes; once there are steps in it, they are what is synced"
     ),
     "without the sync of the lock": _LOCK,
     "without the sync of a pin": _EMPTY,
     "without the sync of the mark of a finished run": _EMPTY,
     "the mark of a finished run is removed before the sync of the lock": _LOCK,
-    "a temporary folder is renamed before the sync of what is in a temporary folder": _OLD_IS_WHOLE,
+    "a temporary folder is renamed before the sync of what is in a temporary folder": _OLD_IS_COMPLETE,
     "a temporary folder is renamed before the sync of a temporary folder after what is in a temporary folder is made": (
-        _OLD_IS_WHOLE
+        _OLD_IS_COMPLETE
     ),
     "what is in a temporary folder is removed before the sync of a temporary folder after what is in a temporary folder"
     " is made": _UNDONE,
@@ -84,9 +84,9 @@ class Mutation(NamedTuple):
 def mutations(log: Sequence[Op], *, broken: bool) -> Iterator[Mutation]:
     """A log without the syncs of one name, of every one; and with steps too early.
 
-    Steps are what puts something in a place or takes it away, but for temporary names and the file of a run's lock, of
-    which only the lock counts. The next one comes before a sync, or one removal before another of something else. In a
-    `broken` log, where much is removed that nobody needs, removals only come before a sync of their own folder. Syncs
+    Steps are what puts something in a place or takes it away, except temporary names and the file of a run's lock, of
+    which only the lock matters. The next one comes before a sync, or one removal before another of something else. In a
+    `broken` log, where many unneeded things are removed, removals only come before a sync of their own folder. Syncs
     that find nothing to be synced are left alone: nothing depends on them.
     """
     named = _syncs(log)
@@ -111,10 +111,10 @@ def _without(name: str, log: Sequence[Op]) -> Sequence[Op]:
 
 
 def _syncs(log: Sequence[Op]) -> dict[int, str]:
-    """What each sync of a log is called that finds something to be synced, by its number.
+    """Returns the name of each sync of a log that finds something to be synced, by its number.
 
-    By the kind of the file or folder, of a folder with what has changed in it last, who did that and who syncs it: so
-    names do not depend on how the library is written.
+    A name says the kind of the file or folder, for a folder its last change, and the processes that made the change and
+    the sync: so names do not depend on how the library is written.
     """
     found: dict[int, str] = {}
     changed: dict[int, Op] = {}  # the last change of each file and folder that has not been synced
@@ -143,7 +143,7 @@ def _kind(op: Op) -> str:
 
 
 def _counts(op: Op) -> bool:
-    """Whether a change is to be synced: temporary names, locks and the empty folders that are removed need not be."""
+    """Returns True if a change must be synced: temporary names, locks and removals of empty folders need not be."""
     return op.kind in _PUT or not op.names or not (_is_passing(op) or op.kind == "remove_dir")
 
 

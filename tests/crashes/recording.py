@@ -11,7 +11,7 @@ from typing import NamedTuple
 from treering.stores.posix import Disk
 
 ROOT = 0  # the number of the scratch folder; every file and folder has one, whatever its name
-View = str  # what somebody who looks at the disk sees, in words: "old", "steps 1 2"
+View = str  # the content of the disk, in words: "old", "steps 1 2"
 Tree = dict[str, bytes | None]  # contents of files by path below the scratch folder; None: a folder
 
 
@@ -58,7 +58,7 @@ class Inodes:
         self.files: dict[int, bytes] = {}
 
     def find(self, path: str) -> int | None:
-        """The number of what lies at a relative path, None when nothing does."""
+        """Returns the number of the file or folder at a relative path, None if there is none."""
         inode = ROOT
         for part in path.split("/") if path else ():
             inode = self.folders.get(inode, {}).get(part, -1)
@@ -139,7 +139,7 @@ class RecordingDisk(Disk):
             self._dead = False
 
     def check(self) -> None:
-        """Raises `AssertionError` unless the log explains what is there."""
+        """Raises `AssertionError` unless the log explains the content of the disk."""
         there = Inodes()
         numbers, self._numbers = self._numbers, iter(range(1, 1 << 60))
         for op in self._found("", ROOT, there):
@@ -327,7 +327,7 @@ class RecordingDisk(Disk):
                     self.log.append(op._replace(life=self._life))
 
     def _found(self, relative: str, number: int, known: Inodes | None = None) -> Iterator[Op]:
-        """The operations that make what lies in a folder and is not known yet."""
+        """Yields the operations that make the entries of a folder that are not known yet."""
         known = known or self._live
         for entry in sorted(os.scandir(os.path.join(self.root, relative)), key=lambda entry: entry.name):
             path = os.path.join(relative, entry.name)

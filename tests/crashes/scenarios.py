@@ -23,7 +23,7 @@ Broken = Literal["", "failing", "killed", "killed twice"]
 class Scenario:
     """`record` is what happens after `prepare`; it says what is expected. Both get the folder in which all happens.
 
-    `look` says what is seen after a crash and raises when anything is there in part; `again` is told, saves once more
+    `look` returns the view after a crash and raises if anything is incomplete; `again` gets that view, saves once more
     and raises unless that works and tidies up. With `broken`, `record` is repeated with each operation failing in
     turn: by itself, or with all that come after it, until `record` says that another process begins; which may be
     killed as well, at each operation of its own. Scenarios of one `subject` look and save again alike: what one
@@ -59,7 +59,7 @@ def _expected(label: str) -> Any:
 
 
 def label_at(path: str | Path, labels: Sequence[str]) -> str:
-    """Which of the trees lies at a path. Raises `AssertionError` when it is none, or not in full."""
+    """Returns the label of the tree at a path. Raises `AssertionError` if it is none, or incomplete."""
     report = verify(path)
     assert report.ok, report
     found = _identity(restore(path))

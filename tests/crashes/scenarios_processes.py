@@ -89,7 +89,7 @@ class _Seat:
 
 
 def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -> None:
-    """What `treering.save` does in every process of a job."""
+    """Does the work of `treering.save` in every process of a job."""
     table = _Table(count)
     errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
-"""A run is being written when the crash comes: steps, what is kept of them, and what lies beside them.
+"""Crashes while a run is written: its steps, their retention, and the files next to them.
 
-What is seen of a run, in words, is the steps and which save of each it is, "1 2b": with "*" when a step is pinned, and
-"!" when metrics were recorded for it later. "finished" follows when the run is, and "aside 3 4" those set aside.
+The view of a run, in words, lists the steps and which save of each it is, "1 2b": with "*" if a step is pinned, and
+"!" if metrics were recorded for it later. "finished" follows if the run is, and "archived 3 4" for archived steps.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from .recording import RecordingDisk, View
 from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
 from .scenarios_single import assert_tidy_inside
 
-_RUN, _ASIDE = "runs/gpt", "aside"
+_RUN, _ARCHIVED = "runs/gpt", "archived"
 
 
 def runs() -> Iterator[Scenario]:
-    """What a `Checkpointer` does, and `treering.record`."""
+    """Yields the scenarios of a `Checkpointer`, and of `treering.record`."""
     yield _of_run("run: keeping the last two", _retaining)
     yield _of_run("run: in the background", _in_background)
     yield _of_run("run: a step again", _resaving, before=(1, 2))
@@ -44,7 +44,7 @@ def runs() -> Iterator[Scenario]:
     yield _of_run("run: recording metrics", _recording, before=(1, 2))
     yield _of_run("run: an error of the disk, recording metrics", _failing_to_record, before=(1, 2), broken="failing")
     yield _of_run("run: killed, then recording metrics", _killed_recording, before=(1, 2), broken="killed")
-    yield _of_run("run: finishing and going on", _finishing, before=(1, 2))
+    yield _of_run("run: finishing and continuing", _finishing, before=(1, 2))
     yield _of_run("run: killed, then finishing", _killed_finishing, before=(1, 2), broken="killed")
     yield _of_run("run: killed, then pinning", _killed_pinning, before=(1, 2), broken="killed")
 
@@ -66,7 +66,7 @@ def _step(label: str) -> int:
 
 
 def _save(run: Path, *labels: str, **options: Any) -> None:
-    """Saves steps, "2b" in the place of a "2" that may be there."""
+    """Saves steps; "2b" overwrites a "2" if there is one."""
     with Checkpointer(run, **options) as ckpts:
         for label in labels:
             ckpts.save(_step(label), tree(label), on_exists="error" if label.isdigit() else "overwrite")
@@ -85,8 +85,8 @@ def _look_at(run: Path) -> View:
     else:
         with contextlib.suppress(NotFoundError):
             raise AssertionError(f"{open_checkpoint(run).path}: it is in no list of steps")
-    aside = [label for place in sorted(run.glob("rewound-*")) for label in _labels(place)]
-    return _view(seen, aside, finished=(run / FINISHED_MARK).exists())
+    archived = [label for place in sorted(run.glob("rewound-*")) for label in _labels(place)]
+    return _view(seen, archived, finished=(run / FINISHED_MARK).exists())
 
 
 def _labels(run: Path) -> list[str]:
@@ -115,17 +115,17 @@ def _read_label(path: str, step: int) -> str:
     return label + pinned + ("!" if found else "")
 
 
-def _view(seen: Iterable[str], aside: Collection[str] = (), *, finished: bool = False) -> View:
-    words = [*sorted(seen), *["finished"] * finished, *[_ASIDE] * bool(aside), *sorted(aside)]
+def _view(seen: Iterable[str], archived: Collection[str] = (), *, finished: bool = False) -> View:
+    words = [*sorted(seen), *["finished"] * finished, *[_ARCHIVED] * bool(archived), *sorted(archived)]
     return " ".join(words) or NOTHING
 
 
 def _save_again(run: Path, before: View) -> None:
-    """What was set aside stays there, and a finished run goes on."""
+    """Checks that archived steps stay there, and that a finished run continues."""
     _save(run, "99")
-    seen, _, aside = before.partition(_ASIDE)
+    seen, _, archived = before.partition(_ARCHIVED)
     words = [word for word in seen.split() if word not in (NOTHING, "finished")]
-    assert _look_at(run) == _view([*words, "99"], aside.split())
+    assert _look_at(run) == _view([*words, "99"], archived.split())
     places = [run, *run.glob("rewound-*")]
     for place in places:
         committed = {os.path.basename(Checkpointer(place).path(step)) for step in steps(place)}
@@ -138,7 +138,7 @@ def _save_again(run: Path, before: View) -> None:
 
 
 def _killed_job(disk: RecordingDisk, job: Callable[[], object]) -> bool:
-    """Whether a job got to its end before it was killed. The next one begins."""
+    """Returns True if a job got to its end before it was killed. The next one begins."""
     try:
         job()
     except (TreeringError, OSError):
@@ -168,7 +168,7 @@ def _retaining(run: Path, disk: RecordingDisk) -> None:
 
 
 def _in_background(run: Path, disk: RecordingDisk) -> None:
-    """Nobody waits before the end."""
+    """Saves without waiting before the end."""
     disk.expect(NOTHING, "1", "1 2", "1 2 3", "2 3", "1 2 3 4", "2 3 4", "1 3 4", "3 4")
     _save(run, "1", "2", "3", "4", keep=keep.last(2))
     disk.expect("3 4")
@@ -213,32 +213,32 @@ def _killed(before: str) -> Record:
     return record
 
 
-# Going back: a state is the steps of the run and those that were set aside
+# Rewinding: a state is the steps of the run and the archived steps.
 
 _Steps = tuple[frozenset[str], frozenset[str]]
 
 
-def _set_aside(states: Iterable[_Steps], step: int) -> set[_Steps]:
+def _archive(states: Iterable[_Steps], step: int) -> set[_Steps]:
     """While all behind a step are moved, of several any may be: a crash can undo one move and not another."""
     found: set[_Steps] = set()
-    for seen, aside in states:
+    for seen, archived in states:
         later = [label for label in seen if _step(label) > step]
         for count in range(len(later) + 1):
-            found |= {(seen - {*some}, aside | {*some}) for some in itertools.combinations(later, count)}
+            found |= {(seen - {*some}, archived | {*some}) for some in itertools.combinations(later, count)}
     return found
 
 
 def _only(states: Iterable[_Steps], step: int) -> set[_Steps]:
     """Those in which nothing lies behind a step."""
-    return {(seen, aside) for seen, aside in states if max(map(_step, seen), default=-1) <= step}
+    return {(seen, archived) for seen, archived in states if max(map(_step, seen), default=-1) <= step}
 
 
 def _with(states: Iterable[_Steps], label: str) -> set[_Steps]:
-    return {(seen | {label}, aside) for seen, aside in states}
+    return {(seen | {label}, archived) for seen, archived in states}
 
 
 def _views(states: Iterable[_Steps]) -> list[View]:
-    return [_view(seen, aside) for seen, aside in states]
+    return [_view(seen, archived) for seen, archived in states]
 
 
 def _all_of(labels: str) -> set[_Steps]:
@@ -259,33 +259,33 @@ def _rewind(run: Path, step: int | None) -> None:
 def _rewinding(run: Path, disk: RecordingDisk) -> None:
     states = _all_of("1 2 3 4")
     with Checkpointer(run) as ckpts:
-        disk.expect(*_views(_set_aside(states, 2)))
+        disk.expect(*_views(_archive(states, 2)))
         ckpts.rewind(2)
-        states = _only(_set_aside(states, 2), 2)
+        states = _only(_archive(states, 2), 2)
         disk.expect(*_views(states))
         disk.expect(*_views(states | _with(states, "3b")))
         ckpts.save(3, tree("3b"))
     states = _with(states, "3b")
-    disk.expect(*_views(states | _set_aside(states, 1)))
+    disk.expect(*_views(states | _archive(states, 1)))
     _rewind(run, 1)
-    states = _only(_set_aside(states, 1), 1)
-    disk.expect(*_views(states | _set_aside(states, -1)))
+    states = _only(_archive(states, 1), 1)
+    disk.expect(*_views(states | _archive(states, -1)))
     _rewind(run, None)
-    disk.expect(*_views(_only(_set_aside(states, -1), -1)))
+    disk.expect(*_views(_only(_archive(states, -1), -1)))
 
 
 def _going_back(times: int) -> Record:
-    """So many jobs are killed that go back to step 2 and save step 3 anew; then one that is not does the same."""
+    """Kills so many jobs that go back to step 2 and save step 3 again; then one that is not killed does the same."""
 
     def record(run: Path, disk: RecordingDisk) -> None:
         states = _all_of("1 2 3 4")
         for label in ("3b", "3c")[:times]:
-            states = _set_aside(states, 2)
+            states = _archive(states, 2)
             saved = _with(_only(states, 2), label)
             disk.expect(*_views(states | saved))
             done = _killed_job(disk, lambda label=label: _go_back_and_save(run, label))
             states = saved if done else states | saved
-        states = _set_aside(states, 2)
+        states = _archive(states, 2)
         saved = _with(_only(states, 2), "3d")
         disk.expect(*_views(states | saved))
         _go_back_and_save(run, "3d")
@@ -295,7 +295,7 @@ def _going_back(times: int) -> Record:
 
 
 def _failing_to_go_back(run: Path, disk: RecordingDisk) -> None:
-    states = _set_aside(_all_of("1 2 3 4"), 2)
+    states = _archive(_all_of("1 2 3 4"), 2)
     saved = _with(_only(states, 2), "3b")
     disk.expect(*_views(states | saved))
     with contextlib.suppress(TreeringError, OSError):
@@ -304,8 +304,8 @@ def _failing_to_go_back(run: Path, disk: RecordingDisk) -> None:
 
 
 def _killed_then_rewound(run: Path, disk: RecordingDisk) -> None:
-    """What `rewind` finds moved already is durable when it returns."""
-    states = _set_aside(_all_of("1 2 3"), 1)
+    """Checks that steps which an earlier `rewind` moved are durable when the next one returns."""
+    states = _archive(_all_of("1 2 3"), 1)
     disk.expect(*_views(states))
     _killed_job(disk, lambda: _rewind(run, 1))
     _rewind(run, 1)
@@ -313,13 +313,13 @@ def _killed_then_rewound(run: Path, disk: RecordingDisk) -> None:
 
 
 def _killed_going_back(run: Path, disk: RecordingDisk) -> None:
-    """The next job knows nothing of it: it goes on from the latest step, and that is the latest from then on."""
-    states = _set_aside(_all_of("1 2 3"), 1)
+    """Continues in a job that knows nothing of the rewind: from the latest step, which is the latest from then on."""
+    states = _archive(_all_of("1 2 3"), 1)
     disk.expect(*_views(states))
     _killed_job(disk, lambda: _rewind(run, 1))
     found = steps(run)
     number = found[-1] + 1
-    states |= {(seen | {f"{number}b"}, aside) for seen, aside in states if sorted(map(_step, seen)) == found}
+    states |= {(seen | {f"{number}b"}, archived) for seen, archived in states if sorted(map(_step, seen)) == found}
     disk.expect(*_views(states))
     _save(run, f"{number}b")
     disk.expect(*_views(state for state in states if f"{number}b" in state[0]))
@@ -329,7 +329,7 @@ def _killed_going_back(run: Path, disk: RecordingDisk) -> None:
 
 
 def _recording(run: Path, disk: RecordingDisk) -> None:
-    """Those of a step that is saved anew are gone with it."""
+    """Checks that recorded metrics are gone with their step when it is saved again."""
     disk.expect("1 2", "1! 2")
     record_metrics(run, 1, {"loss": 0.5})
     disk.expect("1! 2")

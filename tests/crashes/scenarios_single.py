@@ -58,7 +58,7 @@ def _foreign(format: str, where: str, **options: Any) -> Iterator[Scenario]:
 
 
 def _broken(kind: str, *, twice: bool, where: str = "a/b/c", **options: Any) -> Iterator[Scenario]:
-    """What goes wrong before the crash, while something is saved for the first time and overwritten."""
+    """Yields what goes wrong before the crash, during a first save and during an overwriting one."""
     for before, name in ((NOTHING, "first save"), ("old", "overwriting")):
 
         def one(what: str, record: Record, broken: Broken, before: str = before, name: str = name) -> Scenario:
@@ -108,8 +108,8 @@ def _look_at(path: Path) -> View:
     try:
         open_checkpoint(path)
     except NotFoundError:
-        aside = path.parent.glob(f".{path.name}.*.tmp")
-        return "old, aside" if any(map(_is_old, aside)) else NOTHING
+        moved = path.parent.glob(f".{path.name}.*.tmp")
+        return "old, moved" if any(map(_is_old, moved)) else NOTHING
     return label_at(path, _LABELS)
 
 
@@ -174,17 +174,17 @@ def _in_threads(path: Path, disk: RecordingDisk) -> None:
 
 
 def _without_locks(path: Path, disk: RecordingDisk) -> None:
-    """Nobody can tell what killed saves have left; what is replaced goes all the same."""
+    """Saves without locks: no process can recognize the remains of killed saves, but replaced files are removed."""
     disk.lock = disk.lock_shared = lambda fd: None
     saving("old", "new")(path, disk)
 
 
 def _without_exchange(**options: Any) -> Record:
-    """An old directory is put aside first."""
+    """Saves where directories cannot be exchanged: the old one is moved away first."""
 
     def record(path: Path, disk: RecordingDisk) -> None:
         disk.exchange = lambda a, b: False
-        disk.expect("old", "old, aside", "new")
+        disk.expect("old", "old, moved", "new")
         save(path, tree("new"), overwrite=True, **options)
         disk.expect("new")
 

@@ -6,7 +6,7 @@ The model allows at least what POSIX and the usual file systems (ext4, xfs, btrf
   folder is synced; the one says nothing about the other.
 - Of everything else any part may be durable, in whatever order it was done: each operation is lost, or not, by itself.
   A write may be lost while the file's size is kept (it then holds zeros, or junk), or be torn at some place.
-- One operation on names (`rename`, `link`, an exchange) happens as a whole or not at all. A rename from one folder into
+- One operation on names (`rename`, `link`, an exchange) is atomic. A rename from one folder into
   another is durable when both have been synced: of one that was synced alone POSIX says nothing, though the usual
   file systems log both names in one transaction, which is why it is never half done.
 """
@@ -38,7 +38,7 @@ Fates = dict[int, Fate]  # by the number of the pending operation; those that ar
 
 
 class Crash(NamedTuple):
-    """A state of the disk: after how many operations of the log, what became of the pending ones, and what is there."""
+    """A state of the disk: after how many operations of the log, the fates of the pending ones, and the content."""
 
     after: int
     fates: Sequence[tuple[Op, Fate]]
@@ -51,7 +51,7 @@ class Crash(NamedTuple):
 
 
 class Model:
-    """What is durable, and what is pending, as a log goes on."""
+    """The durable content and the pending operations of a disk, as a log continues."""
 
     def __init__(self, base: Inodes, log: Sequence[Op]):
         self._folders = {inode: dict(names) for inode, names in base.folders.items()}
@@ -84,7 +84,7 @@ class Model:
         self._contents.clear()
 
     def _is_synced(self, op: Op, folder: int) -> bool:
-        """Whether, with this folder, all are synced in which an operation has changed names."""
+        """Returns True if, with this folder, all folders are synced in which an operation has changed names."""
         if len(op.folders) == 1:
             return folder in op.folders
         unsynced = self._unsynced.setdefault(id(op), set(op.folders))
@@ -92,7 +92,7 @@ class Model:
         return not unsynced
 
     def tree(self, fates: Mapping[int, Fate]) -> Tree:
-        """What is there when these are the fates of the pending operations."""
+        """Returns the content of the disk if these are the fates of the pending operations."""
         folders = {inode: dict(names) for inode, names in self._folders.items()}
         touched: dict[int, list[tuple[Op, Fate]]] = {}
         for n, op in enumerate(self.pending):
@@ -139,7 +139,7 @@ def crashes(base: Inodes, log: Sequence[Op], *, begin: int = 0, seed: int = 0, e
 
 
 def fates_of(pending: Sequence[Op], chance: random.Random, extra: int) -> Iterator[Fates]:
-    """What may become of pending operations."""
+    """Yields the possible fates of pending operations."""
     everything = dict.fromkeys(range(len(pending)), KEPT)
     names = {n: KEPT for n, op in enumerate(pending) if op.names}
     data = {n: KEPT for n, op in enumerate(pending) if not op.names}

@@ -1,7 +1,7 @@
 """`python -m fault_injection.interrupts DIRECTORY [--only WHAT] [--every N]`: ctrl-C wherever Python lets one in.
 
 Python looks for signals when a function begins and when one of C returns. A save or a restore is interrupted at each
-such place of its caller's thread in turn, and the same process goes on, as in a notebook.
+such place of its caller's thread in turn, and the same process continues, as in a notebook.
 """
 
 import argparse

@@ -183,7 +183,7 @@ keeps two. With `save_on_preemption` it ends after SIGTERM, and its last step mu
 _EVERY_INTERRUPT = """## Ctrl-C wherever Python notices it
 
 Python looks for signals when a function begins and when a C function returns. Each row counts the places of that
-kind in the calling thread. One process gets a ctrl-C at each place in turn and goes on, as a notebook does. Each
+kind in the calling thread. One process gets a ctrl-C at each place in turn and continues, as a notebook does. Each
 time the call raises `KeyboardInterrupt` and nothing else, every thread ends, the old or the new state is in place,
 and the next save works."""
 

@@ -100,7 +100,7 @@ def import_libraries() -> None:
 
 
 def killed(library: Library, directory: Path, times: int) -> dict[str, int]:
-    """What there was how often, after so many kills at times drawn evenly from those that an overwrite takes."""
+    """Counts the states found after so many kills, at times drawn evenly from the duration of an overwrite."""
     rng, path = random.Random(0), directory / "c"
     found: collections.Counter[str] = collections.Counter()
     seconds = sorted(_overwriting(library, path, None)[1] for _ in range(5))[2]
@@ -117,7 +117,7 @@ def killed(library: Library, directory: Path, times: int) -> dict[str, int]:
 
 
 def killed_by_system_call(library: Library, directory: Path) -> dict[str, int]:
-    """What there was how often, after kills at the system calls that change something; of many of a kind, at some."""
+    """Counts the states found after kills at system calls that change something; of many of a kind, at some."""
     clean, after = 0, collections.Counter[str]()
 
     def prepare(place: Path) -> None:
@@ -138,7 +138,7 @@ def killed_by_system_call(library: Library, directory: Path) -> dict[str, int]:
 
 
 def _next(library: Library, path: Path, clean: int) -> Iterator[str]:
-    """What is wrong with the next save: that it fails, or that something of the one that was killed stays for good."""
+    """Yields the faults of the next save: it fails, or files of the killed save stay for good."""
     if _ended(lambda: library.save(path, _tree(2)), quiet=True) or look(library, path) != "new":
         yield STUCK
     if _size(path.parent) > clean + LEAF // 2:
@@ -150,7 +150,7 @@ def _size(directory: Path) -> int:
 
 
 def look(library: Library, path: Path) -> str:
-    """What there is at a path, as the library itself restores it."""
+    """Returns the state at a path, as the library itself restores it."""
     code = forked_child.end(forked_child.start(lambda: os._exit(_LOOKED + _version(library.restore(path))), quiet=True))
     return {_LOOKED + 1: "old", _LOOKED + 2: "new", _LOOKED: "mixture"}.get(code, "nothing")
 

@@ -42,7 +42,7 @@ _SIZE = 3 << 18  # numbers in the array of which every process has a part: some 
 class Point(NamedTuple):
     """Before, within or after an operation of the disk, or the word that a process gives in a phase of a call.
 
-    Where only process 0 comes (`leader`), it is then that whoever is to be killed is killed.
+    At a point that only process 0 reaches (`leader`), the victim is killed when process 0 gets there.
     """
 
     name: str
@@ -196,7 +196,7 @@ def _kill(
 
 
 def _check(ended: list[tuple[int, str]], victim: int, state: str) -> None:
-    """Whoever lives on has gone through, or got one error that says who is gone; and process 0 knows what there is."""
+    """Checks that each survivor succeeded or got one error that names the dead; process 0 knows the result."""
     assert ended[victim][0] == -signal.SIGKILL, "it did not come there"
     for index, (code, text) in enumerate(ended):
         if index != victim and victim != 0:
@@ -218,7 +218,7 @@ def _state(operation: Operation, place: Path) -> str:
 
 
 def _versions(place: Path) -> dict[int, int]:
-    """What there is, verified and compared, by step."""
+    """Returns the version of each step, verified and compared."""
     if (place / "run").exists():
         return {step: _version(place / "run" / f"step-{step:08}") for step in tr.steps(place / "run")}
     return {0: _version(place / "c")} if (place / "c" / "treering.json").exists() else {}
@@ -257,7 +257,7 @@ class _Job:
         ]
 
     def end(self) -> list[tuple[int, str]]:
-        """How each ended, and what it printed."""
+        """Returns the exit code and the output of each process."""
         codes = [forked_child.end(child) for child in self._children[1:]]
         os.write(self._writing, b".")
         codes.insert(0, forked_child.end(self._children[0]))

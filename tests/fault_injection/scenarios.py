@@ -16,7 +16,7 @@ def tree(n: int) -> dict[str, Any]:
 
 
 def version(path: Path) -> int | None:
-    """Which version lies at a path, complete and with every byte as it was saved; None when there is no checkpoint."""
+    """Returns the version at a path, complete and with every byte as it was saved; None if there is no checkpoint."""
     try:
         found = tr.restore(path)
     except tr.errors.NotFoundError:
@@ -42,9 +42,9 @@ def assert_tidy(path: Path) -> None:
 
 
 class Scenario(NamedTuple):
-    """`prepare` makes what is there before, `act` is what goes wrong.
+    """A call that fails: `prepare` makes the state before it, `act` is the call.
 
-    `look` says which of the allowed states is there afterwards (or raises), and `go_on` that saving works and that
+    `look` returns which of the allowed states follows (or raises), and `go_on` checks that saving works and that
     nothing is left over.
     """
 

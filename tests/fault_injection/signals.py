@@ -27,7 +27,7 @@ from .scenarios import SCENARIOS, Scenario, assert_tidy, tree, version
 
 _STEPS, _EVERY = 13, 3  # of the loop: the last one, and how often it saves
 _STATES = ("old", "between", "new")
-_WENT_ON = 20  # exit codes of children that went on after an interrupt: this and the state
+_WENT_ON = 20  # exit codes of children that continued after an interrupt: this and the state
 
 
 def _loop(place: Path) -> None:
@@ -75,7 +75,7 @@ _AT_A_PATH = [INTERRUPTED[name] for name in ("save", "save_async", "overwrite", 
 def signalled(scenario: Scenario, number: signal.Signals, directory: Path, times: int) -> Outcome:
     """Sends a signal to a child so many times, each at a time drawn evenly from those that it takes and a bit more.
 
-    After every second ctrl-C without a run, the same process goes on, as in a notebook; else another one does.
+    After every second ctrl-C without a run, the same process continues, as in a notebook; else another one does.
     """
     stores.register(stores.Filesystem(stores.Disk()))
     scenario.prepare(directory / "before")

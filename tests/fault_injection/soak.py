@@ -37,7 +37,7 @@ _THREADS = 1 + 3  # those of the last save may not have ended yet
 
 
 def grown(samples: list[Sample]) -> list[str]:
-    """What there is more of at the end than there was in the beginning; a state is 0.5 MB."""
+    """Returns the resources of which more is in use at the end than in the beginning; a state is 0.5 MB."""
     first, *_, last = samples
     return [
         f"{name}: {now}, at the most {most} are expected"

@@ -24,7 +24,7 @@ CALLS = [
 
 
 def available() -> bool:
-    """Whether there is an `strace` that may trace and tamper."""
+    """Returns True if there is an `strace` that may trace and tamper."""
     if not shutil.which("strace"):
         return False
     done = subprocess.run(["strace", "-qq", "-e", "inject=rmdir:error=EIO", "true"], capture_output=True, check=False)
@@ -74,7 +74,7 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _counted(scenario: Scenario, directory: Path) -> dict[str, int]:
-    """How often the busiest thread makes each call."""
+    """Counts how often the busiest thread makes each call."""
     place, log = directory / "place", directory / "log"
     shutil.copytree(directory / "before", place)
     assert _traced(scenario, place, ["-e", f"trace={','.join(CALLS)}", "-o", str(log)]) == 0
@@ -97,7 +97,7 @@ def _traced(scenario: Scenario, place: Path, options: list[str]) -> int:
     status = Path(f"/proc/{child}/status")
     while tracer.poll() is None and "TracerPid:\t0\n" in status.read_text():
         time.sleep(0.001)
-    time.sleep(0.005)  # for it to be stopped and let go again
+    time.sleep(0.005)  # time for the process to be stopped and continued
     os.close(writing)
     os.close(reading)
     code = forked_child.end(child)

@@ -19,7 +19,7 @@ from .policy import Policy
 from .prefix_renames import ordered, renames
 from .suggestion import RuleCall, Suggestion, apply_calls, is_plain
 
-_MAX_CALLS = 16  # rules; nobody would read more
+_MAX_CALLS = 16  # rules; a longer list would not be read
 _MAX_GLOBS = 12
 _T5_NAMES = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
 
