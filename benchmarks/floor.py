@@ -18,13 +18,13 @@ def write_large(path: str, views: Sequence[np.ndarray]) -> None:
     """Writes full buffers directly into a preallocated file; durable."""
     chunks = list(_chunks(views))
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT)
-    os.posix_fallocate(fd, 0, _BUFFER_BYTES * (len(chunks) - 1) + _whole_pages(_length(chunks[-1])))
+    os.posix_fallocate(fd, 0, _BUFFER_BYTES * (len(chunks) - 1) + _round_to_pages(_length(chunks[-1])))
 
     def put(buffer: mmap.mmap, n: int) -> None:
         target = np.frombuffer(buffer, np.uint8)
         for begin, view in chunks[n]:
             np.copyto(target[begin : begin + len(view)], view)
-        size = _whole_pages(_length(chunks[n]))
+        size = _round_to_pages(_length(chunks[n]))
         assert os.pwrite(fd, memoryview(buffer)[:size], n * _BUFFER_BYTES) == size
 
     _in_threads(_WRITERS, put, len(chunks))
@@ -84,7 +84,7 @@ def _length(chunk: Slices) -> int:
     return begin + len(view)
 
 
-def _whole_pages(size: int) -> int:
+def _round_to_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

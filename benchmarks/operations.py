@@ -30,14 +30,14 @@ class Arena:
         """The seconds of a save to a new place."""
         path = self.kept("new")
         os.sync()  # no contestant waits for the writes of another
-        taken = job.tell(what, path)
+        taken = job.request(what, path)
         shutil.rmtree(path)
         return taken
 
     def restore(self, job: workers.Job, prepare: Callable[[str], None], name: str, what: str = "restore") -> float:
         """The seconds of restoring what a contestant keeps."""
         prepare(self.kept(name))
-        return job.tell(what, self.kept(name))
+        return job.request(what, self.kept(name))
 
 
 @contextlib.contextmanager
@@ -48,8 +48,8 @@ def enter(state: str, names: Iterable[str], directory: str, repeats: int, *, cou
         jobs = {name: running.enter_context(workers.job(name, state, count=count)) for name in [*names, "floor"]}
         arena = Arena(state, jobs, directory, repeats)
         for name, job in jobs.items():
-            job.tell("save", arena.kept(name))
-            job.tell("check", arena.kept(name))
+            job.request("save", arena.kept(name))
+            job.request("check", arena.kept(name))
         yield arena
     shutil.rmtree(directory)
 
@@ -76,7 +76,7 @@ def warm(arena: Arena) -> list[Row]:
     """Restores from the page cache."""
     plain = {name: job for name, job in arena.entered.items() if name != "floor"}
     with workers.job("treering, verify=False", arena.name, onto=arena.name) as unverified:
-        unverified.tell("check", arena.kept("treering"))
+        unverified.request("check", arena.kept("treering"))
         runs = {name: from_cache(arena, job, name) for name, job in plain.items()}
         found = arena.race("restore, warm", {**runs, "unverified": from_cache(arena, unverified, "treering")})
         second = found.values.pop("unverified")
@@ -87,7 +87,7 @@ def warm(arena: Arena) -> list[Row]:
             rows.append(arena.race("restore, warm, verify=False, and read every byte", uses))
     if arena.name == "small":
         with workers.job("treering into NumPy", arena.name, onto=arena.name) as into_numpy:
-            into_numpy.tell("check", arena.kept("treering"))
+            into_numpy.request("check", arena.kept("treering"))
             jobs = {"treering": into_numpy, "safetensors": plain["safetensors"]}
             runs = {name: from_cache(arena, job, name) for name, job in jobs.items()}
             rows.append(arena.race("restore into NumPy, warm", runs))

@@ -149,8 +149,8 @@ def _described(catalogue: Catalogue, shares: Mapping[int, Assignment]) -> Descri
     return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
 
 
-def _own(whole: Layout) -> list[Box]:
-    return [whole.boxes[n] for n in _held(whole.holders)]
+def _own(array_layout: Layout) -> list[Box]:
+    return [array_layout.boxes[n] for n in _held(array_layout.holders)]
 
 
 @functools.cache

@@ -17,8 +17,8 @@ def rows(directory: str, repeats: int) -> list[Row]:
         operations.enter("sharded", contestants.WITH_SHARDINGS, place, repeats, count=_PROCESSES) as arena,
         workers.job("treering", "sharded") as one,
     ):
-        one.tell("save", arena.kept("one"))
-        one.tell("check", arena.kept("one"))
+        one.request("save", arena.kept("one"))
+        one.request("check", arena.kept("one"))
         saved, *_ = operations.save(dataclasses.replace(arena, entered={**arena.entered, "one": one}))
         share = saved.values.pop("one") / saved.values["treering"]
         found = [
@@ -39,11 +39,11 @@ def _per_host_storage(place: str, repeats: int) -> list[Row]:
     with workers.job("treering on own disks", "sharded", count=_PROCESSES) as job:
         for n in range(repeats):
             path = os.path.join(place, str(n))
-            job.tell("begin", path)
+            job.request("begin", path)
             os.sync()
-            stall = job.tell("save", path)
-            near = stall + job.tell("wait", path)
-            times.append((stall, near, near + job.tell("close", path)))
+            stall = job.request("save", path)
+            local = stall + job.request("wait", path)
+            times.append((stall, local, local + job.request("close", path)))
     shutil.rmtree(place)
     names = ("stall of a save on own disks", "durable save on own disks", "until that is copied")
     return [

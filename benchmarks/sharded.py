@@ -22,6 +22,6 @@ def _onto(arena: operations.Arena, template: str) -> Row:
             for name in contestants.WITH_SHARDINGS
         }
         for name, job in jobs.items():
-            job.tell("check", arena.kept(name))
+            job.request("check", arena.kept(name))
         runs = {name: operations.from_cache(arena, job, name) for name, job in jobs.items()}
         return arena.race(f"restore onto {template}, warm", runs)

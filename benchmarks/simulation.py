@@ -110,8 +110,8 @@ class Server:
         self.values[key] = value
         self.nbytes += len(key) + len(value)
         self.max_nbytes = max(self.max_nbytes, self.nbytes)
-        for told in self._waiting.pop(key, ()):
-            told(value)
+        for notify in self._waiting.pop(key, ()):
+            notify(value)
 
     def delete(self, key: str) -> None:
         """Deletes a key or, if it ends in a slash, those below it."""
@@ -258,7 +258,7 @@ class Outcome:
     busiest: int  # requests in the busiest second
     calm: float  # requests a second while all of them work and none of them waits
     noticed: float  # seconds from the death of a process until all know
-    heard: int  # values that process 0 reads
+    values_read: int  # values that process 0 reads
     held: int  # bytes of names and values in the store, at most
     memory: float  # bytes for each process of the simulation, which is no limit of the library
     seconds: float  # that the simulation took
@@ -275,7 +275,7 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
     server = Server(world)
     with _in(world):
         ready: list[float] = []
-        told: list[float] = []
+        arrivals: list[float] = []
         failures: list[float] = []
         histories = [History() for _ in range(count)]
         work = 3 * _sign_seconds(count)
@@ -288,21 +288,21 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
             assert call.gather_and_decide(mine, len) == count
             ready.append(world.now)
             if len(ready) == count:
-                told.append(world.now)
+                arrivals.append(world.now)
             world.sleep(work)
             name = f"arrays-0123ab-{index:05}-of-{count:05}.safetensors"
             call.gather_and_decide([[{"name": name, "size": 1 << 30, "header": 4096, "xxh3": "0" * 16}, 0]], len)
             call.close()
-            told.append(world.now)
+            arrivals.append(world.now)
 
         for index in range(count):
             world.spawn(functools.partial(first, index))
-        world.run(lambda: len(told) >= 1)
+        world.run(lambda: len(arrivals) >= 1)
         agreed = world.now
         at_work = len(server.requests)
         world.run(lambda: world.now > agreed + work * 0.9)
         calm = (len(server.requests) - at_work) / (work * 0.9)
-        world.run(lambda: len(told) > count)
+        world.run(lambda: len(arrivals) > count)
         busiest = _busiest(server.requests)
         noticed = float("nan")
         if death:
@@ -330,8 +330,8 @@ def simulate(count: int, *, death: bool = True, spread: float = 1.0) -> Outcome:
             noticed = failures[-1] - died[0]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = (peak - before) * 1024 / count
-    heard, seconds = len(call_tree.children(0, count)), time.perf_counter() - begun
-    return Outcome(count, agreed, busiest, calm, noticed, heard, server.max_nbytes, memory, seconds)
+    values_read, seconds = len(call_tree.children(0, count)), time.perf_counter() - begun
+    return Outcome(count, agreed, busiest, calm, noticed, values_read, server.max_nbytes, memory, seconds)
 
 
 def _sign_seconds(count: int) -> float:
@@ -390,7 +390,7 @@ def table(outcomes: list[Outcome]) -> str:
         for one in outcomes:
             yield [
                 f"{one.processes:,}",
-                str(one.heard),
+                str(one.values_read),
                 f"{one.agreed:.2f} s",
                 f"{one.busiest:,}",
                 f"{one.calm:,.0f}",

@@ -31,8 +31,8 @@ class Job:
     def __init__(self, running: list[subprocess.Popen[str]]):
         self._running = running
 
-    def tell(self, what: str, path: str) -> float:
-        """Has every process do something; seconds from when the first began until the last was done."""
+    def request(self, what: str, path: str) -> float:
+        """Has every process do something. Returns the seconds from the first beginning to the last end."""
         for process in self._running:
             print(json.dumps([what, path]), file=process.stdin, flush=True)
         answers = [process.stdout.readline() for process in self._running if process.stdout]
@@ -56,8 +56,8 @@ def job(who: str, state: str, *, onto: str = "", count: int = 1) -> Iterator[Job
     running: list[subprocess.Popen[str]] = []
     try:
         for index in range(count):
-            told = json.dumps([who, state, onto, address, count, index])
-            command = [sys.executable, "-m", "benchmarks.workers", told]
+            options = json.dumps([who, state, onto, address, count, index])
+            command = [sys.executable, "-m", "benchmarks.workers", options]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             running.append(subprocess.Popen(command, env=environment, **pipes))
         yield Job(running)

@@ -24,7 +24,7 @@ from .checks import Count
 _BEGIN, _END = "<!-- crashes:begin -->", "<!-- crashes:end -->"
 _PARTS = {"": 1, "failing": 2, "killed": 2, "killed twice": 6}  # in each, states that are the same are looked at once
 # They make many files: errors and kills come where a directory is synced only, as with one file they do everywhere.
-_FEW = ("orbax", "safetensors, several files: killed twice, then saved, overwriting")
+_ONLY_SYNCS = ("orbax", "safetensors, several files: killed twice, then saved, overwriting")
 
 
 class Task(NamedTuple):
@@ -73,7 +73,7 @@ def _tasks(wish: argparse.Namespace) -> Iterator[Task]:
         name, parts = scenario.name, _PARTS[scenario.broken]
         for number in range(parts):
             yield Task(name, (number, parts), False, wish.seed, wish.extra, wish.dir)
-            if not (scenario.broken and name.startswith(_FEW)) and scenario.broken != "killed twice":
+            if not (scenario.broken and name.startswith(_ONLY_SYNCS)) and scenario.broken != "killed twice":
                 yield Task(name, (number, parts), True, wish.seed, 0, wish.dir)
 
 
@@ -88,14 +88,14 @@ def _run(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
 
 def _do(task: Task) -> Result:
     scenario = checks.scenarios()[task.scenario]
-    kind = "sync_dir" if task.scenario.startswith(_FEW) else ""
+    kind = "sync_dir" if task.scenario.startswith(_ONLY_SYNCS) else ""
     with tempfile.TemporaryDirectory(prefix="treering-crashes-", dir=task.folder) as directory:
         folder = Path(directory)
         if task.mutations:
             recordings = checks.recorded(scenario, folder, kind=kind, part=task.part)
             caught = checks.caught(recordings, folder)
-            told = {name: failure and (failure.where, failure.what) for name, failure in caught.items()}
-            return Result(task.scenario, Count(), [], told)
+            results = {name: failure and (failure.where, failure.what) for name, failure in caught.items()}
+            return Result(task.scenario, Count(), [], results)
         count = checks.check(
             scenario, folder, kind=kind, part=task.part, seed=task.seed, extra=task.extra, most_failures=3
         )

@@ -134,8 +134,8 @@ def crashes(base: Inodes, log: Sequence[Op], *, begin: int = 0, seed: int = 0, e
         if after < begin:
             continue
         for fates in fates_of(disk.pending, chance, extra):
-            told = [(op, fates.get(n, LOST)) for n, op in enumerate(disk.pending)]
-            yield Crash(after, told, disk.tree(fates), views)
+            all_fates = [(op, fates.get(n, LOST)) for n, op in enumerate(disk.pending)]
+            yield Crash(after, all_fates, disk.tree(fates), views)
 
 
 def fates_of(pending: Sequence[Op], chance: random.Random, extra: int) -> Iterator[Fates]:

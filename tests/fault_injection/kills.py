@@ -191,7 +191,7 @@ _OVERWRITES = f"""## Overwriting, by library
 
 A process saves {overwrites.LEAVES} arrays of {overwrites.LEAF >> 10} KiB and overwrites them. One script
 kills it at times drawn evenly from the time of an overwrite, and at the system calls that change something
-(at most {overwrites.MOST_CALLS} of a kind). Then the library itself restores: the old state, the new one, a
+(at most {overwrites.MAX_CALLS} of a kind). Then the library itself restores: the old state, the new one, a
 mixture of both without an error, or nothing. `{overwrites.STUCK}`: the library can no longer save there.
 `{overwrites.LEFT}`: files of the killed process still take room on the disk after the next save."""
 

@@ -24,7 +24,7 @@ LEAF = 1 << 18  # bytes
 STATES = ("old", "new", "mixture", "nothing")  # what there is afterwards; a mixture is restored without an error
 STUCK, LEFT = "the next save fails", "left over"
 _LOOKED = 20  # exit codes of children that look: this and the version, 0 for a mixture
-MOST_CALLS = 12  # of one kind at which a process is killed; Orbax makes thousands
+MAX_CALLS = 12  # of one kind at which a process is killed; Orbax makes thousands
 
 
 class Library(NamedTuple):
@@ -132,7 +132,7 @@ def killed_by_system_call(library: Library, directory: Path) -> dict[str, int]:
         lambda place: look(library, place / "c"),
         lambda place: after.update(_next(library, place / "c", clean)),
     )
-    outcome = syscall_faults.everywhere(scenario, directory, most=MOST_CALLS)
+    outcome = syscall_faults.everywhere(scenario, directory, most=MAX_CALLS)
     assert not outcome.wrong, outcome.wrong[0]
     return {**outcome.found, **after}
 

@@ -70,7 +70,7 @@ _WITHDRAWAL = (
     *_REMOVAL,
     Point("after the old is removed", "remove_dir", "", "after", True),
 )
-_TOLD = (
+_DECISION = (
     Point("before the word is given", "word", "deciding", "before", True),
     Point("after the word is given", "word", "deciding", "after", True),
 )
@@ -141,7 +141,7 @@ OPERATIONS = {
         {7: 7, 9: 9},
         (*_EVERYWHERE, *_commit("link"), *_WITHDRAWAL),
     ),
-    "delete": Operation(_TWO, _delete, _NEXT, ({1: 1, 2: 2}, {1: 1}), {7: 7, 9: 9}, (*_TOLD, *_WITHDRAWAL)),
+    "delete": Operation(_TWO, _delete, _NEXT, ({1: 1, 2: 2}, {1: 1}), {7: 7, 9: 9}, (*_DECISION, *_WITHDRAWAL)),
 }
 
 

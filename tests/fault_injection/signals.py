@@ -31,15 +31,15 @@ _WENT_ON = 20  # exit codes of children that continued after an interrupt: this 
 
 
 def _loop(place: Path) -> None:
-    step, heard = 0, list[int]()
-    signal.signal(signal.SIGTERM, lambda *_: heard.append(step))
+    step, received = 0, list[int]()
+    signal.signal(signal.SIGTERM, lambda *_: received.append(step))
     with tr.Checkpointer(place / "run", save_every=_EVERY, keep=tr.keep.last(2), save_on_preemption=True) as ckpts:
         for step in range(1, _STEPS + 1):  # which the handler looks at
             ckpts.save(step, tree(step), force=step == _STEPS)
             if ckpts.preempted:
                 break
     assert tr.steps(place / "run")[-1] == step, f"left at {step}"
-    assert not any(heard) or step <= heard[0] + 1, f"left at {step}, while SIGTERM came at {heard[0]}"
+    assert not any(received) or step <= received[0] + 1, f"left at {step}, while SIGTERM came at {received[0]}"
 
 
 def _look_at_loop(place: Path) -> str:

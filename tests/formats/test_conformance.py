@@ -429,7 +429,7 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
         writing(lambda path, contents: next(iter(contents.entries))),
         "StopIteration",
     ),
-    "names_that_meet_are_kept_apart_or_refused": ({"key": lambda self, path: path.replace("~1", "/")}, "two leaves"),
+    "colliding_names_are_kept_or_refused": ({"key": lambda self, path: path.replace("~1", "/")}, "two leaves"),
     "there_and_back": (writing(lambda path, contents: None, 1), "SaveReport"),
     "parts_and_casts_are_written": (reading(lambda self, full, part: full[::-1][part]), "a: expected"),
     "any_size_is_copied_in_bounded_memory": (reading(lambda self, full, part: full[part]), "MiB of memory"),

@@ -689,14 +689,14 @@ def test_upload_with_lost_reply_is_not_repeated_onto_itself(tmp_path: pathlib.Pa
     """A request about the remote copy fails once. Another upload would delete its files, which have the same names."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", remote=bucket)
     body = """
-from treering._run import near_and_far
-looks, identity = [], near_and_far.summary.identity
+from treering._run import tier_pair
+looks, identity = [], tier_pair.summary.identity
 def flaky(store, path):
     if str(remote) in path and not looks:
         looks.append(path)
         raise TimeoutError(110, "no answer", path)
     return identity(store, path)
-near_and_far.summary.identity = flaky
+tier_pair.summary.identity = flaky
 with run() as ckpts:
     back = ckpts.restore(template)
 report([ckpts.restored_step, is_state(back, 2), bool(looks)])

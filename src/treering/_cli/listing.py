@@ -59,7 +59,7 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     first = _best_step(listing, *wanted) if wanted else None
     rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
     if json_:
-        about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.set_aside, "steps": rows}
+        about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
         about["closed"] = listing.closed
         say_json({**about, "best": first} if wanted else about)
     elif csv_:
@@ -91,8 +91,8 @@ def _print_listing(listing: "Listing", best: int | None) -> None:
     table(head, rows, left=["notes"])
     total = nbytes(sum(row.nbytes or 0 for row in listing.rows))
     parts = [count(len(listing.rows), "step"), total, *(["finished"] if listing.finished else [])]
-    if listing.set_aside:
-        parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.set_aside)}")
+    if listing.archived:
+        parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.archived)}")
     say(" · ".join(parts))
 
 

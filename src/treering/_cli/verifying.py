@@ -189,7 +189,7 @@ def _total_bytes(path: str, format: str | None, prefix: str | None) -> int:
     except NotFoundError:
         return open_checkpoint(path, format=format).nbytes
     total = sum(row.nbytes or 0 for row in listing.rows)
-    for archived in listing.set_aside:
+    for archived in listing.archived:
         # An empty archive has no size. The check names an unreadable one.
         with contextlib.suppress(NotFoundError, PermissionError):
             total += _total_bytes(archived, format, None)

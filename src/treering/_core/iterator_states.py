@@ -78,8 +78,8 @@ def per_process(value: Any) -> tuple[str, list[Any]]:
     raise CorruptError(f"expected the states of an iterator, found {value!r:.100}")
 
 
-def encode_state(value: Any, where: str, depth: int, apart: list[Any] | None = None) -> Any:
-    """Returns a part of a state as JSON. If `apart` is given, bytes and the elements of arrays are appended to it.
+def encode_state(value: Any, where: str, depth: int, buffers: list[Any] | None = None) -> Any:
+    """Returns a part of a state as JSON. If `buffers` is given, bytes and the elements of arrays are appended to it.
 
     where: the place in the state, for errors.
 
@@ -94,22 +94,25 @@ def encode_state(value: Any, where: str, depth: int, apart: list[Any] | None = N
         return [
             "dict",
             [
-                [encode_state(k, where, depth + 1, apart), encode_state(v, f"{where}[{k!r}]", depth + 1, apart)]
+                [encode_state(k, where, depth + 1, buffers), encode_state(v, f"{where}[{k!r}]", depth + 1, buffers)]
                 for k, v in value.items()
             ],
         ]
     if kind in (list, tuple):
-        return [kind.__name__, [encode_state(item, f"{where}[{n}]", depth + 1, apart) for n, item in enumerate(value)]]
+        return [
+            kind.__name__,
+            [encode_state(item, f"{where}[{n}]", depth + 1, buffers) for n, item in enumerate(value)],
+        ]
     if kind is np.ndarray or isinstance(value, np.generic):
         array = np.asarray(value)
         text = dtypes.to_text(array.dtype)
         stored = dtypes.defined_bytes(np.ascontiguousarray(array, dtypes.to_numpy(text))).reshape(-1).view(np.uint8)
-        if apart is not None:
-            apart.append(stored)
-        data = base64.b64encode(stored.data).decode() if apart is None else stored.size
+        if buffers is not None:
+            buffers.append(stored)
+        data = base64.b64encode(stored.data).decode() if buffers is None else stored.size
         return ["array", [kind is np.ndarray, text, list(array.shape), data]]
-    if kind is bytes and apart is not None:
-        apart.append(value)
+    if kind is bytes and buffers is not None:
+        buffers.append(value)
         return ["bytes", len(value)]
     try:
         return list(encode(value))
@@ -122,32 +125,34 @@ def _has_numpy(key: Any) -> bool:
     return any(map(_has_numpy, key)) if isinstance(key, tuple) else isinstance(key, np.generic)
 
 
-def decode_state(value: Any, depth: int, apart: _Reader | None = None) -> Any:
-    """Undoes `encode_state`. Raises `CorruptError` for other JSON, and if `apart` has too few bytes."""
+def decode_state(value: Any, depth: int, buffers: _Reader | None = None) -> Any:
+    """Undoes `encode_state`. Raises `CorruptError` for other JSON, and if `buffers` has too few bytes."""
     try:
         kind, content = value
         if depth > _MAX_DEPTH:
             raise ValueError
         if kind == "dict":
-            found = {decode_state(key, depth + 1, apart): decode_state(item, depth + 1, apart) for key, item in content}
+            found = {
+                decode_state(key, depth + 1, buffers): decode_state(item, depth + 1, buffers) for key, item in content
+            }
             if len(found) != len(content) or any(map(_has_numpy, found)):
                 raise ValueError
             return found
         if kind in ("list", "tuple") and isinstance(content, list):
-            return (list if kind == "list" else tuple)(decode_state(item, depth + 1, apart) for item in content)
+            return (list if kind == "list" else tuple)(decode_state(item, depth + 1, buffers) for item in content)
         if kind == "array":
             is_array, text, shape, data = content
             dtype = dtypes.to_numpy(text)
             lengths = all(type(size) is int for size in shape) and is_shape(shape, dtype.itemsize)
             if type(is_array) is not bool or not lengths:
                 raise ValueError
-            stored = from_base64(data) if apart is None else apart.take(data)
+            stored = from_base64(data) if buffers is None else buffers.take(data)
             array = np.frombuffer(stored, dtype).reshape(shape).copy()
             if not is_array and shape:
                 raise ValueError
             return array if is_array else array[()]
-        if kind == "bytes" and apart is not None:
-            return bytes(apart.take(content))
+        if kind == "bytes" and buffers is not None:
+            return bytes(buffers.take(content))
         if kind in ("function", "iterator"):
             raise ValueError
     except (ValueError, TypeError, KeyError):

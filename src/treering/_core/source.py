@@ -41,7 +41,7 @@ class Share(NamedTuple):
         return nbytes * (self.number - 1) // self.parts, nbytes * self.number // self.parts
 
 
-WHOLE = Share(1, 1)
+EVERYTHING = Share(1, 1)
 
 
 class Source(Protocol):
@@ -117,7 +117,7 @@ class Source(Protocol):
         """Reads boxes of arrays, each into memory that the caller may change."""
         ...
 
-    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+    def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         """Reads every byte, or a share of them, and yields all damage."""
         ...
 

@@ -10,7 +10,7 @@ from . import dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .skeleton import Skeleton
-from .source import WHOLE, Problem, Share, Source, expands, left_out, pieces, records_kinds, static_values
+from .source import EVERYTHING, Problem, Share, Source, expands, left_out, pieces, records_kinds, static_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -276,7 +276,7 @@ class View:
         ((below, _),) = leaf.plan_of(full_box(entry.shape)).needs
         return pieces(self._reader, below, box)
 
-    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+    def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         return self._reader.problems(share)
 
 

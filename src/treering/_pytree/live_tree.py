@@ -11,7 +11,7 @@ from .._core.boxes import Box, box_shape, intersect, slices
 from .._core.entries import ArrayEntry, Entry
 from .._core.lazy import LazyPart
 from .._core.skeleton import Skeleton
-from .._core.source import WHOLE, Problem, Share
+from .._core.source import EVERYTHING, Problem, Share
 from . import devices
 from .leaves import Described, LocalShard, host_bytes
 from .staged_supply import StagedSupply
@@ -77,7 +77,7 @@ class LiveTree:
     ) -> list[np.ndarray]:
         return [self._read(entry, box) for entry, box in wanted]
 
-    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+    def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         return iter(())
 
     def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:

@@ -16,8 +16,8 @@ from .path_likeness import (
     is_average,
     is_copy,
     is_level,
-    is_near,
     is_renumbered,
+    is_similar,
     lead,
     may_be_levels,
     most_alike,
@@ -202,7 +202,7 @@ class _Search:
                 if one.is_count
                 and getattr(self.entries[found], "dtype", None) == str(leaf.dtype)
                 and self.fits(path, found)
-                and is_near(path, places.get(found, found))
+                and is_similar(path, places.get(found, found))
             }
             schedules = [place for place, found in having.items() if inside[self.states.found[found].place] == 1]
             if best := most_alike(path, schedules or list(having)):

@@ -56,7 +56,7 @@ def _alike(a: Sequence[str], b: Sequence[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def is_near(a: str, b: str) -> bool:
+def is_similar(a: str, b: str) -> bool:
     """Returns True if two leaves may belong to one optimizer.
 
     They do if their paths begin with the same name, or if the entire tree may be that of the optimizer.

@@ -172,14 +172,14 @@ class Copies:
         try:
             with meeting(), self._one:
                 if not self.taken_over:  # Final: the other job may have replaced remote steps.
-                    self._copy_lacking(only)
+                    self._copy_missing(only)
                     then()
         except _PausedError as error:  # The upload starts over once the change is done.
             self._error = error
         except BaseException as error:  # Any error: `finish` must not report success.
             self._report(error)
 
-    def _copy_lacking(self, only: int | None) -> None:
+    def _copy_missing(self, only: int | None) -> None:
         self._error = None
         tried: set[int] = set()
         self._check()
@@ -188,14 +188,14 @@ class Copies:
             self._remote.wait()  # Retention may still be deleting the files of this step.
             self._copy(only, at_once=True)
             return
-        while todo := [step for step in self._lacking() if step not in tried]:
+        while todo := [step for step in self._missing() if step not in tried]:
             tried.add(todo[0])
             self._copy(todo[0])
         if self._remote.knows_valid_step:
             self._remote.retain(None)
         self._wait = _MIN_RETRY_SECONDS if self._error is None else self._wait
 
-    def _lacking(self) -> list[int]:
+    def _missing(self) -> list[int]:
         """Returns the steps to upload. Also uploads the metrics that were added to other steps."""
         self._check()
         remote = self._places.remote.steps

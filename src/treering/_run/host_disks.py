@@ -43,22 +43,22 @@ class HostDisks:
     that process 0 has replaced or deleted, or that are uploaded. Files of steps that process 0 does not know are
     archived, never deleted.
 
-    `lacking`: the steps that had parts on no disk when the job began, or that process 0 does not know. `stale`: of the
-    files that this disk had then, only those of steps that process 0 knows belong to the run. `aside`: identities of
+    `missing`: the steps that had parts on no disk when the job began, or that process 0 does not know. `stale`: of the
+    files that this disk had then, only those of steps that process 0 knows belong to the run. `to_archive`: identities of
     the steps to archive on every disk. `known`: identities of steps whose files may be deleted, because the steps were
     deleted (as the disks said when the job began), were replaced, or have been uploaded.
     """
 
     def __init__(
-        self, local: StepCatalog, remote: StepCatalog, index: int, *, leads: bool, stale: bool, lacking: set[int]
+        self, local: StepCatalog, remote: StepCatalog, index: int, *, leads: bool, stale: bool, missing: set[int]
     ):
-        self.lacking = lacking
-        self.aside: set[str] = set()
+        self.missing = missing
+        self.to_archive: set[str] = set()
         self.known: set[str] = set()
         self.stale = stale
         self._local, self._remote, self._index, self._leads = local, remote, index, leads
         self._gave_up = not (leads and index)  # True if all manifests here are process 0's
-        self._set_aside: set[str] = set()  # identities of steps that this disk no longer has
+        self._gone: set[str] = set()  # identities of steps that this disk no longer has
         self._seen: set[_Key] = set()  # files in the round before that no running save used
         self._moving = threading.RLock()
         self._call: Call | None = None  # the round that process 0 leads
@@ -114,11 +114,11 @@ class HostDisks:
             identities.setdefault(name, set()).update(of_steps)
         needed = {name: parts.needed(store, posixpath.join(root, name)) for name in keys}
         marks = deleted.noted(store, root)  # Read after the manifests: a mark is made before its manifest is deleted.
-        self.aside |= set_aside_of(self._local, keys)
+        self.to_archive |= archived_identities(self._local, keys)
         found: list[_Key] = []
         for name, of_all in keys.items():
             own = needed[name]
-            if own is None or of_all & self.aside:
+            if own is None or of_all & self.to_archive:
                 continue
             if own:
                 self.known |= identities[name] - own  # These steps were replaced.
@@ -127,7 +127,7 @@ class HostDisks:
         alive = old_marks & set().union(*filter(None, needed.values()))  # A crash interrupted their deletion.
         deleted.drop(store, root, old_marks.difference(*identities.values()) | alive)
         there_are = set().union(*identities.values())
-        return sorted(found), sorted(self.aside & there_are), sorted((marks | self.known) & there_are)
+        return sorted(found), sorted(self.to_archive & there_are), sorted((marks | self.known) & there_are)
 
     def _is_copied(self, name: str, identities: set[str]) -> bool:
         """Returns True if a step of which only other disks have parts is complete remotely. If it is not, archives it.
@@ -145,7 +145,7 @@ class HostDisks:
             return False
         if not (rest := identities - self.known):
             return True
-        self.aside |= rest
+        self.to_archive |= rest
         _log.warning(
             "%s: other hosts' disks have parts of %s that this disk does not know: the step is ignored, and archived",
             self._local.root, name,
@@ -168,10 +168,10 @@ class HostDisks:
                 call.gather_and_decide(mine, _not_here)
                 while job := call.broadcast(_not_here):
                     self._take_part(call, *job, moved=moved)
-                unneeded, aside, free = call.broadcast(_not_here)
+                unneeded, archived, free = call.broadcast(_not_here)
                 if self._leads:
                     with removal.logging_errors(self._local.root):
-                        self._move_aside(aside, free)
+                        self._archive_identities(archived, free)
                     self._take_away({(name, key) for name, key in unneeded} & self._seen)
                     self._seen = {(name, key) for name, keys, _ in mine or () for key in keys}
                 call.gather_and_decide(None, _not_here)
@@ -220,8 +220,8 @@ class HostDisks:
         found = {name: (parts.there(store, path), parts.identities(store, path)) for name, path in paths.items()}
         return [(name, sorted(keys), sorted(identities)) for name, (keys, identities) in found.items() if keys]
 
-    def take_part(self, origin: Origin, mark: bytes, aside: Collection[str]) -> None:
-        """Prepares this disk for a save: writes the mark of process 0's disk, and archives the steps `aside`.
+    def take_part(self, origin: Origin, mark: bytes, to_archive: Collection[str]) -> None:
+        """Prepares this disk for a save: writes the mark of process 0's disk, and archives the steps `to_archive`.
 
         Afterwards this disk has no manifests and no marks of deleted steps of its own: process 0's disk decides.
         """
@@ -229,9 +229,9 @@ class HostDisks:
             self.stale = False
             return
         store, root = self._local.store, self._local.root
-        if new := set(aside) - self._set_aside:
-            self._move_aside(aside)
-            self._set_aside |= new
+        if new := set(to_archive) - self._gone:
+            self._archive_identities(to_archive)
+            self._gone |= new
         if own := origin.part_mark(mark):
             origin.take_over(own, part=True)  # First: a disk without all its manifests must not be authoritative.
         if own or not self._gave_up:
@@ -240,15 +240,15 @@ class HostDisks:
             deleted.drop(store, root, deleted.noted(store, root))
         self.stale, self._gave_up = False, True
 
-    def _move_aside(self, identities: Collection[str], free: Collection[str] = ()) -> None:
+    def _archive_identities(self, identities: Collection[str], free: Collection[str] = ()) -> None:
         """Archives the steps with these identities, unless their folder also has a step that is not in `free`."""
         store, paths = self._local.store, [posixpath.join(self._local.root, name) for name in folders(self._local)]
         with self._moving:  # Otherwise two threads may move a folder, the second one that of a new save.
             found = {path: parts.identities(store, path) for path in paths} if identities else {}
-            aside = [path for path, own in found.items() if own & {*identities} and own <= {*identities, *free}]
-            self.set_aside([path for path in aside if not parts.is_in_use(store, path)])
+            archived = [path for path, own in found.items() if own & {*identities} and own <= {*identities, *free}]
+            self.archive([path for path in archived if not parts.is_in_use(store, path)])
 
-    def set_aside(self, paths: Sequence[str]) -> None:
+    def archive(self, paths: Sequence[str]) -> None:
         """Archives the parts that this disk has of steps that process 0 archives on its own disk."""
         if paths and self._leads and self._index:
             with self._moving:
@@ -324,7 +324,7 @@ def steps_in_part(local: StepCatalog) -> dict[int, str]:
     return {step: path for step, path in found.items() if step is not None and parts.part_of(local.store, path)}
 
 
-def set_aside_of(local: StepCatalog, names: Collection[str]) -> set[str]:
+def archived_identities(local: StepCatalog, names: Collection[str]) -> set[str]:
     """Returns the identities of the steps with these names that are archived on this disk."""
     places = run_layout.archived_runs(local.store, local.root) if names else ()
     found = (parts.identities(local.store, posixpath.join(place, name)) for place in places for name in names)

@@ -21,7 +21,7 @@ from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import Store
 from ..stores.temporary_names import final_name
 from . import deleted, run_layout
-from .host_disks import HostDisks, folders, set_aside_of
+from .host_disks import HostDisks, archived_identities, folders
 from .origin import Origin, Standing
 from .step_catalog import StepCatalog
 
@@ -54,10 +54,12 @@ def discover_hosts(
         asked, unknown = call.gather_and_decide([standing, found, marks] if leads else None, stock.choose)
         names = [name for name, index in asked.items() if index == call.index]
         notes = {name: own_notes for name in names if (own_notes := parts.notes(local.store, own[name]))}
-        aside = set_aside_of(local, unknown if leads else ())
-        lacking, stale, mark = call.gather_and_decide([notes, sorted(aside)] if notes or aside else None, stock.take)
-        disks = HostDisks(local, remote, call.index, leads=leads, stale=leader in stale, lacking=set(lacking))
-        disks.aside |= stock.aside
+        archived = archived_identities(local, unknown if leads else ())
+        missing, stale, mark = call.gather_and_decide(
+            [notes, sorted(archived)] if notes or archived else None, stock.take
+        )
+        disks = HostDisks(local, remote, call.index, leads=leads, stale=leader in stale, missing=set(missing))
+        disks.to_archive |= stock.to_archive
         disks.known |= stock.deleted | stock.copied
         if mark:  # Process 0's disk is authoritative from now on. No process continues before all know it.
             disks.take_part(origin, mark.encode(), ())
@@ -112,7 +114,7 @@ def _remove_old_marks(store: Store, root: str) -> None:
 class _Stock:
     """The inventory of all disks, as process 0 sees it.
 
-    `aside`: the identities of steps to archive on all disks. `deleted`: those of steps that were deleted. `copied`:
+    `to_archive`: the identities of steps to archive on all disks. `deleted`: those of steps that were deleted. `copied`:
     those of uploaded steps that process 0's disk does not know.
     """
 
@@ -127,7 +129,7 @@ class _Stock:
         self._committed: dict[int, str] | None = None  # the remote steps, listed on first use
         self._remote_identities: dict[str, set[str]] = {}  # their identities, by step name
         self._mark = ""  # that of the authoritative disk, or of another disk of that job
-        self.aside: set[str] = set()
+        self.to_archive: set[str] = set()
         self.deleted: set[str] = set()
         self.copied: set[str] = set()
         self._there: set[str] = set()  # the identities of steps of which any disk has a part
@@ -197,27 +199,27 @@ class _Stock:
         this disk adopted it, else "".
         """
         notes: dict[str, dict[str, str]] = {}
-        known_aside: set[str] = set()
+        known_archived: set[str] = set()
         for own, identities in filter(None, answers):
             notes.update(own)
-            known_aside.update(identities)
-        was_aside = {name for name, own in self._unknown.items() if own & known_aside}
-        self.aside.update(*(self._unknown[name] for name in was_aside))
-        lacking = {
-            name for name in self._unknown if name not in was_aside and not (self._owned and name in self._wanted)
+            known_archived.update(identities)
+        was_archived = {name for name, own in self._unknown.items() if own & known_archived}
+        self.to_archive.update(*(self._unknown[name] for name in was_archived))
+        missing = {
+            name for name in self._unknown if name not in was_archived and not (self._owned and name in self._wanted)
         }
         remote = {name for name, own in self._unknown.items() if self._is_remote(name, own)}
         self.copied.update(*(self._unknown[name] for name in remote if not self._is_damaged_remote(name)))
-        self.aside.update(*(own for name, own in self._unknown.items() if name not in remote))
+        self.to_archive.update(*(own for name, own in self._unknown.items() if name not in remote))
         if self._elsewhere:
             try:
                 self._lock()
-                lacking |= self._take_over(notes)
+                missing |= self._take_over(notes)
             except ExistsError as error:
                 _log.warning("%s: the steps on other hosts' disks are ignored: %s", self._local.root, error)
                 return [self._not_remote(self._wanted.keys() | self._unknown.keys()), self._stale, ""]
-        lacking |= {name for name in self._wanted if not self._is_whole(name)}
-        return [self._not_remote(lacking), self._stale, self._mark]
+        missing |= {name for name in self._wanted if not self._is_complete(name)}
+        return [self._not_remote(missing), self._stale, self._mark]
 
     def _not_remote(self, names: Collection[str]) -> list[int]:
         """Returns the steps with these names that are not in the remote tier. They are archived on all disks."""
@@ -229,7 +231,7 @@ class _Stock:
                 and (step := run_layout.parse_step_name(name, self._local.prefix)) is not None
             ):
                 found.add(step)
-                self.aside |= own
+                self.to_archive |= own
         return sorted(found)
 
     def _take_over(self, notes: dict[str, dict[str, str]]) -> set[str]:
@@ -246,7 +248,7 @@ class _Stock:
                 stale.remove(name)
         later = {name for name in stale if not parts.manifest_of(store, posixpath.join(root, name))}
         at_once = [name for name in stale if name not in later or name in notes]
-        self.aside.update(*(own[name] for name in stale))
+        self.to_archive.update(*(own[name] for name in stale))
         if at_once:
             place = run_layout.archive_steps(store, root, [posixpath.join(root, name) for name in at_once[::-1]])
             _log.warning("%s: a later job has saved on other disks; older steps were archived in %s", root, place)
@@ -259,7 +261,7 @@ class _Stock:
             self._unknown.setdefault(name, set()).update(own[name])
         return later.difference(at_once)
 
-    def _is_whole(self, name: str) -> bool:
+    def _is_complete(self, name: str) -> bool:
         return parts.is_complete(self._local.store, posixpath.join(self._local.root, name), self._sizes.get(name))
 
     def _is_remote(self, name: str, identities: Collection[str]) -> bool:

@@ -97,15 +97,15 @@ class Origin:
         mark = _as_part(mark, True)
         return None if _read(self._local.store, self._local_mark_path) == mark else mark
 
-    def was_apart(self) -> bool:
+    def may_have_parts(self) -> bool:
         """Returns True if the local tier may hold only parts of steps, because other hosts have the other parts."""
         local = self._read_local_mark()
         return local is not None and (local.apart or local.part)
 
-    def set_local_mark(self, *, apart: bool) -> None:
+    def set_local_mark(self, *, own_disks: bool) -> None:
         """Writes the local mark: the local steps belong to the run, and continue from its present remote steps."""
         remote = self._read_remote_mark()
-        self._contents = msgspec.json.encode(_Local(self._remote.root, self._token, remote, apart=apart))
+        self._contents = msgspec.json.encode(_Local(self._remote.root, self._token, remote, apart=own_disks))
         self.keep_local_mark()
         if not remote:  # From now on, every job that writes the remote tier replaces a token.
             self.set_remote_mark()

@@ -79,8 +79,8 @@ class Retention:
         store, root = self._steps.store, self._steps.root
         for place in (root, *run_layout.archived_runs(store, root)):
             for name in store.list(place):
-                beside = final_name(name)
-                if beside and run_layout.parse_step_name(beside, self._steps.prefix) is not None:
+                target = final_name(name)
+                if target and run_layout.parse_step_name(target, self._steps.prefix) is not None:
                     with contextlib.suppress(FileNotFoundError):
                         store.remove_leftover(posixpath.join(place, name))
                 if run_layout.parse_step_name(name, self._steps.prefix) is not None:

@@ -26,19 +26,19 @@ class Together:
 
     def run_state(self) -> Any:
         """Returns the state to broadcast before a save: the mark of process 0's disk, and the steps to archive."""
-        return [self._places.origin.mark().decode(), sorted(self._disks.aside)]
+        return [self._places.origin.mark().decode(), sorted(self._disks.to_archive)]
 
     def apply_run_state(self, run_state: Any) -> None:
         """Applies the state of `run_state` on this host."""
-        mark, aside = run_state
+        mark, to_archive = run_state
         with as_save_error(self._places.local.root):
-            self._disks.take_part(self._places.origin, mark.encode(), aside)
+            self._disks.take_part(self._places.origin, mark.encode(), to_archive)
 
     def prepare(self, path: str, run_state: Any, back_to: int | None) -> str:
         """Applies the state, and archives steps after `back_to`. Returns the path of the new step on this disk."""
         self.apply_run_state(run_state)
         if back_to is not None:
-            self._set_aside_after(back_to)
+            self._archive_after(back_to)
         return posixpath.join(self._places.local.root, posixpath.basename(path))
 
     def saved(self, step: int) -> None:
@@ -52,11 +52,11 @@ class Together:
 
     def rewound(self, step: int) -> None:
         """Archives the parts of later steps after a rewind."""
-        self._set_aside_after(step)
+        self._archive_after(step)
         self._copy("the rewind" if step < 0 else f"the rewind to step {step}")
 
-    def _set_aside_after(self, step: int) -> None:
-        self._disks.set_aside([path for one, path in steps_in_part(self._places.local.steps).items() if one > step])
+    def _archive_after(self, step: int) -> None:
+        self._disks.archive([path for one, path in steps_in_part(self._places.local.steps).items() if one > step])
 
     def _copy(self, after: str, **options: Any) -> None:
         self._copies.begin_together(self._disks, after, self._places.index, **options)

@@ -13,15 +13,15 @@ from ..keep import Policy, Saved
 from . import deleted, run_layout
 from .copies import Copies
 from .host_disks import steps_in_part
-from .near_and_far import NearAndFar
 from .retention import Retention
 from .run_directory import RunDirectory
+from .tier_pair import TierPair
 from .together import Together
 
 _log = logging.getLogger("treering")
 
 
-class TwoPlaces(NearAndFar):
+class TwoPlaces(TierPair):
     """Saves steps locally and uploads them. The next save archives local steps of abandoned branches."""
 
     def __init__(
@@ -83,9 +83,9 @@ class TwoPlaces(NearAndFar):
             return
         self.remote.acquire()
         # Archive first: the mark declares that all local steps belong to the run.
-        self._set_aside(self._of_no_use())
+        self._archive(self._of_no_use())
         self._forget_copied_parts()
-        self.origin.set_local_mark(apart=self.disks is not None)
+        self.origin.set_local_mark(own_disks=self.disks is not None)
         self._ever_remote.update(self.remote.steps.committed())
         self._claimed = True
         self._copies.begin()
@@ -95,12 +95,12 @@ class TwoPlaces(NearAndFar):
         local = self.local.steps.committed()
         found = {**local, **steps_in_part(self.local.steps)}
         if self.origin.is_newest():
-            lacking = self.disks.lacking if self.disks else set()
-            if not self.disks and self.origin.was_apart():  # The other files are on hosts that this job lacks.
-                lacking = {
+            missing = self.disks.missing if self.disks else set()
+            if not self.disks and self.origin.may_have_parts():  # The other files are on hosts that this job lacks.
+                missing = {
                     step for step, path in found.items() if not host_parts.is_complete(self.local.steps.store, path)
                 }
-            found = {step: path for step, path in found.items() if step in lacking or step not in local}
+            found = {step: path for step, path in found.items() if step in missing or step not in local}
         remote = self.remote.steps.committed() if found else {}
         return {
             step: path for step, path in found.items() if step not in remote or not self._may_be(path, remote[step])
@@ -116,21 +116,21 @@ class TwoPlaces(NearAndFar):
         """Forgets parts of steps without a local manifest that are complete remotely: no upload needs them."""
         if parts := steps_in_part(self.local.steps):
             local, remote = self.local.steps.committed(), self.remote.steps.committed()
-            whole = {one.step for one in self.remote.valid_steps()}
+            complete = {one.step for one in self.remote.valid_steps()}
             for step, path in parts.items():
-                if step in whole and step not in local and self._may_be(path, remote[step]):
+                if step in complete and step not in local and self._may_be(path, remote[step]):
                     host_parts.forget(self.local.steps.store, path)
 
-    def _set_aside(self, others: dict[int, str]) -> None:
+    def _archive(self, others: dict[int, str]) -> None:
         if others:
             newest_first = [others[step] for step in sorted(others, reverse=True)]
             if self.disks:
                 local = self.local.steps.store
-                self.disks.aside.update(*(host_parts.identities(local, path) for path in newest_first))
+                self.disks.to_archive.update(*(host_parts.identities(local, path) for path in newest_first))
             place = run_layout.archive_steps(self.local.steps.store, self.local.root, newest_first)
             _log.warning("%s: steps that do not belong to the run were archived in %s", self.local.root, place)
         if self.disks:
-            self.disks.lacking.clear()
+            self.disks.missing.clear()
 
     def reserve_step(self, step: int, on_exists: str, pending_steps: Collection[int | None]) -> tuple[str, bool] | None:
         self._claim()
@@ -139,10 +139,10 @@ class TwoPlaces(NearAndFar):
         if step in self._ever_remote and self.remote.reserve_step(step, on_exists, pending_steps) is None:
             return None
         remote = () if self.back_to is not None else self._ever_remote
-        whole = [
+        complete = [
             one for one in remote if not (one > step and self.remote.steps.is_damaged(one, self.remote.step_path(one)))
         ]
-        found = self.local.reserve_step(step, on_exists, pending_steps, whole)
+        found = self.local.reserve_step(step, on_exists, pending_steps, complete)
         if self.disks and found and found[1]:
             # Other hosts may have parts of the replaced step for a while: they are to be deleted, not archived.
             self.disks.known |= host_parts.identities(self.local.steps.store, found[0])
@@ -151,7 +151,7 @@ class TwoPlaces(NearAndFar):
     def acquire_for_save(self) -> None:
         self._claim()
         if self.back_to is not None:
-            self._set_aside_after(self.back_to)
+            self._archive_after(self.back_to)
 
     def clear_finished(self) -> None:
         for one in (self.local, self.remote):
@@ -219,9 +219,9 @@ class TwoPlaces(NearAndFar):
         if step > 0:
             self.committed_path(step)
         self._claim()
-        self._set_aside_after(step)
+        self._archive_after(step)
 
-    def _set_aside_after(self, step: int) -> None:
+    def _archive_after(self, step: int) -> None:
         with self._copies.paused():
             self._seen_remote = []
             for one in (self.local, self.remote):
@@ -274,11 +274,11 @@ class TwoPlaces(NearAndFar):
     def _problem(self, error: BaseException | None) -> SaveError | None:
         """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
         local = self.local.steps.committed()
-        lacking = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
-        gone = sorted(step for step in lacking if step not in local or self.local.steps.is_damaged(step, local[step]))
-        if error is None and not gone and (self.claimed or not lacking):
+        missing = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
+        gone = sorted(step for step in missing if step not in local or self.local.steps.is_damaged(step, local[step]))
+        if error is None and not gone and (self.claimed or not missing):
             return None
-        there = ", ".join(str(step) for step in sorted(lacking) if step not in gone)
+        there = ", ".join(str(step) for step in sorted(missing) if step not in gone)
         parts = [f"{self.root}: not all steps are there, because uploading them failed"]
         parts += ["another job, or another Checkpointer of this process, has acquired the run"] if self.lost else []
         parts += [str(error)] if error else []
@@ -294,7 +294,7 @@ class TwoPlaces(NearAndFar):
         """Returns the valid local steps to upload, newest first: the policy keeps them, and no valid copy is remote."""
         local, remote = self.local.steps.committed(), self.remote.steps.committed()
         self._seen_remote = self.remote.valid_steps()
-        whole = {one.step for one in self._seen_remote}
+        complete = {one.step for one in self._seen_remote}
         valid = [one.step for one in self.local.valid_steps() if one.step in local]
 
         def lacks(step: int) -> bool:
@@ -302,16 +302,16 @@ class TwoPlaces(NearAndFar):
                 return self._dropped[step] != self._copied[step][1] or pins.is_pinned(
                     self.local.steps.store, local[step]
                 )
-            return step not in whole or not self.is_copied(step, local[step], remote.get(step))
+            return step not in complete or not self.is_copied(step, local[step], remote.get(step))
 
-        lacking = [step for step in valid if lacks(step)]
-        if lacking and self._keep:
+        missing = [step for step in valid if lacks(step)]
+        if missing and self._keep:
             both = self.valid_steps()
             wanted = self._keep.kept(both) | {both[-1].step}
-            wanted.update(step for step in lacking if pins.is_pinned(self.local.steps.store, local[step]))
-            self._saved.difference_update(set(lacking) - wanted)
-            lacking = [step for step in lacking if step in wanted]
-        return lacking[::-1]
+            wanted.update(step for step in missing if pins.is_pinned(self.local.steps.store, local[step]))
+            self._saved.difference_update(set(missing) - wanted)
+            missing = [step for step in missing if step in wanted]
+        return missing[::-1]
 
     def copy(self, step: int, moved: Callable[[int], None]) -> bool:
         """Uploads a step. Returns False if the remote tier has it already. Calls `moved` with bytes to be sent."""

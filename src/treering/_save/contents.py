@@ -69,7 +69,7 @@ def describe(target: SaveTarget, tree: Any) -> Contents:
         if flat_tree.static:
             described = described._replace(catalogue=described.catalogue._replace(static=flat_tree.static))
         if call.count == 1:
-            _check_whole(described)
+            _check_complete(described)
     if format.name == "treering" and not options.rules:
         return Unchanged(flat_tree.skeleton, described)
     live = LiveTree(target.path, flat_tree.skeleton, described)
@@ -95,7 +95,7 @@ def _view_to_write(
     return view
 
 
-def _check_whole(described: Described) -> None:
+def _check_complete(described: Described) -> None:
     """Raises `UnsupportedError` if this process saves alone and holds only a part of some array."""
     catalogue, shards, _ = described
     missing: list[str] = []

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from .. import formats, stores
-from .._core.source import WHOLE, Problem, Share, Source
+from .._core.source import EVERYTHING, Problem, Share, Source
 from .._run.step_fallback import check_format, detect_or_explain
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
@@ -76,7 +76,7 @@ def check(
 
 def _share_of(subset: tuple[int, int] | None) -> Share:
     if subset is None:
-        return WHOLE
+        return EVERYTHING
     wrong = f"subset={subset!r}: expected two numbers, such as (2, 5) for the second of five parts"
     try:
         number, count = (operator.index(n) for n in subset)
@@ -201,7 +201,7 @@ def _committed_at(store: Store, path: str, reader: Source) -> float:
 
 def _problems(reader: Source, share: Share) -> Iterator[Problem]:
     """Yields all damage. Passes no share for a full check, because formats of other packages need not support it."""
-    return reader.problems() if share == WHOLE else reader.problems(share)
+    return reader.problems() if share == EVERYTHING else reader.problems(share)
 
 
 def _is_current(store: Store, path: str, identity: str) -> bool:

@@ -48,14 +48,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The steps of a run, ascending. `set_aside` are the directories of steps that a `rewind` archived.
+    """The steps of a run, ascending. `archived` are the directories of steps that a `rewind` archived.
 
     `closed` are paths without a row that may be steps or contain steps, and that this process may not read.
     """
 
     path: str
     rows: tuple[Row, ...]
-    set_aside: tuple[str, ...]
+    archived: tuple[str, ...]
     finished: bool
     closed: tuple[str, ...] = ()
 

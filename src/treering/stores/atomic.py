@@ -21,9 +21,9 @@ from .directory_trees import remove_tree, sync_tree
 from .file_sink import FileSink
 from .nfs import warn_foreign_owner
 from .posix import Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat
-from .preserved_files import Beside, OldFolder, Owned, inspect_old
+from .preserved_files import CheckNeighbors, OldFolder, Owned, inspect_old
 from .sequential import SequentialWriter
-from .temporary_names import final_name, temporary_beside
+from .temporary_names import final_name, temporary_sibling
 
 _CREATE_ATTEMPTS = 50  # to make a file or directory while other processes remove temporary names
 _log = logging.getLogger("treering")
@@ -81,7 +81,7 @@ def new_directory(
     overwrite: bool,
     owned: Owned,
     names: Collection[str] = (),
-    beside: Beside | None = None,
+    beside: CheckNeighbors | None = None,
 ) -> Iterator[str]:
     """Yields a directory to fill within a `with` block. It is in place at the end; after an error, it never was.
 
@@ -196,7 +196,7 @@ def _keep_access(disk: Disk, new: Opened, old: os.stat_result, mode: int) -> boo
 def _create_temporary_file(disk: Disk, place: Entry) -> FileSink:
     """Creates a file under a temporary name and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
-        sink = FileSink(disk, place.sibling(os.path.basename(temporary_beside(place))))
+        sink = FileSink(disk, place.sibling(os.path.basename(temporary_sibling(place))))
         if sink.protect():
             return sink
         sink.close()
@@ -206,7 +206,7 @@ def _create_temporary_file(disk: Disk, place: Entry) -> FileSink:
 def _create_temporary_directory(disk: Disk, place: Entry) -> Opened:
     """Creates a directory under a temporary name, opens it and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
-        temporary = place.sibling(os.path.basename(temporary_beside(place)))
+        temporary = place.sibling(os.path.basename(temporary_sibling(place)))
         disk.make_dir(temporary)
         try:
             new = open_folder(disk, temporary)
@@ -286,7 +286,7 @@ def _exchange_names(disk: Disk, new: Entry, old: Entry) -> None:
     # After a crash between these renames, the old directory has the temporary name. `_remove_leftovers` runs only once
     # a complete
     # checkpoint is in place, so it is not removed before.
-    spare = old.sibling(os.path.basename(temporary_beside(old)))
+    spare = old.sibling(os.path.basename(temporary_sibling(old)))
     disk.rename(old, spare)
     try:
         disk.rename(new, old)

@@ -17,7 +17,7 @@ from .lease import WriterLock
 from .nfs import warn_foreign_owner
 from .open_file import File
 from .posix import Disk, Entry, is_owned_by_another, lstat
-from .store import Beside, Owned, Stat, Writer
+from .store import CheckNeighbors, Owned, Stat, Writer
 
 
 class Filesystem:
@@ -154,7 +154,7 @@ class Filesystem:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: Beside | None = None,
+        beside: CheckNeighbors | None = None,
     ) -> AbstractContextManager[str]:
         check_free(self, path, overwrite=overwrite, folder=True)
         return atomic.new_directory(

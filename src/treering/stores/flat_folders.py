@@ -5,11 +5,11 @@ from collections.abc import Collection
 from .._core.leaf_paths import join_names
 from ..errors import ExistsError
 from .file_io import files_in, is_folder
-from .store import Beside, Owned, Store
+from .store import CheckNeighbors, Owned, Store
 
 
 def check_replaceable(
-    store: Store, path: str, owned: Owned, names: Collection[str], beside: Beside | None
+    store: Store, path: str, owned: Owned, names: Collection[str], beside: CheckNeighbors | None
 ) -> Collection[str]:
     """Returns the files that a new folder replaces; see `new_folder`.
 

@@ -20,8 +20,8 @@ from . import lease_registry
 from .file_io import check_free
 from .flat_folders import check_replaceable
 from .ranges import Range
-from .store import ABSENT, Beside, Owned, Stat, Writer
-from .temporary_names import temporary_beside
+from .store import ABSENT, CheckNeighbors, Owned, Stat, Writer
+from .temporary_names import temporary_sibling
 from .tensorstore_memory import drain_memory, load_into_memory
 
 _log = logging.getLogger("treering")
@@ -174,7 +174,7 @@ class MemoryStore:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: Beside | None = None,
+        beside: CheckNeighbors | None = None,
     ) -> "Iterator[str]":
         check_free(self, path, overwrite=overwrite, folder=True)
         check_replaceable(self, path, owned, names, beside)
@@ -189,7 +189,7 @@ class MemoryStore:
 
     @contextlib.contextmanager
     def scratch_folder(self, path: str) -> "Iterator[str]":
-        temporary = temporary_beside(path)
+        temporary = temporary_sibling(path)
         try:
             yield temporary
         finally:

@@ -21,7 +21,9 @@ from .sequential import SequentialWriter
 _BUFFER_BYTES = 4 << 20
 # Returns the files of a directory that belong to a checkpoint of some format, as paths within the directory.
 Owned = Callable[[str], Collection[str]]
-Beside = Callable[[str, Sequence[str]], None]  # raises `ExistsError` for files that must not stay in a directory
+CheckNeighbors = Callable[
+    [str, Sequence[str]], None
+]  # raises `ExistsError` for files that must not stay in a directory
 _log = logging.getLogger("treering")
 
 
@@ -125,7 +127,9 @@ class OldFolder:
                 disk.sync_dir(to)
 
 
-def inspect_old(disk: Disk, path: str, owned: Owned, names: Collection[str], beside: Beside | None) -> OldFolder:
+def inspect_old(
+    disk: Disk, path: str, owned: Owned, names: Collection[str], beside: CheckNeighbors | None
+) -> OldFolder:
     """Lists the contents of a directory, which need not exist.
 
     Raises `ExistsError` for contents that are not part of the checkpoint and cannot be kept: other directories, pipes

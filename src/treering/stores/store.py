@@ -199,7 +199,9 @@ class Lease(Protocol):
 
 # Returns the files of a folder that belong to a checkpoint of some format, as paths within the folder.
 Owned = Callable[["Store", str], Collection[str]]
-Beside = Callable[["Store", str, Sequence[str]], None]  # raises `ExistsError` for files that must not stay in a folder
+CheckNeighbors = Callable[
+    ["Store", str, Sequence[str]], None
+]  # raises `ExistsError` for files that must not stay in a folder
 
 
 class Store(Protocol):
@@ -360,7 +362,7 @@ class Store(Protocol):
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: Beside | None = None,
+        beside: CheckNeighbors | None = None,
     ) -> AbstractContextManager[str]:
         """Yields a folder to fill within a `with` block. It is in place at the end; after an error, it never was.
 

@@ -11,7 +11,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 _CLOCK = re.compile(r"(.+)\.[0-9a-f]{6}\.tmp", re.DOTALL)
 
 
-def temporary_beside(path: str) -> str:
+def temporary_sibling(path: str) -> str:
     """Returns a temporary name for a file or folder that will be at a path."""
     directory, name = os.path.split(path)
     return posixpath.join(directory, f".{name}.{os.urandom(3).hex()}.tmp")
@@ -23,7 +23,7 @@ def final_name(name: str) -> str | None:
     return found and found[1]
 
 
-def clock_probe_beside(path: str) -> str:
+def clock_probe_sibling(path: str) -> str:
     """Returns a name for an object next to a path, which reads the server's clock.
 
     The path may be such a name itself.

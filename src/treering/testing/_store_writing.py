@@ -132,7 +132,7 @@ class StoreWriting(StoreSubject):
             with pytest.raises(FileNotFoundError):
                 call()
 
-    def test_a_new_file_is_there_as_a_whole_or_not_at_all(self, store: Store, root: str) -> None:
+    def test_new_file_is_atomic(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
         with pytest.raises(ZeroDivisionError), store.new_file(f"{root}/x", overwrite=False) as file:
             file.write(b"half")
@@ -156,7 +156,7 @@ class StoreWriting(StoreSubject):
                 other.write(b"early")
         assert read_file(store, f"{root}/x") == b"early" and store.list(root) == ["x"]
 
-    def test_a_new_folder_is_there_as_a_whole_or_not_at_all(self, store: Store, root: str) -> None:
+    def test_new_folder_is_atomic(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
 
         def owned(store: Store, folder: str) -> list[str]:

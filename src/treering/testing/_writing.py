@@ -64,7 +64,7 @@ class Writing(Subject):
                 self.assert_restores(path, tree)
             remove(path)
 
-    def test_names_that_meet_are_kept_apart_or_refused(self, tmp_path: Path) -> None:
+    def test_colliding_names_are_kept_or_refused(self, tmp_path: Path) -> None:
         """Two leaves whose names may be equal in a file are both stored, or the save is refused."""
         self.needs_writer()
         for n, name in enumerate(("a.b", "a/b", "a~1b", "a\\b", "a b", "A")):

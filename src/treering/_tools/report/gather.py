@@ -76,7 +76,7 @@ def gather(
         "run": safe(os.path.basename(listing.path) or listing.path),
         "path": safe(listing.path),
         "finished": listing.finished,
-        "setAside": [safe(os.path.basename(one)) for one in listing.set_aside],
+        "setAside": [safe(os.path.basename(one)) for one in listing.archived],
         "steps": [_step(row, listing) for row in listing.rows],
         "tree": _tree(latest) if latest else None,
         "treeStep": good[-1].step,

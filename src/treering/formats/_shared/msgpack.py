@@ -106,7 +106,7 @@ class Scanner:
         """Returns the value at an offset, and the offset after it, which is at most `end`."""
         return self._value(at, end, 0)
 
-    def whole(self, at: int, end: int) -> Any:
+    def value_of_range(self, at: int, end: int) -> Any:
         """Returns the value that fills a range exactly. Raises `CorruptError` for a shorter value."""
         return self._filling(at, end, 0)
 

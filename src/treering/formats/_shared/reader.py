@@ -16,7 +16,7 @@ from ..._core.boxes import Box, box_shape, full_box, slice_boxes
 from ..._core.dtypes import itemsize
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry
 from ..._core.skeleton import Skeleton
-from ..._core.source import WHOLE, Problem, Share
+from ..._core.source import EVERYTHING, Problem, Share
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
 from ...stores.read_errors import raise_if_momentary, reading
@@ -186,7 +186,7 @@ class ForeignReader:
             found[n] = array.made(memory)
         return found
 
-    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+    def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         lost: dict[str, list[str]] = {}
         for path, entry in self.entries.items():
             for why in entry.why if isinstance(entry, LostEntry) else ():

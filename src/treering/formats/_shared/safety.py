@@ -14,7 +14,7 @@ def check_inside(folder: str, name: str) -> None:
         raise UnsafeError(f"{folder}: expected the name of something in this folder, found {name!r:.100}")
 
 
-def check_apart(paths: Sequence[str], where: str) -> None:
+def check_distinct(paths: Sequence[str], where: str) -> None:
     """Raises `CorruptError` for two leaves with one path, and for a leaf that has other leaves below it."""
     for path, following in itertools.pairwise(sorted(paths, key=lambda path: path.split("/"))):
         if following == path:

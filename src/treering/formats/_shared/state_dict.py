@@ -70,9 +70,9 @@ class StateDict:
         """Returns the value at an offset, and the offset after it; see `Scanner`."""
         return self._scanner.value(at, end)
 
-    def whole(self, at: int, end: int) -> Any:
+    def value_of_range(self, at: int, end: int) -> Any:
         """Returns the value that fills a range exactly; see `Scanner`."""
-        return self._scanner.whole(at, end)
+        return self._scanner.value_of_range(at, end)
 
     def leaves(self, tree: Any, at: str | None = None) -> Leaves:
         """Returns the leaves of a scanned value.

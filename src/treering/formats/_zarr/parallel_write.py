@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from ..._processes.calls import Call, raise_error_of_process_0
 from ...errors import CorruptError
 from ...stores.nfs import check_shared
-from ...stores.store import Beside, Owned, Store
+from ...stores.store import CheckNeighbors, Owned, Store
 from .leaves import folder_size
 from .writer import Writer
 
@@ -22,7 +22,7 @@ def write_folder(
     overwrite: bool,
     owned: Owned,
     names: Collection[str],
-    beside: Beside | None = None,
+    beside: CheckNeighbors | None = None,
 ) -> int:
     """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
 

@@ -163,7 +163,7 @@ def _data_files(store: Store, path: str) -> Sequence[str]:
 
 def _read(store: Store, path: str) -> "tuple[Leaves, int]":
     """Reads the leaves of a stream; also returns its size in bytes."""
-    from .._shared.safety import check_apart
+    from .._shared.safety import check_distinct
     from .._shared.state_dict import Leaves, StateDict
 
     file = open_fetched(store, path)
@@ -180,12 +180,12 @@ def _read(store: Store, path: str) -> "tuple[Leaves, int]":
         if len(keys) > DEPTH:
             raise UnsafeError(f"{path}: expected at most {DEPTH} levels, found a leaf with {len(keys)}")
         place = "/".join(map(key_text, keys))
-        leaves = scanned.leaves(scanned.whole(raw.offset, raw.offset + raw.size), place)
+        leaves = scanned.leaves(scanned.value_of_range(raw.offset, raw.offset + raw.size), place)
         found.entries.extend(leaves.entries)
         found.arrays.update(leaves.arrays)
     if not found.entries:
         raise CorruptError(f"{path}: expected the leaves of a stream, found none; it is cut short")
-    check_apart([entry.path for entry in found.entries], path)
+    check_distinct([entry.path for entry in found.entries], path)
     return found, file.size
 
 

@@ -243,13 +243,13 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
         return Elsewhere(array.dtype, array.shape, array)
 
     scanned = StateDict(file, find=find)
-    return scanned.leaves(scanned.whole(0, file.size)), file.size + zarr_nbytes
+    return scanned.leaves(scanned.value_of_range(0, file.size)), file.size + zarr_nbytes
 
 
 def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     """Reads a state dict from the files that an index names; also returns the bytes of these files."""
     from .._shared.reader import attempt, check_file
-    from .._shared.safety import check_apart, check_inside
+    from .._shared.safety import check_distinct, check_inside
     from .._shared.state_dict import Leaves
 
     folder = os.path.dirname(index)
@@ -282,7 +282,7 @@ def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
         if (place := _path(key, index)) not in there:
             why = f"{posixpath.join(folder, name)}: expected the leaf {key!r}, which the index places in this file"
             found.entries.append(lost_entry(place, damage.get(name, why)))
-    check_apart([entry.path for entry in found.entries], index)
+    check_distinct([entry.path for entry in found.entries], index)
     return found, total
 
 

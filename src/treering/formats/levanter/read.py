@@ -10,7 +10,7 @@ from ..._core.entries import ArrayEntry, Entry, lost_entry
 from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsafeError
 from ...stores.store import Store
-from .._shared.safety import check_apart
+from .._shared.safety import check_distinct
 from .._zarr import array as zarr
 from .._zarr.folder import DATABASE, Driver, Folder
 from .._zarr.leaves import ZarrReader, folder_size
@@ -44,7 +44,7 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
             why = "expected the metadata of the array that these chunks belong to, found nothing"
             entries.setdefault(place, lost_entry(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
     paths = sorted(entries)
-    check_apart(paths, path)
+    check_distinct(paths, path)
     return ZarrReader(
         "levanter",
         path,

@@ -22,7 +22,7 @@ from ...stores.store import Blob, Store
 from .._shared.extents import check_shape
 from .._shared.npy import read_header
 from .._shared.reader import ForeignReader, Stored
-from .._shared.safety import check_apart
+from .._shared.safety import check_distinct
 from ..safetensors.schema import path_of
 
 _SUFFIX = ".npy"
@@ -45,7 +45,7 @@ class NpzReader(ForeignReader):
         entries = [
             ArrayEntry(paths[m.filename], "numpy", *arrays[m.filename].kind) for m in members if m.filename in arrays
         ]
-        check_apart([entry.path for entry in entries], path)
+        check_distinct([entry.path for entry in entries], path)
         stored: dict[str, Stored] = {paths[name]: array for name, array in arrays.items()}
         self.ambiguous_dtypes = frozenset(paths[name] for name, array in arrays.items() if not array.certain)
         others = [m.filename for m in members if m.filename not in arrays]

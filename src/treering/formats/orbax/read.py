@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry
-from ..._core.source import WHOLE, Problem, Share
+from ..._core.source import EVERYTHING, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError
 from ...stores.file_io import is_file
@@ -52,7 +52,7 @@ class OrbaxReader(ZarrReader):
             self._shardings[folder] = _read_shardings(self._store, folder)
         return self._shardings[folder].get(array.name)
 
-    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+    def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         if self._damage:
             yield Problem(self.path, (), None, self._damage)
         yield from super().problems(share)

@@ -24,7 +24,7 @@ def read_aggregated(store: Store, folder: str, at: str | None) -> Leaves:
     """
     file = open_fetched(store, posixpath.join(folder, STATE))
     scanned = StateDict(file)
-    return scanned.leaves(scanned.whole(0, file.size), at)
+    return scanned.leaves(scanned.value_of_range(0, file.size), at)
 
 
 def read_state(store: Store, folder: str, at: str | None) -> Leaves:

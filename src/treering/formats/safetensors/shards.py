@@ -79,7 +79,7 @@ def created(store: Store, folder: str, names: Sequence[str], *, overwrite: bool)
     """
     found = store.stat(folder)
     if found is not None and found.is_folder and not overwrite:
-        _check_beside(store, folder, names)
+        _check_neighbors(store, folder, names)
         with _added(store, folder) as create:
             yield create
     else:
@@ -101,7 +101,7 @@ def _check_others(store: Store, folder: str, others: Sequence[str], *, names: Se
         )
 
 
-def _check_beside(store: Store, folder: str, names: Sequence[str]) -> None:
+def _check_neighbors(store: Store, folder: str, names: Sequence[str]) -> None:
     """Raises `ExistsError` unless an existing folder has no checkpoint that the new files would replace or join."""
     there = store.list(folder)
     if taken := [name for name in names if name in there] or candidates(there):

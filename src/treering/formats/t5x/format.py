@@ -105,7 +105,9 @@ def _version_behind(store: Store, file: str) -> Any:
         return None
     try:
         with reading(file), opened(store, file) as blob:
-            return Scanner(blob).whole(0, blob.size).get("version")  # only a key of the outer map, not of one within it
+            return (
+                Scanner(blob).value_of_range(0, blob.size).get("version")
+            )  # only a key of the outer map, not of one within it
     except CorruptError:
         return None
 

@@ -50,7 +50,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
 
     scanned = StateDict(opened, find=find, seen_as=seen_as)
     with gc_paused():
-        tree = scanned.whole(0, opened.size)
+        tree = scanned.value_of_range(0, opened.size)
     if type(tree) is dict:
         complete = tree.keys() == {"version", "optimizer"}
         version = tree.pop("version") if complete or next(iter(tree), None) == "version" else 0  # else a leaf

@@ -109,4 +109,4 @@ class PieceLocations:
             return []
         # A view of a mapped file can have strides. Other reads get each row alone.
         single_rows = not file.can_mmap(mmap)
-        return split_piece(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), apart=single_rows)
+        return split_piece(number, begin, piece, inner, box, dtypes.itemsize(row.dtype), separate_rows=single_rows)

@@ -35,12 +35,12 @@ class PieceRead(msgspec.Struct, frozen=True, gc=False):
 
 
 def split_piece(
-    file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int, *, apart: bool
+    file: int, begin: int, piece: Box, inner: Box, box: Box, itemsize: int, *, separate_rows: bool
 ) -> list[PieceRead]:
     """Returns the parts of a box in a piece that begins at `begin`. `inner` is the intersection of the two.
 
-    All boxes have global indices. With `apart`, rows with large gaps between them become separate parts, so that the
-    bytes in the gaps take no memory.
+    All boxes have global indices. With `separate_rows`, rows with large gaps between them become separate parts, so
+    that the bytes in the gaps take no memory.
     """
     shape = box_shape(piece)
     if inner == piece:
@@ -48,7 +48,7 @@ def split_piece(
     strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     relative = tuple((a - o, b - o) for (a, b), (o, _) in zip(inner, piece, strict=True))
     parts: list[PieceRead] = []
-    for row in split_at_gaps(shape, relative, itemsize, BLOCK) if apart else (relative,):
+    for row in split_at_gaps(shape, relative, itemsize, BLOCK) if separate_rows else (relative,):
         ranges = [(begin + first, begin + last) for first, last in byte_ranges(shape, row, itemsize, BLOCK)]
         at = slices(tuple((a + o, b + o) for (a, b), (o, _) in zip(row, piece, strict=True)), box)
         parts.append(PieceRead(file, ranges[0][0], ranges[-1][1], box_shape(row), strides, ranges, at))

@@ -17,7 +17,7 @@ from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, Entry, StatesEntry
 from ..._core.iterator_states import unpack
 from ..._core.skeleton import Skeleton
-from ..._core.source import WHOLE, Problem, Share
+from ..._core.source import EVERYTHING, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import read_file
@@ -227,7 +227,7 @@ class Reader:
                 arrays[n] = array
         return arrays, memory
 
-    def problems(self, share: Share = WHOLE) -> Iterator[Problem]:
+    def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         """Reads every byte, or a share of them, and yields all damage.
 
         Raises at the end `UnsupportedError` if a later release wrote a file, and `PermissionError` if a file may not be

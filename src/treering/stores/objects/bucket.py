@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...errors import RequestError, UnsupportedError
 from ..buffers import aligned, copy
-from ..temporary_names import clock_probe_beside
+from ..temporary_names import clock_probe_sibling
 from .request_errors import BROKEN, BUSY, EMPTY, ChangedError, ConflictError, failure, missing, translate_errors
 
 _ATTEMPTS = 4  # per request; obstore itself repeats requests that were not answered
@@ -273,7 +273,7 @@ class Bucket:
 
         Reads nothing if another process has removed the object.
         """
-        probe = clock_probe_beside(neighbor)
+        probe = clock_probe_sibling(neighbor)
         try:
             self.put(probe, b"-", overwrite=True)
             here = now()  # Read after the put: an age may come out too small, but a living writer never looks dead.

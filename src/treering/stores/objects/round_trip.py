@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 
 from ...errors import RequestError, UnsupportedError
-from ..temporary_names import clock_probe_beside
+from ..temporary_names import clock_probe_sibling
 from .bucket import Bucket
 from .heartbeat import Heartbeat
 from .request_errors import BROKEN, EMPTY, ChangedError
@@ -24,7 +24,7 @@ def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
     if bucket._is_verified:
         return
     if not bucket.conditional:
-        check_beside(bucket, heartbeat.key)
+        check_neighbor(bucket, heartbeat.key)
         return
     with heartbeat.without_renewal() as data:
         bucket.check_conditions(heartbeat.key)
@@ -32,14 +32,14 @@ def check(bucket: Bucket, heartbeat: Heartbeat) -> None:
     bucket._is_verified = True
 
 
-def check_beside(bucket: Bucket, key: str) -> None:
+def check_neighbor(bucket: Bucket, key: str) -> None:
     """Tests a server once per process, with an object next to a key. Does not test conditions.
 
     A user who may not delete objects is not refused: that says nothing about the server.
     """
     if bucket._is_verified or bucket.is_read_verified:
         return
-    probe = f"{clock_probe_beside(key)}/probe"  # in its own folder, so that the listing is short
+    probe = f"{clock_probe_sibling(key)}/probe"  # in its own folder, so that the listing is short
     bucket.put(probe, _PROBE_DATA, overwrite=True)
     try:
         _check_reads(bucket, probe, _PROBE_DATA)

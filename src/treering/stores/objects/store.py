@@ -16,7 +16,7 @@ from .. import lease_registry
 from ..file_io import check_free
 from ..flat_folders import check_replaceable
 from ..read_errors import ReplacedError
-from ..store import Beside, Owned, Stat, Writer
+from ..store import CheckNeighbors, Owned, Stat, Writer
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
@@ -237,7 +237,7 @@ class ObjectStore:
         bucket, key = self._find(path)
         self._check_writable(bucket)
         check_free(self, path, overwrite=overwrite, folder=False)
-        round_trip.check_beside(bucket, key)
+        round_trip.check_neighbor(bucket, key)
         found = bucket.head(key) if overwrite else None
         stream = Stream(bucket, key)
         try:
@@ -257,7 +257,7 @@ class ObjectStore:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: Beside | None = None,
+        beside: CheckNeighbors | None = None,
     ) -> "Iterator[str]":
         temporary_folder.check_has_parent(*self._find(path))
         check_free(self, path, overwrite=overwrite, folder=True)

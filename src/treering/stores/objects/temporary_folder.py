@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ...errors import ExistsError, SaveError, UnsupportedError
 from ..lease_registry import LeaseLostError
-from ..temporary_names import final_name, temporary_beside
+from ..temporary_names import final_name, temporary_sibling
 from . import heartbeat, round_trip
 from .bucket import Bucket
 from .heartbeat import Heartbeat
@@ -25,7 +25,7 @@ class TemporaryFolder:
     """A folder that this process fills. `place` is the key where its files will go, `path` the folder to fill."""
 
     def __init__(self, bucket: Bucket, place: str, *, replaces_target: bool):
-        folder = temporary_beside(place)
+        folder = temporary_sibling(place)
         self._bucket, self._place, self._folder = bucket, place, folder
         self._target = f"{bucket.url}/{place}"
         self._heartbeat = Heartbeat(bucket, join_key(folder, _PLACE_MARK if replaces_target else _WRITER_MARK))

@@ -23,7 +23,7 @@ from .step_fallback import StepCopy
 _log = logging.getLogger("treering")
 
 
-class NearAndFar:
+class TierPair:
     """The local and the remote directory of one run. See `RunDirectory` for the methods.
 
     Both copies of a step have the same manifest, byte for byte. Local steps belong to the run as long as no other job
@@ -73,12 +73,12 @@ class NearAndFar:
             self.disks = host_meeting.discover_hosts(
                 call, self.local.steps, self.remote.steps, self.origin, self._locked
             )
-        if self.disks and self.disks.lacking and not self.index:
+        if self.disks and self.disks.missing and not self.index:
             _log.warning(
                 "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "
                 "or another job held the run when this one began",
                 self.local.root,
-                join_names(tuple(map(str, sorted(self.disks.lacking)))),
+                join_names(tuple(map(str, sorted(self.disks.missing)))),
             )
 
     @contextlib.contextmanager
@@ -120,10 +120,10 @@ class NearAndFar:
         if not self.disks:
             return places
         there = {place.step for place in places if self._side(place.path) is self.remote}
-        if lacking := sorted({place.step for place in places if place.step > max(there, default=-1)}):
+        if missing := sorted({place.step for place in places if place.step > max(there, default=-1)}):
             _log.warning(
                 "%s: steps %s are only on the disks of the hosts, and cannot be read before they are uploaded",
-                self.root, join_names(tuple(map(str, lacking))),
+                self.root, join_names(tuple(map(str, missing))),
             )  # fmt: skip
             if step is not None:
                 raise NotFoundError(f"{self.root}: expected step {step}, found it only on the disks of the hosts")
@@ -146,10 +146,10 @@ class NearAndFar:
         side.mark_damaged(place)
 
     def check_new(self) -> None:
-        if self.disks and self.disks.lacking:
-            lacking = join_names(tuple(map(str, sorted(self.disks.lacking))))
+        if self.disks and self.disks.missing:
+            missing = join_names(tuple(map(str, sorted(self.disks.missing))))
             raise CorruptError(
-                f"{self.root}: expected a step, found none, and in {self.local.root} only parts of {lacking}: "
+                f"{self.root}: expected a step, found none, and in {self.local.root} only parts of {missing}: "
                 "the other "
                 "parts are on no disk of this job's hosts, or another job held the run when this one began; restart "
                 "with the missing hosts, or end the other job; if they are lost, remove that directory on all hosts to "
@@ -195,8 +195,8 @@ class NearAndFar:
         """Returns the local steps that belong to the run, and their paths."""
         if self.disks and self.index:
             return {} if self.disks.stale else dict(sorted(steps_in_part(self.local.steps).items()))
-        lacking = self.disks.lacking if self.disks else ()
-        own = {step: path for step, path in self.local.steps.committed().items() if step not in lacking}
+        missing = self.disks.missing if self.disks else ()
+        own = {step: path for step, path in self.local.steps.committed().items() if step not in missing}
         if not own or self._claimed or self.origin.is_newest():
             return own
         remote = self.remote.steps.committed()
