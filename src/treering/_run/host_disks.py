@@ -44,9 +44,9 @@ class HostDisks:
     archived, never deleted.
 
     `missing`: the steps that had parts on no disk when the job began, or that process 0 does not know. `stale`: of the
-    files that this disk had then, only those of steps that process 0 knows belong to the run. `to_archive`: identities of
-    the steps to archive on every disk. `known`: identities of steps whose files may be deleted, because the steps were
-    deleted (as the disks said when the job began), were replaced, or have been uploaded.
+    files that this disk had then, only those of steps that process 0 knows belong to the run. `to_archive`: identities
+    of the steps to archive on every disk. `known`: identities of steps whose files may be deleted, because the steps
+    were deleted (as the disks said when the job began), were replaced, or have been uploaded.
     """
 
     def __init__(

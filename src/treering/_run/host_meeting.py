@@ -114,8 +114,8 @@ def _remove_old_marks(store: Store, root: str) -> None:
 class _Stock:
     """The inventory of all disks, as process 0 sees it.
 
-    `to_archive`: the identities of steps to archive on all disks. `deleted`: those of steps that were deleted. `copied`:
-    those of uploaded steps that process 0's disk does not know.
+    `to_archive`: the identities of steps to archive on all disks. `deleted`: those of steps that were deleted.
+    `copied`: those of uploaded steps that process 0's disk does not know.
     """
 
     def __init__(self, local: StepCatalog, remote: StepCatalog, origin: Origin, lock: Callable[[], Any]):
