@@ -62,10 +62,10 @@ class _Seat:
 
     def set_activity(self, what: str) -> None: ...
 
-    def gather_and_decide(self, mine: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
         table, turn = self._table, self._turn
         self._turn += 1
-        table.put(table.words, (turn, self.index), mine)
+        table.put(table.words, (turn, self.index), value)
         if self.index == 0:
             everyone = [(turn, index) for index in range(self.count)]
             table.wait(lambda: all(one in table.words for one in everyone))
