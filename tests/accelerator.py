@@ -28,7 +28,7 @@ class Accelerator:
         return sum(self.requests)
 
     def moved(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-        """What `jax.device_put` does, with real pinned memory of the CPU backend."""
+        """Does what `jax.device_put` does, with real pinned memory of the CPU backend."""
         self.requests.append(sum(array.nbytes for array in arrays))
         if self.refuses == "at once":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to allocate pinned host memory")

@@ -59,7 +59,8 @@ def _is(item: pytest.Item, *marks: str) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Chooses what is tried (see `samples`). The shipped conformance suite has no marks: they are given here.
 
-    Most of what takes minutes lies beside this file: it begins first, and what is short fills up the workers behind it.
+    Most tests that take minutes are in the folder of this file: they begin first, and short tests fill up the workers
+    after them.
     With `TEST_SHUFFLE=1` nothing has a place of its own: the order is that of the seed.
     """
     cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
@@ -98,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leftover_threads() -> Iterator[None]:
-    """Every save of a test is over at its end, and nobody was left untold of a failure."""
+    """Every save of a test is over at its end, and every failure was reported."""
     yield
     if pending.last_finished is not None:
         assert pending.last_finished.wait(30)
@@ -115,7 +116,7 @@ def no_leftover_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def the_usual_stores() -> Iterator[None]:
-    """What a test registers is gone after it: a double that stays would be the disk of all tests that follow."""
+    """Removes the stores that a test registers: a double that stays would be the disk of all later tests."""
     usual = dict(stores._stores)
     yield
     stores._stores.clear()
@@ -124,7 +125,7 @@ def the_usual_stores() -> Iterator[None]:
 
 @pytest.fixture
 def use_disk(the_usual_stores: None) -> Any:
-    """Puts a double in the place of the disk for the rest of the test."""
+    """Replaces the disk by a double for the rest of the test."""
 
     def use(disk: Disk) -> Disk:
         stores.register(stores.Filesystem(disk))

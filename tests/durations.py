@@ -1,7 +1,7 @@
-"""Where the time of the tests goes: seconds of CPU and of wall time per folder and of the slowest tests.
+"""Measures the time of the tests: seconds of CPU and of wall time per folder and of the slowest tests.
 
 Registered by `conftest.py`. Each worker measures its tests (with the processes they start and wait for); the process
-that began them adds up, and prints what each folder took beside its budget, which `CONTRIBUTING.md` has. With
+that began them adds up, and prints the time of each folder with its budget, which `CONTRIBUTING.md` states. With
 `TEST_DURATIONS=FILE`, as `make durations` sets it, the table is written to a file.
 """
 
@@ -40,7 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Adds up, in the process that began the tests and in each worker, where nobody looks at it."""
+    """Adds up, in the process that began the tests and in each worker, where the sum is unused."""
     for n, seconds in enumerate(getattr(report, "took", ())):
         _took[report.nodeid][n] += seconds
 

@@ -127,6 +127,6 @@ def iterators() -> Any:
 
 
 def stored_states() -> Any:
-    """An iterator of two processes whose states lie in array files: every type that a state may have."""
+    """Returns an iterator of two processes whose states are in array files: every type that a state may have."""
     state = {**DEEP, "b": b"\xff" * 70, b"key": "ä\n", 2**70: [float("nan"), -0.0, 1 - 2j, True, b"", np.zeros((0, 3))]}
     return {"data": [state, b"of the other"], "x": np.arange(8, dtype=np.float32)}

@@ -29,9 +29,9 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def every_way(tmp_path: Path, tree: Any, *likes: Any) -> Iterator[Any]:
-    """What comes back from a save of either kind, restored with mapped and with copied files.
+    """Yields what a save of either kind restores, with mapped and with copied files.
 
-    With several templates, a tuple of what comes back for each.
+    With several templates, yields a tuple with the tree restored for each.
     """
     for background in (False, True):
         path = f"{tempfile.mkdtemp(dir=tmp_path)}/ckpt"
@@ -84,7 +84,7 @@ REAL = Path(__file__).parent / "real"
 
 
 def described(library: str) -> dict[str, dict[str, Any]]:
-    """What the library's own reader found in the checkpoints in `real/`, each with its leaves by their paths."""
+    """Returns what the library's own reader found in the checkpoints of `real/`: their leaves by path."""
     return json.loads((REAL / library / "expected.json").read_text())
 
 

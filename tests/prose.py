@@ -127,7 +127,7 @@ def findings() -> list[Finding]:
     found: list[Finding] = []
     for folder in CODE:
         for file in sorted((ROOT / folder).rglob("*.py")):
-            if file != Path(__file__):
+            if file.name not in ("prose.py", "test_prose.py"):  # they hold the words as data
                 found += findings_of_python(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
     for pattern in PAGES:
         for file in sorted(ROOT.glob(pattern)):

@@ -112,14 +112,14 @@ class Record(NamedTuple):
     later: the contents of the five states after it; see `contents`.
     counts: how often these steps were traced and compiled.
     error: where the set-up failed, and with what.
-    lacking: what the installed libraries lack.
+    missing: what the installed libraries lack.
     """
 
     state: dict[str, Any] | None = None
     later: Sequence[dict[str, Any]] = ()
     counts: dict[str, int] | None = None
     error: str = ""
-    lacking: str = ""
+    missing: str = ""
 
 
 _TABLE: dict[str, dict[str, Callable[[], SetUp]]] = collections.defaultdict(dict)
@@ -238,7 +238,7 @@ def _recorded(name: str, file: pathlib.Path, job: Callable[[str, Callable[..., N
     try:
         job(name, note)
     except NotAvailableError as error:
-        note(lacking=str(error))
+        note(missing=str(error))
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).partition("\n----")[0]  # JAX's remarks follow the line
         text = text.replace(f"{file.parent}/", "")
@@ -262,11 +262,11 @@ def _counts(set_up: SetUp) -> dict[str, int]:
 
 def differences(first: Record, second: Record) -> list[str]:
     """Returns a line for every difference between a resumed job and the interrupted one, at most one for each leaf."""
-    if first.lacking or first.error:
+    if first.missing or first.error:
         return [f"process 1: {first.error}"] if first.error else []
     lines = [f"process 2, after {len(second.later)} steps: {second.error}"] if second.error else []
-    if second.lacking:
-        lines.append(f"process 2 lacks what process 1 had: {second.lacking}")
+    if second.missing:
+        lines.append(f"process 2 lacks what process 1 had: {second.missing}")
     if first.state is None or second.state is None:
         return lines or ["no state was described"]
     if first.state["treedef"] != second.state["treedef"]:
@@ -804,7 +804,7 @@ def default_device_5() -> SetUp:
 
 
 @in_group("placement")
-def uncommitted_beside_a_mesh() -> SetUp:
+def uncommitted_next_to_a_mesh() -> SetUp:
     """Keeps a leaf of init that never goes through a jitted function."""
     jitted = Jitted(_change)
 

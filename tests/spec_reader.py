@@ -96,7 +96,7 @@ def parse(data):
 
 
 def check_json(x, low=-math.inf, high=math.inf, around=0):
-    """Of metadata, and of what stands in fields that we do not know."""
+    """Checks metadata, and the contents of unknown fields."""
     if type(x) in (list, dict):
         need(around < 200, "more than 200 objects and lists in one another")
         for y in x if type(x) is list else x.values():
@@ -381,7 +381,7 @@ class ArrayFile:
         return self.known[block]
 
     def verdict(self, name, dtype, shape):
-        """Of one tensor."""
+        """Returns the verdict of one tensor."""
         if self.state != "valid":
             return self.state
         if name not in self.tensors:
@@ -567,7 +567,7 @@ def is_states(leaf):
 
 
 def plain(leaf):
-    """An array as it lies in its files, with what it is left out."""
+    """Returns a leaf of states as the array in its files, without the lengths of the states; another leaf as it is."""
     return [*leaf[:6], leaf[6]["where"]] if is_states(leaf) else leaf
 
 
@@ -673,11 +673,11 @@ class Checkpoint:
         if 0 in shape:
             return b""
         element = f"V{stored_as(dtype)[2]}"
-        whole = np.empty(shape, element)
+        array = np.empty(shape, element)
         for file, name, begin, piece in self.pieces(leaf):
             place = tuple(slice(a, a + n) for a, n in zip(begin, piece, strict=True))
-            whole[place] = np.frombuffer(file.data(name), element).reshape(piece)
-        return normalised(whole.tobytes(), dtype)
+            array[place] = np.frombuffer(file.data(name), element).reshape(piece)
+        return normalised(array.tobytes(), dtype)
 
     def states(self, leaf, data):
         ends = list(itertools.accumulate(leaf[6]["lengths"], initial=0))
@@ -712,7 +712,7 @@ class Checkpoint:
 
 
 def examine(directory):
-    """What a reader finds: verdicts of the checkpoint, its leaves (contents, where they are valid) and late metrics."""
+    """Returns the verdicts of the checkpoint and its leaves, the contents of valid leaves, and the late metrics."""
     result = {"checkpoint": "valid", "leaves": {}, "metrics": {}, "late": {}}
     try:
         checkpoint = Checkpoint(directory)

@@ -175,7 +175,7 @@ class Bundle:
         self.data[shard] += data
 
     def add_parts(self, name: str, array: np.ndarray, parts: list[Part], shards: Iterable[int] = ()) -> None:
-        """A partitioned variable; the length -1 is the whole axis."""
+        """Adds a partitioned variable; the length -1 means the entire axis."""
         slices = b""
         for part, shard in zip(parts, list(shards) or [0] * len(parts), strict=True):
             own = array[tuple(slice(start, None if size < 0 else start + size) for start, size in part)]

@@ -290,7 +290,7 @@ def test_what_is_not_synced_may_be_lost(tmp_path: pathlib.Path) -> None:
     assert _trees(tmp_path, named) == [{"x": None, "x/a": b"1", "a": b"1"}, {"x": None, "x/a": b"1", "a": b""}]
 
 
-def test_a_rename_happens_as_a_whole(tmp_path: pathlib.Path) -> None:
+def test_rename_is_atomic_in_a_crash(tmp_path: pathlib.Path) -> None:
     """A crash leaves a rename done or not done, and nothing in between."""
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"2")
@@ -298,7 +298,7 @@ def test_a_rename_happens_as_a_whole(tmp_path: pathlib.Path) -> None:
     assert found == [{"b": b"1"}, {"a": b"1", "b": b"2"}]
 
 
-def test_two_names_are_exchanged_as_a_whole(tmp_path: pathlib.Path) -> None:
+def test_exchange_is_atomic_in_a_crash(tmp_path: pathlib.Path) -> None:
     """A crash leaves an exchange of two names done or not done, and nothing in between."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -436,7 +436,7 @@ def test_a_file_that_was_taken_for_left_over_is_made_again(tmp_path: pathlib.Pat
         atomic._remove(disk, str(tmp_path / name))
 
 
-def test_somebody_else_deletes_the_same_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_delete_survives_deletion_by_another_process(tmp_path: pathlib.Path) -> None:
     """Another process deletes the checkpoint and its directory while this one is about to remove the manifest."""
 
     class Slow(Disk):

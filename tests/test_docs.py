@@ -114,9 +114,9 @@ def test_every_error_names_its_section_of_the_troubleshooting() -> None:
 
 
 def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
-    """What a heading quotes stands in the code, with … for what is put in; adjacent texts are one there."""
+    """The code contains what a heading quotes, with … for what is inserted; adjacent texts are joined first."""
     source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
-    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that go on in the next line
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that continue in the next line
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     headings = re.findall(r"^### (.*`.*)$", page, re.MULTILINE)
     messages = [message for heading in headings for message in re.findall("`([^`]*)`", heading)]

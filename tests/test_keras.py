@@ -251,7 +251,7 @@ def test_layers_compute_with_what_was_loaded(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(model(X), other(X))
 
 
-def test_names_that_look_alike_keep_apart(tmp_path: pathlib.Path) -> None:
+def test_layer_names_that_look_alike_have_distinct_paths(tmp_path: pathlib.Path) -> None:
     """Layers whose names look alike have distinct paths."""
 
     class Block_2(keras.layers.Dense):  # It looks like an automatic name of Keras.
@@ -288,7 +288,7 @@ def test_unnamed_moments_do_not_fit_other_trained_variables(tmp_path: pathlib.Pa
         tk.load(_blocks("adafactor", frozen=1), tmp_path / "c")
 
 
-def test_layers_of_one_name_and_copies_in_a_wrapper_keep_apart(tmp_path: pathlib.Path) -> None:
+def test_layers_of_one_name_have_distinct_paths(tmp_path: pathlib.Path) -> None:
     """Layers with the same name, and copies in a wrapper, have distinct paths."""
 
     def built() -> Any:

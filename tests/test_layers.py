@@ -80,7 +80,7 @@ def test_imports_run_downwards() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_only_the_modules_of_the_tiers_import_one_another_in_a_circle() -> None:
+def test_only_modules_of_the_tiers_form_an_import_circle() -> None:
     """Only the modules in TIERS form an import circle."""
     left = {module: set(others) for module, others in _graph().items()}
     while ends := {module for module, others in left.items() if not others} | left.keys() - set().union(*left.values()):

@@ -133,7 +133,7 @@ def test_what_several_arguments_mean_is_one_call() -> None:
     )
 
 
-def test_other_mistakes_are_told_as_before(tmp_path: pathlib.Path) -> None:
+def test_other_mistakes_raise_their_usual_errors(tmp_path: pathlib.Path) -> None:
     """Mistakes that are no habit of another library raise their usual errors."""
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.save(1, 5)

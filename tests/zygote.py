@@ -58,7 +58,7 @@ class _Zygote:
         self._process.stdin.flush()
         while (word := self._word(60))[0] != "forked":
             pass
-        self._ended.pop(word[1], None)  # of an earlier one with that number, which nobody waited for to its end
+        self._ended.pop(word[1], None)  # of an earlier fork with that number, whose end no caller awaited
         return word[1]
 
     def wait(self, pid: int, timeout: float) -> int:
@@ -100,7 +100,7 @@ def _zygote() -> _Zygote:
 
 
 def _serve(words: int) -> str:
-    """Forks and waits until nobody asks any more; returns in each fork, with what that one is to run."""
+    """Forks and waits on request until the requests end; returns in each fork the code that it is to run."""
     import jax.numpy  # noqa: F401
 
     gc.freeze()  # or each fork copies what its collector looks at

@@ -1,8 +1,8 @@
 """Makes small mistakes in the library and looks which test notices: ``PYTHONPATH=tests python -m mutants``.
 
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
-beside this file. ``run`` puts each in a copy of the library, runs the tests of its folder until one fails, and then the
-others, and notes the first test that failed; ``survives`` is what none has noticed. A suite that has changed is run
+next to this file. ``run`` puts each in a copy of the library, runs the tests of its folder until one fails, and then
+the others, and notes the first test that failed; ``survives`` is what none has noticed. A suite that has changed is run
 again with ``run --again``: it must notice what the one before has noticed.
 """
 

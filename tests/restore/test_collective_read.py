@@ -226,7 +226,7 @@ def test_the_job_reads_every_byte_once(tmp_path: pathlib.Path, count: int) -> No
     assert read["alone everywhere each"][0] >= count, read  # Otherwise this test would measure nothing.
 
 
-def test_a_checkpointer_reads_once_what_lies_far_away(tmp_path: pathlib.Path) -> None:
+def test_checkpointer_reads_network_files_once(tmp_path: pathlib.Path) -> None:
     body = """
     value = bits(1024, 4096)
     with tr.Checkpointer(tmp / "run") as ckpt:
@@ -278,7 +278,7 @@ def test_damage_that_one_process_reads_is_known_to_all(tmp_path: pathlib.Path) -
         assert "blocks are not what was saved" in text and ("process 1" in text or result is results[1])
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_read_anew(tmp_path: pathlib.Path) -> None:
+def test_collective_read_restarts_after_replacement(tmp_path: pathlib.Path) -> None:
     body = """
     value = bits(2048, 4096)
     if INDEX == 0:
@@ -488,7 +488,7 @@ def test_a_process_that_leaves_in_the_middle_is_missed_at_once(tmp_path: pathlib
         assert error[0] == "PeerError" and "process 1" in error[1] and seconds < 20, (error, seconds)
 
 
-def test_one_that_is_replaced_while_rules_change_it_is_read_anew(tmp_path: pathlib.Path) -> None:
+def test_read_with_rules_restarts_after_replacement(tmp_path: pathlib.Path) -> None:
     body = """
     value = bits(512, 512)
     tr.save(tmp / "a", {"w": put(value, P("x"))})

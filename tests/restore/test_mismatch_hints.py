@@ -352,7 +352,7 @@ def test_the_moments_and_the_counts_of_an_nnx_optimizer_are_kept(
     assert all((value > 0).all() for value in found.values())
 
 
-def test_the_names_of_t5_in_tensorflow_are_told(tmp_path: pathlib.Path) -> None:
+def test_mismatch_hint_names_t5_in_tensorflow(tmp_path: pathlib.Path) -> None:
     bundle = Bundle()
     block = "encoder/block_000/layer_000"
     for name in (
@@ -402,7 +402,7 @@ NOT_TIED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", NOT_TIED)
-def test_a_new_part_is_not_told_to_be_a_copy(tmp_path: pathlib.Path, case: str) -> None:
+def test_mismatch_hint_calls_no_new_part_a_copy(tmp_path: pathlib.Path, case: str) -> None:
     old = {"mlp_0": {"kernel": np.ones((9, 4))}, "sq": np.ones((4, 4))}
     tr.save(tmp_path / "c", old)
     with pytest.raises(MismatchError) as caught:
@@ -479,7 +479,7 @@ def test_an_array_of_another_shape_can_be_the_templates(tmp_path: pathlib.Path, 
     assert (found["x"] == 5).all() and found["y"] == 1
 
 
-def test_a_template_of_shapes_is_told_where_values_come_from(tmp_path: pathlib.Path) -> None:
+def test_mismatch_hint_for_shapes_says_where_values_come_from(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "c", {"params": params()})
     like = jax.eval_shape(lambda: {"params": params(20)})
     with pytest.raises(MismatchError, match=r"if it has an array and not only a shape, as init\(\) has") as caught:

@@ -505,7 +505,7 @@ def test_keys_are_not_scaled(layers: pathlib.Path) -> None:
         tr.open(layers).apply([rules.copy("layers/0/bias", "s"), rules.scale("key", "s", "float32")])
 
 
-def test_a_function_combines_whole_arrays(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_combine_function_gets_complete_arrays(layers: pathlib.Path, tmp_path: pathlib.Path) -> None:
     def product(kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
         kernel *= bias  # its own
         return kernel.sum(0, dtype=np.float64)
@@ -854,7 +854,7 @@ def test_the_module_shows_its_rules_and_nothing_else() -> None:
         assert inspect.signature(rule).parameters["optional"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_keys_that_become_text_beside_new_names_are_logged(
+def test_keys_that_new_names_turn_into_text_are_logged(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree = {"m": {1: np.ones(2), 2: np.zeros(2)}, "t": {"1": np.ones(2)}, "x": np.ones(3)}

@@ -441,11 +441,11 @@ def test_one_step_that_cannot_be_deleted_stops_no_other(
 
 
 def test_a_slow_hook_holds_up_no_deletion(tmp_path: pathlib.Path) -> None:
-    go_on, heard = threading.Event(), []
+    go_on, received = threading.Event(), []
 
     def slow(report: tr.SaveReport) -> None:
         go_on.wait(60)
-        heard.append(report.step)
+        received.append(report.step)
 
     def on_disk() -> list[str]:
         return sorted(path.name for path in tmp_path.glob("step-*"))
@@ -457,9 +457,9 @@ def test_a_slow_hook_holds_up_no_deletion(tmp_path: pathlib.Path) -> None:
         until = time.monotonic() + 30
         while len(on_disk()) > 1 and time.monotonic() < until:
             time.sleep(0.01)
-        assert on_disk() == ["step-00000010"] and heard == []
+        assert on_disk() == ["step-00000010"] and received == []
         go_on.set()
-    assert heard == list(range(1, 11)), "the hook is called for all before it is closed"
+    assert received == list(range(1, 11)), "the hook is called for all before it is closed"
 
 
 # Resuming
@@ -553,7 +553,7 @@ def test_a_directory_that_is_one_checkpoint_is_no_run(tmp_path: pathlib.Path, na
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "flax_model.msgpack"])
-def test_a_run_may_begin_beside_the_weights_that_it_begins_with(tmp_path: pathlib.Path, weights: str) -> None:
+def test_run_may_begin_in_the_folder_of_its_weights(tmp_path: pathlib.Path, weights: str) -> None:
     tr.save(tmp_path / "real" / weights, {"w": np.ones(3, np.float32)})
     (tmp_path / "run").symlink_to(tmp_path / "real")
     for run, step in (("run", 0), ("real", 1)):
@@ -563,7 +563,9 @@ def test_a_run_may_begin_beside_the_weights_that_it_begins_with(tmp_path: pathli
     assert tr.steps(tmp_path / "run") == [1, 2]
 
 
-def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_begins_among_other_checkpoints_logs_them(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def begin() -> None:
         with tr.Checkpointer(tmp_path, prefix="b-") as ckpts:
             assert ckpts.restore_or_init(init)[1] == 0
@@ -634,7 +636,7 @@ def test_a_wrong_template_is_no_reason_to_fall_back(tmp_path: pathlib.Path) -> N
         tr.Checkpointer(tmp_path).restore({"y": 1})
 
 
-def test_a_run_without_a_good_step_is_not_begun_anew(tmp_path: pathlib.Path) -> None:
+def test_run_with_only_damaged_steps_does_not_start_over(tmp_path: pathlib.Path) -> None:
     """A run with only damaged steps raises an error instead of starting over."""
     loop(tmp_path, [1, 2])
     for step in (1, 2):
@@ -646,7 +648,7 @@ def test_a_run_without_a_good_step_is_not_begun_anew(tmp_path: pathlib.Path) -> 
         ckpts.restore(fallback=False)
 
 
-def test_a_killed_writers_leftovers_go_and_confuse_nobody(tmp_path: pathlib.Path) -> None:
+def test_leftovers_of_killed_writer_are_ignored_and_removed(tmp_path: pathlib.Path) -> None:
     """The next job removes the leftovers of a killed writer. Readers ignore them."""
     loop(tmp_path, [1])
     new, old = tmp_path / "step-00000002", tmp_path / "step-00000001"

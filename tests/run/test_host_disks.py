@@ -233,7 +233,7 @@ def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_a_part_that_is_gone_where_the_run_stays_is_copied_anew(tmp_path: pathlib.Path) -> None:
+def test_step_with_missing_remote_part_is_uploaded_again(tmp_path: pathlib.Path) -> None:
     """A step whose remote files are missing is uploaded again."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab")
     for file in tmp_path.glob("remote/step-00000002/arrays-*-00000-*"):
@@ -343,7 +343,7 @@ report(0)
 
 
 @pytest.mark.long
-def test_what_is_not_wanted_far_is_restored_by_its_number(tmp_path: pathlib.Path) -> None:
+def test_local_only_step_is_restored_by_number(tmp_path: pathlib.Path) -> None:
     """A local step that the remote policy does not keep is uploaded and restored if `step=` names it."""
     body = """
 with run(keep=tr.keep.last(1), keep_local=None, upload_limit=1) as ckpts:
@@ -556,7 +556,7 @@ def test_the_disk_is_lost_to_which_a_pin_went(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["b", "bc"])
-def test_a_part_of_what_overwrites_a_copied_step_is_set_aside(tmp_path: pathlib.Path, hosts: str) -> None:
+def test_remaining_part_of_overwritten_step_is_archived(tmp_path: pathlib.Path, hosts: str) -> None:
     """A step is overwritten, and the host with the other part is lost: the remaining part is archived."""
     body = "with run() as ckpts: save(ckpts, 1, 2)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, on_exists='overwrite')"
     _broken_off(tmp_path, body + KILL, "ab")
@@ -590,9 +590,7 @@ def test_a_pin_without_its_step_is_in_nobodys_way(tmp_path: pathlib.Path) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["ab", "ba", "cab"])
 @pytest.mark.parametrize("restores", [False, True])
-def test_what_was_set_aside_on_one_disk_alone_is_kept_on_all(
-    tmp_path: pathlib.Path, hosts: str, restores: bool
-) -> None:
+def test_steps_archived_on_one_disk_are_archived_on_all(tmp_path: pathlib.Path, hosts: str, restores: bool) -> None:
     """A job is killed while some disks have archived steps. The next job archives them on all disks, deletes none."""
     body = """
 if INDEX == 0:

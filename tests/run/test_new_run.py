@@ -40,7 +40,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.mark.long
 @pytest.mark.parametrize("back", [None, 0])
 @pytest.mark.parametrize("local", [False, True])
-def test_a_new_start_sets_all_steps_aside(
+def test_new_start_archives_all_steps(
     tmp_path: pathlib.Path, back: int | None, local: bool, warnings: Callable[[], list[str]]
 ) -> None:
     run = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_step_0_is_a_step_to_go_back_to_where_it_is_saved(tmp_path: pathlib.Path
         assert ckpts.restore_or_init(init)[1] == 0
 
 
-def test_a_new_start_beside_another_library_is_refused(tmp_path: pathlib.Path) -> None:
+def test_new_start_among_steps_of_another_library_is_refused(tmp_path: pathlib.Path) -> None:
     from flax.training import checkpoints
 
     _save(tmp_path, 1)
@@ -94,7 +94,7 @@ def test_a_new_start_beside_another_library_is_refused(tmp_path: pathlib.Path) -
     assert tr.steps(tmp_path) == [1, 5]
 
 
-def test_the_shell_begins_anew(tmp_path: pathlib.Path) -> None:
+def test_rewind_command_archives_all_steps(tmp_path: pathlib.Path) -> None:
     """`treering rewind --all` archives all steps."""
     _save(tmp_path, 1, 2)
     assert main(["rewind", str(tmp_path)]) == 2 == main(["rewind", str(tmp_path), "1", "--all"])
@@ -115,7 +115,7 @@ def _checkpoints_by_hand(run: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
-def _set_aside(run: pathlib.Path) -> dict[str, Any]:
+def _archived_steps(run: pathlib.Path) -> dict[str, Any]:
     _save(run, 1, 2)
     with tr.Checkpointer(run) as ckpts:
         ckpts.rewind(None)
@@ -132,11 +132,11 @@ def _run_around(run: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
-_BESIDE: dict[str, tuple[Callable[[pathlib.Path], dict[str, Any]], str]] = {
+_STARTS: dict[str, tuple[Callable[[pathlib.Path], dict[str, Any]], str]] = {
     "prefix": (_another_prefix, "step-00000500 is in it; pass prefix='step-' to continue from there"),
     "by hand": (_checkpoints_by_hand, "epoch_3 is in it; pass prefix='epoch_' to continue from there"),
     "set aside": (
-        _set_aside,
+        _archived_steps,
         "archived steps, which `treering cp` brings back: {run}/rewound-1 (newest step 2)",
     ),
     "within": (_run_within, "it has runs in it: {run}/gpt (newest step 2); pass the one that is meant"),
@@ -144,13 +144,13 @@ _BESIDE: dict[str, tuple[Callable[[pathlib.Path], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("beside", _BESIDE)
+@pytest.mark.parametrize("start", _STARTS)
 @pytest.mark.parametrize("call", ["restore_or_init", "save"])
-def test_a_run_that_begins_beside_steps_names_them_once(
-    tmp_path: pathlib.Path, beside: str, call: str, warnings: Callable[[], list[str]]
+def test_run_that_begins_next_to_steps_names_them_once(
+    tmp_path: pathlib.Path, start: str, call: str, warnings: Callable[[], list[str]]
 ) -> None:
     run = tmp_path / "parent" / "run"
-    make, words = _BESIDE[beside]
+    make, words = _STARTS[start]
     options = make(run)
     warnings()
     with tr.Checkpointer(run, **options) as ckpts:
@@ -166,10 +166,10 @@ def test_a_run_that_begins_beside_steps_names_them_once(
     assert not warnings()
 
 
-@pytest.mark.parametrize("beside", _BESIDE)
-def test_where_no_step_is_found_the_error_names_those_near_by(tmp_path: pathlib.Path, beside: str) -> None:
+@pytest.mark.parametrize("start", _STARTS)
+def test_error_without_a_step_names_steps_close_by(tmp_path: pathlib.Path, start: str) -> None:
     run = tmp_path / "parent" / "run"
-    make, words = _BESIDE[beside]
+    make, words = _STARTS[start]
     options = make(run)
     ckpts = tr.Checkpointer(run, **options)
     for call in (ckpts.restore, ckpts.open, lambda: ckpts.restore(step=1), lambda: ckpts.rewind(1)):

@@ -37,17 +37,17 @@ def _up(between: Proxy) -> None:
 @pytest.mark.parametrize("at", ["the call", "the commit"])
 @pytest.mark.parametrize("on_error", ["log", "function", "broken function"])
 def test_a_loop_goes_on(between: Proxy, at: str, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[BaseException] = []
+    errors: list[BaseException] = []
     run = f"flaky://tests/{secrets.token_hex(4)}"
 
-    def tell(error: BaseException) -> None:
-        told.append(error)
+    def collect(error: BaseException) -> None:
+        errors.append(error)
         if on_error == "broken function":
             raise ZeroDivisionError
 
     with (
         caplog.at_level(logging.ERROR),
-        tr.Checkpointer(run, on_error="log" if on_error == "log" else tell) as ckpts,
+        tr.Checkpointer(run, on_error="log" if on_error == "log" else collect) as ckpts,
     ):
         for step in range(1, 6):
             if step == 3 and at == "the call":
@@ -65,7 +65,7 @@ def test_a_loop_goes_on(between: Proxy, at: str, on_error: str, caplog: pytest.L
         assert ckpts.last_error is None
     assert tr.steps(run) == [1, 2, 4, 5]
     assert caplog.text.count("a save failed, and the run continues") == 1
-    assert len(told) == (on_error != "log") and all(isinstance(error, SaveError) for error in told)
+    assert len(errors) == (on_error != "log") and all(isinstance(error, SaveError) for error in errors)
     assert ("on_error failed" in caplog.text) == (on_error == "broken function")
 
 
@@ -99,8 +99,8 @@ def test_a_wrong_call_is_raised_in_any_case(between: Proxy) -> None:
 @pytest.mark.long
 def test_reported_failure_is_raised_at_close(between: Proxy) -> None:
     """Calls for steps that are not due report the failed save. No successful save follows."""
-    told: list[BaseException] = []
-    ckpts = tr.Checkpointer(f"flaky://tests/{secrets.token_hex(4)}", save_every=10, on_error=told.append)
+    errors: list[BaseException] = []
+    ckpts = tr.Checkpointer(f"flaky://tests/{secrets.token_hex(4)}", save_every=10, on_error=errors.append)
     ckpts.save(10, {"w": np.zeros(4)})
     ckpts.wait()
     between.fault = lambda request: "503 SlowDown" if request.method == "PUT" else None
@@ -110,7 +110,7 @@ def test_reported_failure_is_raised_at_close(between: Proxy) -> None:
     for step in range(21, 25):
         ckpts.save(step, {"w": np.zeros(4)})
     _up(between)
-    assert told and ckpts.last_error is told[-1]
+    assert errors and ckpts.last_error is errors[-1]
     with pytest.raises(SaveError, match="step-00000020"):
         ckpts.close()
     ckpts.close()  # The error is raised only once.

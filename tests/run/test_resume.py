@@ -160,7 +160,7 @@ def test_shared_array_is_split_if_shardings_differ(tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.long
-def test_a_mesh_beside_the_one_that_is_set_is_kept(tmp_path: pathlib.Path) -> None:
+def test_other_mesh_than_the_one_set_is_kept(tmp_path: pathlib.Path) -> None:
     """Arrays on another mesh than the one that is set keep their mesh."""
     ambient, few = auto_mesh(), jax.sharding.Mesh(np.array(jax.devices()[6:]), ("x",))
     backwards = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("x",))

@@ -43,7 +43,7 @@ def branch(run: pathlib.Path, step: int) -> float:
 # Rewinding
 
 
-def test_rewinding_sets_later_steps_aside(tmp_path: pathlib.Path) -> None:
+def test_rewind_archives_later_steps(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, range(1, 6))
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.pin(5)
@@ -111,7 +111,7 @@ def test_foreign_file_named_like_an_archive_is_untouched(tmp_path: pathlib.Path,
 
 
 @pytest.mark.parametrize("call", ["rewind", "delete", "pin", "finish"])
-def test_what_the_disk_refuses_is_told_as_a_save_is(tmp_path: pathlib.Path, use_disk: Any, call: str) -> None:
+def test_disk_error_of_writing_call_is_save_error(tmp_path: pathlib.Path, use_disk: Any, call: str) -> None:
     """A disk error of any writing call is raised as `SaveError`."""
 
     class Refusing(Disk):
@@ -145,7 +145,7 @@ def test_save_archives_steps_after_the_restored_one(tmp_path: pathlib.Path, capl
         assert ckpts.restore()["x"][0] == 300
 
 
-def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_save_without_the_lock_archives_nothing(tmp_path: pathlib.Path, use_disk: Any) -> None:
     save_steps(tmp_path, [1, 2, 3])
     second = tr.Checkpointer(tmp_path)
     second.restore(step=1)
@@ -166,7 +166,7 @@ def test_who_may_not_write_the_run_sets_nothing_aside(tmp_path: pathlib.Path, us
     assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3, 4]
 
 
-def test_a_save_that_is_refused_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
+def test_refused_save_archives_nothing(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, [1, 2, 3])
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.restore(step=1)
@@ -184,7 +184,7 @@ def test_a_save_that_is_refused_sets_nothing_aside(tmp_path: pathlib.Path) -> No
     assert tr.steps(tmp_path) == [1, 2] and tr.steps(tmp_path / "rewound-1") == [2, 3, 4] and branch(tmp_path, 2) == 22
 
 
-def test_restoring_the_latest_step_sets_nothing_aside(tmp_path: pathlib.Path) -> None:
+def test_save_after_restoring_latest_step_archives_nothing(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, [1, 2])
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.restore(step=1)
@@ -193,7 +193,7 @@ def test_restoring_the_latest_step_sets_nothing_aside(tmp_path: pathlib.Path) ->
     assert tr.steps(tmp_path) == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
 
 
-def test_steps_of_another_library_are_never_set_aside(tmp_path: pathlib.Path) -> None:
+def test_steps_of_another_library_are_never_archived(tmp_path: pathlib.Path) -> None:
     from flax.training import checkpoints
 
     for step in (1, 5):
@@ -209,7 +209,7 @@ def test_steps_of_another_library_are_never_set_aside(tmp_path: pathlib.Path) ->
 
 
 @pytest.mark.long
-def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: pathlib.Path) -> None:
+def test_second_writer_is_refused_with_name_of_first(tmp_path: pathlib.Path) -> None:
     code = f"""
 import sys, treering as tr
 ckpts = tr.Checkpointer({str(tmp_path)!r})
@@ -251,8 +251,8 @@ def test_a_step_behind_the_latest_is_logged(
         for step in (1, 2, 20):
             ckpts.save(step, {"x": np.full(3, -step)}, on_exists="overwrite")
             ckpts.wait()
-    told = [record.getMessage() for record in caplog.records if "which stays the latest" in record.getMessage()]
-    assert len(told) == 1 and ": saving step 1 after step 20, which" in told[0] and "rewind" in told[0]
+    lines = [record.getMessage() for record in caplog.records if "which stays the latest" in record.getMessage()]
+    assert len(lines) == 1 and ": saving step 1 after step 20, which" in lines[0] and "rewind" in lines[0]
     caplog.clear()
     with tr.Checkpointer(run, **{**options, "keep": None}) as ckpts:
         first = ckpts.steps[0]
@@ -637,7 +637,7 @@ def test_wait_seconds_include_waiting_for_memory(tmp_path: pathlib.Path, use_dis
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_a_hook_that_fails_harms_nobody(
+def test_failing_hook_affects_no_save(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
     """An error in `on_save` is logged, and affects no save."""
@@ -745,7 +745,7 @@ def test_wrong_records(tmp_path: pathlib.Path) -> None:
     assert len(list((tmp_path / "step-00000001").iterdir())) == 2
 
 
-def test_a_record_that_cannot_be_written_is_told_as_a_save_is(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_record_raises_save_error_for_disk_error(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """`record` raises `SaveError` for a disk error."""
 
     class Full(Disk):
@@ -925,7 +925,7 @@ def test_an_evaluator_follows_the_run_of_another_library(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize("options", [{"after": "x"}, {"after": -1}, {"timeout": -1}, {"timeout": "x"}], ids=str)
-def test_wrong_arguments_of_follow_are_told_at_the_call(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
+def test_follow_raises_at_the_call_for_wrong_arguments(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
     with pytest.raises(MismatchError):
         tr.follow(tmp_path, **options)
 
@@ -1287,7 +1287,7 @@ report([reports, steps, rewound, branched, refused, finished, taken, busy.steps]
     assert tr.steps(tmp_path / "run" / "rewound-1") == [5] and tr.steps(tmp_path / "run" / "rewound-2") == [4]
 
 
-def test_next_job_removes_leftovers_beside_steps(tmp_path: pathlib.Path) -> None:
+def test_next_job_removes_leftovers_next_to_steps(tmp_path: pathlib.Path) -> None:
     """One process's share of a tree of several processes is first saved under a temporary name. A kill leaves that."""
     names = [".step-00000005.0fe007.tmp", ".step-00000006.0fe008.tmp", ".other.0fe007.tmp", ".step-00000007.tmp"]
     for name in names:

@@ -59,7 +59,7 @@ def test_without_the_option_nothing_is_saved_or_held(tmp_path: pathlib.Path) -> 
     assert tr.steps(tmp_path) == []
 
 
-def test_a_loop_that_ends_well_saves_no_more_than_it_is_told_to(tmp_path: pathlib.Path) -> None:
+def test_save_on_error_saves_nothing_more_without_an_error(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path, save_every=2, save_on_error=True) as ckpts:
         for step in range(6):
             ckpts.save(step, {"n": step})
@@ -250,7 +250,7 @@ def test_a_state_that_was_left_behind_is_not_saved(tmp_path: pathlib.Path, back:
     assert tr.steps(tmp_path) == ([] if back == "delete" else [10])
 
 
-def test_on_a_new_branch_the_old_one_is_set_aside_as_by_any_save(tmp_path: pathlib.Path) -> None:
+def test_save_on_error_on_new_branch_archives_the_old_one(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path) as ckpts:
         for step in (10, 20, 30):
             ckpts.save(step, {"n": np.array(step)})
@@ -389,12 +389,12 @@ together = caught(lambda: loop("together", 5))
 sync("together")
 alone = caught(lambda: loop("alone", 5 if INDEX == 1 else 99))
 sync("alone")
-apart = caught(lambda: loop("apart", 5 + INDEX))
-report([together, alone, apart, [tr.steps(tmp / run) for run in ("together", "alone", "apart")], lines])
+separate = caught(lambda: loop("separate", 5 + INDEX))
+report([together, alone, separate, [tr.steps(tmp / run) for run in ("together", "alone", "separate")], lines])
 """
     for index, result in enumerate(run_job(tmp_path, body, processes=2)):
-        together, alone, apart, steps, lines = result.report
-        assert together == apart == ["ZeroDivisionError", ""] and alone == (together if index else None)
+        together, alone, separate, steps, lines = result.report
+        assert together == separate == ["ZeroDivisionError", ""] and alone == (together if index else None)
         assert steps == [[5], [], []]
         failed = [line for line in lines if "is not saved" in line]
         assert len(failed) == 1 + index and all("nothing heard" in line or "process" in line for line in failed)

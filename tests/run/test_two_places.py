@@ -79,7 +79,7 @@ def _until(check: Callable[[], Any], seconds: float = 20) -> None:
 
 
 @pytest.mark.long
-def test_steps_are_saved_near_and_stay_far(local: str, remote: str) -> None:
+def test_steps_are_saved_locally_and_kept_remotely(local: str, remote: str) -> None:
     with tr.Checkpointer(remote, local=local, keep=tr.keep.last(3)) as ckpts:
         assert ckpts.restore_or_init(lambda: _state(0))[1] == 0
         for step in range(1, 6):
@@ -540,7 +540,7 @@ def test_one_that_was_taken_over_copies_nothing(local: str, remote: str) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("change", ["rewind", "overwrite"])
-def test_a_job_that_goes_back_far_is_not_undone(local: str, remote: str, change: str) -> None:
+def test_rewind_in_remote_tier_is_not_undone(local: str, remote: str, change: str) -> None:
     """Steps that another job archived or replaced in the remote tier do not come back from the local tier."""
     with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
         _save(ckpts, 1, 2, 3)
@@ -631,7 +631,7 @@ def test_a_local_run_that_was_written_alone_meanwhile_goes_on(local: str, remote
     assert tr.steps(remote) == [1, 2, 3, 4]
 
 
-def test_steps_of_others_far_are_not_gone_back_from(local: str, tmp_path: pathlib.Path) -> None:
+def test_rewind_past_remote_steps_of_others_is_refused(local: str, tmp_path: pathlib.Path) -> None:
     """A rewind is refused if the remote tier has later steps of another library."""
     remote = str(tmp_path / "remote")
     with tr.Checkpointer(remote, local=local, keep_local=None) as ckpts:
@@ -659,7 +659,7 @@ def test_a_pin_that_was_removed_stays_so(local: str, remote: str) -> None:
     assert tr.Checkpointer(remote).pinned == []
 
 
-def test_a_damaged_step_far_is_replaced_by_the_good_one_near(local: str, tmp_path: pathlib.Path) -> None:
+def test_damaged_remote_step_is_replaced_by_good_local_one(local: str, tmp_path: pathlib.Path) -> None:
     remote = tmp_path / "remote"
     with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
@@ -670,7 +670,7 @@ def test_a_damaged_step_far_is_replaced_by_the_good_one_near(local: str, tmp_pat
 
 
 @pytest.mark.long
-def test_what_is_near_stays_while_a_damaged_copy_far_is_replaced(local: str, tmp_path: pathlib.Path) -> None:
+def test_local_step_stays_while_damaged_remote_is_replaced(local: str, tmp_path: pathlib.Path) -> None:
     """The damaged remote copy is deleted before the new one is complete. Until then the local step is the only copy."""
     remote = tmp_path / "remote"
     ckpts = tr.Checkpointer(remote, local=local, keep=None)
@@ -729,7 +729,7 @@ def test_a_full_disk_recovers_when_steps_are_copied(local: str, tmp_path: pathli
 
 
 @pytest.mark.long
-def test_what_keep_has_dropped_far_is_not_copied_again(local: str, remote: str) -> None:
+def test_step_that_retention_deleted_is_not_uploaded_again(local: str, remote: str) -> None:
     """Retention deleted the remote step because of a metric that only the remote step has."""
     ckpts = tr.Checkpointer(remote, local=local, keep=tr.keep.best(1, "loss", "min"), keep_local=tr.keep.last(3))
     places: Any = ckpts._directory
@@ -781,7 +781,7 @@ def test_metrics_during_upload_prune_before_next_save(local: str, remote: str) -
     ckpts.close()
 
 
-def test_nothing_goes_far_before_a_step_is_known_to_be_good(local: str, tmp_path: pathlib.Path) -> None:
+def test_remote_retention_waits_for_a_good_step(local: str, tmp_path: pathlib.Path) -> None:
     """Retention deletes no remote step until this job has saved, uploaded or restored a step."""
     remote = tmp_path / "remote"
     with tr.Checkpointer(remote) as ckpts:
@@ -824,7 +824,7 @@ def test_steps_without_metrics_are_not_copied_again_and_again(local: str, remote
 
 
 @pytest.mark.long
-def test_a_deletion_far_takes_nothing_of_a_new_copy(local: str, remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_deletion_spares_files_of_new_upload(local: str, remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deleted step and its new upload have files of the same names."""
     with tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)

@@ -200,7 +200,7 @@ def test_leaving_the_program_finishes_the_save(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_a_failure_nobody_asked_about_is_printed_at_the_end(tmp_path: pathlib.Path) -> None:
+def test_unraised_failure_is_printed_at_exit(tmp_path: pathlib.Path) -> None:
     """The error of a background save that no call raises is printed at exit."""
     done = run(
         """
@@ -247,9 +247,7 @@ def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, ba
         assert done.stdout == "interrupted False\n" and everything(tmp_path) == []
 
 
-def test_ctrl_c_while_the_thread_of_a_save_begins_is_told_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_at_start_of_save_thread_is_raised_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in `Thread.start`, after the thread has begun, fails the save. No later call raises that error again."""
     gate, begun, start = threading.Event(), list[threading.Thread](), threading.Thread.start
 
@@ -781,7 +779,7 @@ def test_a_users_own_empty_directory_stays_as_it_is(tmp_path: pathlib.Path, use_
     assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
 
 
-def test_a_log_handler_that_raises_harms_nobody(tmp_path: pathlib.Path) -> None:
+def test_log_handler_that_raises_fails_no_save(tmp_path: pathlib.Path) -> None:
     """A log handler that raises does not fail a save."""
 
     class Broken(logging.Handler):

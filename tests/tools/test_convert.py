@@ -103,7 +103,7 @@ def test_async_save_in_other_format_copies_at_the_call(tmp_path: pathlib.Path) -
     assert (found["host"] == np.arange(5.0)).all() and (found["device"] == np.arange(6.0)).all()
 
 
-def test_sharded_arrays_go_into_other_formats_whole(tmp_path: pathlib.Path) -> None:
+def test_other_formats_contain_complete_sharded_arrays(tmp_path: pathlib.Path) -> None:
     """Other formats contain the complete array of a sharded leaf."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     value = np.arange(64, dtype=np.float32).reshape(8, 8)

@@ -35,7 +35,7 @@ def test_a_report_names_the_file_the_leaves_and_the_block(tmp_path: pathlib.Path
     assert tr.restore(path, verify=False)["a"].sum() == 1
 
 
-def test_a_run_is_verified_as_a_whole(tmp_path: pathlib.Path) -> None:
+def test_verify_of_run_checks_all_steps(tmp_path: pathlib.Path) -> None:
     """verify of a run checks all its steps."""
     for n in range(3):
         tr.save(tmp_path / f"step-{n:08}", {"x": np.zeros(10)})
@@ -79,7 +79,7 @@ def test_steps_of_other_libraries_are_verified_too(tmp_path: pathlib.Path) -> No
         assert not report.ok and all(step in str(problem) for problem in report.problems)
 
 
-def test_the_weights_beside_a_run_are_verified_with_it(tmp_path: pathlib.Path) -> None:
+def test_verify_of_run_checks_weights_in_its_folder(tmp_path: pathlib.Path) -> None:
     """verify of a run also checks weights in the folder of the run."""
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"a": np.ones(3)})

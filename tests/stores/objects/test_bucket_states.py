@@ -60,7 +60,7 @@ def test_a_job_that_stands_still_before_it_deletes_a_step(tmp_path: pathlib.Path
 
 
 @pytest.mark.slow
-def test_a_part_of_what_replaces_a_step_is_not_set_aside_with_it(
+def test_part_of_new_step_is_not_archived_with_the_old_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of a new step stay when the old step of that number is archived, although no record names them yet.

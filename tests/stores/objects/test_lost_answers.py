@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_put_in_place_is_kept(
     assert np.array_equal(tr.restore(path)["a"], _TWO["a"]) and stores.get(path).list("odd://t") == ["c"]
 
 
-def test_what_is_not_removed_stays_whole(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_removal_leaves_checkpoint_complete(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the first request of an overwrite's last step is refused, the old checkpoint stays complete."""
     path = "odd://t/c"
     tr.save(path, _ONE, format="orbax")
@@ -293,7 +293,7 @@ def test_markers_of_folders_are_no_files(s3_server: str) -> None:
 
 
 @pytest.mark.long
-def test_a_forked_child_is_told() -> None:
+def test_forked_child_gets_an_error() -> None:
     """A forked child that uses a bucket gets an error that recommends 'spawn'."""
     code = """
 import os, numpy as np, obstore.store, treering as tr

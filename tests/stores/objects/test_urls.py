@@ -350,7 +350,7 @@ report(step)
 
 
 @pytest.mark.slow
-def test_a_job_that_is_told_to_stop_saves_in_a_bucket(bucket: str, s3_server: str, tmp_path: pathlib.Path) -> None:
+def test_preempted_job_saves_in_a_bucket(bucket: str, s3_server: str, tmp_path: pathlib.Path) -> None:
     """One process gets the signal; all save the same step and release the lease, so the next job starts at once."""
     body = f"import signal\nos.environ.update({s3.environment(s3_server)!r})\n" + _PREEMPTED
     found = run_job(tmp_path, body, processes=2, URL=bucket)

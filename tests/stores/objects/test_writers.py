@@ -235,7 +235,7 @@ def test_a_program_that_ends_gives_its_lease_back(between: Proxy, place: str) ->
 
 
 @pytest.mark.long
-def test_giving_a_lease_back_again_takes_it_from_nobody(between: Proxy, place: str) -> None:
+def test_repeated_release_takes_no_lease_of_another_job(between: Proxy, place: str) -> None:
     """A repeated release does not take the lease from another job.
 
     The answer to the first release was lost. When it is repeated, another job holds the run.
@@ -403,7 +403,7 @@ else:
             assert np.array_equal(tr.restore(place, step=step)["w"], np.ones(10))
 
 
-def test_the_lease_of_a_whole_bucket_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_checks_the_lease_at_the_root_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit checks the lease of a run at the root of a bucket."""
     bucket = obstore.store.MemoryStore()
     publish = sink.ObjectSink.publish
@@ -454,7 +454,7 @@ def test_overwriting_is_tied_to_what_was_there(between: Proxy, place: str) -> No
 
 
 @pytest.mark.long
-def test_leases_are_told_apart_from_other_objects(between: Proxy, place: str) -> None:
+def test_lease_of_later_release_is_recognized_and_refused(between: Proxy, place: str) -> None:
     """A lease object of a later release is recognized and refused."""
     with stores.get(place).new_file(f"{place}/writer.lock", overwrite=False) as file:
         file.write(b'{"version": 2, "token": "x"}')

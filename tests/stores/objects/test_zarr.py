@@ -96,7 +96,7 @@ def test_many_chunks_take_few_requests(between: Proxy) -> None:
     assert len(between.requests) - begun <= 2 * chunks + 2 and between.sent - sent < 1.01 * array.nbytes
 
 
-def test_nobody_else_on_the_machine_reads_the_bucket(between: Proxy) -> None:
+def test_loopback_request_without_token_is_refused(between: Proxy) -> None:
     """Requests to the loopback server without a folder's token are refused."""
     path = _saved(between, "orbax")
     opened = tr.open(path)
@@ -223,7 +223,7 @@ def _as_a_bucket(folder: pathlib.Path) -> Any:
 
 
 @pytest.mark.parametrize("format", _FORMATS)
-def test_a_whole_bucket_is_read_by_the_names_in_it(tmp_path: pathlib.Path, format: str) -> None:
+def test_checkpoint_at_the_root_of_a_bucket_is_read(tmp_path: pathlib.Path, format: str) -> None:
     """A checkpoint at the root of a bucket is read, even if one name is another without its first letter."""
     tree = {"a": np.full(3, 7.0, np.float32), "ba": np.full(3, 9.0, np.float32)}
     tr.save(tmp_path / "c", tree, format=format)
@@ -235,7 +235,7 @@ def test_a_whole_bucket_is_read_by_the_names_in_it(tmp_path: pathlib.Path, forma
 
 
 @pytest.mark.parametrize("format", _FORMATS)
-def test_a_folder_is_not_put_in_the_place_of_a_whole_bucket(tmp_path: pathlib.Path, format: str) -> None:
+def test_save_of_folder_to_the_root_of_a_bucket_is_refused(tmp_path: pathlib.Path, format: str) -> None:
     """A folder cannot be saved to the root of a bucket, and nothing is changed there."""
     (tmp_path / "nothing").mkdir()
     tr.save(tmp_path / "c", _TREE, format=format)
