@@ -35,7 +35,7 @@ def heartbeat_seconds(count: float) -> float:
 
 
 def idle_sign_seconds(count: int) -> float:
-    """Returns the seconds between the signs of life for the roll, of each of `count` processes; see `roll`."""
+    """Returns the seconds between the signs of life of each of `count` processes; see `liveness`."""
     return max(_IDLE_SIGN_SECONDS, count / _MAX_IDLE_SIGNS_PER_SECOND)
 
 

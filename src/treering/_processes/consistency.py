@@ -31,7 +31,7 @@ _RESTORE_ATTEMPTS = 5  # attempts to restore the same checkpoint in all processe
 def gather_from_equal_calls(
     call: Call, requested: str, value: Sequence[Any], choose: Callable[[Sequence[Any]], Any]
 ) -> Any:
-    """Sends `mine` to process 0 and returns its decision, as `Call.gather_and_decide` does.
+    """Sends `value` to process 0 and returns its decision, as `Call.gather_and_decide` does.
 
     Raises `MismatchError` if the processes differ in `requested`. Each way to save must begin with this exchange:
     processes with other arguments may take another way, whose messages these processes would not understand.

@@ -6,12 +6,12 @@ barrier that timed out stays broken.
 The processes form a tree (see `tree`). Each process collects the values of its children and sends them to its parent
 with its own. Process 0 publishes its decision, which all read. In a call, each process renews its heartbeat. If a
 heartbeat stops for `timeout` seconds, the parent considers that process dead and fails the call for all. A process that
-is not in the call has no heartbeat there. Then `roll` says whether it is alive, and `blame` chooses whom to name.
+is not in the call has no heartbeat there. Then `liveness` says whether it is alive, and `blame` chooses whom to name.
 
 A call is identified by its description and by the number of earlier calls with that description. So a call that one
 process omits does not disturb calls of another kind. The keys of a call, here for process 3, a child of process 0:
-``heartbeat/0/3`` is its activity, or its error, or the signs of the processes of its host (see `host`). ``0/0/3`` has
-its value and those of its descendants in exchange 0. ``0/answer`` is the decision of process 0.
+``heartbeat/0/3`` is its activity, or its error, or the signs of the processes of its host (see `host_relay`).
+``0/0/3`` has its value and those of its descendants in exchange 0. ``0/answer`` is the decision of process 0.
 
 A process that was suspended for longer than the timeout (a debugger, a sleeping machine) begins calls that its peers
 have cancelled. All processes make the calls of the main thread in the same order, and ``treering/now/0/3`` is the
@@ -56,7 +56,7 @@ class History:
     """The calls that a process has made.
 
     counts: the number of the latest call of each kind.
-    over: the finished calls whose keys still exist, each with the time when it finished.
+    ended_calls: the finished calls whose keys still exist, each with the time when it finished.
     ordinal: the number of calls that the main thread has begun.
     token: the token of the job, once it was needed.
     """
@@ -376,7 +376,8 @@ class MultiProcessCall:
         `given` is the time of the last ones before, by `time.monotonic`.
         """
         if not signs:
-            # Another process passes them on. `host.decode_signs` uses its interval only if this process has no sign of
+            # Another process passes them on. `host_relay.decode_signs` uses its interval only if this process has no
+            # sign of
             # its own.
             while self._sign_keys:
                 self._store.delete(self._sign_keys.pop())

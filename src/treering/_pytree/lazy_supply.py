@@ -22,7 +22,7 @@ from .staged_supply import Bytes, StagedSupply
 class _Group:
     """Shards that are read with one call.
 
-    left: the number of bytes of them that writers still need.
+    remaining_bytes: the number of bytes that writers still need.
     """
 
     def __init__(self, first: int, last: int, remaining_bytes: int):
@@ -37,10 +37,11 @@ class LazySupply:
 
     The writers hold two or three groups of about `group_bytes` in memory at a time.
 
-    parallel: False if only one group may be read at a time, because reading takes more memory, such as for chunks.
+    parallel: False if only one group may be read at a time, because reading it takes much more memory than it has
+    bytes, such as to decode chunks.
     prefetch_groups: how many more groups are read before a writer needs them. This helps if each read has to wait long.
-    hold: True if `run` waits until all shards are read or `release_caller` is called. The source is then a live
-    tree, which must not change before.
+    block_caller: True if `run` waits until all shards are read or `release_caller` is called. Used for a live tree,
+        which must not change until `run` returns.
     check: raises if no more may be read.
     """
 

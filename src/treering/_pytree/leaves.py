@@ -119,8 +119,8 @@ def describe_leaves(
 
     dtype: what floating-point arrays are cast to.
     detach: True if NumPy arrays must be copied, because the caller continues while they are written.
-    alone: True if the job has only this process.
-    together: True if several processes save the tree.
+    single_process: True if the job has only this process.
+    collective: True if several processes save the tree.
 
     Raises one `UnsupportedError` that names every leaf that cannot be saved.
     """

@@ -2,7 +2,7 @@
 
 Orbax does this too: one replica reads, and the other replicas get the data through a sum in which theirs are zeros.
 Treering differs in three ways: every process reads a share, the arrays may be split along any axes, and devices send
-the bytes to each other as integers. The module `shared_reads` decides which arrays are read this way.
+the bytes to each other as integers. The module `collective_plan` decides which arrays are read this way.
 """
 
 import bisect

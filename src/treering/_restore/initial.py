@@ -48,7 +48,7 @@ class Initial:
     Treering traces `init`, which computes nothing. If tracing fails, or leaves a tracer in a function or a static
     value of the tree, Treering calls `init` instead and logs a warning.
 
-    split: the tree without NNX graph objects, as `init` made it; see `flax.split`. `walked` is the same, flattened.
+    split: the tree without NNX graph objects, as `init` made it; see `flax.split`. `flat_tree` is the same, flattened.
     called: True if `init` was called. Then the sharding of every array is known. A traced array has the sharding that
         its type says, or none.
     """

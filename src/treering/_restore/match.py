@@ -39,7 +39,7 @@ def match(
 ) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
 
-    walked: the template.
+    flat_tree: the template.
     entries, skeleton: the checkpoint.
     name: the path of the checkpoint, for errors.
     as_written: the entries under the names that rules see, with levels for boxes if the format has them.

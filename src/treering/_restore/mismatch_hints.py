@@ -104,7 +104,7 @@ def suggest_fix(
     for kind, (like, causes) in enumerate(kinds):
         for n, cause in enumerate(causes):
             kept, left = tried(cause, like)
-            # A cause that leaves differences ranks behind those that fix all. Other levels (`at`) are exempt.
+            # A cause that leaves differences ranks behind those that fix all. Level suggestions are exempt.
             fixes_all = not left or causes is levels
             if left <= most * _MAX_LEFT_FRACTION:
                 found[_Score(-kept if fixes_all else 0, kind, left, n)] = like, cause

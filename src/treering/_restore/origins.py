@@ -41,8 +41,8 @@ class Origins(NamedTuple):
     sources: the path in the checkpoint, by the path in the template.
     untied: a leaf that probably shared the array of another leaf when it was saved, with the path of that leaf.
     copied: all leaves that become copies because of `untied`, including those of optimizer states.
-    turned: those of `copied` that are transposed.
-    counted: counts of updates that take the value of another count.
+    transposed: those of `copied` that are transposed.
+    update_counts: counts of updates that take the value of another count.
     doubtful: beginnings of other paths that would match as well.
     """
 

@@ -37,7 +37,7 @@ _JAX_TYPES, _ARRAY_TYPES = ("jax", "jax-weak"), ("jax", "jax-weak", "numpy", "nu
 class RestorePlan(NamedTuple):
     """What each leaf becomes, decided before anything is read. Leaves are known by their position in `paths`.
 
-    asked: returns the paths of the leaves that the template wants from the checkpoint.
+    requested_paths: returns the paths of the leaves that the template wants from the checkpoint.
     build: makes the tree of the leaves' values.
     layouts: the layouts of arrays that are not row-major.
     uncommitted: the arrays that have a device without being committed to it.

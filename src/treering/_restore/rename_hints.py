@@ -55,7 +55,7 @@ def _rename_suggestions(
 ) -> Iterator[Suggestion]:
     """Yields rules that turn the leaves of a checkpoint into those of `there`.
 
-    there: the template, as `walked` or with the levels that a format writes for boxes of Flax.
+    there: the template, as `flat_tree` or with the levels that a format writes for boxes of Flax.
     """
     most = 0  # leaves that a spelling has found; another spelling has to find more to be worth a suggestion
     for text, calls in _spellings(entries, there.paths):
@@ -175,7 +175,7 @@ def _cause(
 ) -> Suggestion:
     """Returns the cause with its rules, and with globs for the leaves that only one side has.
 
-    names: the template's own path for each path of `walked`.
+    names: the template's own path for each path of `flat_tree`.
     """
     skipped = [path for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if leaf is ...]
     known = set(flat_tree.paths)

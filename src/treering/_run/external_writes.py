@@ -1,4 +1,4 @@
-"""Checks and locks for checkpoints that other programs than the run's job write into it: copies and conversions."""
+"""Checks and locks for writing into a run from outside its job, such as copies, moves and conversions."""
 
 import contextlib
 import posixpath

@@ -1,6 +1,7 @@
-"""Metrics that come after their step was saved. Retention applies its policy when they arrive, or when a job resumes.
+"""Applies retention again when metrics are recorded after their step was saved, or when a job resumes.
 
-A process that only reads deletes nothing: another job may have restored a step that this policy does not keep.
+`keep.best` can judge a step only then. Only a process with a `Checkpointer` of the run deletes steps: restoring alone
+deletes nothing, because another job may have restored a step that the policy does not keep.
 """
 
 import logging
@@ -20,9 +21,9 @@ _log = logging.getLogger("treering")
 
 
 class LateMetrics:
-    """Applies the policy of one `Checkpointer` to metrics that any thread or job records.
+    """Applies the policy of one `Checkpointer` to metrics that threads of this process record.
 
-    A process without the policy deletes nothing: the next save, `close` or `restore_or_init` of the job does so.
+    Metrics that another process records wait for the next save, `close` or `restore_or_init` of the job.
     `retention` is that of the remote tier, or of the run's only directory. With a local tier, `start_upload` begins an
     upload, which ends with retention.
     """
@@ -47,7 +48,7 @@ class LateMetrics:
         _instances.add(self)
 
     def on_resume(self, step: int) -> None:
-        """Applies the policy when a job continues from a step, unless its saves and `close` apply it already."""
+        """Applies the policy when a job continues from a step. Does nothing if saves and `close` apply it already."""
         if not self.directory.has_held_lock:
             self._acquire_and_retain(step)
 
@@ -95,8 +96,10 @@ def _checkpointers_of(root: str) -> list[LateMetrics]:
 
 
 def apply_late_metrics(root: str) -> None:
-    """Applies the policy when a step of a run has got metrics: that of the Checkpointer of this process that writes the
-    run, or wrote it last."""
+    """Applies the policy after a step of a run got metrics.
+
+    Uses the policy of the Checkpointer of this process that writes the run, or of the last one that wrote it.
+    """
     same_run = _checkpointers_of(root)
     writing = [one for one in same_run if one.directory.is_held]
     for one in writing or [one for one in same_run if one.closed and one.directory.has_held_lock][-1:]:

@@ -87,10 +87,10 @@ class PendingSaves:
         return self._saves[-1]
 
     def reap(self, status: PendingStatus | None = None) -> None:
-        """Waits for all saves except those in `verdict.calls`, and forgets them. Raises the first failure.
+        """Waits for all saves except those in `status.calls`, and forgets them. Raises the first failure.
 
-        Without a verdict, waits for all saves. If `verdict.raises` is False, failures are only logged. If failures do
-        not end the run, the call without a verdict still raises that of the last save: no later save replaces it.
+        Without a status, waits for all saves. If `status.raises` is False, failures are only logged. If failures do
+        not end the run, the call without a status still raises that of the last save: no later save replaces it.
         """
         ended = [pending for pending in self._saves if status is None or pending._call.name not in status.calls]
         for pending in ended:

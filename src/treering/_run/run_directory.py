@@ -25,9 +25,8 @@ class RunDirectory:
 
     With several processes only process 0 changes anything. The next save archives the steps after `back_to`, unless
     that is None. `restored_step` is the step that the job continued from, and may return to. `busy` returns True
-    while the
-    lease of the run's one writer is needed. `step_to_restore` is a step that is about to be restored. `on_delete` is
-    called with the path of a step that is about to be deleted.
+    while the lease of the run's one writer is needed. `step_to_restore` is a step that is about to be restored.
+    `on_delete` is called with the path of a step that is about to be deleted.
     """
 
     def __init__(self, steps: StepCatalog, busy: Callable[[], bool]):

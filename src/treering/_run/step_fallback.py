@@ -1,4 +1,7 @@
-"""Chooses the step of a run to read: the newest valid one. Skips damaged steps, and reads a replaced one again."""
+"""Chooses the step of a run to read: the newest valid one. Skips damaged steps.
+
+Opens a step again if it is overwritten while it is read.
+"""
 
 import contextlib
 import functools

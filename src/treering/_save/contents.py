@@ -61,7 +61,7 @@ def describe(target: SaveTarget, tree: Any) -> Contents:
         described = tree_cache.describe_cached(
             flat_tree.paths,
             flat_tree.leaves,
-            dtype=None if options.rules else options.dtype,  # with rules, `view_of` casts what they make
+            dtype=None if options.rules else options.dtype,  # with rules, the view casts what they make
             detach=options.background,
             single_process=not coordinator.is_multi_process(),
             collective=call.count > 1,

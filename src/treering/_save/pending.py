@@ -236,7 +236,8 @@ class PendingSave:
 
     def _make_report(self, written: Written) -> SaveReport:
         seconds = time.perf_counter() - self._start_time
-        self._caller_released.wait()  # The caller has staged everything and is about to return, so `_stall` is known.
+        # The caller has staged everything and is about to return, so `_stall_seconds` is known.
+        self._caller_released.wait()
         nbytes, *parts = written
         stall = seconds if self._blocking else self._stall_seconds
         waited = min(self._wait_seconds, stall)

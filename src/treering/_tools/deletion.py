@@ -1,7 +1,7 @@
-"""Deletes or moves steps of a run for a user, after reading the step that stays.
+"""Deletes or moves steps of a run for a user, by default after reading the step that stays.
 
-Jobs, and other users, may change the run at the same time. So each deletion checks before and after that the run is
-still what the user saw.
+Jobs and other users may change the run at the same time. So each deletion checks, before and after, that the deleted
+step and the step that stays are still those that the user saw.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ class ChangedError(MismatchError):
 
 
 class Inspection:
-    """Reads the newest step that would stay, and older ones until one is valid. It reads each step once.
+    """Reads steps that would stay, each once, and remembers the first valid one.
 
-    If `enabled` is false, it reads nothing and judges a step by its manifest. It calls `on_begin` before it reads a
+    If `enabled` is false, it reads nothing and trusts the state in the listing. It calls `on_begin` before it reads a
     step.
     """
 

@@ -74,7 +74,7 @@ def list_run(
     """Lists a run. With `keep`, marks the steps that this policy would delete. Reads manifests, not arrays.
 
     prefix: the beginning of the step names; by default found from the steps.
-    judge: returns the state of a step after a closer look. If any step would be deleted, it is called for the newest
+    inspect: returns the state of a step after a closer look. If any step would be deleted, it is called for the newest
         valid step, then for older ones until it returns "good".
 
     Raises `NotFoundError` if the path is not a run, and `MismatchError` if the steps have several prefixes.

@@ -41,7 +41,7 @@ def walk(
 
     At most three directories are open at a time, at any depth.
 
-    failed: gets the error of each directory that is skipped.
+    on_error: gets the error of each directory that is skipped.
     """
     here, levels = top, [_Level(disk, top)]
     try:

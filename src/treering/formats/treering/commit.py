@@ -1,6 +1,7 @@
 """Commits a checkpoint: all array files are durable first, then the manifest is put in place in one step.
 
-A directory is a checkpoint if it holds the manifest. The array files have names that no other save uses. A writer holds
+A directory is a checkpoint if it holds the manifest. The array files of a save have names that no other save uses; a
+repair by a copy puts the same bytes there. A writer holds
 the lock of each of its files until its commit is over. So if a process gets the lock of a file that no manifest lists,
 it knows that the file is a leftover.
 """

@@ -95,7 +95,7 @@ class ContiguousLeaves:
     def locate(self, header: ArrayHeader, fallback: Callable[[ArrayRow], int]) -> None:
         """Looks up the offsets of the arrays in the file's buffer.
 
-        otherwise: returns the offset of an array whose tensor differs from the manifest. It knows the exceptions, and
+        fallback: returns the offset of an array whose tensor differs from the manifest. It knows the exceptions, and
             raises for the rest.
         """
         tensors, noted = header.tensors, header.dtypes or _NO_DTYPES

@@ -53,7 +53,7 @@ def identity_or_none(store: Store, path: str) -> str | None:
 def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepSummary:
     """Reads the manifest, and checks the sizes of the files that it names.
 
-    partial: allows missing files, because other hosts may have them on their disks.
+    allow_missing_files: allows missing files, because other hosts may have them on their disks.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote, and
     `FileNotFoundError` without a manifest.

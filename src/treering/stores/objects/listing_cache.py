@@ -80,7 +80,7 @@ class ListingCache:
         return found
 
     def get_prefix(self, key: str, nbytes: int) -> tuple[Any, ObjectMeta]:
-        """Returns what `Bucket.beginning` does, in memory that must not be written.
+        """Returns what `Bucket.get_prefix` does, in memory that must not be written.
 
         Raises `ReplacedError` if the object has changed since it was listed: old names must not be combined with new
         contents.
