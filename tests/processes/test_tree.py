@@ -206,7 +206,7 @@ def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_a_simulated_job_agrees_and_misses_the_dead() -> None:
     outcome = simulation.simulate(80)
-    assert outcome.heard == 64
+    assert outcome.values_read == 64
     assert outcome.agreed < 3 and outcome.noticed < 45
     assert outcome.calm <= 1.1 * 80
 
