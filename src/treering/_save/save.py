@@ -316,7 +316,7 @@ class SaveHooks(Protocol):
         ...
 
     def after_commit_all(self, report: SaveReport) -> None:
-        """Runs after `after`, in all processes. Must not raise."""
+        """Runs after `after_commit`, in all processes. Must not raise."""
         ...
 
 
