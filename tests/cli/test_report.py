@@ -212,9 +212,8 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
     page = (run.parent / "report.html").read_text("utf-8")
     script = f"window.addEventListener('load', () => {{{DRIVER}}});"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = page.replace(
-        "script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-"
-    )  # Otherwise the page refuses the script.
+    # Otherwise the page refuses the script.
+    page = page.replace("script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-")
     (tmp_path / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"), "utf-8")
     assert BROWSER
     options = [f"--{name}" for name in ALONE]

@@ -194,9 +194,8 @@ def _any(op: Op, chance: random.Random) -> Fate:
 
 
 def _rename(folders: dict[int, dict[str, int]], op: Op) -> None:
-    crosses = (
-        op.names[0].folder != op.names[-1].folder
-    )  # then what came after it in one of the folders may be durable already
+    # Then what came after it in one of the folders may be durable already
+    crosses = op.names[0].folder != op.names[-1].folder
     moved = next((inode for _, _, inode in op.names if inode is not None), None)
     for folder, name, inode in op.names:
         if inode is None:

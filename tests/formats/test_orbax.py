@@ -603,9 +603,8 @@ def read_bytes() -> int:
 def test_only_what_is_asked_for_is_read(tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
     spread = NamedSharding(mesh(), PartitionSpec("x"))
     draw = np.random.default_rng(0)
-    array = jax.device_put(
-        draw.integers(0, 1 << 32, (8, 1 << 16), np.uint32), spread
-    )  # a chunk is a row, because replicas share the work
+    # A chunk is a row, because replicas share the work
+    array = jax.device_put(draw.integers(0, 1 << 32, (8, 1 << 16), np.uint32), spread)
     tree = {"w": array, "v": draw.random(1 << 20), "step": 5}
     path = save(tmp_path / "ckpt", tree, ocdbt=ocdbt, zarr3=zarr3)
     before = read_bytes()

@@ -31,9 +31,8 @@ ALL_ITEMS = {"config": CONFIG, "opt": OPT, "params": TREE}
 
 
 def save_run(path: Path, *steps: int) -> Path:
-    options = ocp.CheckpointManagerOptions(
-        best_fn=lambda metrics: metrics["loss"]
-    )  # with this option, Orbax stores metrics as an item
+    # With this option, Orbax stores metrics as an item
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(path, options=options, item_names=("params", "opt", "config")) as run:
         for step in steps:
             items = {name: ocp.args.StandardSave(tree) for name, tree in (("params", TREE), ("opt", OPT))}
@@ -430,9 +429,8 @@ def test_version_1_says_the_same(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "ckpt" / "config")
     with pytest.raises(CorruptError, match="the item 'config'"):
         tr.restore(tmp_path / "ckpt")
-    assert_same(
-        tr.restore(tmp_path / "ckpt", at="state"), TREE
-    )  # the item keeps its level, even if it is the only one left
+    # The item keeps its level, even if it is the only one left
+    assert_same(tr.restore(tmp_path / "ckpt", at="state"), TREE)
     ocp1.save(tmp_path / "alone", TREE)
     shutil.rmtree(tmp_path / "alone" / "state")
     with pytest.raises(CorruptError, match="the item 'state'"):

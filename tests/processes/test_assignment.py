@@ -228,9 +228,8 @@ LINE, SQUARE = mesh_of(64), mesh_of(8, 8)
 SMALL = [((n % 97 + 1, 64), 4) for n in range(3000)]
 LARGE = [((256 * (n % 3 + 1), 2048), 2) for n in range(9)]
 FSDP = [(shape, P("x")) for shape in [(4096, 512), (512, 4096), (64,)] * 9]
-REPLICAS = [
-    (shape, P("y")) for shape in [(2048, 2048), (256, 512), (8,)] * 9
-]  # 8 groups of 8 processes that hold the same pieces
+# 8 groups of 8 processes that hold the same pieces
+REPLICAS = [(shape, P("y")) for shape in [(2048, 2048), (256, 512), (8,)] * 9]
 TREES: dict[str, tuple[int, list[tuple[Layout, int]]]] = {
     "many small, replicated": (64, [(sharded(shape, LINE, P()), size) for shape, size in SMALL]),
     "few large, replicated": (64, [(sharded(shape, LINE, P()), size) for shape, size in LARGE]),

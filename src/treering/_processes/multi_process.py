@@ -108,9 +108,8 @@ class MultiProcessCall:
         self._activity = "beginning"
         self._cancel_reason: BaseException | None = None
         self._has_peer_error = False
-        self._last_signs: dict[
-            int, tuple[str, float]
-        ] = {}  # the last heartbeat of each process, and its age in seconds
+        # The last heartbeat of each process, and its age in seconds
+        self._last_signs: dict[int, tuple[str, float]] = {}
         self._last_poll = time.monotonic()
         self._is_closed = False
         self._sign_keys: set[str] = set()  # the keys of the signs of life that this process has put
@@ -127,9 +126,8 @@ class MultiProcessCall:
         self._number = self._next_number()
         try:
             while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{host_relay.FAILED}["PeerError"'):
-                self._number = (
-                    self._next_number()
-                )  # Process 0 has made that call without this process, and it has failed.
+                # Process 0 has made that call without this process, and it has failed.
+                self._number = self._next_number()
         except PeerError:
             self._uncount()
             raise

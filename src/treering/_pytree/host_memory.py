@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection
 
 _AVAILABLE_DIVISOR = 4  # copies may take one part in so many of the available memory
 _RESERVE_DIVISOR = 8  # one part in so many of all memory stays free, because other processes of a job may need it
-_MIN_LIMIT_BYTES = (
-    256 << 20
-)  # bytes that copies may take even if less is available: with less a save would hardly progress
+# Bytes that copies may take even if less is available: with less a save would hardly progress
+_MIN_LIMIT_BYTES = 256 << 20
 _CGROUP, _PROCESS_CGROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
 # The names of the limit, of the use, and of the page cache within the use, for control groups of version 2 and 1.
 _NAMES: dict[str, tuple[str, str, Collection[str]]] = {

@@ -60,9 +60,8 @@ class LazySupply:
         check: Callable[[], None] = lambda: None,
     ):
         self.shards = shards
-        self.on_progress: Callable[[int], None] = lambda nbytes: (
-            None
-        )  # called with the number of bytes that were written
+        # Called with the number of bytes that were written
+        self.on_progress: Callable[[int], None] = lambda nbytes: None
         self._source: Source | None = source
         self._entries: list[Any] | None = list(source.entries.values())
         self._prefetch_groups, self._block_caller, self._check_source = prefetch_groups, block_caller, check

@@ -41,9 +41,8 @@ class StagedSupply:
         memory_ok: Callable[[int], bool] | None = None,
     ):
         self.shards, self._data = shards, data
-        self.on_progress: Callable[[int], None] = lambda nbytes: (
-            None
-        )  # called with the number of bytes that were written
+        # Called with the number of bytes that were written
+        self.on_progress: Callable[[int], None] = lambda nbytes: None
         self._limit, self._memory_ok = limit, memory_ok
         self._views: list[Any] = [None] * len(shards)
         self._has_warned = False  # of too little memory
@@ -229,9 +228,8 @@ class StagedSupply:
             else:
                 found = _views(data[begin:end])
             self._views[begin:end] = found
-            data[begin:end] = [None] * (
-                end - begin
-            )  # Otherwise the state would stay on the device until it is written.
+            # Otherwise the state would stay on the device until it is written.
+            data[begin:end] = [None] * (end - begin)
             del found  # Otherwise shards that a writer has finished would stay until the next ones are staged.
             with self._lock:
                 for n in unneeded.intersection(range(begin, end)):

@@ -68,9 +68,8 @@ def on_real_devices(
     Raises `MismatchError` for a wish that is not a place, and for arrays that JAX cannot spread as wished.
     """
     mesh = ambient_mesh()
-    known: dict[
-        ShardingOrNone, ShardingOrNone
-    ] = {}  # JAX makes a sharding for each array; here equal ones become one object
+    # JAX makes a sharding for each array; here equal ones become one object
+    known: dict[ShardingOrNone, ShardingOrNone] = {}
     meant: dict[Any, ShardingOrNone] = {}  # places by the sharding that was wished
     places: list[ShardingOrNone] = []
     for one, path in zip(wished, paths, strict=True):

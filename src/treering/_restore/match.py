@@ -186,9 +186,8 @@ def match_without_template(
     check_readable(entries)
     targets: list[LeafTarget] = []
     differences: list[Difference] = []
-    alike: dict[
-        tuple[str, str], LeafTarget
-    ] = {}  # the target of one array of each kind, to reuse for thousands like it
+    # The target of one array of each kind, to reuse for thousands like it
+    alike: dict[tuple[str, str], LeafTarget] = {}
     for entry in entries:
         if isinstance(entry, ValueEntry):
             targets.append(LeafTarget("value", value=entry.decode()))

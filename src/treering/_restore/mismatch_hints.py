@@ -72,9 +72,8 @@ def suggest_fix(
         try:
             leaves = cause.leaves(entries)
             sources = variable_levels.rename_to_tree(like, {path: leaf.source for path, leaf in leaves.items()})
-            changed = (
-                cause.rules or cause.at
-            ) and cause not in renames  # `rename_suggestions` chooses alike states itself.
+            # `rename_suggestions` chooses alike states itself.
+            changed = (cause.rules or cause.at) and cause not in renames
             if changed and not all(states.may_become(there, path) for path, there in sources.items() if path in known):
                 return 0, most
             now = {path: leaf.entry for path, leaf in leaves.items()}

@@ -55,9 +55,8 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
             _log.warning("%s: waits for the first step%s", run, meant)
     while True:
         with reading(run):
-            finished = store.stat(
-                posixpath.join(run, _run.FINISHED_MARK)
-            )  # Before the listing, which is then complete.
+            # Before the listing, which is then complete.
+            finished = store.stat(posixpath.join(run, _run.FINISHED_MARK))
         found = [
             (step, one, _checkpoint_version(store, one.path))
             for step, one in _run.located_steps(store, run).items()

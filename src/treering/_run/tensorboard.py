@@ -20,9 +20,8 @@ class TensorBoardScalars:
         self._root = absolute(directory)
         self._lock = threading.Lock()
         self._loaders: dict[str, Any] = {}
-        self._scalars_by_step: dict[
-            int, dict[str, float]
-        ] = {}  # of all steps: a step may be saved after its events came
+        # Of all steps: a step may be saved after its events came
+        self._scalars_by_step: dict[int, dict[str, float]] = {}
         try:
             from tensorboard.backend.event_processing import event_file_loader
         except ImportError:

@@ -76,9 +76,8 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
     )
     shares = None if alone else assignment.assign(described.catalogue, call.count)
     shards, _ = assignment.select_shards(described, shares, call.index)
-    prefetch_groups = (
-        _PREFETCH_SLICES if is_unchanged and not view.can_mmap(None) else 0
-    )  # A local disk, which can be mapped, needs none.
+    # A local disk, which can be mapped, needs none.
+    prefetch_groups = _PREFETCH_SLICES if is_unchanged and not view.can_mmap(None) else 0
     block_caller = live is not None and staging is None
     reading = LazySupply(
         view,

@@ -80,9 +80,8 @@ class ThreadPool:
             work()
             return
         errors: list[BaseException] = []
-        done: queue.SimpleQueue[None] = (
-            queue.SimpleQueue()
-        )  # written in C, so an interrupt leaves none of its locks held
+        # Written in C, so an interrupt leaves none of its locks held
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
         context = contextvars.copy_context()
 
         def guarded() -> None:

@@ -56,9 +56,8 @@ class WriterLock:
     def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
         self._disk, self._run, self._busy = disk, run, busy
         self.lost = False  # another WriterLock of this process has acquired the run
-        self._held: list[
-            _HeldLock
-        ] = []  # one element once the file is locked; a list, because the finalizer empties it
+        # One element once the file is locked; a list, because the finalizer empties it
+        self._held: list[_HeldLock] = []
         weakref.finalize(self, _release, disk, self._held)
         _locks.add(self)
 

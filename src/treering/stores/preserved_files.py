@@ -21,9 +21,8 @@ from .sequential import SequentialWriter
 _BUFFER_BYTES = 4 << 20
 # Returns the files of a directory that belong to a checkpoint of some format, as paths within the directory.
 Owned = Callable[[str], Collection[str]]
-CheckNeighbors = Callable[
-    [str, Sequence[str]], None
-]  # raises `ExistsError` for files that must not stay in a directory
+# Raises `ExistsError` for files that must not stay in a directory
+CheckNeighbors = Callable[[str, Sequence[str]], None]
 _log = logging.getLogger("treering")
 
 

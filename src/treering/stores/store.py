@@ -199,9 +199,8 @@ class Lease(Protocol):
 
 # Returns the files of a folder that belong to a checkpoint of some format, as paths within the folder.
 Owned = Callable[["Store", str], Collection[str]]
-CheckNeighbors = Callable[
-    ["Store", str, Sequence[str]], None
-]  # raises `ExistsError` for files that must not stay in a folder
+# Raises `ExistsError` for files that must not stay in a folder
+CheckNeighbors = Callable[["Store", str, Sequence[str]], None]
 
 
 class Store(Protocol):

@@ -327,9 +327,8 @@ except SaveError as error:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "committing\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(
-        heartbeat, "is_on_this_machine", lambda about: False
-    )  # as if the lease belonged to another machine
+    # As if the lease belonged to another machine
+    monkeypatch.setattr(heartbeat, "is_on_this_machine", lambda about: False)
     time.sleep(0.5)
     with caplog.at_level(logging.WARNING), tr.Checkpointer(place) as ckpts:
         ckpts.save(3, {"w": np.ones(10)})
@@ -386,9 +385,8 @@ else:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "stopped\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(
-        heartbeat, "is_on_this_machine", lambda about: False
-    )  # as if the lease belonged to another machine
+    # As if the lease belonged to another machine
+    monkeypatch.setattr(heartbeat, "is_on_this_machine", lambda about: False)
     time.sleep(0.5)
     with tr.Checkpointer(place) as ckpts:
         ckpts.rewind(ckpts.steps[-1])  # acquires the run and changes nothing
@@ -574,9 +572,8 @@ def test_a_copy_that_comes_second_touches_nothing(monkeypatch: pytest.MonkeyPatc
         tr.save(tmp_path / "c", {"w": np.ones(70_000)})
         copy_checkpoints(tmp_path / "c", path := "copies://tests/c")
         there = [stores.get(path).stat(f"{path}/{name}") for name in _names(path)]
-        monkeypatch.setattr(
-            copying.CheckpointCopy, "is_same", lambda *_, **__: None
-        )  # another copy was made after this check
+        # Another copy was made after this check
+        monkeypatch.setattr(copying.CheckpointCopy, "is_same", lambda *_, **__: None)
         with pytest.raises(ExistsError, match="meanwhile; it is unchanged"):
             copy_checkpoints(tmp_path / "c", path)
         look = copying.summary.stat_manifest  # here after the second check

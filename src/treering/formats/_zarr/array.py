@@ -30,9 +30,8 @@ _MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks that stay in memory while
 _MIN_KEPT_CHUNK_BYTES = 8 << 20  # bytes of a part of a chunk from which on the decoded chunks are kept
 _MIN_PROBED_BYTES = 64 << 20  # bytes from which on an allocation is tried before TensorStore makes its own
 _MAX_UNLISTED_CHUNKS = 4  # chunks whose sizes are asked for one by one; for more, one listing of the store is cheaper
-_CHUNK_OVERHEAD_BYTES = (
-    4 << 10
-)  # bytes that TensorStore needs for each chunk that is being read, in addition to the chunk
+# Bytes that TensorStore needs for each chunk that is being read, in addition to the chunk
+_CHUNK_OVERHEAD_BYTES = 4 << 10
 
 
 class Array:

@@ -27,9 +27,8 @@ from .folder import DATABASE, DATABASE_PARTS, IN_FLIGHT, Driver
 from .writer import Writer
 
 _MAX_CHUNK_BYTES = 16 << 20  # bytes of a chunk that is written
-_MAX_ELEMENTS_PER_BYTE = (
-    1 << 16
-)  # elements of an array for each byte of its files; zstd compresses 32,768 bytes into one at most
+# Elements of an array for each byte of its files; zstd compresses 32,768 bytes into one at most
+_MAX_ELEMENTS_PER_BYTE = 1 << 16
 _MAX_LISTED_CHUNKS = 1 << 18  # chunks that an array may claim; each takes time even if its file is missing
 _MAX_DAMAGED_CHUNKS = 10_000  # damaged chunks of an array that are named one by one
 _MAGIC = bytes.fromhex("0cdb3a2a")  # the first bytes of a database's manifest

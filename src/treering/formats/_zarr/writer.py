@@ -41,9 +41,8 @@ class Writer:
         import tensorstore as ts
 
         self._path, self._call, self._driver = path, call, driver
-        self._merges_databases = (
-            ocdbt and call.count > 1
-        )  # each process writes its own database, which process 0 merges
+        # Each process writes its own database, which process 0 merges
+        self._merges_databases = ocdbt and call.count > 1
         own = part_of_database(path, call.index) if self._merges_databases else path
         context = ts.Context({**CONTEXT, "file_io_sync": call.index > 0})
         self._sends_early = store.object_bytes is not None  # a bucket's files pass through memory

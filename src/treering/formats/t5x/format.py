@@ -105,9 +105,8 @@ def _version_behind(store: Store, file: str) -> Any:
         return None
     try:
         with reading(file), opened(store, file) as blob:
-            return (
-                Scanner(blob).value_of_range(0, blob.size).get("version")
-            )  # only a key of the outer map, not of one within it
+            # Only a key of the outer map, not of one within it
+            return Scanner(blob).value_of_range(0, blob.size).get("version")
     except CorruptError:
         return None
 

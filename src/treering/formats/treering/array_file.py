@@ -37,9 +37,8 @@ class ArrayFile:
         self._verified = bytearray(self.header.blocks)
         # The last block of the previous read, with its number: the next read often begins in the same block.
         self._last_block: tuple[int, bytes] | None = None
-        self._keeps_last_block = (
-            store.object_bytes is None
-        )  # Otherwise thousands of files may each keep a block in memory.
+        # Otherwise thousands of files may each keep a block in memory.
+        self._keeps_last_block = store.object_bytes is None
 
     def _read_header(self, listed: File) -> bytearray:
         data = bytearray(listed.header)

@@ -243,9 +243,8 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
     return found
 
 
-_last_read_back: tuple[
-    Any, ...
-] = ()  # the structure of the last manifest that passed `_check_readable`, without values
+# The structure of the last manifest that passed `_check_readable`, without values
+_last_read_back: tuple[Any, ...] = ()
 
 
 def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement: Placement | None) -> None:

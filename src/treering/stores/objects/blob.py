@@ -59,9 +59,8 @@ class ObjectBlob:
         came = [_PrefetchedRun(0, memoryview(head))]
         if into is not None and nbytes <= found.nbytes:
             came.append(_PrefetchedRun(nbytes - len(into), into))
-        self._prefetched = [
-            came
-        ]  # At most one element. There is no lock, because a signal handler may read this blob too.
+        # At most one element. There is no lock, because a signal handler may read this blob too.
+        self._prefetched = [came]
 
     def check_is(self, found: ObjectMeta) -> None:
         """Raises `ReplacedError` unless this is the object that was found, in that version."""

@@ -16,9 +16,8 @@ from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
 from .upload import Stream, Upload, Uploads
 
-_MAX_FOREGROUND_BYTES = (
-    256 << 10
-)  # bytes; a smaller object is put before `finish` returns, a larger one in the background
+# Bytes; a smaller object is put before `finish` returns, a larger one in the background
+_MAX_FOREGROUND_BYTES = 256 << 10
 
 
 class ObjectSink:

@@ -225,9 +225,8 @@ class ObjectStore:
         names.sort(key=lambda name: name == last)
         for name in names:
             bucket.copy(join_key(key, name), join_key(target, name))
-        lease_registry.check(
-            old
-        )  # Copying may have taken longer than the lease lasts, and a delete cannot be conditional.
+        # Copying may have taken longer than the lease lasts, and a delete cannot be conditional.
+        lease_registry.check(old)
         if names[-1] == last:  # removed first: without it, readers do not take the old folder for complete
             bucket.delete([join_key(key, names.pop())])
         bucket.delete([join_key(key, name) for name in names])
