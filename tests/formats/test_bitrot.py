@@ -1,6 +1,7 @@
 """Tests that every change of a checkpoint's bytes either raises an error or leaves all values as they were."""
 
 import json
+import os
 import pathlib
 import random
 from collections.abc import Iterator
@@ -131,6 +132,15 @@ def test_a_file_that_was_cut_off(saved: pathlib.Path, most: int | None) -> None:
             assert is_noticed(saved, before, ((None, True, False)[turn % 3],)), (file.name, size)
             assert not tr.verify(saved).ok
         file.write_bytes(data)
+
+
+@pytest.mark.parametrize(("change", "problem"), [(-1, "it is cut short"), (1, "it has been changed")])
+def test_a_file_of_another_size_is_named(saved: pathlib.Path, change: int, problem: str) -> None:
+    file = next(saved.glob("*.safetensors"))
+    size = file.stat().st_size
+    os.truncate(file, size + change)
+    with pytest.raises(tr.errors.CorruptError, match=f"expected {size} bytes, found {size + change}; {problem}"):
+        tr.open(saved)
 
 
 @pytest.mark.long

@@ -91,7 +91,8 @@ class OpenFiles:
         size = self._current_size(file.name)  # A cached listing may be older than the manifest.
         if size != file.size:
             git_lfs.check_all(self._store, path)
-            raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; it is cut short")
+            problem = "it is cut short" if size < file.size else "it has been changed"
+            raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; {problem}")
 
     def _current_size(self, name: str) -> int:
         try:
