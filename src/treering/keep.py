@@ -72,8 +72,8 @@ def last(n: int | datetime.timedelta) -> Policy:
 def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal["keep", "drop"] = "keep") -> Policy:
     """Keeps the `n` best steps by a metric; of equal ones, the newer. NaN ranks worst.
 
-    `unscored` says if steps without the metric are kept in addition. With "drop" they are not, except that while fewer
-    than `n` steps have the metric, the newest steps without it take the free places: an evaluator may be late.
+    unscored: "keep" keeps every step without the metric. "drop" keeps only the newest of them, to fill up to `n`,
+        because an evaluator may be late.
     """
     _check_mode(mode, "keep.best: ")
     if not isinstance(metric, str):
@@ -84,7 +84,9 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
 
 
 def every(interval: int | datetime.timedelta) -> Policy:
-    """Keeps the first step at or after each multiple of `interval`, including 0, or of each `timedelta` since 1970.
+    """Keeps the first step at or after each multiple of `interval`, including 0.
+
+    A `timedelta` divides the time since 1970.
 
     >>> tr.keep.every(1000)  # of a run that saved 7, 507, 1007, 1507, 2000, 2007: keeps 7, 1007, 2000
     """

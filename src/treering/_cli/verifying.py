@@ -163,8 +163,7 @@ def _result_text(checked: "CheckResult") -> str:
 def _choose_part(
     paths: Sequence[str], max_bytes: int, format: str | None, prefix: str | None, *, many: bool
 ) -> tuple[int, int]:
-    """Chooses at random one of the equal parts that have at most `max_bytes` bytes: its number, and the number of
-    parts.
+    """Splits the bytes into equal parts of at most `max_bytes`. Returns the number of a random part, and of all parts.
 
     With `many`, a checkpoint of unknown size adds nothing to the total.
     """

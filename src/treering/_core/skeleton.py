@@ -140,7 +140,8 @@ def build(skeleton: Skeleton, values: Iterable[Any]) -> Any:
     return stack[0]
 
 
-Describe = Callable[[str, list[str]], tuple[Node, list[str]]]  # a container by its path and the names in it
+# for the path of a container and the names in it: its node, and the names in order
+Describe = Callable[[str, list[str]], tuple[Node, list[str]]]
 
 
 def assemble(
@@ -150,7 +151,7 @@ def assemble(
 
     describe: returns the node of a container and its children in order, for its path and the names in it. Names are
         escaped, as in paths.
-    bare: returns the skeleton of a child that has no leaves.
+    bare: returns the skeleton of a child that `describe` named and that has no leaves, such as an empty container.
 
     Raises `UnsupportedError` if one path is a leaf and a container.
     """

@@ -130,8 +130,9 @@ def encode_signs(every: float, signs: Mapping[int, str]) -> str:
 
 
 def decode_signs(found: Mapping[int, str]) -> tuple[dict[int, str], dict[int, float]]:
-    """Returns the sign of each process, and the seconds between signs of those whose signs another process passes on.
+    """Returns the sign of each process, and for relayed processes the seconds between their signs.
 
+    A process can have a sign of its own and a relayed one. Both become one text, so that a change of either is noticed.
     `found` has the texts in the store by process. A text that begins with `[` is one of `encode_signs`.
     """
     signs = {index: text for index, text in found.items() if not text.startswith("[")}

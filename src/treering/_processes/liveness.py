@@ -1,10 +1,11 @@
 """Keeps the roll of a job: which of its processes are alive, also between their calls.
 
 Processes see signs of life of one another only within calls (see `multi_process`). A process that waits in its training
-step for a dead one makes no call, and without the roll its peers would blame it. So each process renews one key of the
-job's store every two seconds (less often in a large job). It begins at its first call, or when Treering is imported
-into a job that has formed, and stops when the process ends. Process 0 runs the store and keeps the roll: it reads these
-signs without a request, and publishes which processes are silent. A process whose wait timed out reads the roll.
+step for a dead one makes no call, and without the roll its peers would blame it instead of the dead one. So each
+process renews one key of the job's store every two seconds (less often in a large job). A process begins at its first
+call, or when Treering is imported into a job that has formed, and stops when the process ends. Process 0 runs the store
+and keeps the roll: it reads these signs without a request, and publishes which processes are silent. A process whose
+wait timed out reads the roll.
 
 Rejected: asking the peers only when one is missed. Each process would need a request that waits in the store. JAX's
 client cannot cancel such a request, and a process crashes if its interpreter ends meanwhile. Also rejected:
@@ -41,7 +42,7 @@ _END_SECONDS = 2.0  # seconds that a process which ends waits for its last sign 
 
 
 class LivenessReport(msgspec.Struct, frozen=True):
-    """The processes of the job that process 0 misses. Every other process gave a sign of life lately."""
+    """The roll: the processes of the job that process 0 misses. If `is_settled`, every other one gave a sign lately."""
 
     silent: dict[int, float] = {}  # seconds of silence of processes that gave signs before; the longest first
     ended: list[int] = []  # processes whose interpreter ended
@@ -56,8 +57,8 @@ preload_decoders(LivenessReport)
 def read_report(store: JobStore, count: int) -> LivenessReport:
     """Returns the roll.
 
-    If process 0 does not keep one yet, the roll has only `unknown`: the processes of a small job without a sign, or
-    process 0.
+    If process 0 has not published one yet, it has only `unknown`: in a job of at most 64 processes those without a
+    sign, else process 0.
     """
     if text := store.get(_ROLL, None):
         return msgspec.json.decode(text, type=LivenessReport)

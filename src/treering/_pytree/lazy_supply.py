@@ -38,7 +38,7 @@ class LazySupply:
     The writers hold two or three groups of about `group_bytes` in memory at a time.
 
     parallel: False if only one group may be read at a time, because reading it takes much more memory than it has
-    bytes, such as to decode chunks.
+        bytes, such as to decode chunks.
     prefetch_groups: how many more groups are read before a writer needs them. This helps if each read has to wait long.
     block_caller: True if `run` waits until all shards are read or `release_caller` is called. Used for a live tree,
         which must not change until `run` returns.

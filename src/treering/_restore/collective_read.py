@@ -34,8 +34,9 @@ from ..stores.buffers import empty_aligned_array, round_up
 from ..stores.read_errors import ReplacedError
 
 _MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES = 2 << 20, 32 << 10
-_MAX_MEMBERS = 1024  # processes that read together; more processes form several circles
-_ALIGNMENT_BYTES = 16  # bytes; parts of a message begin at multiples of it, and its first unit is the seal
+_MAX_MEMBERS = 1024  # processes that read together; more processes form several such groups
+# bytes; parts of a message begin at multiples of it, and its first unit is the header (see `_write_header`)
+_ALIGNMENT_BYTES = 16
 _COMPLETE, _FAILED = 1, 2
 _CHECKS, _CHECK_SECONDS = 20, 0.1  # after a transfer that failed: how often peers are asked for the reason
 
@@ -46,9 +47,11 @@ WantedBox = tuple[Box, np.ndarray]  # a box that this process wants, and the mem
 class ReadMode(NamedTuple):
     """How processes read an array together.
 
-    Without a layout every process needs all of the array, and those in `together` read it.
-    With a layout, the holders of each box read that box. With a layout and `together`, the processes in `together`
-    read all of the array, and each receives its boxes.
+    | `layout` | `together` | who reads | what each process gets |
+    | --- | --- | --- | --- |
+    | None | given | the processes in `together` | all of the array |
+    | given | None | the holders of each box | its boxes |
+    | given | given | the processes in `together` | its boxes |
     """
 
     layout: Layout | None

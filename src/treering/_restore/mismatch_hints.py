@@ -59,7 +59,7 @@ def suggest_fix(
 ) -> str:
     """Returns the cause that explains most, as a sentence with the arguments that fix it; an empty text if none does.
 
-    `differences` is empty if the caller allowed all differences and the checkpoint had none of the leaves. Arguments
+    `differences` is empty if nothing differs only because missing leaves were allowed, yet no leaf matched. Arguments
     that would lose the position of a data iterator are never suggested.
     """
     most = len(differences) or len(flat_tree.paths)
@@ -83,8 +83,11 @@ def suggest_fix(
         dropped = not cause.at and len(iterator_hints.iterator_paths(now)) < len(held)
         if dropped or iterator_hints.loses_position(flat_tree, now, policy, cause.policy(policy)):
             return 0, most
-        filled = sum(target.filled for target in targets)
-        left = most if not found else len(rest) if differences else len(rest) or filled
+        filled = sum(target.filled for target in targets)  # leaves that keep the template's value
+        if not found:
+            return len(targets) - filled, most
+        # Without differences, a cause is also judged by the leaves that the template still fills.
+        left = len(rest) if differences else len(rest) or filled
         return len(targets) - filled, left
 
     reordered = bool({one.path for one in differences}.difference(flat_tree.paths, entries))

@@ -178,7 +178,9 @@ def _grouped(
     text: str,
     optional: bool,
 ) -> Leaves:
-    """Returns the leaves with one leaf for each group: those that match the patterns and expand `new` to one path."""
+    """Returns the leaves with one leaf for each group. The leaves of a group match the patterns, one leaf per
+    pattern, and expand `new` to the same path.
+    """
     check_known(leaves, text)
     groups: dict[str, dict[int, str]] = {}
     for n, pattern in enumerate(patterns):

@@ -16,7 +16,7 @@ def enclosing_run(store: Store, path: str) -> str | None:
     """Returns the run of which a checkpoint at a path would be a step, if a job writes that run or may do so.
 
     A job keeps its lock in the run while it writes, and its marks in the run and in its `local=` directory. In every
-    format the name of a step ends in its number, so a model with another name may be written next to the steps.
+    format the name of a step ends in a digit, so any other name is no step and needs no check.
     """
     root = parent(path)
     if root is None or not path[-1].isdecimal():
@@ -39,8 +39,8 @@ def check_no_writer(store: Store, root: str) -> None:
 def locked_run(store: Store, root: str, prefix: str = run_layout.DEFAULT_PREFIX, *, replaces: bool) -> Iterator[None]:
     """Holds the lease of a run within a `with` block, as its job does. Raises what `check_no_writer` raises.
 
-    replaces: True if a step of the run is replaced. The local tiers of its jobs are then ignored from now on; otherwise
-        the old step would be uploaded again. Adding steps leaves the local tiers valid.
+    replaces: True if a step of the run is replaced. Jobs then ignore their local copies of it, because they would
+        upload the old step again. Adding steps leaves the local tiers valid.
     """
     check_not_local(store, root)
     directory = RunDirectory(StepCatalog(store, root, prefix), lambda: True)

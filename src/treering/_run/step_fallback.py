@@ -34,7 +34,10 @@ class StepCopy(NamedTuple):
 
 
 def open_in_store(store: Store, path: str, format: str | None = None) -> Checkpoint:
-    """Opens a checkpoint, of any format unless one is named. Raises `ReplacedError` if it was deleted meanwhile."""
+    """Opens a checkpoint in the named format, or detects the format.
+
+    Raises `ReplacedError` if it was deleted meanwhile.
+    """
     try:
         with reading(path), store.glance(path):
             reader = (_detect_format(store, path).open if format is None else formats.get(format).open)(store, path)
@@ -54,7 +57,7 @@ def open_in_store(store: Store, path: str, format: str | None = None) -> Checkpo
 
 
 def check_format(store: Store, path: str, format: str | None) -> None:
-    """Raises `UnsupportedError` if something of another kind than a named format is at a path."""
+    """Raises `UnsupportedError` if a format is named and the path holds something else."""
     if format is not None and store.stat(path) is not None and (reason := formats.get(format).refuses(store, path)):
         raise UnsupportedError(f"{path}: expected a checkpoint of the format {format!r}: {reason}")
 
@@ -62,7 +65,8 @@ def check_format(store: Store, path: str, format: str | None) -> None:
 def _detect_format(store: Store, path: str) -> formats.Format:
     try:
         return formats.detect(store, path)
-    except UnsupportedError:  # It existed a moment ago, so opening raises the right error.
+    # No format knows it. Opening it as native raises the precise error, such as that it is gone.
+    except UnsupportedError:
         return formats.get("treering")
 
 
@@ -135,8 +139,8 @@ def first_valid(
 
     `on_all_processes` makes an attempt that succeeds only if it succeeds in all processes.
 
-    Raises the first `CorruptError` if all steps are damaged; without `fallback`, if all copies of the first step are.
-    A step that is deleted meanwhile is skipped.
+    Raises the first `CorruptError` if no step can be used. Without `fallback` it tries only the copies of the first
+    step. A step that is deleted meanwhile is skipped.
     """
     first: CorruptError | None = None
     deleted = 0

@@ -27,7 +27,7 @@ class StepSaver:
     """Saves the steps that are due, or that the caller forces, in the background.
 
     `preempted` is True once the step at which the job is to stop is saved or being saved. `has_looked` is True once
-    the run has steps, or a search for similar steps and runs was made.
+    steps of the run were found, or similar steps and runs were searched for and logged.
     """
 
     def __init__(
@@ -72,11 +72,12 @@ class StepSaver:
         self, started_at: float, step: int, tree: Any, force: bool, options: StepOptions
     ) -> PendingSave | None:
         several = coordinator.is_multi_process()
-        if not several:  # Several processes would raise a failure at different steps.
+        # Peers see a failure at different times, so with several processes the status of process 0 decides.
+        if not several:
             self._pending_saves.reap(self._pending_saves.status())
         preempted = bool(self._preemption) and not self.preempted and self._preemption.is_due()
         force = force or preempted
-        # Process 0 asks the clock or the user's function for all processes, because their answers differ.
+        # By a number of steps, all processes decide alike. Else process 0 asks the clock or the user's function.
         if not (force or (several and not self._schedule.by_number) or self._schedule.is_due(step)):
             return None
         self._collective.check_open()
@@ -131,11 +132,14 @@ class StepSaver:
             return status, place, host_group and host_group.run_state()
 
     def _look(self) -> None:
-        """Logs similar steps and runs, once, if the run has no steps; not in a bucket, where it takes requests."""
+        """Logs similar steps and runs, once, if the run has no steps.
+
+        Does nothing with a local tier, or in a bucket, where it takes requests.
+        """
         if self.has_looked or isinstance(self._directory, TwoPlaces) or not self._directory.steps.store.has_folders:
             return
         with contextlib.suppress(MismatchError, UnsupportedError):  # `restore_or_init` raises these.
-            resume.has_steps(self._directory)
+            resume.has_steps(self._directory)  # called for what it logs
         self.has_looked = True
 
     def _start(

@@ -8,7 +8,8 @@
 | any other | any number | native | `READ_WHILE_WRITTEN` |
 | any other | any number | foreign | `FOREIGN` |
 
-The memory limit does not choose the way. Within a way it decides whether the caller waits.
+The memory limit does not choose the way. It decides only whether the caller waits until its arrays are copied. Where
+each host has its own disk, `VIA_NATIVE` is impossible, so `choose` raises an error.
 """
 
 import enum
@@ -29,11 +30,11 @@ from .save_target import SaveTarget, requested_options
 class Way(enum.Enum):
     """A way to save."""
 
-    STAGED = enum.auto()
-    READ_WHILE_WRITTEN = enum.auto()
-    FOREIGN = enum.auto()
-    COPIED_BY_PROCESS_0 = enum.auto()
-    VIA_NATIVE = enum.auto()
+    STAGED = enum.auto()  # The caller copies the arrays to host memory, and the writers write them as they are.
+    READ_WHILE_WRITTEN = enum.auto()  # The writers read what they need, box by box, because rules change the arrays.
+    FOREIGN = enum.auto()  # The format writes by itself, and reads what it needs.
+    COPIED_BY_PROCESS_0 = enum.auto()  # Process 0 copies a checkpoint that all processes have opened.
+    VIA_NATIVE = enum.auto()  # All processes save a temporary native checkpoint, and process 0 converts it.
 
 
 def choose(target: SaveTarget, contents: Contents) -> Way:

@@ -1,7 +1,7 @@
 """Saves by several processes where process 0 alone writes the requested checkpoint.
 
-Process 0 reads it from a checkpoint that all processes have opened, or from a temporary one in the native format that
-all processes save first.
+Process 0 reads the leaves from a checkpoint that all processes have opened, or from a temporary native one that all
+processes save first.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def copied_by_process_0(target: SaveTarget, contents: Changed) -> Prepared:
 
 
 def via_native(target: SaveTarget, contents: Changed) -> Prepared:
-    """Plans a save that one process must write, of a tree that is spread over several.
+    """Plans the save of a live tree that is spread over processes, in a form that only one process can write.
 
     All processes save the tree next to the path, in the native format. Process 0 then makes the requested checkpoint
     from that temporary one, in bounded memory.
@@ -47,7 +47,7 @@ def via_native(target: SaveTarget, contents: Changed) -> Prepared:
     if target.format.name != "treering":
         check_no_iterators(target.path, contents.view)
     parts = native_ways.stage_parts(target, contents.live.skeleton, contents.live.described)
-    # The function refers only to the change, so that the live tree and its arrays can be freed once they are staged.
+    # Bind `contents.change` and not `contents`: the live arrays can then be freed once they are staged.
     return Prepared(parts.supply, functools.partial(_write_via_native, target, parts, contents.change))
 
 

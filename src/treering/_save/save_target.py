@@ -24,7 +24,7 @@ class SaveTarget(NamedTuple):
     """The place, format and options of a save.
 
     memory_ok: see `StagedSupply`. None if the copies of this process cannot make another process of the job short of
-    memory.
+        memory.
     """
 
     call: Call

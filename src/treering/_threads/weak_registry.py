@@ -1,4 +1,4 @@
-"""Keeps track of objects that still exist, so that a fork or the next claim of a run can reach all of them."""
+"""Keeps track of objects that still exist, so that code such as fork handlers can reach all of them."""
 
 import weakref
 from typing import Generic, TypeVar

@@ -73,7 +73,7 @@ class Inspection:
             )
 
     def accept_newer_step(self, directory: RunDirectory) -> None:
-        """Chooses a newer step to stay if the chosen one is gone: its job may have saved one and deleted the other.
+        """Chooses a newer step to stay if the job has saved one and deleted the chosen one.
 
         Raises `ChangedError` if no newer step is valid.
         """

@@ -49,8 +49,8 @@ class WriterLock:
     """The right to write a run. The system releases it when the process ends, for whatever reason.
 
     Within a process the newest claim wins. A failed notebook cell has not closed its Checkpointer, and the next cell
-    must be able to continue. A lock whose owner's `busy` returns True stays with its owner. A lock that lost to another
-    claim is lost for good.
+    must be able to continue. A lock whose owner's `busy` returns True stays with its owner. A lock that another claim
+    acquired can never be acquired again.
     """
 
     def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
@@ -64,8 +64,9 @@ class WriterLock:
     def acquire(self) -> None:
         """Acquires the lock unless it is held, and makes the run's directory.
 
-        Raises an `ExistsError` that names the process which holds the lock, `MismatchError` if the lock is lost, and
-        `SaveError` for errors of the system. Where files cannot be locked, every process may write.
+        Raises an `ExistsError` that names the process which holds the lock, `MismatchError` if the lock is lost,
+        `UnsupportedError` if a later release made the lock file, and `SaveError` for errors of the system. Where
+        files cannot be locked, every process may write.
         """
         with _acquire_lock:
             if self.lost:
@@ -154,7 +155,8 @@ class WriterLock:
                         return fd
                     self._disk.unlink(path)  # A hard link elsewhere has the same contents, which must not change.
             except BaseException as error:
-                if isinstance(error, UnsupportedError):  # locked, but a later release made it: it must stay
+                # Only close the file: releasing would delete it, and a later release made it.
+                if isinstance(error, UnsupportedError):
                     self._held.clear()
                 if not self._held:  # the file belongs to another process
                     self._disk.close(fd)

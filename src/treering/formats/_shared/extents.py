@@ -50,7 +50,7 @@ def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout
     """Returns a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
     stored = np.dtype(stored)
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
-    # One object for both lets `_to_native_order` compare them by identity.
+    # Equal dtypes become one object, so that `_to_native_order` compares them with `is`.
     stored = dtype if stored == dtype else stored
     check_shape(shape, name)
     alignment = dtype.alignment if stored.isnative else 0
@@ -101,7 +101,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
         return self.made(out)
 
     def in_file(self, box: Box) -> list[Range]:
-        """Returns the byte ranges of a box in the file of an array that can be mapped; none for an empty box."""
+        """Returns the byte ranges of a box in the file; none for an empty box. The array must be mappable."""
         begin = self.runs[0][1]
         if box == self.layout.box:
             return [(begin, begin + self.layout.nbytes)]
@@ -180,7 +180,7 @@ _offset = operator.itemgetter(0)
 def fill_mapped(wanted: Wanted, found: list[Any]) -> None:
     """Stores the boxes that can be views of private file mappings in `found`, at their numbers.
 
-    Reads the pages of these boxes once. Raises `CorruptError` for files that cannot be read.
+    Loads their pages now. Raises `CorruptError` for files that cannot be read.
     """
     entire, rest = _by_file(wanted, aligned=True)
     boxes: dict[Blob, list[tuple[int, Runs, Box]]] = {}

@@ -58,7 +58,8 @@ class Items(NamedTuple):
 
 
 def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
-    """Reads the items of a folder: those that are listed with their handlers, and those it finds.
+    """Reads the items of a folder. `handlers` are those that the metadata lists; other folders are read too.
+    `deleted` is the item that Orbax is deleting, which is not read.
 
     Damaged items become leaves that cannot be read. Raises `CorruptError` if all items are damaged.
     """
@@ -133,7 +134,10 @@ def numbers(value: Any) -> dict[str, float] | None:
 def _read_metrics(
     store: Store, path: str, handlers: Mapping[str, str]
 ) -> tuple[Mapping[str, float] | None, str | None]:
-    """Reads the metrics. Returns None for an item that only has their name, and why they cannot be read, if so."""
+    """Reads the metrics.
+
+    Returns (metrics, None), (None, None) if `metrics` is an ordinary item, or (None, the reason) if they are damaged.
+    """
     folder = posixpath.join(path, METRICS)
     file = _value_file(store, folder)
     try:

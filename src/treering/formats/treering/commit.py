@@ -50,9 +50,9 @@ def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
 class Transaction(SaveFiles):
     """One save into one directory: readers do not see it before `commit`, and `abort` removes all of it.
 
-    Process 0 makes the temporary manifest first. By it, its peers see that they write to the same file system. `token`
-    is the unique part of the file names, a new one by default. With `rolls_back` a commit is rolled back if another job
-    may have considered this one dead meanwhile.
+    Process 0 makes the temporary manifest first. Its peers look for it to check that they see the same file system.
+    `token` is the unique part of the file names, a new one by default. With `rolls_back` a commit is rolled back if
+    another job may have taken this save for dead and removed its files.
     """
 
     rolls_back = True
@@ -129,7 +129,7 @@ class Transaction(SaveFiles):
         try:
             self.store.settle(self.path)
         except OSError as error:
-            # A replaced manifest is gone, so only a save that replaced none can be rolled back.
+            # Overwriting destroyed the old manifest, so rolling that back would leave no checkpoint.
             if not self._overwrite and self._roll_back() is Outcome.ABORTED:
                 raise
             self.outcome = Outcome.COMMITTED

@@ -55,10 +55,9 @@ def copy(
 
     Returns the identity of the checkpoint.
 
-    on_progress: called with the number of bytes of every buffer before it is written. An error that it raises ends
-    the copy.
-        Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there removes
-        those.
+    on_progress: called with the number of bytes of every buffer before it is written. An error that it raises ends the
+        copy. Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there
+        removes those.
     others: the processes that copy, with `copy_local_files`, the files that this host lacks.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote,

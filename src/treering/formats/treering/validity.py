@@ -1,7 +1,7 @@
 """Checks the rules for a well-formed manifest. `docs/format.md` specifies them, so that all readers agree.
 
-A broken rule raises a `ValueError` or a `TreeringError` that names the rule. It is not damage: the checksum is right,
-so the program that wrote the manifest broke the rule.
+A broken rule raises a `ValueError`, a `msgspec.ValidationError` or a `TreeringError` that names the rule. It is not
+damage: the checksum is right, so the program that wrote the manifest broke the rule.
 """
 
 import collections
@@ -112,7 +112,7 @@ def _check_placement(placement: Placement, leaves: int) -> None:
 
 
 def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> None:
-    """Checks each row of the leaves. `layouts` are the shapes that the layouts cut.
+    """Checks each row of the leaves. `layouts` has the shape of the array that each layout divides.
 
     A manifest may have a million rows, so rows of the same kind are checked once.
     """

@@ -11,9 +11,10 @@ _MAX_BEGINNINGS = 16  # first bytes of objects in the cache, at most 1 MiB each
 
 
 class ListingCache:
-    """The objects below a key, all of which were `found`. None stands for too many to list at once, or for no listing.
+    """Answers requests about the objects below a key from one listing, for as long as a `Store.glance` block lasts.
 
-    In that case, levels are listed on demand, and the answers about single objects are cached.
+    found: all objects below the key; None if they are too many to list at once, or the server cannot list. Then levels
+        are listed on demand, and the answers about single objects are cached.
     """
 
     def __init__(self, bucket: Bucket, key: str, found: Sequence[ObjectMeta] | None):

@@ -21,7 +21,7 @@ _MAX_FOREGROUND_BYTES = 256 << 10
 
 
 class ObjectSink:
-    """An object that does not exist before it is finished.
+    """An object that does not exist before `finish`, or before `publish` if it is `visible`.
 
     A `visible` one has a heartbeat under its name from the start, which names the writer and is renewed. Its data is
     put only under the name that `publish` gives it.
