@@ -11,7 +11,7 @@ from .._printable import safe, safe_lines
 from .boxes import Box, full_box
 from .entries import ArrayEntry, Entry
 from .leaf_paths import join_names
-from .skeleton import Skeleton
+from .skeleton import Node, Skeleton
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,6 +172,20 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
     """
     origin = getattr(source, "origin", None)
     return [origin(path) for path in paths] if origin else paths
+
+
+COMPOSITE = "Composite"  # the name of the class of a tree whose children are items, as Orbax has them
+
+
+def item_names(source: Source) -> tuple[str, ...] | None:
+    """Returns the names of the items of a checkpoint, the children of its root; None if it is one tree.
+
+    A source without an attribute `item_names` has items if its root is of the class `COMPOSITE`.
+    """
+    if hasattr(source, "item_names"):
+        return source.item_names
+    root = source.skeleton[0] if source.skeleton else None
+    return tuple(map(str, root.names())) if isinstance(root, Node) and root.name == COMPOSITE else None
 
 
 INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are recorded together with a tree

@@ -47,7 +47,7 @@ class Items(NamedTuple):
     """Holds the tree of all items and the metrics.
 
     `damage` says why metrics that should exist are missing. `level` is the name of an only item. `left_out` describes
-    the items that Treering cannot read.
+    the items that Treering cannot read. `names` are those of the items, None if the checkpoint is one tree.
     """
 
     tree: Tree
@@ -55,6 +55,7 @@ class Items(NamedTuple):
     damage: str | None = None
     level: str = ""
     left_out: Sequence[str] = ()
+    names: tuple[str, ...] | None = None
 
 
 def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: Any, *, version_1: bool) -> Items:
@@ -103,7 +104,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
     made = _merge_trees({name: trees[name] for name in sorted(trees)})
     if all(isinstance(entry, LostEntry) for entry in made.entries):
         check_readable(made.entries)
-    return Items(made, metrics or {}, damage, "", left_out)
+    return Items(made, metrics or {}, damage, "", left_out, tuple(sorted(trees)))
 
 
 def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:

@@ -41,6 +41,7 @@ class OrbaxReader(ZarrReader):
         super().__init__("orbax", path, tree.entries, tree.arrays, nbytes=nbytes, **about)
         self._store, self._damage = store, damage
         self.level = level  # the name of an only item: a template may have this level, the paths here do not
+        self.item_names = items.names
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
