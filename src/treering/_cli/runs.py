@@ -86,7 +86,7 @@ def open_run(run: str, prefix: str | None) -> "RunDirectory":
     from .. import stores
     from .._run.origin import check_not_local
     from .._run.run_directory import RunDirectory
-    from .._run.run_layout import find_prefix
+    from .._run.run_layout import RunLayout, find_prefix
     from .._run.step_catalog import StepCatalog
     from .._tools.listing import check_run
 
@@ -94,9 +94,8 @@ def open_run(run: str, prefix: str | None) -> "RunDirectory":
     store = stores.get(place)
     check_run(store, place, prefix)
     check_not_local(store, place)
-    return RunDirectory(
-        StepCatalog(store, place, find_prefix(store, place) if prefix is None else prefix), lambda: True
-    )
+    layout = RunLayout(find_prefix(store, place) if prefix is None else prefix)
+    return RunDirectory(StepCatalog(store, place, layout), lambda: True)
 
 
 COMMANDS = (pin, unpin, rewind)

@@ -26,6 +26,7 @@ from .failures import Failures, OnError, log_failure
 from .last_state import LastState, StepOptions
 from .pending_saves import PendingSaves
 from .retention import Retention
+from .run_layout import RunLayout
 from .schedule import SaveEvery, Schedule
 from .step_saver import StepSaver
 
@@ -82,6 +83,8 @@ class Checkpointer:
     `finish`, `delete`, `pin`, `unpin` and `rewind`. Process 0 decides for all.
     """
 
+    _layout: RunLayout | None = None  # The Orbax adapter sets it: its runs name steps as Orbax does.
+
     def __init__(
         self,
         run: str | os.PathLike[str],
@@ -112,7 +115,7 @@ class Checkpointer:
         pending_saves = self._pending_saves = PendingSaves(failures)
         schedule = Schedule(save_every, mtbf, lambda: not pending_saves.all_done())
         directory = self._directory = tiers.make_directory(
-            self._root, local, prefix=prefix, tensorboard=tensorboard, keep=keep, upload_limit=upload_limit,
+            self._root, local, layout=self._layout or RunLayout(prefix), tensorboard=tensorboard, keep=keep, upload_limit=upload_limit,
             failures=failures, pending_saves=pending_saves, timeout=timeout,
         )  # fmt: skip
         retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.on_commit)

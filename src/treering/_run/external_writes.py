@@ -43,7 +43,7 @@ def locked_run(store: Store, root: str, prefix: str = run_layout.DEFAULT_PREFIX,
         upload the old step again. Adding steps leaves the local tiers valid.
     """
     check_not_local(store, root)
-    directory = RunDirectory(StepCatalog(store, root, prefix), lambda: True)
+    directory = RunDirectory(StepCatalog(store, root, run_layout.RunLayout(prefix)), lambda: True)
     try:
         if replaces:
             directory.acquire_run()

@@ -234,7 +234,7 @@ class Retention:
             self._directory.prepare_delete(path)
             check()
 
-        delete = removal.unpublish(self._steps.store, path, prepare_delete)
+        delete = self._steps.unpublish(path, prepare_delete)
         self._deletion_queue.add(f"deleting {path}", delete)
 
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:

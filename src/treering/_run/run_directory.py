@@ -152,9 +152,9 @@ class RunDirectory:
                 check()
 
         if check is None:
-            return removal.unpublish(self._store, path, check_before)()
+            return self.steps.unpublish(path, check_before)()
         undelete = self._prepare_undelete(path)
-        remove_files = removal.unpublish(self._store, path, check_before)
+        remove_files = self.steps.unpublish(path, check_before)
         try:
             check()  # Two processes that each rely on the step that the other deletes do not both miss its deletion.
         except BaseException:
@@ -367,7 +367,7 @@ class RunDirectory:
 
     def step_path(self, step: int) -> str:
         """Returns the directory in which Treering saves a step."""
-        return posixpath.join(self._root, run_layout.step_name(self._prefix, step))
+        return posixpath.join(self._root, self.steps.layout.step_name(step))
 
     def _find_path(self, step: int, committed: Mapping[int, str]) -> str:
         if (number := step_number(step)) not in committed:

@@ -1,11 +1,13 @@
 """The layout of a run: a directory with one checkpoint per step, archived runs and marks."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .. import formats, stores
 from .._core.leaf_paths import join_names
@@ -22,6 +24,7 @@ from . import links
 _log = logging.getLogger("treering")
 DEFAULT_PREFIX = "step-"  # of the names of a run's steps, unless `prefix=` gives another
 _ANY_STEP_NAME = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
+_SHORT_STEP_NAME = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)  # a step's name in a run that Orbax began
 FINISHED_MARK = "finished"  # an empty file in the run's directory: no more steps will come
 REMOTE_MARK = "origin"  # the token of the last job with a local tier that wrote the run
 LOCAL_MARK = "copied-to.json"  # a file in the local tier: the run that it belongs to, and tokens
@@ -30,9 +33,23 @@ BEFORE_FIRST_STEP = -1  # the number before every step, to which `rewind(None)` 
 MIN_STEP_DIGITS = 8  # of a step in a name; shorter numbers are padded with zeros
 
 
-def step_name(prefix: str, step: int) -> str:
-    """Returns the name of a step's directory: ``step-00001000``."""
-    return f"{prefix}{step:0{MIN_STEP_DIGITS}}"
+@dataclasses.dataclass(frozen=True)
+class RunLayout:
+    """Says how a run names and writes its steps.
+
+    format, format_options: of new steps, as for `treering.save`.
+    shared_with_orbax: True if steps in the format of Orbax belong to the run. Retention counts and deletes them.
+    """
+
+    prefix: str = DEFAULT_PREFIX
+    min_digits: int = MIN_STEP_DIGITS
+    format: str = "treering"
+    format_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shared_with_orbax: bool = False
+
+    def step_name(self, step: int) -> str:
+        """Returns the name of a step's directory: ``step-00001000``."""
+        return f"{self.prefix}{step:0{self.min_digits}}"
 
 
 def parse_step_name(name: str, prefix: str) -> int | None:
@@ -47,8 +64,9 @@ def list_step_names(store: Store, run: str, prefix: str | None = None) -> list[t
     """Returns the committed steps of a run, ascending, and the names of their directories.
 
     A directory is a committed step if its name is the prefix and digits, and it holds a manifest. The default prefix
-    is ``step-``; if no step has it, the text before the eight or more digits of all names. Raises `MismatchError` if
-    the names have several prefixes. A directory that cannot be read is ignored.
+    is ``step-``; if no step has it, the text before the eight or more digits of all names. If there are no such names
+    either, the names of steps are those of Orbax: ``3``, or ``ckpt_3`` if all have that prefix. Raises `MismatchError`
+    if the long names have several prefixes. A directory that cannot be read is ignored.
     """
     with store.glance(run):
         return _list_step_names(store, run, prefix)
@@ -69,7 +87,14 @@ def _list_step_names(store: Store, run: str, prefix: str | None) -> list[tuple[i
             f"{run}: expected steps whose names begin with {DEFAULT_PREFIX!r}, found several other prefixes: "
             f"{join_names(tuple(sorted(others)))}; open a step by its own path, or pass prefix= to Checkpointer"
         )
-    return _filter_committed(store, run, names, others.pop()) if others else []
+    if others:
+        return _filter_committed(store, run, names, others.pop())
+    short: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        if (match := _SHORT_STEP_NAME.fullmatch(name)) and is_committed(store, run, name):
+            short.setdefault(match[1], []).append((int(match[2]), name))
+    # Names with several prefixes are those of separate checkpoints.
+    return sorted(short.get("") or (next(iter(short.values())) if len(short) == 1 else []))
 
 
 def find_prefix(store: Store, run: str) -> str:

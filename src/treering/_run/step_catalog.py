@@ -6,12 +6,13 @@ import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from typing import Literal
 
 from .. import formats
 from ..errors import CorruptError, TreeringError, UnsupportedError
-from ..formats.treering import summary
+from ..formats.orbax import removal as orbax_removal
+from ..formats.treering import removal, summary
 from ..keep import Saved
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
@@ -41,8 +42,14 @@ class StepCatalog:
     Metrics that were not given with a step are looked up in event files, if there is a directory of them.
     """
 
-    def __init__(self, store: Store, root: str, prefix: str, tensorboard: str | os.PathLike[str] | None = None):
-        self.store, self.root, self.prefix = store, root, prefix
+    def __init__(
+        self,
+        store: Store,
+        root: str,
+        layout: run_layout.RunLayout,
+        tensorboard: str | os.PathLike[str] | None = None,
+    ):
+        self.store, self.root, self.layout, self.prefix = store, root, layout, layout.prefix
         self._may_lack_files = False
         self._lock = threading.RLock()
         self._cached_status: dict[int, tuple[_Signature, StepStatus]] = {}
@@ -58,9 +65,26 @@ class StepCatalog:
             self._damaged_manifests.clear()
 
     def committed(self) -> dict[int, str]:
-        """Returns the committed steps, ascending, and their directories."""
+        """Returns the committed steps, ascending, and their directories. Only these may be changed."""
         names = run_layout.committed_names(self.store, self.root, self.prefix)
-        return {step: posixpath.join(self.root, name) for step, name in names.items()}
+        own = {step: posixpath.join(self.root, name) for step, name in names.items()}
+        shared = self._shared(set(names.values())) if self.layout.shared_with_orbax else {}
+        return dict(sorted({**shared, **own}.items()))
+
+    def unpublish(self, path: str, check: Callable[[], None]) -> Callable[[], bool]:
+        """Removes a step from the run, after `check`. Returns a function that removes its files."""
+        if self.layout.shared_with_orbax and summary.stat_manifest(self.store, path) is None:
+            return orbax_removal.unpublish(self.store, path, check)
+        return removal.unpublish(self.store, path, check)
+
+    def _shared(self, own: Container[str]) -> dict[int, str]:
+        """Returns the steps in the format of Orbax, and their directories."""
+        found = formats.foreign_steps(self.store, self.root, own, formats.get("orbax"))
+        return {
+            step: one.path
+            for step, one in found.items()
+            if run_layout.parse_step_name(posixpath.basename(one.path), self.prefix) is not None
+        }
 
     def valid_steps(self, *, foreign: bool = False) -> list[SavedStep]:
         """Returns the valid steps, ascending; with `foreign` also those of other libraries in the directory."""
@@ -68,16 +92,15 @@ class StepCatalog:
             return self._valid_steps(foreign)
 
     def _valid_steps(self, foreign: bool) -> list[SavedStep]:
-        own = self.committed()
+        own_names = run_layout.committed_names(self.store, self.root, self.prefix)
+        own = {step: posixpath.join(self.root, name) for step, name in own_names.items()}
         with self._lock:
-            for step in (
-                self._cached_status.keys() - own.keys()
-            ):  # Forget deleted steps: a long run deletes most of them.
+            for step in self._cached_status.keys() - own.keys():  # Forget deleted steps: a long run deletes most.
                 del self._cached_status[step]
         statuses = [self.status_of(step, path) for step, path in own.items()]
         valid = [status for status in statuses if isinstance(status, SavedStep)]
-        if foreign:
-            names = {os.path.basename(path) for path in own.values()}
+        if foreign or self.layout.shared_with_orbax:
+            names = set(own_names.values())
             others = formats.foreign_steps(self.store, self.root, names)
             valid += [
                 saved for step, one in others.items() if step not in own and (saved := self._read_foreign(step, *one))
@@ -114,9 +137,9 @@ class StepCatalog:
     def _read_foreign(self, step: int, path: str, format: str | None) -> SavedStep | None:
         if path not in self._foreign_steps:
             try:
-                self._foreign_steps[path] = SavedStep(
-                    step, step_fallback.open_in_store(self.store, path, format).metrics
-                )
+                ckpt = step_fallback.open_in_store(self.store, path, format)
+                created = ckpt.created.timestamp() if ckpt.created else 0.0
+                self._foreign_steps[path] = SavedStep(step, ckpt.metrics, created, ckpt.nbytes)
             except ReplacedError:  # It was deleted or replaced just now, so nothing is remembered.
                 return None
             except TreeringError as error:

@@ -153,8 +153,10 @@ class StepSaver:
         started_at: float,
         waited: float,
     ) -> PendingSave:
+        layout = self._directory.steps.layout
         requested = SaveOptions(
-            "treering", overwrite, options.rules, options.dtype, options.memory_limit, True, False, {},
+            layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
+            layout.format_options,
             per_host_storage=self._directory.host_group is not None,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))

@@ -9,6 +9,7 @@ from .late_metrics import LateMetrics
 from .pending_saves import PendingSaves
 from .retention import Retention
 from .run_directory import RunDirectory
+from .run_layout import RunLayout
 from .step_catalog import StepCatalog
 from .two_places import TwoPlaces
 
@@ -17,7 +18,7 @@ def make_directory(
     root: str,
     local: str | os.PathLike[str] | None,
     *,
-    prefix: str,
+    layout: RunLayout,
     tensorboard: str | os.PathLike[str] | None,
     keep: Policy | None,
     upload_limit: float | None,
@@ -34,7 +35,7 @@ def make_directory(
         return pending_saves.busy() or any(one.busy for one in made)
 
     def directory_at(root: str) -> RunDirectory:
-        return RunDirectory(StepCatalog(stores.get(root), root, prefix, tensorboard), busy)
+        return RunDirectory(StepCatalog(stores.get(root), root, layout, tensorboard), busy)
 
     directory: RunDirectory | TwoPlaces = directory_at(root)
     if local is not None:

@@ -84,7 +84,7 @@ def list_run(
     check_run(store, place, prefix)
     with store.glance(place):
         prefix = prefix if prefix is not None else _run.find_prefix(store, place)
-        steps = StepCatalog(store, place, prefix)
+        steps = StepCatalog(store, place, _run.RunLayout(prefix))
         own = steps.committed()
         names = {os.path.basename(one) for one in own.values()}
         rows = [_native_row(steps, step, one) for step, one in own.items()]
