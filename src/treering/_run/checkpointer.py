@@ -115,8 +115,8 @@ class Checkpointer:
         pending_saves = self._pending_saves = PendingSaves(failures)
         schedule = Schedule(save_every, mtbf, lambda: not pending_saves.all_done())
         directory = self._directory = tiers.make_directory(
-            self._root, local, layout=self._layout or RunLayout(prefix), tensorboard=tensorboard, keep=keep, upload_limit=upload_limit,
-            failures=failures, pending_saves=pending_saves, timeout=timeout,
+            self._root, local, layout=self._layout or RunLayout(prefix), tensorboard=tensorboard, keep=keep,
+            upload_limit=upload_limit, failures=failures, pending_saves=pending_saves, timeout=timeout,
         )  # fmt: skip
         retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.on_commit)
         self._late_metrics = tiers.late_metrics(directory, retention, pending_saves)
