@@ -3,7 +3,6 @@
 import base64
 import datetime
 import json
-import logging
 import os
 import posixpath
 from collections.abc import Iterator, Mapping
@@ -12,23 +11,18 @@ from typing import Any, NamedTuple
 from ..._core.entries import ArrayEntry
 from ..._core.source import EVERYTHING, Problem, Share
 from ..._threads.python_gc import gc_paused
-from ...errors import CorruptError, UnsafeError
-from ...stores.file_io import is_file
+from ...errors import CorruptError
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
+from . import run_metadata
 from .items import Items, numbers, read_items, read_tree_of
 from .iterators import HANDLERS
 from .schema import CHECKPOINT, SHARDINGS, read_checkpoint_metadata, read_json
 
 _DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
-_ROOT_METADATA = (
-    "_ROOT_METADATA",
-    "metadata",
-)  # in a run's folder `metadata`; early releases: the latter
-_log = logging.getLogger("treering")
 
 
 class OrbaxReader(ZarrReader):
@@ -85,7 +79,7 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
     metadata = about.metadata or found.tree.metadata
     # If the folder above is a checkpoint itself, this folder is an item of it and not a step of a run.
     if step is not None and store.stat(posixpath.join(os.path.dirname(path), CHECKPOINT)) is None:
-        of_run = _read_root_metadata(store, os.path.dirname(path))
+        of_run = run_metadata.read(store, os.path.dirname(path))
         both = isinstance(of_run, dict) and isinstance(metadata, dict)
         metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
     metrics = {**about.metrics, **found.metrics}
@@ -107,24 +101,6 @@ def _read_checkpoint_info(store: Store, path: str) -> _CheckpointInfo:
     metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
     handler = handlers.rpartition(".")[2] if isinstance(handlers, str) else ""
     return _CheckpointInfo(classes, handler, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
-
-
-def _read_root_metadata(store: Store, run: str) -> Any:
-    """Reads the metadata that a `CheckpointManager` was given for all its steps; None if there is none."""
-    for name in _ROOT_METADATA:
-        file = posixpath.join(run, "metadata", name)
-        if is_file(store, file):
-            try:
-                found = read_json(store, file)
-            except UnsafeError:
-                raise
-            except CorruptError as error:
-                _log.warning("%s: opened without the metadata of the run: %s", run, error)
-                return None
-            if name == _ROOT_METADATA[0]:
-                found = found.get("custom_metadata") if isinstance(found, dict) else None
-            return found or None
-    return None
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:
