@@ -1,10 +1,10 @@
-"""Divides a tree into items, one for each key at its top: trees of arrays, and values in JSON."""
+"""Divides a tree into items, one for each key at its top: trees of arrays, values in JSON, and files."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ..._core.entries import Entry, ValueEntry
+from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
 from ..._core.source import Source
@@ -20,34 +20,51 @@ _MAX_INT_BITS = 12_000  # bits; Python converts integers of at most 4,300 decima
 _MAX_NAME_BYTES = 255  # bytes of a folder's name
 
 
-class Items(NamedTuple):
-    """Holds the trees and the values in JSON, by item, and a line for each leaf or key that Orbax cannot hold.
+Kind = Literal["tree", "json", "files"]
 
-    The name "" stands for a tree directly in the folder.
+
+class Items(NamedTuple):
+    """Holds the trees, the values in JSON and the files, by item, and a line for each leaf that Orbax cannot hold.
+
+    The name "" stands for a tree directly in the folder. Files are arrays of bytes, by their paths in the item.
     """
 
     trees: Mapping[str, Sequence[Leaf]]
     values: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, ArrayEntry]]
     problems: Sequence[str]
 
 
-def items_of(contents: Source) -> Items:
-    """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
+def items_of(contents: Source, kinds: Mapping[str, Kind]) -> Items:
+    """Divides a tree into items.
+
+    kinds: of the items. An item that is not listed is JSON, as `JsonSave` writes it, if it has numbers or text and no
+        arrays; else it is a tree.
 
     The metrics become an item, too, because a `CheckpointManager` looks for them there.
     """
     skeleton = contents.skeleton
     assert skeleton is not None
     if not isinstance(skeleton[0], Node) or not skeleton[0].names():
-        return Items({}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"])
+        return Items(
+            {}, {}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"]
+        )
     trees: dict[str, Sequence[Leaf]] = {}
     values: dict[str, Any] = {}
+    files: dict[str, Mapping[str, ArrayEntry]] = {}
     problems: list[str] = []
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
         leaves = list(leaves_of(part, entries))
-        if reason := _refused(name, part):
+        kind = kinds.get(name) or ("json" if _is_json(entries) else "tree")
+        if reason := _refused(name, part, kinds.get(name, "tree")):
             problems.append(f"  {name or repr(name)}: {reason}")
-        elif all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries):
+        elif kind == "files":
+            files[name] = {
+                leaf.keys[0][0]: entry
+                for leaf, entry in zip(leaves, entries, strict=True)
+                if isinstance(entry, ArrayEntry)
+            }
+        elif kind == "json":
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
         else:
@@ -55,7 +72,12 @@ def items_of(contents: Source) -> Items:
             problems += problems_of(leaves, name)
     if contents.metrics:
         values[METRICS] = dict(contents.metrics)
-    return Items(trees, values, problems)
+    return Items(trees, values, files, problems)
+
+
+def _is_json(entries: Iterable[Entry]) -> bool:
+    kinds = {entry.type for entry in entries}
+    return kinds <= {*_JSON} and bool(kinds - {"none"})
 
 
 def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterator[tuple[str, Skeleton, list[Entry]]]:
@@ -68,11 +90,11 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
         yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
 
 
-def _refused(name: str, part: Skeleton) -> str | None:
+def _refused(name: str, part: Skeleton, kind: Kind) -> str | None:
     """Returns the reason why the subtree below a key cannot be an item; None if it can."""
-    if not isinstance(part[0], Node):
+    if not isinstance(part[0], Node) and kind != "json":
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
-    if not part[0].count():
+    if kind == "tree" and isinstance(part[0], Node) and not part[0].count():
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"

@@ -5,10 +5,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..._core.boxes import full_box
+from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
+from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared.case_folding import Folders
 from .._shared.recognition import check_names
@@ -17,7 +20,7 @@ from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from .items import METRICS, VALUES
-from .items_write import Items, items_of
+from .items_write import Items, Kind, items_of
 from .owned_files import NAMES, owned_files
 from .schema import CHECKPOINT, COMMITTED, UNFINISHED
 from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
@@ -25,6 +28,7 @@ from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _OF_TREES = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _OF_VALUES = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
+_OF_FILES = "treering.orbax.HandlerFiles"  # the program's own handler, which it registers itself
 
 
 def write(
@@ -42,10 +46,12 @@ def write(
         raise UnsupportedError(
             f"{path}: Orbax treats a folder with {UNFINISHED!r} in its name as unfinished; choose another name"
         )
-    items = items_of(contents) if _is_composite(**options) else _only_tree(contents)
+    kinds = _kinds(**options)
+    items = _only_tree(contents) if kinds is None else items_of(contents, kinds)
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
+    handlers |= dict.fromkeys(items.files, _OF_FILES)
     marks = [posixpath.join(name, COMMITTED) for name in {**handlers, "": ""}]
     if "" not in handlers:  # without composite=True, the user chooses no names
         check_names(path, [CHECKPOINT, *marks], "orbax")
@@ -74,6 +80,8 @@ def write(
             write_rest(store, _within(folder, name), leaves, chunks)
         for name, value in items.values.items():
             put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), value)
+        for name, files in items.files.items():
+            _write_files(store, posixpath.join(folder, name), contents, files)
         put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))
         for mark in marks:
             put(store, posixpath.join(folder, mark), "committed")
@@ -84,23 +92,38 @@ def write(
     )
 
 
-def _is_composite(*, composite: Any = False, **unknown: Any) -> bool:
-    """Checks the options and returns `composite`. Raises `MismatchError` for all others."""
+def _write_files(store: Store, folder: str, contents: Source, files: Mapping[str, ArrayEntry]) -> None:
+    """Writes files, which are arrays of bytes, into the folder of an item."""
+    for name, entry in files.items():
+        if parent := posixpath.dirname(name):
+            store.make_folders(posixpath.join(folder, parent), [])
+        with file_of_new_folder(store, posixpath.join(folder, name)) as file:
+            (data,) = contents.read([(entry, full_box(entry.shape))])
+            file.write(data.tobytes())
+
+
+def _kinds(*, composite: Any = False, **unknown: Any) -> Mapping[str, Kind] | None:
+    """Checks the options. Returns the known kinds of the items, or None for a tree directly in the folder.
+
+    Raises `MismatchError` for other options. The adapter of `treering.orbax` gives kinds; the public value is a bool.
+    """
     if unknown:
         raise MismatchError(f"format='orbax': expected no option except composite=, found {', '.join(unknown)}")
+    if isinstance(composite, Mapping):
+        return composite
     if type(composite) is not bool:
         raise MismatchError(
             f"composite={composite!r:.100}: expected True, which makes an item of each key at the top of the tree, or "
             "False; rules choose and name the keys"
         )
-    return composite
+    return {} if composite else None
 
 
 def _only_tree(contents: Source) -> Items:
     """Returns the entire tree as the only item, directly in the folder."""
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
-    return Items({"": leaves}, {}, list(problems_of(leaves)))
+    return Items({"": leaves}, {}, {}, list(problems_of(leaves)))
 
 
 def _within(folder: str, name: str) -> str:
