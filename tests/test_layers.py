@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "treering"
 LAYERS = [  # from top to bottom
-    {"testing", "keras"},
+    {"testing", "keras", "orbax"},
     {"__main__"},
     {"_cli"},
     {"__init__"},

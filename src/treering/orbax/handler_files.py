@@ -1,0 +1,92 @@
+"""Runs the program's own handlers in directories, and keeps the files that they write as arrays of bytes."""
+
+import asyncio
+import inspect
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .._processes.coordinator import is_multi_process
+from ..errors import UnsupportedError
+from .nodes import HandlerFiles, handler_files
+
+
+def save_files(handler: Any, args: Any) -> HandlerFiles:
+    """Returns the files that a handler writes for arguments."""
+    _check_one_process(handler)
+    with tempfile.TemporaryDirectory(prefix="treering-") as folder:
+        directory = path_object(folder)
+        given, named = call_of(args)
+        if hasattr(handler, "async_save"):
+            asyncio.run(_saved(handler, directory, given, named))
+        else:
+            handler.save(directory, *given, **named)
+        if hasattr(handler, "finalize"):
+            handler.finalize(directory)
+        found: dict[str, Any] = {}
+        for base, _, names in os.walk(folder):
+            for name in names:
+                file = pathlib.Path(base, name)
+                found[file.relative_to(folder).as_posix()] = np.fromfile(file, np.uint8)
+    if not found:
+        raise UnsupportedError(f"{type(handler).__name__}: expected a handler that writes files, found none")
+    return handler_files(found)
+
+
+async def _saved(handler: Any, directory: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    for future in await handler.async_save(directory, *given, **named) or ():
+        found = future.result()
+        if inspect.isawaitable(found):
+            await found
+
+
+def restore_files(files: Mapping[str, Any], handler: Any, args: Any) -> Any:
+    """Returns what a handler restores from files that it wrote."""
+    _check_one_process(handler)
+    with tempfile.TemporaryDirectory(prefix="treering-") as folder:
+        for name, content in files.items():
+            file = pathlib.Path(folder, name)
+            if not file.resolve().is_relative_to(pathlib.Path(folder).resolve()):
+                raise UnsupportedError(f"{name!r}: expected a file within the handler's directory")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            np.asarray(content).tofile(file)
+        return restore_directory(path_object(folder), handler, args)
+
+
+def restore_directory(directory: Any, handler: Any, args: Any) -> Any:
+    """Returns what a handler restores from a directory."""
+    given, named = call_of(args)
+    return handler.restore(directory, *given, **named)
+
+
+class CallArgs:
+    """Arguments of a call in the old style, for a handler without registered arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
+        self.args, self.kwargs = args, kwargs
+
+
+def call_of(args: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns the positional and the keyword arguments that pass `args` to a handler."""
+    if isinstance(args, CallArgs):
+        return args.args, args.kwargs
+    return (), {} if args is None else {"args": args}
+
+
+def path_object(path: str) -> Any:
+    """Returns a path as handlers expect it: that of etils, which Orbax passes, if it is in use."""
+    epath = sys.modules.get("etils.epath")
+    return pathlib.Path(path) if epath is None else epath.Path(path)
+
+
+def _check_one_process(handler: Any) -> None:
+    if is_multi_process():
+        raise UnsupportedError(
+            f"{type(handler).__name__}: a handler of your own saves and restores in a job of one process only; put the "
+            "data into a tree, or use Grain's handler for iterators"
+        )

@@ -1,0 +1,256 @@
+"""Translates the arguments of items into trees of Treering, and restores items by arguments."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .._core import source as _source
+from .._core.leaf_paths import join_names, key_text
+from .._core.skeleton import Node
+from .._pytree import walk
+from .._restore.checkpoint import Checkpoint
+from ..errors import MismatchError, NotFoundError
+from . import handler_files, metadata, nodes, registration, tree_restore
+from .arguments import Composite, tree_in
+from .errors import ItemNotFoundError, UnsupportedValueError
+from .kinds import Kind, resolve
+
+_log = logging.getLogger("treering")
+DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
+_KEY_NAME, _KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
+
+
+def format_options(write: str | None, *, several: bool) -> dict[str, Any]:
+    """Returns the arguments of `treering.save` that choose the format.
+
+    write: "treering" or "orbax"; by default what the environment variable `TREERING_ORBAX_WRITE` says, or "treering".
+    several: True if the root of the tree has the items as children.
+
+    Raises `MismatchError` for another format.
+    """
+    chosen = write or os.environ.get("TREERING_ORBAX_WRITE") or "treering"
+    if chosen not in ("treering", "orbax"):
+        raise MismatchError(f"write={chosen!r}: expected 'treering' or 'orbax'")
+    return {"format": "orbax", "composite": several} if chosen == "orbax" else {}
+
+
+def save_tree(args: Any, handler: Any = None) -> Any:
+    """Returns the tree of one item.
+
+    Raises `MismatchError` for arguments without an item, or that do not belong to the handler, and the errors of the
+    program's own handler.
+    """
+    kind, own = resolve(args, handler)
+    if isinstance(args, handler_files.CallArgs) or kind == "own":
+        return handler_files.save_files(own, args)
+    if kind is None or args is None:
+        raise MismatchError("args: expected arguments that say what to save, such as args.StandardSave(tree), got None")
+    if kind == "composite":
+        return save_items(args, getattr(handler, "handlers", None))
+    item = args.item
+    if kind in ("standard", "pytree"):
+        return _tree_to_save(kind, args)
+    if kind == "json":
+        return json.loads(json.dumps(item))
+    if kind == "numpy-key":
+        if not isinstance(item, tuple | dict):
+            raise UnsupportedValueError(
+                f"item: expected a tuple or a dict of numpy.random.get_state, found a {type(item).__name__}"
+            )
+        return {_KEY_NAME: item, _KEY_METADATA: {"legacy": isinstance(item, tuple)}}
+    if kind in ("array", "jax-key"):
+        return _cast("", item, args.save_args)
+    return item
+
+
+def save_items(args: Mapping[str, Any], handlers: Any = None) -> nodes.Composite:
+    """Returns the tree of several items. `handlers` is a mapping by name, or a registry."""
+    found = {name: one for name, one in args.items() if one is not None}
+    if not found:
+        raise MismatchError("args: expected a Composite with at least one item, found none")
+    return nodes.composite({name: save_tree(one, handler_of(name, one, handlers)) for name, one in found.items()})
+
+
+def custom_metadata(args: Any, given: Any = None) -> Any:
+    """Returns the metadata to record: those of the call (`given`), or else those of the arguments.
+
+    Raises `UnsupportedValueError` for both, and for those of one of several items: a checkpoint has one.
+    """
+    parts = list(args.values()) if isinstance(args, Mapping) else [args]
+    own = [found for one in parts if (found := getattr(one, "custom_metadata", None)) is not None]
+    if own and (given is not None or isinstance(args, Mapping)):
+        raise UnsupportedValueError(
+            "custom_metadata: expected it once, for the entire checkpoint; pass it to save() and not to an item"
+        )
+    return given if given is not None or not own else own[0]
+
+
+def handler_of(name: str | None, args: Any, handlers: Any) -> Any:
+    """Returns the handler of an item in a mapping or a registry, or None."""
+    if handlers is None:
+        return None
+    if isinstance(handlers, Mapping):
+        return handlers.get(name)
+    if args is None:
+        return next((one for (item, _), one in handlers.get_all_entries().items() if item == name), None)
+    if handlers.has(name, args):
+        return handlers.get(name, args)
+    if any(item == name for item, _ in handlers.get_all_entries()):
+        raise MismatchError(f"{name}: expected arguments registered for this item, found {type(args).__name__}")
+    return handlers.get(None, args) if handlers.has(None, args) else None
+
+
+def item_names(ckpt: Checkpoint) -> tuple[str, ...] | None:
+    """Returns the names of the items of a checkpoint, None if it is one tree."""
+    return _source.item_names(ckpt._source)
+
+
+def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: Any = None) -> Any:
+    """Restores an item. The name None stands for the entire checkpoint.
+
+    Raises `ItemNotFoundError`, which is a `KeyError`, if there is no such item, and `MismatchError` if the item does
+    not fit the arguments.
+    """
+    kind, own = resolve(args, handler)
+    if isinstance(args, handler_files.CallArgs) or kind == "own":
+        return _restore_own(ckpt, name, own, args if args is not None else _default_args(own))
+    if kind == "composite":
+        return restore_items(ckpt, args, getattr(handler, "handlers", None))
+    part = _part(ckpt, name)
+    if _is_files(part):
+        raise MismatchError(
+            f"{ckpt.path}: {name or 'the checkpoint'} was saved by a handler of its own; give its arguments or handler"
+        )
+    if kind == "standard":
+        return tree_restore.restore_as_saved(part) if args is None else tree_restore.restore_standard(part, args)
+    if kind == "pytree":
+        return tree_restore.restore_as_saved(part) if args is None else tree_restore.restore_pytree(part, args)
+    if kind in ("array", "jax-key"):
+        return tree_restore.restore_leaf(part, getattr(args, "item", None), getattr(args, "restore_args", None))
+    if kind == "iterator":
+        return _restore_iterator(part, args)
+    value = tree_restore.restore_as_saved(part)
+    if kind == "json":
+        return value
+    if kind == "numpy-key":
+        if not isinstance(value, dict) or set(value) != {_KEY_NAME, _KEY_METADATA}:
+            raise MismatchError(f"{ckpt.path}: {name}: expected the state of NumPy's generator, found another tree")
+        return tuple(value[_KEY_NAME]) if value[_KEY_METADATA]["legacy"] else value[_KEY_NAME]
+    return value
+
+
+def restore_items(ckpt: Checkpoint, args: Mapping[str, Any] | None = None, handlers: Any = None) -> Composite:
+    """Restores the items that `args` name, or all items, as results by name."""
+    known = item_names(ckpt)
+    wanted = dict(args.items()) if args else dict.fromkeys(known or (DEFAULT_ITEM,))
+    found = {name: restore_item(ckpt, name, one, handler_of(name, one, handlers)) for name, one in wanted.items()}
+    return Composite(**found)
+
+
+def _part(ckpt: Checkpoint, name: str | None) -> Checkpoint:
+    known = item_names(ckpt)
+    if name is None:
+        if known is not None:
+            raise MismatchError(f"{ckpt.path}: expected one tree, found the items {join_names(known)}; use Composite")
+        return ckpt
+    if known is None:
+        if name in (DEFAULT_ITEM, getattr(ckpt._source, "level", "")):
+            return ckpt
+        raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found one tree without items")
+    if name not in known:
+        raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found {join_names(known) or 'none'}")
+    try:
+        return ckpt.at(key_text(name))
+    except NotFoundError as error:
+        raise ItemNotFoundError(str(error)) from None
+
+
+def _is_files(part: Checkpoint) -> bool:
+    skeleton = part._source.skeleton
+    return bool(skeleton) and isinstance(skeleton[0], Node) and skeleton[0].name == nodes.HandlerFiles.__name__
+
+
+def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) -> Any:
+    """Restores by the program's own handler, from the files in the checkpoint or a directory of Orbax."""
+    if ckpt.format == "orbax":
+        level = name or getattr(ckpt._source, "level", "")
+        directory = os.path.join(ckpt.path, level) if level else ckpt.path
+        if not os.path.isdir(directory):
+            raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found no directory of it")
+        return handler_files.restore_directory(handler_files.path_object(directory), handler, args)
+    part = _part(ckpt, name)
+    if not _is_files(part):
+        raise MismatchError(
+            f"{ckpt.path}: {name or 'the checkpoint'} was not saved by a handler of its own; restore it with the "
+            f"arguments that it was saved with, not by {type(handler).__name__}"
+        )
+    return handler_files.restore_files(part.restore(), handler, args)
+
+
+def _default_args(handler: Any) -> Any:
+    if not registration.has_registered_args(handler):
+        return None
+    _, restore = registration.get_registered_args_cls(handler)
+    try:
+        return restore()
+    except TypeError as error:
+        raise MismatchError(f"{restore.__name__}: expected arguments for the restore: {error}") from error
+
+
+def _restore_iterator(part: Checkpoint, args: Any) -> Any:
+    item = getattr(args, "item", None)
+    if item is None:
+        raise MismatchError("item: expected the iterator whose state is restored, found None")
+    part.restore(item)
+    if hasattr(item, "start_prefetch"):  # as Grain's own handler does
+        item.start_prefetch()
+    return item
+
+
+def _tree_to_save(kind: Kind, args: Any) -> Any:
+    item, save_args = args.item, args.save_args
+    if item is None:
+        raise MismatchError("item: expected a tree to save, found None")
+    if tree_in(item) is not item:
+        raise MismatchError("item: expected a tree of arrays, found the metadata of one")
+    flat = walk.flatten_tree(item)
+    if kind == "standard" and list(flat.paths) == [""]:
+        raise MismatchError(f"item: expected a tree, found a single {type(item).__name__}; use args.ArraySave")
+    if getattr(args, "ocdbt_target_data_file_size", None) is not None:
+        _log.warning("ocdbt_target_data_file_size= has no effect; Treering chooses the sizes of files")
+    if save_args is None:
+        return item
+    given = walk.flatten_tree(save_args)
+    by_path = dict(zip(given.paths, given.leaves, strict=True))
+    if rest := [path for path in by_path if path not in set(flat.paths)]:
+        raise MismatchError(f"save_args: expected the structure of the item, found also {join_names(tuple(rest))}")
+    leaves = [_cast(path, leaf, by_path.get(path)) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
+    return walk.unflatten(item, leaves, flat.structure)
+
+
+def _cast(path: str, leaf: Any, save_args: Any) -> Any:
+    """Returns a leaf in the dtype of its `SaveArgs`."""
+    dtype = getattr(save_args, "dtype", None)
+    if save_args is not None and not hasattr(save_args, "aggregate"):
+        raise MismatchError(f"save_args: {path or '(root)'}: expected SaveArgs, found {type(save_args).__name__}")
+    if dtype is None or leaf is None or isinstance(leaf, str | bytes):
+        return leaf
+    if isinstance(leaf, bool | int | float | complex):
+        import numpy as np
+
+        return np.asarray(leaf).astype(dtype).item()
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+
+def item_metadata(ckpt: Checkpoint, name: str | None = None) -> Any:
+    """Returns the metadata of an item, or of the entire checkpoint; None if its own handler saved it.
+
+    For several items and no name it is a mapping of the items' metadata.
+    """
+    known = item_names(ckpt)
+    if name is None and known is not None:
+        return Composite(**{one: item_metadata(ckpt, one) for one in known})
+    part = _part(ckpt, name)
+    return None if _is_files(part) else metadata.tree_metadata(part)

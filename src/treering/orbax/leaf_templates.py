@@ -1,0 +1,173 @@
+"""Decides for a leaf of a checkpoint what a template must have to restore it as the program asks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._core import dtypes
+from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.source import Source
+from .._pytree.placements import PlacementError, resolve_placement
+from .._restore.array_placement import ambient_mesh
+from .._restore.read_groups import as_key
+from ..errors import MismatchError
+from .errors import UnsupportedValueError
+
+_SCALARS = (bool, int, float, complex)
+_TYPES = {"jax.Array": jax.Array, "np.ndarray": np.ndarray, "string": str}  # as the files of Orbax name them
+
+
+class LeafTemplate(NamedTuple):
+    """A leaf of a template for `treering.restore`, and a function that makes the result from the restored leaf."""
+
+    leaf: Any
+    finish: Callable[[Any], Any] | None = None
+
+
+class Leaves:
+    """Makes the templates of the leaves of a checkpoint.
+
+    fallback: the place of JAX arrays whose saved place this job lacks. Without it they raise `MismatchError`.
+    """
+
+    def __init__(self, source: Source, fallback: Any = None):
+        self._source, self._fallback = source, fallback
+
+    def as_saved(self, entry: Entry, dtype: Any = None) -> LeafTemplate:
+        """Returns the template of the kind, the shape and the place that were saved."""
+        if not isinstance(entry, ArrayEntry):
+            value = entry.decode()
+            if dtype is not None and type(value) in _SCALARS:
+                return LeafTemplate(np.zeros((), dtype))
+            return LeafTemplate(..., lambda _: value)
+        if entry.type in ("jax", "jax-weak", "key"):
+            return LeafTemplate(self._in_jax(entry, dtype, self._saved_place(entry), entry.type == "jax-weak"))
+        wanted = dtypes.to_numpy(entry.dtype) if dtype is None else np.dtype(dtype)
+        return LeafTemplate(wanted.type(0) if entry.type == "numpy-scalar" else _on_host(entry.shape, wanted))
+
+    def like(self, leaf: Any, entry: Entry) -> LeafTemplate:
+        """Returns the template for a leaf of the program's own template, whose kind counts."""
+        if leaf is None or leaf is ...:
+            return LeafTemplate(leaf)
+        if type(leaf) in _SCALARS:
+            return _scalar(type(leaf), entry, leaf)
+        name = type(leaf).__name__
+        if name == "StringMetadata":
+            return LeafTemplate("")
+        if name == "ScalarMetadata":
+            return _scalar(type(np.dtype(leaf.dtype).type(0).item()), entry, None)
+        if name in ("ArrayMetadata", "ShapeDtypeStruct"):
+            return self._like_shape(leaf, entry)
+        return LeafTemplate(leaf)
+
+    def by_args(self, leaf: Any, entry: Entry, args: Any) -> LeafTemplate:
+        """Returns the template for the `RestoreArgs` of a leaf. Only the shape of `leaf` counts."""
+        if leaf is None or leaf is ... or args is None:
+            return LeafTemplate(leaf) if leaf is None or leaf is ... else _shaped(self.as_saved(entry), leaf, entry)
+        kind, dtype = args.restore_type, args.dtype
+        kind = _TYPES.get(kind, kind) if isinstance(kind, str) else kind
+        if kind is type(...):
+            return LeafTemplate(...)
+        shape = getattr(args, "global_shape", None)
+        if shape is not None and isinstance(entry, ArrayEntry) and entry.type != "key" and tuple(shape) != entry.shape:
+            if not getattr(args, "strict", True):
+                raise UnsupportedValueError(
+                    f"{entry.path}: strict=False with the shape {tuple(shape)}: Treering neither truncates nor pads, "
+                    f"found {entry.shape}; restore the saved shape and change it afterwards"
+                )
+            return LeafTemplate(jax.ShapeDtypeStruct(tuple(shape), dtype or dtypes.to_numpy(entry.dtype)))
+        if kind is None:
+            return _shaped(self.as_saved(entry, dtype), leaf, entry)
+        if kind in (*_SCALARS, str, bytes):
+            return _scalar(kind, entry, None)
+        if not isinstance(kind, type) or not issubclass(kind, jax.Array | np.ndarray | np.generic):
+            raise UnsupportedValueError(
+                f"{entry.path}: restore_type={kind!r}: expected numpy.ndarray, jax.Array, a Python number or text"
+            )
+        if not issubclass(kind, jax.Array):
+            saved = entry if isinstance(entry, ArrayEntry) else _array_of(entry, np.dtype)
+            wanted = dtypes.to_numpy(saved.dtype) if dtype is None else np.dtype(dtype)
+            return _shaped(LeafTemplate(_on_host(saved.shape, wanted)), leaf, entry)
+        place = real_sharding(getattr(args, "sharding", None))
+        if place is None and getattr(args, "mesh", None) is not None and args.mesh_axes is not None:
+            place = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+        if isinstance(entry, ArrayEntry):
+            place = self._saved_place(entry) if place is None else place
+        else:
+            entry = _array_of(entry, jax.dtypes.canonicalize_dtype)
+        return _shaped(LeafTemplate(self._in_jax(entry, dtype, place)), leaf, entry)
+
+    def _like_shape(self, leaf: Any, entry: Entry) -> LeafTemplate:
+        place = real_sharding(leaf.sharding)
+        if isinstance(entry, ValueEntry) and place is None and leaf.shape == ():
+            return LeafTemplate(np.zeros((), leaf.dtype))
+        if place is None and isinstance(entry, ArrayEntry):
+            if type(leaf).__name__ == "ArrayMetadata" or entry.type in ("numpy", "numpy-scalar"):
+                return LeafTemplate(_on_host(tuple(leaf.shape), np.dtype(leaf.dtype)))
+            place = self._saved_place(entry)
+        weak = bool(getattr(leaf, "weak_type", False))
+        return LeafTemplate(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=weak))
+
+    def _in_jax(self, entry: ArrayEntry, dtype: Any, place: Any, weak: bool = False) -> Any:
+        if entry.type == "key":
+            data = jax.ShapeDtypeStruct(entry.shape, "uint32")
+            key = jax.eval_shape(lambda found: as_key(found, entry), data)
+            return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=place)
+        wanted = dtypes.to_numpy(entry.dtype) if dtype is None else dtype
+        return jax.ShapeDtypeStruct(entry.shape, wanted, sharding=place, weak_type=weak and dtype is None)
+
+    def _saved_place(self, entry: ArrayEntry) -> Any:
+        record = self._source.sharding(entry)
+        if record is None:
+            return None
+        try:
+            return resolve_placement(record, ambient_mesh(), exactly=False).sharding
+        except PlacementError as error:
+            if self._fallback is not None:
+                return self._fallback
+            raise MismatchError(
+                f"{entry.path}: expected a job that has the saved place of the array, found {error}; give a target "
+                "with shardings, or fallback_sharding="
+            ) from None
+
+
+def real_sharding(sharding: Any) -> Any:
+    """Returns the sharding of JAX that a `ShardingMetadata` describes, and any other value as it is."""
+    make = getattr(sharding, "to_jax_sharding", None)
+    return sharding if make is None else make()
+
+
+def _on_host(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    return np.broadcast_to(np.zeros((), dtype), shape)  # It takes no memory.
+
+
+def _array_of(entry: ValueEntry, kept: Callable[[Any], Any]) -> ArrayEntry:
+    """Returns the entry of the array without axes that a Python number becomes. `kept` chooses its dtype."""
+    return ArrayEntry(entry.path, "numpy", np.dtype(kept(np.asarray(entry.decode()).dtype)).name, ())
+
+
+def _scalar(kind: type, entry: Entry, leaf: Any) -> LeafTemplate:
+    """Returns the template of a Python number or text of a type, from a number or an array without axes."""
+    template = LeafTemplate(kind() if leaf is None else leaf)
+    if not isinstance(entry, ArrayEntry) or entry.shape or entry.type == "key":
+        return template
+    found = dtypes.to_numpy(entry.dtype)
+    fits = {
+        bool: found.kind == "b",
+        int: dtypes.is_integer(found),
+        float: dtypes.is_float(found),
+        complex: dtypes.is_float(found) or found.kind == "c",
+    }
+    if not fits.get(kind, False):
+        return template
+    return LeafTemplate(_on_host((), found), lambda array: kind(array.item()))
+
+
+def _shaped(made: LeafTemplate, leaf: Any, entry: Entry) -> LeafTemplate:
+    """Returns a template with the shape that the program expects, if its leaf has one and it is another."""
+    shape = getattr(leaf, "shape", None)
+    if shape is None or not isinstance(entry, ArrayEntry) or entry.type == "key" or tuple(shape) == entry.shape:
+        return made
+    return LeafTemplate(jax.ShapeDtypeStruct(tuple(shape), dtypes.to_numpy(entry.dtype)))

@@ -1,0 +1,106 @@
+"""Relates classes of arguments to the handlers that save and restore with them."""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..errors import MismatchError
+
+
+@dataclasses.dataclass
+class CheckpointArgs:
+    """The base of all arguments of a save or a restore. Subclasses are registered with a handler."""
+
+
+A = TypeVar("A", bound=type)
+
+_FOR_SAVE: dict[type, type] = {}
+_FOR_RESTORE: dict[type, type] = {}
+
+
+def register_with_handler(handler_cls: type, for_save: bool = False, for_restore: bool = False) -> Callable[[A], A]:
+    """Returns a decorator that registers a class of arguments with the class of a handler.
+
+    Raises `MismatchError` if neither `for_save` nor `for_restore` is True. The decorator raises `TypeError` for a class
+    that is not derived from `CheckpointArgs`.
+    """
+    if not for_save and not for_restore:
+        raise MismatchError("register_with_handler: expected for_save=True or for_restore=True, found neither")
+
+    def register(cls: A) -> A:
+        if not is_args_class(cls):
+            raise TypeError(f"register_with_handler: expected a subclass of CheckpointArgs, found {cls!r}")
+        if for_save:
+            _FOR_SAVE[cls] = handler_cls
+        if for_restore:
+            _FOR_RESTORE[cls] = handler_cls
+        return cls
+
+    return register
+
+
+def is_args_class(cls: Any) -> bool:
+    """Returns True for a class of arguments, of this package or of Orbax itself."""
+    return inspect.isclass(cls) and any(base.__name__ == CheckpointArgs.__name__ for base in cls.__mro__)
+
+
+def get_registered_handler_cls(arg: Any) -> type:
+    """Returns the class of the handler that arguments, or a class of arguments, are registered with.
+
+    Raises `TypeError` for anything but arguments, and `MismatchError` for arguments that are not registered.
+    """
+    cls = arg if inspect.isclass(arg) else type(arg)
+    if not is_args_class(cls):
+        raise TypeError(f"expected a subclass of CheckpointArgs, found {cls!r}")
+    found = registered_handler(cls)
+    if found is None:
+        raise MismatchError(
+            f"{cls.__name__}: expected arguments that are registered with a handler; use register_with_handler"
+        )
+    return found
+
+
+def registered_handler(arg: Any) -> type | None:
+    """Returns the class of the handler that arguments are registered with, or None."""
+    cls = arg if inspect.isclass(arg) else type(arg)
+    return _FOR_SAVE.get(cls) or _FOR_RESTORE.get(cls) or _found_in_orbax("get_registered_handler_cls", cls)
+
+
+def get_registered_args_cls(handler: Any) -> tuple[type, type]:
+    """Returns the two classes of arguments, for save and restore, that a handler or its class is registered with.
+
+    Raises `MismatchError` if one of the two is missing.
+    """
+    cls = handler if inspect.isclass(handler) else type(handler)
+    found = tuple(
+        next((args for args, other in known.items() if other is cls), None) for known in (_FOR_SAVE, _FOR_RESTORE)
+    )
+    if None in found:
+        found = _found_in_orbax("get_registered_args_cls", cls) or found
+    save, restore = found
+    if save is None or restore is None:
+        raise MismatchError(
+            f"{cls.__name__}: expected a handler with registered arguments for {'save' if save is None else 'restore'}"
+            "; use register_with_handler"
+        )
+    return save, restore
+
+
+def has_registered_args(handler: Any) -> bool:
+    """Returns True if a handler has arguments for save and for restore."""
+    try:
+        get_registered_args_cls(handler)
+    except MismatchError:
+        return False
+    return True
+
+
+def _found_in_orbax(function: str, cls: type) -> Any:
+    """Returns what the registry of Orbax itself says, if the program has imported Orbax. Grain registers there."""
+    theirs = sys.modules.get("orbax.checkpoint.checkpoint_args")
+    try:
+        return None if theirs is None else getattr(theirs, function)(cls)
+    except (TypeError, ValueError):  # It does not know the class.
+        return None

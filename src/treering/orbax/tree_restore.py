@@ -1,0 +1,125 @@
+"""Restores a tree as arguments of Orbax ask, by a template for `treering.restore`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .._core import skeleton as _skeleton
+from .._core.entries import Entry
+from .._core.leaf_paths import join_names, key_text, split
+from .._core.skeleton import Node
+from .._core.source import Source
+from .._pytree import variable_levels, walk
+from .._restore.checkpoint import Checkpoint
+from ..errors import MismatchError
+from .errors import UnsupportedValueError
+from .leaf_templates import LeafTemplate, Leaves
+
+
+def restore_as_saved(part: Checkpoint) -> Any:
+    """Returns nested dicts and lists, with the kinds and the places that were saved."""
+    leaves = Leaves(part._source)
+    return _restore(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
+
+
+def restore_standard(part: Checkpoint, args: Any) -> Any:
+    """Restores by `StandardRestore`: each leaf has the kind of its leaf in the target."""
+    if not args.strict:
+        raise UnsupportedValueError(
+            "strict=False: Treering neither truncates nor pads arrays; restore the saved shapes and change them "
+            "afterwards"
+        )
+    leaves = Leaves(part._source, args.fallback_sharding)
+    if args.item is None:
+        return _restore(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
+    return _restore(part, args.item, lambda path, leaf, entry: leaves.like(leaf, entry))
+
+
+def restore_pytree(part: Checkpoint, args: Any) -> Any:
+    """Restores by `PyTreeRestore`: each leaf has the kind that was saved, or that its `RestoreArgs` say."""
+    if args.transforms or getattr(args, "legacy_transform_fn", None) is not None:
+        raise UnsupportedValueError("transforms: not supported; use rules= of treering.restore")
+    if args.transforms is not None and not args.transforms_default_to_original:
+        raise UnsupportedValueError("transforms_default_to_original=False: not supported")
+    if args.transforms is not None and args.item is None:
+        raise MismatchError("transforms: expected an item that says the structure of the result, found None")
+    leaves = Leaves(part._source)
+    given = _args_by_path(args.restore_args)
+    found: set[str] = set()
+
+    def template(path: str, leaf: Any, entry: Entry) -> LeafTemplate:
+        found.add(path)
+        return leaves.by_args(leaf, entry, given.get(path))
+
+    partial = bool(getattr(args, "partial_restore", False)) or args.transforms is not None
+
+    def check() -> None:
+        rest = tuple(path for path in given if path not in found)
+        if rest and not partial:
+            raise MismatchError(f"restore_args: expected the structure of the tree, found also {join_names(rest)}")
+
+    return _restore(part, args.item, template, extra="ignore" if partial else "error", check=check)
+
+
+def restore_leaf(part: Checkpoint, item: Any, restore_args: Any) -> Any:
+    """Restores a checkpoint that is one leaf: an array, a number or a key."""
+    leaves = Leaves(part._source)
+    if restore_args is None and item is not None:
+        return _restore(part, item, lambda path, leaf, entry: leaves.like(leaf, entry))
+    return _restore(part, None, lambda path, leaf, entry: leaves.by_args(entry, entry, restore_args))
+
+
+def _restore(
+    part: Checkpoint,
+    item: Any,
+    template: Callable[[str, Any, Entry], LeafTemplate],
+    *,
+    extra: str = "error",
+    check: Callable[[], None] = lambda: None,
+) -> Any:
+    """Returns the tree, with the structure of `item` or, without one, that was saved.
+
+    template: makes the template of a leaf of `item` (or of an entry) and the entry at its path.
+    check: runs before anything is read.
+    """
+    source = part._source
+    item = structure_of(source) if item is None else item
+    flat = walk.flatten_tree(item)
+    entries = variable_levels.rename_to_tree(flat, source.entries)
+    made = [
+        template(path, leaf, entries[path]) if path in entries else LeafTemplate(leaf)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    ]
+    check()
+    like = walk.unflatten(item, [one.leaf for one in made], flat.structure)
+    tree = part.restore(like, extra=extra, dtype="template")
+    if not any(one.finish for one in made):
+        return tree
+    done = walk.flatten_tree(tree)
+    leaves = [one.finish(leaf) if one.finish else leaf for one, leaf in zip(made, done.leaves, strict=True)]
+    return walk.unflatten(tree, leaves, done.structure)
+
+
+def structure_of(source: Source) -> Any:
+    """Returns the saved tree as nested dicts with text for keys, and lists, as Orbax does, with entries as leaves."""
+    entries = list(source.entries.values())
+    if source.skeleton is None:
+        return _skeleton.nest_by_path(source.entries, entries)
+    return _skeleton.build([_plain(node) if isinstance(node, Node) else node for node in source.skeleton], entries)
+
+
+def _plain(node: Node) -> Node:
+    if isinstance(node.keys, int):
+        return Node("list", "", node.keys)
+    return Node("dict", "", [split(key_text(key))[0] for key in node.children()])
+
+
+def _args_by_path(restore_args: Any) -> dict[str, Any]:
+    """Returns the `RestoreArgs` in a tree, by path."""
+    if restore_args is None:
+        return {}
+    flat = walk.flatten_tree(restore_args)
+    known = {path: one for path, one in zip(flat.paths, flat.leaves, strict=True) if one is not None and one is not ...}
+    if wrong := [path for path, one in known.items() if not hasattr(one, "restore_type")]:
+        kind = type(known[wrong[0]]).__name__
+        raise MismatchError(f"restore_args: {wrong[0] or '(root)'}: expected RestoreArgs, found {kind}")
+    return known

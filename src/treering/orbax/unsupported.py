@@ -1,0 +1,69 @@
+"""Stands in for the names of Orbax that this package does not support."""
+
+from typing import Any
+
+from ..errors import UnsupportedError
+
+_INSTEAD = {
+    "ProtoSave": "save the bytes of the message in a handler of your own",
+    "ProtoRestore": "restore the bytes of the message in a handler of your own",
+    "ProtoCheckpointHandler": "save the bytes of the message in a handler of your own",
+    "BasePyTreeCheckpointHandler": "use PyTreeCheckpointHandler",
+    "type_handlers": "save such leaves as arrays, or as an item with a handler of your own",
+    "aggregate_handlers": "small leaves need no special handler",
+    "msgpack_utils": "use treering.formats for files in MessagePack",
+    "serialization": "use treering.save and treering.restore",
+    "arrays": "use treering.open, whose leaves read parts of arrays",
+    "experimental": "use treering.Checkpointer with local=, which has a local and a remote tier",
+    "pathways": "use treering with jax.distributed",
+    "multihost": "use jax.experimental.multihost_utils",
+    "logging": "use the logger 'treering' of the standard library",
+    "transform_utils": "use rules= of treering.restore",
+    "apply_transformations": "use rules= of treering.restore",
+    "merge_trees": "use rules= of treering.restore",
+    "Transform": "use rules= of treering.restore",
+    "RestoreTransform": "use rules= of treering.restore",
+    "test_utils": "use treering.testing",
+    "tree": "use jax.tree",
+    "Future": "use the result of treering.save_async",
+    "future": "use the result of treering.save_async",
+    "AbstractCheckpointManager": "use CheckpointManager",
+    "checkpoint_managers": "use CheckpointManager",
+}
+
+
+class _Refused:
+    """Raises an error as soon as the program uses it."""
+
+    def __init__(self, name: str):
+        self.__dict__["_name"] = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise error(self.__dict__["_name"])
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # asked by `inspect`, `copy` and the like
+            raise AttributeError(attribute)
+        raise error(f"{self.__dict__['_name']}.{attribute}")
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise error(self.__dict__["_name"])
+
+    def __repr__(self) -> str:
+        return f"<treering.orbax.{self.__dict__['_name']}, not supported>"
+
+
+def is_refused(name: str) -> bool:
+    """Returns True for a name of Orbax that exists here only to raise an error when it is used."""
+    return name in _INSTEAD
+
+
+def refused(name: str) -> Any:
+    """Returns a stand-in for a name of Orbax. Using it raises `UnsupportedError`."""
+    return _Refused(name)
+
+
+def error(name: str) -> UnsupportedError:
+    """Returns the error about a name that is not supported."""
+    instead = next((_INSTEAD[part] for part in reversed(name.split(".")) if part in _INSTEAD), "")
+    return UnsupportedError(f"treering.orbax.{name} is not supported{'; ' + instead if instead else ''}")
