@@ -41,6 +41,7 @@ _MODULES = frozenset(
         "args",
         "checkpoint_args",
         "checkpoint_manager",
+        "checkpoint_managers",
         "checkpoint_utils",
         "checkpointers",
         "handlers",

@@ -17,3 +17,7 @@ class ItemNotFoundError(NotFoundError, KeyError, ValueError):
 
 class UnsupportedValueError(UnsupportedError, ValueError):
     """An argument asks for something that Treering does not do."""
+
+
+class StepAlreadyExistsError(CheckpointExistsError):
+    """A step exists, and was to be saved in any case. Nothing was written."""

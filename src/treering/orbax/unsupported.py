@@ -28,7 +28,6 @@ _INSTEAD = {
     "Future": "use the result of treering.save_async",
     "future": "use the result of treering.save_async",
     "AbstractCheckpointManager": "use CheckpointManager",
-    "checkpoint_managers": "use CheckpointManager",
 }
 
 
@@ -63,7 +62,13 @@ def refused(name: str) -> Any:
     return _Refused(name)
 
 
+class UnsupportedNameError(UnsupportedError, AttributeError):
+    """A name of Orbax that is not supported. `hasattr` and `getattr` with a default see that it is missing."""
+
+    __str__ = UnsupportedError.__str__
+
+
 def error(name: str) -> UnsupportedError:
     """Returns the error about a name that is not supported."""
     instead = next((_INSTEAD[part] for part in reversed(name.split(".")) if part in _INSTEAD), "")
-    return UnsupportedError(f"treering.orbax.{name} is not supported{'; ' + instead if instead else ''}")
+    return UnsupportedNameError(f"treering.orbax.{name} is not supported{'; ' + instead if instead else ''}")

@@ -1,0 +1,249 @@
+"""`CheckpointManager`, with the calls of Orbax: saves the steps of a run, keeps some of them, and restores them."""
+
+import dataclasses
+import datetime
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import treering as tr
+
+from ..errors import MismatchError
+from . import preservation
+from .errors import StepAlreadyExistsError
+from .manager_items import ManagerItems, agree
+from .manager_options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
+from .metadata import step_metadata
+from .run import OrbaxRun, as_path, directory_of
+from .save_decisions import DecisionContext, is_by_step
+
+_log = logging.getLogger("treering")
+
+
+@dataclasses.dataclass
+class RootMetadata:
+    """The metadata of a run, which are the same for all its steps."""
+
+    custom_metadata: Any
+
+
+class CheckpointManager:
+    """Saves the steps of a run in the background, keeps those that are wanted, and restores them.
+
+    The arguments are those of Orbax's class. `write="orbax"`, or the environment variable
+    ``TREERING_ORBAX_WRITE=orbax``, writes new steps in the format of Orbax.
+
+    `checkpointers` (the old style) and `item_handlers` name the handlers of the items; `handler_registry` adds handlers
+    of your own. `logger` has no effect.
+
+    Raises `UnsupportedError` for options that cannot be honored, and `NotFoundError` for a directory that is missing
+    with ``create=False``.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        checkpointers: Any = None,
+        options: CheckpointManagerOptions | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: Any = None,
+        *,
+        write: str | None = None,
+    ):
+        self._options = options = options or CheckpointManagerOptions()
+        self._items = ManagerItems(checkpointers, item_names, item_handlers, handler_registry)
+        self._save_policy, self._best = save_policy(options), best_of(options)
+        keep = preservation.as_keep(preservation_policy(options))
+        self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=self._on_commit)
+        if logger is not None:
+            _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
+        self._run.make_root(options.create)
+        self._latest: int | None = None
+        self._has_logged_skip = False
+        self.reload()
+        if metadata is not None and options.save_root_metadata and not options.read_only:
+            self._run.save_metadata(metadata)
+
+    @property
+    def directory(self) -> Any:
+        """The directory of the run, as a path."""
+        return as_path(self._run.directory)
+
+    # Steps
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """Returns the committed steps and those that are being saved, ascending. `read` has no effect."""
+        return self._run.steps
+
+    def latest_step(self) -> int | None:
+        """Returns the newest of `all_steps`; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Returns the step that is best by `best_fn`, or without one the latest. NaN is never better than a number."""
+        if self._best is None:
+            return self.latest_step()
+        self._run.wait()
+        ranked = self._best.ranked(self._run.infos())
+        return ranked[0].step if ranked else None
+
+    def reload(self) -> None:
+        """Reads the steps again, in case another process has changed the directory."""
+        self._latest = self.latest_step()
+
+    def reached_preemption(self, step: int) -> bool:
+        """Returns True at the step at which JAX tells all processes to stop; only in a job of several processes."""
+        import jax
+        from jax.experimental import multihost_utils
+
+        return jax.process_count() > 1 and bool(multihost_utils.reached_preemption_sync_point(step))
+
+    def should_save(self, step: int) -> bool:
+        """Returns True if `save` would save the step: it is newer than the newest, and the policy wants it."""
+        if self._options.read_only:
+            _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
+            return False
+        if self._latest is not None and step <= self._latest:
+            if not self._has_logged_skip:
+                self._has_logged_skip = True
+                _log.warning(
+                    "%s: step %d is not saved, because step %d exists; this and later steps up to it are skipped",
+                    self._run.directory, step, self._latest,
+                )  # fmt: skip
+            return False
+        return self._decide(step)
+
+    def _decide(self, step: int) -> bool:
+        policy = self._save_policy
+        infos = [preservation.CheckpointInfo(one, datetime.datetime.max, None) for one in self._known_steps()]
+        busy = self._options.enable_should_save_is_saving_in_progress_check and self._run.is_saving
+        context = DecisionContext(
+            is_saving_in_progress=busy,
+            reached_preemption=self.reached_preemption(step),
+            multiprocessing_options=self._options.multiprocessing_options,
+        )
+        now = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), None)
+        if is_by_step(policy):
+            return policy.should_save(now, infos, context=context)
+        return agree(self._run.directory, lambda: policy.should_save(now, self._run.infos(), context=context))
+
+    def _known_steps(self) -> list[int]:
+        """Returns the newest step, without looking at the directory: a loop may ask at every step."""
+        return [] if self._latest is None else [self._latest]
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns True while a save is running."""
+        return self._run.is_saving
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool | None = False,
+        args: Any = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Saves a step if `should_save` says so, or in any case with `force`. Returns True if it is saved.
+
+        metrics: numbers by name, which are saved with every step. custom_metadata: JSON values by name.
+
+        Raises `StepAlreadyExistsError` (a `ValueError`) for a step that exists, `MismatchError` for arguments that do
+        not fit, and the error of the save before.
+        """
+        args = self._items.to_save(items, save_kwargs, args)
+        if self._options.read_only:
+            _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
+            return False
+        if not force and not self.should_save(step):
+            return False
+        self._run.wait()
+        if step in self.all_steps():
+            raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
+        if self._best is not None and metrics is None:
+            _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
+        tree = self._items.tree(args)
+        saved = None if self._options.prevent_write_metrics else metrics
+        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=custom_metadata)
+        self._latest = max(step, -1 if self._latest is None else self._latest)
+        if not self._options.enable_async_checkpointing or self._items.is_synchronous:
+            self.wait_until_finished()
+        return True
+
+    def _on_commit(self, report: tr.SaveReport) -> None:
+        callback = getattr(self._options.async_options, "post_finalization_callback", None)
+        if callback is not None:
+            callback()
+
+    def wait_until_finished(self) -> None:
+        """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""
+        self._run.wait()
+        self._run.wait_for_deletions()
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save that has failed; does not wait."""
+        if not self._run.is_saving:
+            self._run.wait()
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, of either format. Raises `NotFoundError` (a `FileNotFoundError`) if it does not exist."""
+        if self._options.read_only:
+            _log.warning("%s: read_only=True, so step %d is not deleted", self._run.directory, step)
+            return
+        self._run.delete(step)
+        self.reload()
+
+    def close(self) -> None:
+        """Waits as `wait_until_finished` does, and ends the saving. Reading still works."""
+        self._run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._run.__exit__(kind, error, traceback)
+
+    # Restoring
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: Any = None,
+    ) -> Any:
+        """Restores a step; None is the latest valid one.
+
+        Returns the item, or a `Composite` with those that `args` names. Raises `NotFoundError` (a `FileNotFoundError`)
+        if there is no such step, and `MismatchError` (a `ValueError`) if it does not fit the target.
+        """
+        ckpt = self._open(step, directory)
+        return self._items.restored(ckpt, items, restore_kwargs, args)
+
+    def _open(self, step: int | None, directory: str | os.PathLike[str] | None = None) -> tr.Checkpoint:
+        return self._run.open(step) if directory is None else tr.open(directory_of(directory), step=step)
+
+    def item_metadata(self, step: int) -> Any:
+        """Returns the shapes and dtypes of the item of a step, or a `Composite` of them."""
+        if step is None:
+            raise MismatchError("item_metadata(None): expected a step")
+        return self.metadata(step).item_metadata
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Returns the metadata of a step, or without one those of the run."""
+        if step is None:
+            return RootMetadata(self._run.load_metadata() or {})
+        ckpt = self._open(step)
+        return step_metadata(ckpt, self._items.metadata(ckpt))
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """Returns the metrics of a step; None if it has none."""
+        return self._open(step).metrics or None

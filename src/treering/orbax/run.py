@@ -1,0 +1,114 @@
+"""A `treering.Checkpointer` whose run has the layout of Orbax: its names of steps, and steps in both formats."""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .. import stores
+from .._run.checkpointer import Checkpointer
+from .._run.run_layout import RunLayout
+from ..errors import NotFoundError, UnsupportedError
+from ..formats.orbax import run_metadata
+from ..keep import Policy
+from .items import DEFAULT_ITEM, format_options
+from .manager_items import ManagerItems
+from .manager_options import CheckpointManagerOptions
+from .preservation import CheckpointInfo, info_of
+
+_log = logging.getLogger("treering")
+_NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<digits>[0-9]+)", re.DOTALL)
+
+
+class OrbaxRun(Checkpointer):
+    """Saves and restores the steps of a `CheckpointManager`."""
+
+    def __init__(self, run: str, options: CheckpointManagerOptions, write: str | None, keep: Policy, **given: Any):
+        chosen = format_options(write, several=True)
+        self._layout = RunLayout(*_step_names(options), format=chosen.get("format", "treering"), shared_with_orbax=True)
+        super().__init__(run, prefix=self._layout.prefix, keep=keep, **given)
+
+    def save_items(self, step: int, tree: Any, items: ManagerItems, args: Any, **given: Any) -> None:
+        """Saves a step in the format of the run."""
+        layout = self._directory.steps.layout
+        if layout.format == "orbax":
+            kinds = items.kinds(tree, args)
+            self._directory.steps.layout = dataclasses.replace(layout, format_options={"composite": kinds})
+            tree = tree if items.several else {DEFAULT_ITEM: tree}
+        self.save(step, tree, force=True, **given)
+
+    def load_metadata(self) -> Any:
+        """Returns the metadata of the run; None if it has none."""
+        return run_metadata.read(stores.get(self.directory), self.directory)
+
+    def save_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Writes the metadata of a run that has none yet. Logs it if the run has others."""
+        write = functools.partial(run_metadata.write, stores.get(self.directory), self.directory, metadata)
+        self._collective.run_on_process_0("metadata", write)
+        if (found := self.load_metadata()) != json.loads(json.dumps(dict(metadata))) and metadata:
+            _log.warning("%s: the metadata of the run stay as an earlier job wrote them: %.200r", self.directory, found)
+
+    def make_root(self, create: bool) -> None:
+        """Makes the directory of the run. Raises `NotFoundError` if it is missing and must not be made."""
+        store = stores.get(self.directory)
+        if not store.has_folders or store.stat(self.directory):
+            return
+        if not create:
+            raise NotFoundError(f"{self.directory}: expected a directory, found nothing; pass create=True")
+        if not _is_secondary_process():
+            store.make_folders(self.directory, [])
+
+    def infos(self) -> list[CheckpointInfo]:
+        """Returns the valid steps, ascending, with their times and metrics."""
+        return [info_of(one) for one in self._directory.valid_steps(foreign=True)]
+
+    def wait_for_deletions(self) -> None:
+        """Waits until the steps are gone that the last save has made superfluous."""
+        self._saver._retention.wait()
+
+
+def _is_secondary_process() -> bool:
+    import jax
+
+    return jax.process_index() > 0
+
+
+def _step_names(options: CheckpointManagerOptions) -> tuple[str, int]:
+    """Returns the prefix of the names of steps, and the least number of digits."""
+    if (named := options.step_name_format) is not None:
+        if not (hasattr(named, "step_prefix") and hasattr(named, "step_format_fixed_length")):
+            raise UnsupportedError(
+                f"step_name_format={named!r:.200}: expected one of orbax.checkpoint.step.standard_name_format(…), "
+                "because Treering finds steps by their numbers"
+            )
+        prefix, digits = named.step_prefix, named.step_format_fixed_length
+    else:
+        prefix, digits = options.step_prefix, options.step_format_fixed_length
+    return (f"{prefix}_" if prefix else ""), digits or 1
+
+
+def step_in(name: str) -> int | None:
+    """Returns the step in a directory's name, ``3`` or ``ckpt_3``; None for other names."""
+    found = _NAME.fullmatch(name)
+    return int(found["digits"]) if found else None
+
+
+def as_path(path: str) -> Any:
+    """Returns a path as Orbax does: of `etils.epath` if that is installed, else of `pathlib`."""
+    try:
+        from etils import epath
+
+        return epath.Path(path)
+    except ImportError:
+        import pathlib
+
+        return pathlib.Path(path)
+
+
+def directory_of(path: str | os.PathLike[str]) -> str:
+    """Returns the absolute path of a run, as text."""
+    return stores.absolute_run(path)
