@@ -5,7 +5,7 @@ import keras
 
 import treering.keras
 
-from .other_weights_than_saved import model, trained
+from .other_weights_than_saved import trained
 from .outcomes import Case, Outcome
 
 
@@ -15,8 +15,9 @@ class _Count(keras.callbacks.Callback):
     updates: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        model: Any = self.model
         if self.updates is None:
-            self.updates = int(self.model.optimizer.iterations)
+            self.updates = int(model.optimizer.iterations)
 
 
 class _Crash(keras.callbacks.Callback):
@@ -45,10 +46,10 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="keras-team/keras#19389",
-    told="A restarted program restores the weights of the backup and not the state of the optimizer.",
+    told="A restarted program restores the weights of a backup without the optimizer.",
     library="Keras",
     version="keras 3.15.1",
-    today=Outcome.SILENT,
+    today=Outcome.RIGHT,
     treering=Outcome.RIGHT,
     says="optimizer",
     reported=reported,

@@ -9,7 +9,7 @@ import treering as tr
 from .outcomes import Case, Outcome
 
 _EVENTS = 2**24 + 1  # no float32 has this value
-_TEMPLATE = {"events": jax.ShapeDtypeStruct((), jnp.float32)}
+_TEMPLATE: Any = {"events": jax.ShapeDtypeStruct((), jnp.float32)}
 
 
 def reported(ocp: Any, folder: pathlib.Path) -> bool:
@@ -26,7 +26,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="SlopDotCash/asi#2714",
-    told="An integer counter is cast to the template's float32 and comes back as another number.",
+    told="A restore casts an integer to the template's float and changes it.",
     library="Orbax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,

@@ -9,7 +9,7 @@ import treering as tr
 from .outcomes import Case, Outcome
 
 _SAVED = {"embed": jnp.ones(3), "lm_head": jnp.full(2, 5.0)}
-_MODEL = {"embed": jax.ShapeDtypeStruct((3,), jnp.float32), "head": jax.ShapeDtypeStruct((2,), jnp.float32)}
+_MODEL: Any = {"embed": jax.ShapeDtypeStruct((3,), jnp.float32), "head": jax.ShapeDtypeStruct((2,), jnp.float32)}
 
 
 def _filled(leaf: Any) -> Any:
@@ -19,9 +19,7 @@ def _filled(leaf: Any) -> Any:
 def reported(ocp: Any, folder: pathlib.Path) -> bool:
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder / "model", _SAVED)
-        found = checkpointer.restore(
-            folder / "model", args=ocp.args.PyTreeRestore(item=_MODEL, partial_restore=True)
-        )
+        found = checkpointer.restore(folder / "model", args=ocp.args.PyTreeRestore(item=_MODEL, partial_restore=True))
     return bool((jax.tree.map(_filled, found)["head"] == 5).all())
 
 
@@ -32,8 +30,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#4341",
-    told="A weight that the checkpoint has under another name comes back as zeros, and training goes on.",
-    library="MaxText on Orbax",
+    told="Orbax leaves a weight that the checkpoint lacks abstract; the trainer fills it with zeros.",
+    library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.ERROR,

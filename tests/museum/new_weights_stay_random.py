@@ -25,9 +25,7 @@ def reported(ocp: Any, folder: pathlib.Path) -> bool:
         checkpointer.save(folder / "linen", _LINEN)
         # The template has arrays, so a check for leaves that are still abstract finds none.
         template = nnx.to_pure_dict(nnx.state(net, nnx.Param))
-        found = checkpointer.restore(
-            folder / "linen", args=ocp.args.PyTreeRestore(item=template, partial_restore=True)
-        )
+        found = checkpointer.restore(folder / "linen", args=ocp.args.PyTreeRestore(item=template, partial_restore=True))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
     nnx.update(net, found)
     return bool((net.output.kernel[...] == 5).all())
@@ -42,8 +40,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#4342",
-    told="A Linen checkpoint lacks a weight of the NNX model, which keeps its first values.",
-    library="MaxText on Orbax",
+    told="A Linen checkpoint lacks a weight of an NNX model; the model keeps its random one.",
+    library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.ERROR,

@@ -39,8 +39,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="marin-community/marin#5217",
-    told="Temporary checkpoints are in another region; a restart elsewhere resumes from an older step.",
-    library="Levanter's loop, on Orbax",
+    told="Newer steps are in another region; the job resumes from an older one.",
+    library="Levanter; here Orbax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.RIGHT,

@@ -42,8 +42,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="google/brax#655",
-    told="A checkpoint has the networks alone; a resumed training begins with empty moments of Adam.",
-    library="Brax on Orbax",
+    told="The optimizer is not saved; Adam begins with empty moments.",
+    library="Orbax in Brax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.ERROR,

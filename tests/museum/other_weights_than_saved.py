@@ -4,7 +4,6 @@ from typing import Any
 import keras
 import numpy as np
 
-import treering as tr
 import treering.keras
 
 from .outcomes import Case, Outcome
@@ -35,14 +34,14 @@ def reported(ocp: Any, folder: pathlib.Path) -> bool:
 def native(folder: pathlib.Path) -> bool:
     net = trained(treering.keras.ModelCheckpoint(folder / "run"))
     loaded = model()
-    tr.keras.load(loaded, folder / "run")
+    treering.keras.load(loaded, folder / "run")
     return _same(loaded, net)
 
 
 CASE = Case(
     report="keras-team/keras#23251",
-    told="The loaded model has its first weights: the names in the checkpoint differ, and are skipped.",
-    library="Keras on Orbax",
+    told="Names differ between the checkpoint and the loaded model; such weights are skipped.",
+    library="Orbax in Keras",
     version="keras 3.15.1",
     today=Outcome.SILENT,
     treering=Outcome.RIGHT,

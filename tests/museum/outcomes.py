@@ -23,9 +23,13 @@ class Outcome(enum.StrEnum):
 class Case(NamedTuple):
     """A report. Each program returns True if the job goes on with the state that was saved.
 
-    `reported` gets the module `orbax.checkpoint`, or one in its place, and a folder; `native` gets a folder.
-    `says` is a pattern: an error or a warning counts as ours only if it names the state that is lost.
-    `about_orbax` is False if Orbax was given too little to see the loss: then no adapter can see it either.
+    report: owner/repository#number. told: the report in one sentence. library: the one that is named there.
+    version: the package and version that gave the outcome `today`.
+    reported: the program of the report. It takes the module `orbax.checkpoint`, or an adapter, and a folder.
+    native: the program with Treering. It takes a folder.
+    says: a pattern. A warning, or an error of Treering, must match it: it must name the state that is lost.
+    about_orbax: False if Orbax never sees the state that is lost, so no adapter can.
+    adapter: the outcome of `reported` with `treering.orbax`.
     """
 
     report: str
@@ -39,6 +43,14 @@ class Case(NamedTuple):
     native: Callable[[pathlib.Path], bool]
     about_orbax: bool = True
     adapter: Outcome | None = None
+
+    @property
+    def row(self) -> str:
+        """The case as a line of the table in docs/explanation/reliability.md."""
+        repository, number = self.report.split("#")
+        link = f"[{repository.split('/')[1]} {number}](https://github.com/{repository}/issues/{number})"
+        adapter = (self.adapter or "not tried") if self.about_orbax else "–"
+        return f"| {self.told} {link} | {self.library} | {self.today} | {self.treering} | {adapter} |"
 
 
 class _Heard(logging.Handler):
@@ -60,7 +72,8 @@ def outcome(program: Callable[[], bool], says: str) -> Outcome:
             warnings.simplefilter("always")
             right = program()
     except TreeringError as error:
-        assert re.search(says, str(error)), error
+        if not re.search(says, str(error)):
+            raise
         return Outcome.ERROR
     except _MISTAKES:
         raise

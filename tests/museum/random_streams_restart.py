@@ -50,8 +50,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#4343",
-    told="The checkpoint has no random streams, so dropout repeats its first masks after each resume.",
-    library="MaxText on Orbax",
+    told="Random streams are not saved; dropout repeats its first masks.",
+    library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.RIGHT,

@@ -39,8 +39,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#5260",
-    told="A job that went back to an earlier step saves nothing until it has passed the latest step again.",
-    library="MaxText on Orbax",
+    told="After a return to an earlier step, saves up to the latest step are skipped.",
+    library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.RIGHT,

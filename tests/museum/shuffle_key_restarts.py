@@ -42,8 +42,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="google/tunix#2288",
-    told="A resumed learner continues its data, and begins the random keys of the shuffle again.",
-    library="Tunix on Orbax",
+    told="The key of the shuffle is not saved; it repeats.",
+    library="Orbax in Tunix",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.RIGHT,

@@ -41,8 +41,8 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="marin-community/marin#8760",
-    told="A checkpoint that cannot be read counts as none: the job starts over and writes over the run.",
-    library="Levanter's loop, on Orbax",
+    told="An unreadable checkpoint counts as none; the job starts over.",
+    library="Levanter; here Orbax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
     treering=Outcome.ERROR,
