@@ -2,8 +2,10 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ keras = pytest.importorskip("keras", reason="Keras is installed for `make test` 
 import treering as tr  # noqa: E402
 import treering.keras as tk  # noqa: E402
 from treering.keras.variables import variables  # noqa: E402
+from treering.stores.posix import Disk  # noqa: E402
 
 pytestmark = [pytest.mark.peers, pytest.mark.long]
 X = np.linspace(-1, 1, 64, dtype="float32").reshape(32, 2)
@@ -56,6 +59,21 @@ def test_an_interrupted_training_ends_as_one_that_was_not(tmp_path: pathlib.Path
     assert len(_fit(resumed, 5, backup())["loss"]) == (2 if freq == "epoch" else 3)
     assert _equal(uninterrupted, resumed) == (freq == "epoch")
     assert tr.steps(tmp_path / "run") == []  # They are deleted at the end, as in Keras.
+
+
+def test_a_training_continues_from_a_save_that_is_still_under_way(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class SlowDisk(Disk):
+        def link(self, old: str, new: str) -> None:
+            time.sleep(0.3)  # seconds: the next `fit` begins before this commit
+            super().link(old, new)
+
+    use_disk(SlowDisk())
+    model = _model()
+    stop = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch == 1 and signal.raise_signal(2))
+    with pytest.raises(KeyboardInterrupt):
+        _fit(model, 2, tk.BackupAndRestore(tmp_path / "run"), stop)
+    assert tr.steps(tmp_path / "run") == []
+    assert len(_fit(model, 2, tk.BackupAndRestore(tmp_path / "run"))["loss"]) == 1
 
 
 @pytest.mark.rare

@@ -13,7 +13,7 @@ from .. import formats
 from .._run.checkpointer import Checkpointer
 from .._save.pending import PendingSave
 from .._save.save import save_async
-from ..errors import MismatchError
+from ..errors import MismatchError, NotFoundError
 from ..keep import last
 from .variables import assign, state
 
@@ -149,7 +149,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._ckpts = Checkpointer(self._dir, keep=self._keep)
         self._epoch = 0
-        if self._ckpts.latest_step is None:
+        try:
+            self._ckpts.open()  # Waits for saves of an interrupted `fit`, which `latest_step` does not list yet.
+        except NotFoundError:
             return
         model = _model(self)
         assign(model, self._ckpts.restore(state(model)))
