@@ -44,6 +44,7 @@ _MODULES = frozenset(
         "checkpoint_managers",
         "checkpoint_utils",
         "checkpointers",
+        "experimental",
         "handlers",
         "metadata",
         "options",
