@@ -11,6 +11,7 @@ from ..._core.entries import ArrayEntry
 from ..._restore.checkpoint import Checkpoint
 from ...errors import CorruptError
 from .. import handler_files
+from ..leaf_templates import was_in_jax
 from ..metadata import ShardingMetadata
 from ..tree_restore import structure_of
 from . import own_files, registry
@@ -85,7 +86,7 @@ def tree_metadata(part: Checkpoint) -> Any:
             value = entry.decode()
             return None if value is None else type(value)()
         shape, dtype = entry.shape, dtypes.to_numpy(entry.dtype)
-        if entry.type not in ("jax", "jax-weak", "key"):
+        if not was_in_jax(source, entry):
             return NumpyMetadata(shape, np.dtype(dtype))
         record = source.sharding(entry)
         return ArrayMetadata(shape, dtype, None if record is None else ShardingMetadata(record))
