@@ -11,15 +11,15 @@ from typing import Any
 
 # Names are imported on first use, so that the import of this package imports neither JAX nor NumPy.
 _HOMES = {
-    "AbstractCheckpointable": "handlers",
+    "AbstractCheckpointable": "protocols",
     "AsyncResponse": "responses",
     "CheckpointMetadata": "metadata_types",
-    "Checkpointable": "handlers",
-    "CheckpointableHandler": "handlers",
+    "Checkpointable": "protocols",
+    "CheckpointableHandler": "protocols",
     "Context": "context",
     "PLACEHOLDER": "loading",
     "PyTreeMetadata": "metadata_types",
-    "StatefulCheckpointable": "handlers",
+    "StatefulCheckpointable": "protocols",
     "checkpointables_metadata": "describing",
     "is_orbax_checkpoint": "describing",
     "load": "loading",

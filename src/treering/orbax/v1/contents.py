@@ -52,6 +52,12 @@ class Contents:
             if not self._own:
                 raise InvalidLayoutError(str(error)) from error
         else:
+            accepts_all = context.checkpoint_layout is not CheckpointLayout.ORBAX
+            if self.ckpt.format not in ("treering", "orbax") and not accepts_all:
+                raise InvalidLayoutError(
+                    f"{self.path}: expected a checkpoint of Treering or Orbax, found {self.ckpt.format}; set "
+                    "checkpoint_layout='auto' of the context"
+                )
             if self.ckpt.step is not None and posixpath.dirname(self.ckpt.path) == self.path and not safetensors:
                 raise InvalidLayoutError(f"{self.path}: expected a checkpoint, found a run; give the path of a step")
             self._own = self._own_items() if self.ckpt.format == "orbax" else {}
@@ -66,7 +72,7 @@ class Contents:
         handlers = found.get("item_handlers") if isinstance(found, dict) else None
         known = () if self.ckpt is None else items.item_names(self.ckpt) or (getattr(self.ckpt._source, "level", ""),)
         rest = {name: str(one) for name, one in handlers.items()} if isinstance(handlers, dict) else {}
-        return {name: one for name, one in rest.items() if name not in known and name != "metrics"}
+        return {name: one for name, one in rest.items() if name not in known and name not in ("metrics", "descriptor")}
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..options import AtomicityMode as AtomicityMode
+from .registry import local_registry
 
 frozen: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("treering_frozen_options", default=frozenset())
 
@@ -119,17 +120,11 @@ class ArrayOptions(Options):
     loading: Loading = dataclasses.field(default_factory=Loading)
 
 
-def _local_registry() -> Any:
-    from .registry import local_registry
-
-    return local_registry()
-
-
 @dataclasses.dataclass(kw_only=True)
 class CheckpointablesOptions(Options):
     """`registry` has the handlers of your own; see `handlers.local_registry`."""
 
-    registry: Any = dataclasses.field(default_factory=_local_registry)
+    registry: Any = dataclasses.field(default_factory=local_registry)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import MismatchError
 from .. import handler_files, nodes
-from .handlers import StatefulCheckpointable
+from .protocols import StatefulCheckpointable
 from .registry import typestr
 
 _HANDLER = ".handler"  # the file with the name of the class that wrote the others

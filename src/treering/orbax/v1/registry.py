@@ -1,6 +1,5 @@
 """Registries of handlers of your own, and the choice of a handler for a checkpointable."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -77,15 +76,12 @@ class Registry:
         return self._other_names.get(handler_type, ())
 
 
-@functools.cache
-def global_registry() -> Registry:
-    """Returns the registry of all contexts that have none of their own."""
-    from . import handlers
+_GLOBAL = Registry()
 
-    registry = Registry()
-    registry.add(handlers.JsonHandler)
-    registry.add(handlers.PyTreeHandler)
-    return registry
+
+def global_registry() -> Registry:
+    """Returns the registry of all contexts that have none of their own. It has no handlers for trees, nor needs any."""
+    return _GLOBAL
 
 
 def local_registry(other_registry: Any = None, *, include_global_registry: bool = True) -> Registry:

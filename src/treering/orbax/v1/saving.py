@@ -15,8 +15,8 @@ from ..errors import CheckpointExistsError, UnsupportedValueError
 from . import own_files, registry
 from .context import Context, get_context
 from .errors import NoEntryError
-from .handlers import StatefulCheckpointable
 from .options import CheckpointLayout
+from .protocols import StatefulCheckpointable
 from .responses import AsyncResponse
 from .trees import tree_to_save, unsupported_leaf
 

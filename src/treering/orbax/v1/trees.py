@@ -13,11 +13,9 @@ from .. import items, tree_restore
 from ..arguments import PyTreeSave
 from ..errors import UnsupportedValueError
 from ..leaf_templates import LeafTemplate, Leaves
-from ..restore_args import SaveArgs
+from ..restore_args import RestoreArgs, SaveArgs
 from .context import Context
 from .metadata_types import ArrayMetadata
-
-_ZEROS = (bool, int, float, complex, str, bytes)  # types that are abstract leaves
 
 
 def unsupported_leaf(tree: Any) -> str | None:
@@ -67,6 +65,9 @@ def load_tree(part: Checkpoint, abstract: Any, context: Context) -> Any:
     leaves = Leaves(part._source)
 
     def template(path: str, leaf: Any, entry: Entry) -> LeafTemplate:
+        if isinstance(leaf, type):
+            kind = jax.Array if leaf is jax.ShapeDtypeStruct else leaf
+            return leaves.by_args(entry, entry, RestoreArgs(restore_type=kind))
         if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None and isinstance(entry, ArrayEntry):
             return LeafTemplate(leaf)  # a JAX array, also if a NumPy array was saved
         return leaves.like(leaf, entry)
@@ -79,10 +80,7 @@ def load_tree(part: Checkpoint, abstract: Any, context: Context) -> Any:
 def _standard_leaf(leaf: Any) -> Any:
     """Returns an abstract leaf as an array, a shape, a number or text."""
     if isinstance(leaf, type):
-        if leaf in _ZEROS:
-            return leaf()
-        if issubclass(leaf, np.generic):
-            return np.dtype(leaf).type(0)
+        return np.dtype(leaf).type(0) if issubclass(leaf, np.generic) else leaf
     if isinstance(leaf, ArrayMetadata):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     has_shape = hasattr(leaf, "shape") and hasattr(leaf, "dtype")

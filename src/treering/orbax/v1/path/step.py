@@ -1,8 +1,7 @@
 """The names of the steps of a run."""
 
 import dataclasses
-import os
-from collections.abc import Iterator
+import re
 from typing import Any, Protocol
 
 from ...unsupported import refused
@@ -29,18 +28,6 @@ class StandardNameFormat:
         digits = str(step).zfill(self.step_format_fixed_length or 1)
         return f"{self.step_prefix}_{digits}" if self.step_prefix else digits
 
-    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Any]:
-        """Yields the metadata of the committed steps of a run, ascending."""
-        from ..training import Checkpointer
-
-        yield from Checkpointer(base_path, step_name_format=self).checkpoints
-
-    def find_step(self, base_path: str | os.PathLike[str], step: int) -> Any:
-        """Returns the metadata of a step. Raises `StepNotFoundError`, which is a `FileNotFoundError`."""
-        from ..training import Checkpointer
-
-        return Checkpointer(base_path, step_name_format=self)._existing(step)
-
 
 def standard_name_format(
     *,
@@ -50,6 +37,16 @@ def standard_name_format(
 ) -> StandardNameFormat:
     """Returns the format of names with a prefix, which "_" follows, and a least number of digits."""
     return StandardNameFormat(step_prefix, step_format_fixed_length, single_host_load_and_broadcast)
+
+
+def as_standard(format: Any) -> Any:
+    """Returns a format of another library as one of this module, or as it is if its names are not of that form."""
+    if format is None or isinstance(format, StandardNameFormat):
+        return format
+    found = re.fullmatch(r"(?:(?P<prefix>.+)_)?(?P<digits>0*)1", format.build_name(1), re.DOTALL)
+    made = None if found is None else StandardNameFormat(found["prefix"], len(found["digits"]) + 1)
+    alike = made is not None and all(made.build_name(step) == format.build_name(step) for step in (0, 23, 4567))
+    return made if alike else format
 
 
 composite_name_format = refused("v1.path.step.composite_name_format")

@@ -21,6 +21,7 @@ from ..context import Context, get_context
 from ..describing import checkpointables_metadata, metadata
 from ..loading import load, load_checkpointables
 from ..metadata_types import as_nanoseconds
+from ..path.step import as_standard
 from ..responses import AsyncResponse
 from ..saving import STATE, check_names, deprecated
 from .checkpointables import CheckpointableItems
@@ -62,7 +63,7 @@ class Checkpointer:
             save_decision_policy=save_decision_policy
             or AnySavePolicy([InitialSavePolicy(), ContinuousCheckpointingPolicy(), PreemptionCheckpointingPolicy()]),
             preservation_policy=preservation_policy or PreserveAll(),
-            step_name_format=step_name_format,
+            step_name_format=as_standard(step_name_format),
             cleanup_tmp_directories=cleanup_tmp_directories,
             lightweight_initialize=lightweight_initialize,
             async_options=AsyncOptions(post_finalization_callback=callback),
