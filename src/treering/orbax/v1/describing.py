@@ -1,14 +1,16 @@
 """Describes checkpoints without reading arrays."""
 
+import logging
 import os
 from typing import Any
 
 import jax
-import numpy as np
 
 from ..._core import dtypes
-from ..._core.entries import ArrayEntry
+from ..._core.entries import ArrayEntry, Entry, check_readable
+from ..._core.source import Source
 from ..._restore.checkpoint import Checkpoint
+from ..._restore.read_groups import as_key
 from ...errors import CorruptError
 from .. import handler_files
 from ..leaf_templates import was_in_jax
@@ -23,6 +25,8 @@ from .metadata_types import ArrayMetadata, CheckpointMetadata, NumpyMetadata, as
 from .options import CheckpointLayout
 from .saving import deprecated
 
+_log = logging.getLogger("treering")
+_PLAIN = (bool, int, float, complex, str, bytes)
 Path = str | os.PathLike[str]
 
 
@@ -38,7 +42,9 @@ def metadata(path: Path, checkpointable_name: str | None = "AUTO") -> Checkpoint
 
 
 def checkpointables_metadata(path: Path) -> CheckpointMetadata[dict[str, Any]]:
-    """Returns the metadata of the checkpointables of a checkpoint by name; None for one without a registered handler.
+    """Returns the metadata of the checkpointables of a checkpoint by name.
+
+    It is None for one without a registered handler, and for a damaged one, which is logged.
 
     Raises `InvalidLayoutError` if there is no checkpoint.
     """
@@ -46,7 +52,13 @@ def checkpointables_metadata(path: Path) -> CheckpointMetadata[dict[str, Any]]:
     if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
         raise NotImplementedError(f"{path}: a file of safetensors is one tree; use metadata()")
     contents = Contents(path, context)
-    found = {name: _part_metadata(name, contents.part(name), context) for name in contents.names}
+    found: dict[str, Any] = {}
+    for name in contents.names:
+        try:
+            found[name] = _part_metadata(name, contents.part(name), context)
+        except CorruptError as error:
+            _log.warning("%s: %s is damaged, and has no metadata: %s", contents.path, name, error)
+            found[name] = None
     return _described(contents, context, found)
 
 
@@ -78,21 +90,26 @@ def _described(contents: Contents, context: Context, found: Any) -> CheckpointMe
 
 
 def tree_metadata(part: Checkpoint) -> Any:
-    """Returns a tree of abstract leaves, as nested dicts and lists."""
+    """Returns a tree of abstract leaves, as nested dicts and lists. Raises `CorruptError` for a leaf that is lost."""
     source = part._source
-
-    def described(entry: Any) -> Any:
-        if not isinstance(entry, ArrayEntry):
-            value = entry.decode()
-            return None if value is None else type(value)()
-        shape, dtype = entry.shape, dtypes.to_numpy(entry.dtype)
-        if not was_in_jax(source, entry):
-            return NumpyMetadata(shape, np.dtype(dtype))
-        record = source.sharding(entry)
-        return ArrayMetadata(shape, dtype, None if record is None else ShardingMetadata(record))
-
+    check_readable(source.entries.values())
     leaves, treedef = jax.tree.flatten(structure_of(source), is_leaf=lambda leaf: leaf is None)
-    return treedef.unflatten([described(leaf) for leaf in leaves])
+    return treedef.unflatten([_abstract(source, leaf) for leaf in leaves])
+
+
+def _abstract(source: Source, entry: Entry) -> Any:
+    if not isinstance(entry, ArrayEntry):
+        kind = type(entry.decode())
+        return kind() if kind in _PLAIN else None
+    shape, dtype = entry.shape, dtypes.to_numpy(entry.dtype)
+    if not was_in_jax(source, entry):
+        return NumpyMetadata(shape, dtype)
+    if entry.type == "key":
+        key = jax.eval_shape(lambda data: as_key(data, entry), jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = key.shape, key.dtype
+    record = source.sharding(entry)
+    weak = entry.type == "jax-weak"
+    return ArrayMetadata(shape, dtype, None if record is None else ShardingMetadata(record), weak_type=weak)
 
 
 def _part_metadata(name: str, part: Part, context: Context) -> Any:

@@ -18,6 +18,7 @@ class ArrayMetadata:
     dtype: Any
     sharding_metadata: ShardingMetadata | None = None
     storage_metadata: Any = dataclasses.field(default=None, compare=False)
+    weak_type: bool = False
 
     @property
     def sharding(self) -> Any:

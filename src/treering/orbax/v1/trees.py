@@ -82,7 +82,7 @@ def _standard_leaf(leaf: Any) -> Any:
     if isinstance(leaf, type):
         return np.dtype(leaf).type(0) if issubclass(leaf, np.generic) else leaf
     if isinstance(leaf, ArrayMetadata):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
     has_shape = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     if has_shape and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         if getattr(leaf, "sharding", None) is not None:
