@@ -9,7 +9,6 @@ import numpy as np
 from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.source import Source
-from .._core.views import View
 from .._pytree.placements import PlacementError, resolve_placement
 from .._restore.array_placement import ambient_mesh
 from .._restore.read_groups import as_key
@@ -43,7 +42,7 @@ class Leaves:
             if dtype is not None and type(value) in _SCALARS:
                 return LeafTemplate(np.zeros((), dtype))
             return LeafTemplate(..., lambda _: value)
-        if was_in_jax(self._source, entry):
+        if entry.type in ("jax", "jax-weak", "key"):
             return LeafTemplate(self._in_jax(entry, dtype, self._saved_place(entry), entry.type == "jax-weak"))
         wanted = dtypes.to_numpy(entry.dtype) if dtype is None else np.dtype(dtype)
         return LeafTemplate(wanted.type(0) if entry.type == "numpy-scalar" else _on_host(entry.shape, wanted))
@@ -105,7 +104,7 @@ class Leaves:
         if isinstance(entry, ValueEntry) and place is None and leaf.shape == ():
             return LeafTemplate(np.zeros((), leaf.dtype))
         if place is None and isinstance(entry, ArrayEntry):
-            if type(leaf).__name__ == "ArrayMetadata" or not was_in_jax(self._source, entry):
+            if type(leaf).__name__ == "ArrayMetadata" or entry.type in ("numpy", "numpy-scalar"):
                 return LeafTemplate(_on_host(tuple(leaf.shape), np.dtype(leaf.dtype)))
             place = self._saved_place(entry)
         weak = bool(getattr(leaf, "weak_type", False))
@@ -132,16 +131,6 @@ class Leaves:
                 f"{entry.path}: expected a job that has the saved place of the array, found {error}; give a target "
                 "with shardings, or fallback_sharding="
             ) from None
-
-
-def was_in_jax(source: Source, entry: ArrayEntry) -> bool:
-    """Returns True for an array that was one of JAX when it was saved. Files of Orbax record that apart."""
-    if entry.type in ("jax", "jax-weak", "key") or source.format != "orbax":
-        return entry.type in ("jax", "jax-weak", "key")
-    path = source.source(entry.path) if isinstance(source, View) else entry.path
-    while isinstance(source, View):
-        source = source._reader
-    return path in getattr(source, "in_jax", ())
 
 
 def real_sharding(sharding: Any) -> Any:

@@ -15,7 +15,6 @@ from .._restore.array_placement import ambient_mesh
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError
 from .arguments import Composite
-from .leaf_templates import was_in_jax
 from .tree_restore import structure_of
 
 
@@ -142,7 +141,9 @@ def step_metadata(ckpt: Checkpoint, item_metadata: Any) -> StepMetadata:
 
 def _leaf(source: Source, entry: Entry) -> Any:
     if isinstance(entry, ArrayEntry):
-        record = (source.sharding(entry) or {"committed": False}) if was_in_jax(source, entry) else None
+        record = source.sharding(entry) if entry.type in ("jax", "jax-weak", "key") else None
+        if record is None and entry.type in ("jax", "jax-weak", "key"):
+            record = {"committed": False}
         sharding = None if record is None else ShardingMetadata(record)
         shape, dtype = entry.shape, dtypes.to_numpy(entry.dtype)
         return ArrayMetadata(entry.path, source.path, shape, sharding, dtype)

@@ -224,7 +224,6 @@ def _merge_trees(trees: Mapping[str, Tree]) -> Tree:
         {path: array for tree in trees.values() for path, array in tree.arrays.items()},
         [Node("dict", "", list(trees)), *(node for tree in trees.values() for node in tree.skeleton)],
         numbers_are_arrays=any(tree.numbers_are_arrays for tree in trees.values()),
-        in_jax=frozenset().union(*(tree.in_jax for tree in trees.values())),
     )
 
 

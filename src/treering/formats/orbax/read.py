@@ -36,7 +36,6 @@ class OrbaxReader(ZarrReader):
         self._store, self._damage = store, damage
         self.level = level  # the name of an only item: a template may have this level, the paths here do not
         self.item_names = items.names
-        self.in_jax = tree.in_jax  # The adapter restores these as arrays of JAX.
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:

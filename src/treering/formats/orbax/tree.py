@@ -32,22 +32,17 @@ MAX_LEVELS = 1000
 _EMPTY = {"Dict": Node("dict", "", []), "List": Node("list", "", 0), "Tuple": Node("tuple", "", 0)}
 _EMPTY["NamedTuple"] = _EMPTY["Tuple"]  # its class is not recorded
 _EMPTY_KINDS = (*_EMPTY, "None")  # kinds of nodes without data
-_JAX_ARRAY = "jax.Array"
-_ARRAYS = (_JAX_ARRAY, "np.ndarray", "scalar")
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 class Tree(NamedTuple):
-    """Holds leaves in order, the arrays among them, and the containers around them.
-
-    in_jax: the paths of arrays that were in JAX when they were saved, as far as Orbax recorded it.
-    """
+    """Holds leaves in order, the arrays among them, and the containers around them."""
 
     entries: list[Entry]
     arrays: Mapping[str, Stored]
     skeleton: list[Node | int]
     metadata: Any = None
     numbers_are_arrays: bool = False  # see `treering.formats.Source`
-    in_jax: frozenset[str] = frozenset()
 
     @classmethod
     def lost(cls, path: str, why: str) -> "Tree":
@@ -180,8 +175,7 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
                 raise CorruptError(f"{folder}: {path}: expected the data of a key, found a number")
             entries.append(ArrayEntry(path, "key" if impl else "numpy", dtype, shape, impl))
             stored[path] = arrays[path]
-    in_jax = frozenset(place.path for place in places if place.kind == _JAX_ARRAY)
-    return Tree(entries, stored, skeleton, about.custom_metadata, in_jax=in_jax)
+    return Tree(entries, stored, skeleton, about.custom_metadata)
 
 
 def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:

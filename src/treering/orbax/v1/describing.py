@@ -13,7 +13,6 @@ from ..._restore.checkpoint import Checkpoint
 from ..._restore.read_groups import as_key
 from ...errors import CorruptError
 from .. import handler_files
-from ..leaf_templates import was_in_jax
 from ..metadata import ShardingMetadata
 from ..tree_restore import structure_of
 from . import own_files, registry
@@ -102,7 +101,7 @@ def _abstract(source: Source, entry: Entry) -> Any:
         kind = type(entry.decode())
         return kind() if kind in _PLAIN else None
     shape, dtype = entry.shape, dtypes.to_numpy(entry.dtype)
-    if not was_in_jax(source, entry):
+    if entry.type not in ("jax", "jax-weak", "key"):
         return NumpyMetadata(shape, dtype)
     if entry.type == "key":
         key = jax.eval_shape(lambda data: as_key(data, entry), jax.ShapeDtypeStruct(shape, dtype))
