@@ -46,6 +46,7 @@ _MODULES = frozenset(
         "checkpointers",
         "handlers",
         "metadata",
+        "multihost",
         "options",
         "path",
         "step",

@@ -1,6 +1,5 @@
 """`CheckpointManager`, with the calls of Orbax: saves the steps of a run, keeps some of them, and restores them."""
 
-import dataclasses
 import datetime
 import logging
 import os
@@ -10,22 +9,16 @@ from typing import Any, Self
 import treering as tr
 
 from ..errors import MismatchError
+from . import items as items_module
 from . import preservation
 from .errors import StepAlreadyExistsError
 from .manager_items import ManagerItems, agree
 from .manager_options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
-from .metadata import step_metadata
+from .metadata import RootMetadata, step_metadata
 from .run import OrbaxRun, as_path, directory_of
 from .save_decisions import DecisionContext, is_by_step
 
 _log = logging.getLogger("treering")
-
-
-@dataclasses.dataclass
-class RootMetadata:
-    """The metadata of a run, which are the same for all its steps."""
-
-    custom_metadata: Any
 
 
 class CheckpointManager:
@@ -62,9 +55,11 @@ class CheckpointManager:
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.make_root(options.create)
-        self._latest: int | None = None
+        self._latest: int | None = None  # `should_save` is asked at every step, so it looks at no directory.
+        self._steps: list[int] | None = None  # those at the last look; None after a change
         self._has_logged_skip = False
         self.reload()
+        self._metadata = dict(metadata or {})
         if metadata is not None and options.save_root_metadata and not options.read_only:
             self._run.save_metadata(metadata)
 
@@ -76,8 +71,17 @@ class CheckpointManager:
     # Steps
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Returns the committed steps and those that are being saved, ascending. `read` has no effect."""
-        return self._run.steps
+        """Returns the committed steps and those that are being saved, ascending.
+
+        Steps of other processes are seen after `reload`, or with `read`.
+        """
+        if read:
+            self.reload()
+        if self._run.is_saving or self._steps is None:
+            steps = self._run.steps
+            self._steps = None if self._run.is_saving else steps
+            return list(steps)
+        return list(self._steps)
 
     def latest_step(self) -> int | None:
         """Returns the newest of `all_steps`; None if there is none."""
@@ -93,6 +97,7 @@ class CheckpointManager:
 
     def reload(self) -> None:
         """Reads the steps again, in case another process has changed the directory."""
+        self._steps = None
         self._latest = self.latest_step()
 
     def reached_preemption(self, step: int) -> bool:
@@ -165,13 +170,16 @@ class CheckpointManager:
         if not force and not self.should_save(step):
             return False
         self._run.wait()
+        self._steps = None
         if step in self.all_steps():
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
         tree = self._items.tree(args)
         saved = None if self._options.prevent_write_metrics else metrics
-        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=custom_metadata)
+        self._steps = None
+        metadata = items_module.custom_metadata(args, custom_metadata)
+        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=metadata)
         self._latest = max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()
@@ -184,6 +192,7 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""
+        self._steps = None
         self._run.wait()
         self._run.wait_for_deletions()
 
@@ -240,7 +249,7 @@ class CheckpointManager:
     def metadata(self, step: int | None = None) -> Any:
         """Returns the metadata of a step, or without one those of the run."""
         if step is None:
-            return RootMetadata(self._run.load_metadata() or {})
+            return RootMetadata(custom_metadata=self._run.load_metadata() or self._metadata)
         ckpt = self._open(step)
         return step_metadata(ckpt, self._items.metadata(ckpt))
 

@@ -115,6 +115,14 @@ class StepMetadata:
     custom_metadata: Any = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class RootMetadata:
+    """The metadata of a run, which are the same for all its steps."""
+
+    internal_metadata: Any = dataclasses.field(default_factory=dict)
+    custom_metadata: Any = dataclasses.field(default_factory=dict)
+
+
 CompositeItemMetadata = Composite
 
 

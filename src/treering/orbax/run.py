@@ -29,7 +29,12 @@ class OrbaxRun(Checkpointer):
 
     def __init__(self, run: str, options: CheckpointManagerOptions, write: str | None, keep: Policy, **given: Any):
         chosen = format_options(write, several=True)
-        self._layout = RunLayout(*_step_names(options), format=chosen.get("format", "treering"), shared_with_orbax=True)
+        self._layout = RunLayout(
+            *_step_names(options),
+            format=chosen.get("format", "treering"),
+            shared_with_orbax=True,
+            deleted_to=options.todelete_subdir,
+        )
         super().__init__(run, prefix=self._layout.prefix, keep=keep, **given)
 
     def save_items(self, step: int, tree: Any, items: ManagerItems, args: Any, **given: Any) -> None:

@@ -16,7 +16,6 @@ _INSTEAD = {
     "arrays": "use treering.open, whose leaves read parts of arrays",
     "experimental": "use treering.Checkpointer with local=, which has a local and a remote tier",
     "pathways": "use treering with jax.distributed",
-    "multihost": "use jax.experimental.multihost_utils",
     "logging": "use the logger 'treering' of the standard library",
     "transform_utils": "use rules= of treering.restore",
     "apply_transformations": "use rules= of treering.restore",
