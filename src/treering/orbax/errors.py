@@ -17,3 +17,7 @@ class ItemNotFoundError(NotFoundError, KeyError, ValueError):
 
 class UnsupportedValueError(UnsupportedError, ValueError):
     """An argument asks for something that Treering does not do."""
+
+
+class UnsupportedNameError(UnsupportedError, AttributeError):
+    """The program uses a name of Orbax that this package does not support."""
