@@ -66,22 +66,23 @@ class _ItemHandler(AsyncCheckpointHandler):
     """The base of the handlers below: an item saved by one of them is saved by Treering."""
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        from .checkpointers import Checkpointer
+        from . import one_shot
 
-        Checkpointer(self).save(directory, *args, **kwargs)
+        one_shot.save_at(directory, self, args, kwargs)
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         self.save(directory, *args, **kwargs)
+        return []
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        from .checkpointers import Checkpointer
+        from . import one_shot
 
-        return Checkpointer(self).restore(directory, *args, **kwargs)
+        return one_shot.restore_at(directory, self, args, kwargs)
 
     def metadata(self, directory: Any) -> Any:
-        from .checkpointers import Checkpointer
+        from . import one_shot
 
-        return Checkpointer(self).metadata(directory).item_metadata
+        return one_shot.metadata_at(directory, self).item_metadata
 
 
 class StandardCheckpointHandler(_ItemHandler):

@@ -9,16 +9,20 @@ from typing import Any
 from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
+from .._core.source import arrays_of
 from .._pytree import walk
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
 from . import handler_files, metadata, nodes, registration, tree_restore
 from .arguments import Composite, tree_in
 from .errors import ItemNotFoundError, UnsupportedValueError
-from .kinds import Kind, resolve
+from .kinds import Kind, handler_kind, resolve
 
 _log = logging.getLogger("treering")
 DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
+_HANDLER_NAMES = {
+    kind: f"treering.orbax.handlers.{name}CheckpointHandler" for kind, name in (("json", "Json"), ("pytree", "PyTree"))
+}
 _KEY_NAME, _KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
 
 
@@ -244,13 +248,31 @@ def _cast(path: str, leaf: Any, save_args: Any) -> Any:
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def item_metadata(ckpt: Checkpoint, name: str | None = None) -> Any:
-    """Returns the metadata of an item, or of the entire checkpoint; None if its own handler saved it.
+def item_metadata(ckpt: Checkpoint, name: str | None = None, handlers: Any = None) -> Any:
+    """Returns the metadata of an item, or of the entire checkpoint; None for values of JSON and handlers' own files.
 
     For several items and no name it is a mapping of the items' metadata.
     """
     known = item_names(ckpt)
     if name is None and known is not None:
-        return Composite(**{one: item_metadata(ckpt, one) for one in known})
+        return Composite(**{one: item_metadata(ckpt, one, handlers) for one in known})
     part = _part(ckpt, name)
-    return None if _is_files(part) else metadata.tree_metadata(part)
+    return metadata.tree_metadata(part) if _stored_kind(part, name, handlers) == "pytree" else None
+
+
+def item_handlers(ckpt: Checkpoint, handlers: Any = None) -> Any:
+    """Returns the names of the handlers that can restore the items, by item, or that of the only item."""
+    known = item_names(ckpt)
+    if known is None:
+        return _HANDLER_NAMES.get(_stored_kind(ckpt, None, handlers))
+    return {name: _HANDLER_NAMES.get(_stored_kind(_part(ckpt, name), name, handlers)) for name in known}
+
+
+def _stored_kind(part: Checkpoint, name: str | None, handlers: Any) -> str:
+    """Returns "own", "json" or "pytree" for an item. A tree of several items without arrays counts as JSON."""
+    if _is_files(part):
+        return "own"
+    handler = handler_of(name, None, handlers)
+    if handler is not None:
+        return "json" if handler_kind(handler) == "json" else "pytree"
+    return "json" if name is not None and not any(arrays_of(part._source)) else "pytree"
