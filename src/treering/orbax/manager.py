@@ -1,5 +1,6 @@
 """`CheckpointManager`, with the calls of Orbax: saves the steps of a run, keeps some of them, and restores them."""
 
+import dataclasses
 import datetime
 import logging
 import os
@@ -56,6 +57,7 @@ class CheckpointManager:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.make_root(options.create)
         self._latest: int | None = None  # `should_save` is asked at every step, so it looks at no directory.
+        self._last_begun: preservation.CheckpointInfo | None = None
         self._steps: list[int] | None = None  # those at the last look; None after a change
         self._has_logged_skip = False
         self.reload()
@@ -124,7 +126,6 @@ class CheckpointManager:
 
     def _decide(self, step: int) -> bool:
         policy = self._save_policy
-        infos = [preservation.CheckpointInfo(one, datetime.datetime.max, None) for one in self._known_steps()]
         busy = self._options.enable_should_save_is_saving_in_progress_check and self._run.is_saving
         context = DecisionContext(
             is_saving_in_progress=busy,
@@ -132,13 +133,17 @@ class CheckpointManager:
             multiprocessing_options=self._options.multiprocessing_options,
         )
         now = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), None)
-        if is_by_step(policy):
-            return policy.should_save(now, infos, context=context)
-        return agree(self._run.directory, lambda: policy.should_save(now, self._run.infos(), context=context))
+        if is_by_step(policy):  # These look only at whether there is a step, so no directory is listed.
+            known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
+            return policy.should_save(now, known, context=context)
+        return agree(self._run.directory, lambda: policy.should_save(now, self._infos(), context=context))
 
-    def _known_steps(self) -> list[int]:
-        """Returns the newest step, without looking at the directory: a loop may ask at every step."""
-        return [] if self._latest is None else [self._latest]
+    def _infos(self) -> list[preservation.CheckpointInfo]:
+        """Returns the valid steps and the one that is being saved, ascending."""
+        infos = {one.step: one for one in self._run.infos()}
+        if self._last_begun is not None and self._run.is_saving:
+            infos[self._last_begun.step] = self._last_begun
+        return sorted(infos.values(), key=lambda one: one.step)
 
     def is_saving_in_progress(self) -> bool:
         """Returns True while a save is running."""
@@ -180,6 +185,7 @@ class CheckpointManager:
         self._steps = None
         metadata = items_module.custom_metadata(args, custom_metadata)
         self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=metadata)
+        self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
         self._latest = max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()
@@ -234,11 +240,13 @@ class CheckpointManager:
         Returns the item, or a `Composite` with those that `args` names. Raises `NotFoundError` (a `FileNotFoundError`)
         if there is no such step, and `MismatchError` (a `ValueError`) if it does not fit the target.
         """
-        ckpt = self._open(step, directory)
-        return self._items.restored(ckpt, items, restore_kwargs, args)
 
-    def _open(self, step: int | None, directory: str | os.PathLike[str] | None = None) -> tr.Checkpoint:
-        return self._run.open(step) if directory is None else tr.open(directory_of(directory), step=step)
+        def use(ckpt: tr.Checkpoint) -> Any:
+            return self._items.restored(ckpt, items, restore_kwargs, args)
+
+        if directory is not None:
+            return use(tr.open(directory_of(directory), step=step))
+        return self._run.use_step(step, use)
 
     def item_metadata(self, step: int) -> Any:
         """Returns the shapes and dtypes of the item of a step, or a `Composite` of them."""
@@ -250,9 +258,9 @@ class CheckpointManager:
         """Returns the metadata of a step, or without one those of the run."""
         if step is None:
             return RootMetadata(custom_metadata=self._run.load_metadata() or self._metadata)
-        ckpt = self._open(step)
+        ckpt = self._run.open(step)
         return step_metadata(ckpt, self._items.metadata(ckpt))
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """Returns the metrics of a step; None if it has none."""
-        return self._open(step).metrics or None
+        return self._run.open(step).metrics or None

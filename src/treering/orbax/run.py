@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from .. import stores
+from .._restore.checkpoint import Checkpoint
+from .._run import resume
 from .._run.checkpointer import Checkpointer
 from .._run.run_layout import RunLayout
 from ..errors import NotFoundError, UnsupportedError
@@ -20,6 +22,7 @@ from .manager_items import ManagerItems
 from .manager_options import CheckpointManagerOptions
 from .preservation import CheckpointInfo, info_of
 
+T = TypeVar("T")
 _log = logging.getLogger("treering")
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<digits>[0-9]+)", re.DOTALL)
 
@@ -45,6 +48,11 @@ class OrbaxRun(Checkpointer):
             self._directory.steps.layout = dataclasses.replace(layout, format_options={"composite": kinds})
             tree = tree if items.several else {DEFAULT_ITEM: tree}
         self.save(step, tree, force=True, **given)
+
+    def use_step(self, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+        """Returns what `use` makes of a step; None is the latest that is not damaged. All processes make the call."""
+        what = f"restore({'' if step is None else f'step={step}'})"
+        return resume.use_step(what, self._collective, self._directory, step, True, lambda ckpt, _: use(ckpt))[1]
 
     def load_metadata(self) -> Any:
         """Returns the metadata of the run; None if it has none."""
