@@ -1,6 +1,7 @@
 """Runs the program's own handlers in directories, and keeps the files that they write as arrays of bytes."""
 
 import asyncio
+import concurrent.futures
 import inspect
 import os
 import pathlib
@@ -23,7 +24,8 @@ def save_files(handler: Any, args: Any) -> HandlerFiles:
         directory = path_object(folder)
         given, named = call_of(args)
         if hasattr(handler, "async_save"):
-            asyncio.run(_saved(handler, directory, given, named))
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:  # The caller may run in an event loop itself.
+                thread.submit(asyncio.run, _saved(handler, directory, given, named)).result()
         else:
             handler.save(directory, *given, **named)
         if hasattr(handler, "finalize"):
