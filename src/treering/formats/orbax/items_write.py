@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._core.entries import Entry, ValueEntry
+from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
-from ..._core.source import Source
+from ..._core.source import HANDLER_FILES, Source
 from ..._core.values import encode
 from .items import METRICS
 from .owned_files import NAMES
@@ -23,12 +23,13 @@ _MAX_NAME_BYTES = 255  # bytes of a folder's name
 class Items(NamedTuple):
     """Holds the trees and the values in JSON, by item, and a line for each leaf or key that Orbax cannot hold.
 
-    The name "" stands for a tree directly in the folder.
+    The name "" stands for a tree directly in the folder. `files` are the arrays of bytes that become files of an item.
     """
 
     trees: Mapping[str, Sequence[Leaf]]
     values: Mapping[str, Any]
     problems: Sequence[str]
+    files: Mapping[str, Mapping[str, ArrayEntry]] = {}
 
 
 def items_of(contents: Source) -> Items:
@@ -42,11 +43,14 @@ def items_of(contents: Source) -> Items:
         return Items({}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"])
     trees: dict[str, Sequence[Leaf]] = {}
     values: dict[str, Any] = {}
+    files: dict[str, Mapping[str, ArrayEntry]] = {}
     problems: list[str] = []
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
         leaves = list(leaves_of(part, entries))
         if reason := _refused(name, part):
             problems.append(f"  {name or repr(name)}: {reason}")
+        elif is_files(part):
+            files[name] = {leaf.keys[-1][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
         elif all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries):
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
@@ -55,7 +59,12 @@ def items_of(contents: Source) -> Items:
             problems += problems_of(leaves, name)
     if contents.metrics:
         values[METRICS] = dict(contents.metrics)
-    return Items(trees, values, problems)
+    return Items(trees, values, problems, files)
+
+
+def is_files(skeleton: Skeleton) -> bool:
+    """Returns True for an item that consists of the files of a handler."""
+    return isinstance(skeleton[0], Node) and skeleton[0].name == HANDLER_FILES
 
 
 def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterator[tuple[str, Skeleton, list[Entry]]]:

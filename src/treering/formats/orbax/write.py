@@ -5,10 +5,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..._core.boxes import full_box
 from ..._core.source import Source
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
+from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared.case_folding import Folders
 from .._shared.recognition import check_names
@@ -17,7 +19,7 @@ from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from .items import METRICS, VALUES
-from .items_write import Items, items_of
+from .items_write import Items, is_files, items_of
 from .owned_files import NAMES, owned_files
 from .schema import CHECKPOINT, COMMITTED, UNFINISHED
 from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
@@ -46,7 +48,7 @@ def write(
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
-    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, "": ""}]
+    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""}]
     if "" not in handlers:  # without composite=True, the user chooses no names
         check_names(path, [CHECKPOINT, *marks], "orbax")
     chunks = chunks_of(call, layouts, (leaf.entry for leaves in items.trees.values() for leaf in leaves))
@@ -54,7 +56,7 @@ def write(
 
     def begin(folder: str) -> None:
         folders = Folders(store, folder, path)
-        for name in filter(None, handlers):
+        for name in filter(None, {**handlers, **items.files}):
             folders.add(name)
             store.make_folders(posixpath.join(folder, name), [])
 
@@ -72,13 +74,20 @@ def write(
     def rest(folder: str) -> None:
         for name, leaves in items.trees.items():
             write_rest(store, _within(folder, name), leaves, chunks)
+        for name, files in items.files.items():
+            for file, entry in files.items():
+                place = posixpath.join(folder, name, file)
+                store.make_folders(posixpath.dirname(place), [])
+                (content,) = contents.read([(entry, full_box(entry.shape))])
+                with file_of_new_folder(store, place) as opened:
+                    opened.write(content.tobytes())
         for name, value in items.values.items():
             put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), value)
         put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))
         for mark in marks:
             put(store, posixpath.join(folder, mark), "committed")
 
-    names = {*NAMES, *handlers, *(part_of_database("", n) for n in range(call.count) if call.count > 1)}
+    names = {*NAMES, *handlers, *items.files, *(part_of_database("", n) for n in range(call.count) if call.count > 1)}
     return write_folder(
         store, path, call, arrays, rest, begin=begin, overwrite=overwrite, owned=owned_files, names=names
     )
@@ -100,6 +109,8 @@ def _only_tree(contents: Source) -> Items:
     """Returns the entire tree as the only item, directly in the folder."""
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
+    if is_files(contents.skeleton):
+        return Items({}, {}, ["  (root): the files of a handler; make them an item among several"])
     return Items({"": leaves}, {}, list(problems_of(leaves)))
 
 
