@@ -210,9 +210,7 @@ class CompositeCheckpointHandler(_ItemHandler):
         **items_and_handlers: Any,
     ):
         if handler_registry is not None and (item_names or items_and_handlers):
-            raise MismatchError(
-                "CompositeCheckpointHandler: expected handler_registry, or item_names and items_and_handlers, found both"
-            )
+            raise MismatchError("expected either handler_registry=, or item_names and items_and_handlers, found both")
         self.item_names = tuple(dict.fromkeys([*item_names, *items_and_handlers]))
         self.handlers: Any = (
             {name: one for name, one in items_and_handlers.items() if one is not None}

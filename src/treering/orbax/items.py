@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .._core import skeleton
 from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
 from .._core.source import arrays_of
 from .._pytree import walk
 from .._restore.checkpoint import Checkpoint
-from ..errors import MismatchError, NotFoundError
+from ..errors import MismatchError, NotFoundError, UnsupportedError
 from . import handler_files, metadata, nodes, registration, tree_restore
 from .arguments import Composite, tree_in
 from .errors import ItemNotFoundError, UnsupportedValueError
@@ -65,6 +66,8 @@ def save_tree(args: Any, handler: Any = None) -> Any:
             )
         return {_KEY_NAME: item, _KEY_METADATA: {"legacy": isinstance(item, tuple)}}
     if kind in ("array", "jax-key"):
+        if not (hasattr(item, "dtype") or (kind == "array" and isinstance(item, int | float | complex))):
+            raise UnsupportedError(f"item: expected an array or a number, found a {type(item).__name__}")
         return _cast("", item, args.save_args)
     return item
 
@@ -172,8 +175,8 @@ def _part(ckpt: Checkpoint, name: str | None) -> Checkpoint:
 
 
 def _is_files(part: Checkpoint) -> bool:
-    skeleton = part._source.skeleton
-    return bool(skeleton) and isinstance(skeleton[0], Node) and skeleton[0].name == nodes.HandlerFiles.__name__
+    tree = part._source.skeleton
+    return bool(tree) and isinstance(tree[0], Node) and tree[0].name == nodes.HandlerFiles.__name__
 
 
 def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) -> Any:
@@ -220,6 +223,8 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
     if tree_in(item) is not item:
         raise MismatchError("item: expected a tree of arrays, found the metadata of one")
     flat = walk.flatten_tree(item)
+    if not flat.leaves and len(flat.skeleton) == 1:
+        raise MismatchError("item: expected a tree to save, found an empty item")
     if kind == "standard" and list(flat.paths) == [""]:
         raise MismatchError(f"item: expected a tree, found a single {type(item).__name__}; use args.ArraySave")
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
@@ -228,7 +233,8 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
         return item
     given = walk.flatten_tree(save_args)
     by_path = dict(zip(given.paths, given.leaves, strict=True))
-    if rest := [path for path in by_path if path not in set(flat.paths)]:
+    places = {path for _, path, _ in skeleton.containers(flat.skeleton)}
+    if rest := [path for path in by_path if path not in places]:
         raise MismatchError(f"save_args: expected the structure of the item, found also {join_names(tuple(rest))}")
     leaves = [_cast(path, leaf, by_path.get(path)) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
     return walk.unflatten(item, leaves, flat.structure)

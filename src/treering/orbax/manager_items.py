@@ -87,7 +87,7 @@ class ManagerItems:
         return items.save_tree(args, self._handler(items.DEFAULT_ITEM, args))
 
     def kinds(self, tree: Any, args: Any) -> dict[str, str]:
-        """Returns how the format of Orbax stores each item of a tree: as "tree", "json" or "files"."""
+        """Returns how the format of Orbax stores each item of a tree: as "tree" or "json"."""
         parts = args if self.several else {items.DEFAULT_ITEM: args}
         trees = tree if self.several else {items.DEFAULT_ITEM: tree}
         return {name: _stored_as(trees[name], parts[name]) for name in trees}
@@ -173,7 +173,7 @@ def _saves_in_background(checkpointer: Any) -> bool:
 
 def _stored_as(tree: Any, args: Any) -> str:
     if isinstance(tree, nodes.HandlerFiles):
-        return "files"
+        return "tree"  # The format finds the files by the class of their container.
     kind = kinds.args_kind(args)
     if kind in ("array", "jax-key", "numpy-key", "iterator"):
         raise UnsupportedError(f"{type(args).__name__}: only write='treering', the default, has such items")
