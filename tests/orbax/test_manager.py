@@ -436,3 +436,32 @@ with ocp.CheckpointManager(tmp / "run", options=options, metadata={"a": 1}) as c
 """
     for one in run_job(tmp_path, body, processes=2):
         assert one.report == [[True] * 4, [2, 3], True, {"n": 3}, {"a": 1}], one.output
+
+
+# Other programs
+
+
+def test_an_evaluator_follows_a_run(tmp_path: Path) -> None:
+    """It gets the newest step each time, of either format, and ends after the timeout."""
+    asked: list[int] = []
+
+    def has_ended() -> bool:
+        asked.append(1)
+        return len(asked) > 1
+
+    with manager(tmp_path, "orbax") as theirs:
+        save(theirs, 1, 2)
+    found: list[int] = []
+    for step in ocp.checkpoint_utils.checkpoints_iterator(tmp_path, timeout=0.05, timeout_fn=has_ended):
+        found.append(step)
+        if step == 2:
+            with manager(tmp_path) as ours:
+                save(ours, 3)
+    assert found == [2, 3] and len(asked) == 2
+    assert ocp.utils.checkpoint_steps(tmp_path) == [1, 2, 3] and ocp.step.latest_step(tmp_path) == 3
+    with ocp.checkpoint_utils.wait_for_new_checkpoint(tmp_path, until_step=2, timeout=0.05) as step:
+        assert step == 3
+    with ocp.checkpoint_utils.wait_for_new_checkpoint(tmp_path, until_step=9, timeout=0.05) as step:
+        assert step == -1
+    assert [path.name for path in ocp.utils.checkpoint_steps_paths(tmp_path)] == ["1", "2", "3"]
+    assert ocp.utils.is_checkpoint_finalized(tmp_path / "3") and not ocp.utils.is_checkpoint_finalized(tmp_path)

@@ -11,7 +11,7 @@ import treering as tr
 
 from ..errors import MismatchError
 from . import items as items_module
-from . import preservation
+from . import multihost, preservation
 from .errors import StepAlreadyExistsError
 from .manager_items import ManagerItems, agree
 from .manager_options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
@@ -104,10 +104,7 @@ class CheckpointManager:
 
     def reached_preemption(self, step: int) -> bool:
         """Returns True at the step at which JAX tells all processes to stop; only in a job of several processes."""
-        import jax
-        from jax.experimental import multihost_utils
-
-        return jax.process_count() > 1 and bool(multihost_utils.reached_preemption_sync_point(step))
+        return multihost.reached_preemption(step)
 
     def should_save(self, step: int) -> bool:
         """Returns True if `save` would save the step: it is newer than the newest, and the policy wants it."""

@@ -40,6 +40,13 @@ def sync_global_processes(name: str, *, timeout: int | None = None, processes: A
         multihost_utils.sync_global_devices(name)
 
 
+def reached_preemption(step: int) -> bool:
+    """Returns True at the step at which JAX tells all processes to stop; only in a job of several processes."""
+    from jax.experimental import multihost_utils
+
+    return process_count() > 1 and bool(multihost_utils.reached_preemption_sync_point(step))
+
+
 def broadcast_one_to_all(pytree: Any, is_source: bool | None = None) -> Any:
     """Returns the tree of the source process, by default process 0, in all processes."""
     from jax.experimental import multihost_utils

@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from .preservation import CheckpointInfo, info_of
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
-_NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<digits>[0-9]+)", re.DOTALL)
 
 
 class OrbaxRun(Checkpointer):
@@ -102,12 +100,6 @@ def _step_names(options: CheckpointManagerOptions) -> tuple[str, int]:
     else:
         prefix, digits = options.step_prefix, options.step_format_fixed_length
     return (f"{prefix}_" if prefix else ""), digits or 1
-
-
-def step_in(name: str) -> int | None:
-    """Returns the step in a directory's name, ``3`` or ``ckpt_3``; None for other names."""
-    found = _NAME.fullmatch(name)
-    return int(found["digits"]) if found else None
 
 
 def as_path(path: str) -> Any:
