@@ -362,6 +362,8 @@ _Version = collections.namedtuple("_Version", "major minor")
 _CONFIG = ml_collections.ConfigDict({"width": ml_collections.config_dict.required_placeholder(int)})
 LOOP: list[Any] = []
 LOOP.append(LOOP)
+DICT_LOOP: dict[str, Any] = {}
+DICT_LOOP["a"] = DICT_LOOP
 
 
 @pytest.mark.parametrize(
@@ -373,6 +375,7 @@ LOOP.append(LOOP)
         ({"metadata": {"a": [1, {2: 3}]}}, r"metadata\['a'\]\[1\]: the key 2 is a int"),
         ({"metadata": {"a": object()}}, r"metadata\['a'\]: a object is not JSON"),
         ({"metadata": LOOP}, "within itself"),
+        ({"metadata": DICT_LOOP}, "within itself"),
         (
             {"metadata": {"w": [np.ones((2, 3))]}},
             r"metadata\['w'\]\[0\]: an array of shape \[2, 3\] is not JSON; .* tree",

@@ -175,6 +175,7 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
 
 
 COMPOSITE = "Composite"  # the name of the class of a tree whose children are items, as Orbax has them
+HANDLER_FILES = "HandlerFiles"  # the same of an item whose leaves are the files of a handler of Orbax, as bytes
 
 
 def item_names(source: Source) -> tuple[str, ...] | None:

@@ -3,9 +3,8 @@
 import math
 
 FAN_OUT = 64  # children of a process in the tree; in a job of at most 65 processes all are children of process 0
-_MAX_SIGNS_PER_SECOND = (
-    2_000  # signs of life per second that the store in process 0 may get; it can answer some 10,000 requests
-)
+# Signs of life per second that the store in process 0 may get. It can answer some 10,000 requests.
+_MAX_SIGNS_PER_SECOND = 2_000
 HEARTBEAT_SECONDS = 1.0  # seconds between signs of life in a call, in jobs that are not too large for it
 _MAX_IDLE_SIGNS_PER_SECOND = 400  # signs of life per second that the store may get for the roll
 _IDLE_SIGN_SECONDS = 2.0  # seconds between signs of life for the roll, in jobs that are not too large for it

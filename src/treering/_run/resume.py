@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from .._core import expansion
 from .._processes import consistency
@@ -18,6 +18,7 @@ from .run_layout import BEFORE_FIRST_STEP
 from .step_fallback import first_valid, retry_if_replaced
 from .two_places import TwoPlaces
 
+T = TypeVar("T")
 _log = logging.getLogger("treering")
 
 
@@ -84,32 +85,50 @@ def restore(
 
     Returns the tree. See `Checkpointer.restore`.
     """
+    number, tree = use_step(
+        what, collective, directory, step, fallback, lambda ckpt, call: ckpt._restore(like, call, **options)
+    )
+    directory.restored_step = number
+    directory.back_to = None if step is None else number
+    return tree
+
+
+def use_step(
+    what: str,
+    collective: CollectiveCalls,
+    directory: RunDirectory | TwoPlaces,
+    step: int | None,
+    fallback: bool,
+    use: Callable[[Checkpoint, Call], T],
+) -> tuple[int, T]:
+    """Waits for every save, opens a step, by default the latest, and returns its number and the result of `use`.
+
+    All processes make the call and use the same step. With `fallback` and without a step, a damaged step is logged, and
+    the one before it is used.
+    """
     wait_for_saves_in(directory.steps.root)
     with collective.call(what) as call:
         collective.settle(call)
         call.set_activity("restoring")
         if host_group := directory.host_group:
             host_group.copy_before(call, step)
-        number, tree = _restore(call, directory, like, step, fallback, options)
+        number, result = _use_valid(call, directory, step, fallback, use)
         call.close()
-    directory.restored_step = number
-    directory.back_to = None if step is None else number
-    return tree
+    return number, result
 
 
-def _restore(
+def _use_valid(
     call: Call,
     directory: RunDirectory | TwoPlaces,
-    like: Any,
     step: int | None,
     fallback: bool,
-    options: Mapping[str, Any],
-) -> tuple[int, Any]:
+    use: Callable[[Checkpoint, Call], T],
+) -> tuple[int, T]:
 
     def list_copies() -> list[tuple[int, str, str | None]]:
         return [(place.step, place.path, place.format) for place in directory.readable_copies(step)]
 
-    def attempt() -> tuple[int, tuple[str, Any]]:
+    def attempt() -> tuple[int, tuple[str, T]]:
         directories = [directory.copy_at(*one) for one in call.broadcast(list_copies)]
         # A network file system may show another host's new step late: refresh its cache.
         if directories and call.index and summary.stat_manifest(directories[0].store, directories[0].path) is None:
@@ -117,14 +136,14 @@ def _restore(
         return first_valid(
             directory.root,
             directories,
-            lambda ckpt: (ckpt._source.identity, ckpt._restore(like, call, **options)),
+            lambda ckpt: (ckpt._source.identity, use(ckpt, call)),
             fallback=fallback and step is None,
             on_damaged=directory.mark_damaged,
             on_all_processes=lambda attempt: consistency.attempt_on_all_processes(call, attempt),
         )
 
-    number, (_, tree) = attempt() if step is not None else retry_if_replaced(attempt)
-    return number, tree
+    number, (_, result) = attempt() if step is not None else retry_if_replaced(attempt)
+    return number, result
 
 
 def rewind(what: str, collective: CollectiveCalls, directory: RunDirectory | TwoPlaces, step: int | None) -> None:

@@ -39,6 +39,7 @@ class RunLayout:
 
     format, format_options: of new steps, as for `treering.save`.
     shared_with_orbax: True if steps in the format of Orbax belong to the run. Retention counts and deletes them.
+    deleted_to: a directory within the run, to which steps are moved instead of being deleted.
     """
 
     prefix: str = DEFAULT_PREFIX
@@ -46,6 +47,7 @@ class RunLayout:
     format: str = "treering"
     format_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shared_with_orbax: bool = False
+    deleted_to: str | None = None
 
     def step_name(self, step: int) -> str:
         """Returns the name of a step's directory: ``step-00001000``."""

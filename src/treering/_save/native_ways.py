@@ -21,9 +21,8 @@ from .memory import staged_if_it_fits
 from .prepared import Prepared, releasing
 from .save_target import SaveTarget, requested_options
 
-_PREFETCH_SLICES = (
-    2  # slices read ahead; with those that the writers hold they are four, which the memory limit allows for
-)
+# Slices that are read ahead. With those that the writers hold they are four, which the memory limit allows for.
+_PREFETCH_SLICES = 2
 _MIN_PARALLEL_READ_BYTES = 256 << 20  # bytes; with a lower memory limit only one thread at a time reads the source
 _SINGLE_PROCESS_PLACE = {"unrecorded": "the devices of one process of several"}
 _MIN_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, even if the memory limit is lower

@@ -47,6 +47,7 @@ _MODULES = frozenset(
         "experimental",
         "handlers",
         "metadata",
+        "multihost",
         "options",
         "path",
         "step",

@@ -91,7 +91,7 @@ class StandardRestore(CheckpointArgs):
 
     item: the template, of arrays, `jax.ShapeDtypeStruct`, numbers, or metadata. Without it the result is nested dicts
         and lists, with the kinds and the shardings that were saved.
-    strict: must be True. Treering neither truncates nor pads arrays.
+    strict: False to truncate arrays, or pad them with zeros, to the shapes of the template.
     support_layout: accepted; a layout in the template is always applied.
     fallback_sharding: the place of JAX arrays whose saved sharding this job lacks.
     """

@@ -7,10 +7,11 @@ import numpy as np
 
 from ..errors import MismatchError
 from .arguments import tree_in
+from .following import checkpoints_iterator, wait_for_new_checkpoint
 from .leaf_templates import real_sharding
 from .restore_args import PLACEHOLDER, ArrayRestoreArgs, RestoreArgs
 
-__all__ = ["PLACEHOLDER", "construct_restore_args"]
+__all__ = ["PLACEHOLDER", "checkpoints_iterator", "construct_restore_args", "wait_for_new_checkpoint"]
 
 
 def construct_restore_args(

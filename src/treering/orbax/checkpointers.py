@@ -4,16 +4,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from .._run.open import open_checkpoint
 from .._save.pending import PendingSave
-from .._save.save import save, save_async
 from ..errors import ExistsError
-from . import handler_files, handlers, items, registration
+from . import handlers, items, one_shot
 from .arguments import StandardRestore, StandardSave
 from .errors import CheckpointExistsError
 from .hints import check_processes, warn_unused
-from .kinds import handler_kind
-from .metadata import StepMetadata, step_metadata
+from .metadata import StepMetadata
 from .options import MultiprocessingOptions
 
 __all__ = ["AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer", "StandardCheckpointer"]
@@ -78,18 +75,16 @@ class Checkpointer:
         Raises `CheckpointExistsError`, which is a `ValueError`, and the errors of `treering.save`.
         """
         self.wait_until_finished()
-        given = self._arguments(True, args, kwargs)
-        several = handler_kind(self._handler) == "composite"
-        tree = items.save_tree(given, self._handler)
-        options = items.format_options(self._write, several=several)
-        metadata = items.custom_metadata(given, custom_metadata)
-        try:
-            if self._background:
-                self._pending = save_async(directory, tree, overwrite=force, metadata=metadata, **options)
-            else:
-                save(directory, tree, overwrite=force, metadata=metadata, **options)
-        except ExistsError as error:
-            raise CheckpointExistsError(*error.args) from error
+        self._pending = one_shot.save_at(
+            directory,
+            self._handler,
+            args,
+            kwargs,
+            force=force,
+            custom_metadata=custom_metadata,
+            write=self._write,
+            background=self._background,
+        )
 
     def restore(self, directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Restores the checkpoint at a path, written by Treering or by Orbax.
@@ -99,14 +94,12 @@ class Checkpointer:
         Raises `NotFoundError`, which is a `FileNotFoundError`, and the errors of `treering.restore`.
         """
         self.wait_until_finished()
-        given = self._arguments(False, args, kwargs)
-        return items.restore_item(open_checkpoint(directory), None, given, self._handler)
+        return one_shot.restore_at(directory, self._handler, args, kwargs)
 
     def metadata(self, directory: str | os.PathLike[str]) -> StepMetadata:
         """Returns the metadata of the checkpoint at a path. Reads no arrays."""
         self.wait_until_finished()
-        ckpt = open_checkpoint(directory)
-        return step_metadata(ckpt, items.item_metadata(ckpt))
+        return one_shot.metadata_at(directory, self._handler)
 
     def wait_until_finished(self) -> None:
         """Waits for the save under way. Raises its error."""
@@ -135,15 +128,6 @@ class Checkpointer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _arguments(self, for_save: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the arguments of a call as one object."""
-        for one in (*args, *kwargs.values()):
-            if registration.is_args_class(type(one)):
-                return one
-        if not registration.has_registered_args(self._handler):
-            return handler_files.CallArgs(args, kwargs)
-        return registration.get_registered_args_cls(self._handler)[0 if for_save else 1](*args, **kwargs)
 
 
 class AsyncCheckpointer(Checkpointer):

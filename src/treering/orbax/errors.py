@@ -21,3 +21,7 @@ class UnsupportedValueError(UnsupportedError, ValueError):
 
 class StepAlreadyExistsError(CheckpointExistsError):
     """A step exists, and was to be saved in any case. Nothing was written."""
+
+
+class UnsupportedNameError(UnsupportedError, AttributeError):
+    """The program uses a name of Orbax that this package does not support."""

@@ -1,6 +1,7 @@
 """Runs the program's own handlers in directories, and keeps the files that they write as arrays of bytes."""
 
 import asyncio
+import concurrent.futures
 import inspect
 import os
 import pathlib
@@ -23,23 +24,22 @@ def save_files(handler: Any, args: Any) -> HandlerFiles:
         directory = path_object(folder)
         given, named = call_of(args)
         if hasattr(handler, "async_save"):
-            asyncio.run(_saved(handler, directory, given, named))
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:  # The caller may run in an event loop itself.
+                thread.submit(asyncio.run, _saved(handler, directory, given, named)).result()
         else:
             handler.save(directory, *given, **named)
         if hasattr(handler, "finalize"):
             handler.finalize(directory)
-        return handler_files(files_in(folder, handler))
+        return handler_files(files_in(folder))
 
 
-def files_in(folder: str, handler: Any) -> dict[str, Any]:
-    """Returns the files that a handler wrote into a folder. Raises `UnsupportedError` if there are none."""
+def files_in(folder: str) -> dict[str, Any]:
+    """Returns the files in a folder, as arrays of bytes by their paths in it."""
     found: dict[str, Any] = {}
     for base, _, names in os.walk(folder):
         for name in names:
             file = pathlib.Path(base, name)
             found[file.relative_to(folder).as_posix()] = np.fromfile(file, np.uint8)
-    if not found:
-        raise UnsupportedError(f"{type(handler).__name__}: expected a handler that writes files, found none")
     return found
 
 

@@ -4,6 +4,7 @@ import abc
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import MismatchError
 from . import arguments, registration, registry, unsupported
 from .hints import check_processes, warn_unused
 from .registry import CheckpointHandlerRegistry, DefaultCheckpointHandlerRegistry, create_default_handler_registry
@@ -66,22 +67,29 @@ class _ItemHandler(AsyncCheckpointHandler):
     """The base of the handlers below: an item saved by one of them is saved by Treering."""
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        from .checkpointers import Checkpointer
+        from . import one_shot
 
-        Checkpointer(self).save(directory, *args, **kwargs)
+        one_shot.save_at(directory, self._built_in(), args, kwargs)
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         self.save(directory, *args, **kwargs)
+        return []
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        from .checkpointers import Checkpointer
+        from . import one_shot
 
-        return Checkpointer(self).restore(directory, *args, **kwargs)
+        return one_shot.restore_at(directory, self._built_in(), args, kwargs)
 
     def metadata(self, directory: Any) -> Any:
-        from .checkpointers import Checkpointer
+        from . import one_shot
 
-        return Checkpointer(self).metadata(directory).item_metadata
+        return one_shot.metadata_at(directory, self._built_in()).item_metadata
+
+    def _built_in(self) -> Any:
+        """Returns this handler without the methods of a subclass, which may call the methods here."""
+        made = object.__new__(next(base for base in type(self).__mro__ if base in _PAIRS))
+        made.__dict__.update(self.__dict__)
+        return made
 
 
 class StandardCheckpointHandler(_ItemHandler):
@@ -129,8 +137,8 @@ class PyTreeCheckpointHandler(_ItemHandler):
         is_prioritized_key_fn: Any = None,
     ):
         check_processes(multiprocessing_options)
-        if type_handler_registry is not None or handler_impl is not None:
-            raise unsupported.error("type_handlers")
+        if handler_impl is not None:
+            raise unsupported.error("handlers.BasePyTreeCheckpointHandler")
         warn_unused(
             "PyTreeCheckpointHandler",
             aggregate_filename=(aggregate_filename, None),
@@ -141,6 +149,7 @@ class PyTreeCheckpointHandler(_ItemHandler):
             use_ocdbt=(use_ocdbt, True),
             use_zarr3=(use_zarr3, False),
             use_compression=(use_compression, True),
+            type_handler_registry=(type_handler_registry, None),
             pytree_metadata_options=(pytree_metadata_options, None),
             array_metadata_validator=(array_metadata_validator, None),
             enable_pinned_host_transfer=(enable_pinned_host_transfer, None),
@@ -201,7 +210,7 @@ class CompositeCheckpointHandler(_ItemHandler):
         **items_and_handlers: Any,
     ):
         if handler_registry is not None and (item_names or items_and_handlers):
-            raise ValueError("CompositeCheckpointHandler: expected handler_registry= or items, found both")
+            raise MismatchError("expected either handler_registry=, or item_names and items_and_handlers, found both")
         self.item_names = tuple(dict.fromkeys([*item_names, *items_and_handlers]))
         self.handlers: Any = (
             {name: one for name, one in items_and_handlers.items() if one is not None}
@@ -215,7 +224,7 @@ class CompositeCheckpointHandler(_ItemHandler):
             handler.close()
 
 
-_PAIRS = {
+_PAIRS: dict[type, tuple[type, type]] = {
     StandardCheckpointHandler: (arguments.StandardSave, arguments.StandardRestore),
     PyTreeCheckpointHandler: (arguments.PyTreeSave, arguments.PyTreeRestore),
     JsonCheckpointHandler: (arguments.JsonSave, arguments.JsonRestore),

@@ -6,19 +6,24 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .._core import skeleton
 from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
+from .._core.source import arrays_of
 from .._pytree import walk
 from .._restore.checkpoint import Checkpoint
-from ..errors import MismatchError, NotFoundError
+from ..errors import MismatchError, NotFoundError, UnsupportedError
 from . import handler_files, metadata, nodes, registration, tree_restore
 from .arguments import Composite, tree_in
 from .errors import ItemNotFoundError, UnsupportedValueError
-from .kinds import Kind, resolve
+from .kinds import Kind, handler_kind, resolve
 
 _log = logging.getLogger("treering")
 DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
+_HANDLER_NAMES = {
+    kind: f"treering.orbax.handlers.{name}CheckpointHandler" for kind, name in (("json", "Json"), ("pytree", "PyTree"))
+}
 _KEY_NAME, _KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
 
 
@@ -61,6 +66,8 @@ def save_tree(args: Any, handler: Any = None) -> Any:
             )
         return {_KEY_NAME: item, _KEY_METADATA: {"legacy": isinstance(item, tuple)}}
     if kind in ("array", "jax-key"):
+        if not (hasattr(item, "dtype") or (kind == "array" and isinstance(item, int | float | complex))):
+            raise UnsupportedError(f"item: expected an array or a number, found a {type(item).__name__}")
         return _cast("", item, args.save_args)
     return item
 
@@ -170,8 +177,8 @@ def part_of(ckpt: Checkpoint, name: str | None) -> Checkpoint:
 
 def is_files(part: Checkpoint) -> bool:
     """Returns True for the files that a handler of the program's own wrote."""
-    skeleton = part._source.skeleton
-    return bool(skeleton) and isinstance(skeleton[0], Node) and skeleton[0].name == nodes.HandlerFiles.__name__
+    tree = part._source.skeleton
+    return bool(tree) and isinstance(tree[0], Node) and tree[0].name == nodes.HandlerFiles.__name__
 
 
 def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) -> Any:
@@ -218,6 +225,8 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
     if tree_in(item) is not item:
         raise MismatchError("item: expected a tree of arrays, found the metadata of one")
     flat = walk.flatten_tree(item)
+    if not flat.leaves and len(flat.skeleton) == 1:
+        raise MismatchError("item: expected a tree to save, found an empty item")
     if kind == "standard" and list(flat.paths) == [""]:
         raise MismatchError(f"item: expected a tree, found a single {type(item).__name__}; use args.ArraySave")
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
@@ -226,7 +235,8 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
         return item
     given = walk.flatten_tree(save_args)
     by_path = dict(zip(given.paths, given.leaves, strict=True))
-    if rest := [path for path in by_path if path not in set(flat.paths)]:
+    places = {path for _, path, _ in skeleton.containers(flat.skeleton)}
+    if rest := [path for path in by_path if path not in places]:
         raise MismatchError(f"save_args: expected the structure of the item, found also {join_names(tuple(rest))}")
     leaves = [_cast(path, leaf, by_path.get(path)) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
     return walk.unflatten(item, leaves, flat.structure)
@@ -246,13 +256,31 @@ def _cast(path: str, leaf: Any, save_args: Any) -> Any:
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def item_metadata(ckpt: Checkpoint, name: str | None = None) -> Any:
-    """Returns the metadata of an item, or of the entire checkpoint; None if its own handler saved it.
+def item_metadata(ckpt: Checkpoint, name: str | None = None, handlers: Any = None) -> Any:
+    """Returns the metadata of an item, or of the entire checkpoint; None for values of JSON and handlers' own files.
 
     For several items and no name it is a mapping of the items' metadata.
     """
     known = item_names(ckpt)
     if name is None and known is not None:
-        return Composite(**{one: item_metadata(ckpt, one) for one in known})
+        return Composite(**{one: item_metadata(ckpt, one, handlers) for one in known})
     part = part_of(ckpt, name)
-    return None if is_files(part) else metadata.tree_metadata(part)
+    return metadata.tree_metadata(part) if _stored_kind(part, name, handlers) == "pytree" else None
+
+
+def item_handlers(ckpt: Checkpoint, handlers: Any = None) -> Any:
+    """Returns the names of the handlers that can restore the items, by item, or that of the only item."""
+    known = item_names(ckpt)
+    if known is None:
+        return _HANDLER_NAMES.get(_stored_kind(ckpt, None, handlers))
+    return {name: _HANDLER_NAMES.get(_stored_kind(part_of(ckpt, name), name, handlers)) for name in known}
+
+
+def _stored_kind(part: Checkpoint, name: str | None, handlers: Any) -> str:
+    """Returns "own", "json" or "pytree" for an item. A tree of several items without arrays counts as JSON."""
+    if is_files(part):
+        return "own"
+    handler = handler_of(name, None, handlers)
+    if handler is not None:
+        return "json" if handler_kind(handler) == "json" else "pytree"
+    return "json" if name is not None and not any(arrays_of(part._source)) else "pytree"

@@ -65,15 +65,18 @@ def resolve(args: Any, handler: Any = None) -> tuple[Kind | None, Any]:
     of_handler = None if handler is None else handler_kind(handler)
     if of_handler == "own" or args is None:
         return of_handler, handler
+    if of_handler is not None:
+        kinds = {_ARGUMENTS[base.__name__] for base in type(args).__mro__ if base.__name__ in _ARGUMENTS}
+        if of_handler in kinds or (of_handler in _TREES and kinds & {*_TREES}) or of_handler == "iterator":
+            return of_handler, handler
+        raise MismatchError(
+            f"{type(handler).__name__}: expected its own arguments, found {type(args).__name__}, which are not "
+            "registered with it"
+        )
     kind = args_kind(args)
     if kind is None:
         raise MismatchError(
             f"{type(args).__name__}: expected arguments that are registered with a handler, such as args.StandardSave; "
             "use args.register_with_handler"
-        )
-    if of_handler is not None and of_handler != kind and not {of_handler, kind} <= {*_TREES}:
-        raise MismatchError(
-            f"{type(handler).__name__}: expected its own arguments, found {type(args).__name__}, which are not "
-            "registered with it"
         )
     return kind, registration.get_registered_handler_cls(args)() if kind == "own" else handler

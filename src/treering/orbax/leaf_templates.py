@@ -1,7 +1,7 @@
 """Decides for a leaf of a checkpoint what a template must have to restore it as the program asks."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,26 +14,21 @@ from .._restore.array_placement import ambient_mesh
 from .._restore.read_groups import as_key
 from ..errors import MismatchError
 from .errors import UnsupportedValueError
+from .resizing import LeafTemplate, host_template, is_resized, resized
 
 _SCALARS = (bool, int, float, complex)
 _TYPES = {"jax.Array": jax.Array, "np.ndarray": np.ndarray, "string": str}  # as the files of Orbax name them
-
-
-class LeafTemplate(NamedTuple):
-    """A leaf of a template for `treering.restore`, and a function that makes the result from the restored leaf."""
-
-    leaf: Any
-    finish: Callable[[Any], Any] | None = None
 
 
 class Leaves:
     """Makes the templates of the leaves of a checkpoint.
 
     fallback: the place of JAX arrays whose saved place this job lacks. Without it they raise `MismatchError`.
+    strict: False to truncate arrays, or pad them with zeros, to the shapes of a target.
     """
 
-    def __init__(self, source: Source, fallback: Any = None):
-        self._source, self._fallback = source, fallback
+    def __init__(self, source: Source, fallback: Any = None, *, strict: bool = True):
+        self._source, self._fallback, self._strict = source, fallback, strict
 
     def as_saved(self, entry: Entry, dtype: Any = None) -> LeafTemplate:
         """Returns the template of the kind, the shape and the place that were saved."""
@@ -45,12 +40,12 @@ class Leaves:
         if entry.type in ("jax", "jax-weak", "key"):
             return LeafTemplate(self._in_jax(entry, dtype, self._saved_place(entry), entry.type == "jax-weak"))
         wanted = dtypes.to_numpy(entry.dtype) if dtype is None else np.dtype(dtype)
-        return LeafTemplate(wanted.type(0) if entry.type == "numpy-scalar" else _on_host(entry.shape, wanted))
+        return LeafTemplate(wanted.type(0) if entry.type == "numpy-scalar" else host_template(entry.shape, wanted))
 
     def like(self, leaf: Any, entry: Entry) -> LeafTemplate:
         """Returns the template for a leaf of the program's own template, whose kind counts."""
         if leaf is None or leaf is ...:
-            return LeafTemplate(leaf)
+            return _skipped(leaf)
         if type(leaf) in _SCALARS:
             return _scalar(type(leaf), entry, leaf)
         name = type(leaf).__name__
@@ -58,26 +53,29 @@ class Leaves:
             return LeafTemplate("")
         if name == "ScalarMetadata":
             return _scalar(type(np.dtype(leaf.dtype).type(0).item()), entry, None)
+        if not self._strict and is_resized(entry, shape := getattr(leaf, "shape", None)):
+            place = real_sharding(getattr(leaf, "sharding", None))
+            on_host = isinstance(leaf, np.ndarray) or (place is None and entry.type in ("numpy", "numpy-scalar"))
+            return resized(entry, shape, leaf.dtype, place, on_host=on_host)
         if name in ("ArrayMetadata", "ShapeDtypeStruct"):
             return self._like_shape(leaf, entry)
         return LeafTemplate(leaf)
 
     def by_args(self, leaf: Any, entry: Entry, args: Any) -> LeafTemplate:
         """Returns the template for the `RestoreArgs` of a leaf. Only the shape of `leaf` counts."""
-        if leaf is None or leaf is ... or args is None:
-            return LeafTemplate(leaf) if leaf is None or leaf is ... else _shaped(self.as_saved(entry), leaf, entry)
+        if leaf is None or leaf is ...:
+            return _skipped(leaf)
+        if args is None:
+            return _shaped(self.as_saved(entry), leaf, entry)
         kind, dtype = args.restore_type, args.dtype
         kind = _TYPES.get(kind, kind) if isinstance(kind, str) else kind
         if kind is type(...):
             return LeafTemplate(...)
         shape = getattr(args, "global_shape", None)
-        if shape is not None and isinstance(entry, ArrayEntry) and entry.type != "key" and tuple(shape) != entry.shape:
-            if not getattr(args, "strict", True):
-                raise UnsupportedValueError(
-                    f"{entry.path}: strict=False with the shape {tuple(shape)}: Treering neither truncates nor pads, "
-                    f"found {entry.shape}; restore the saved shape and change it afterwards"
-                )
-            return LeafTemplate(jax.ShapeDtypeStruct(tuple(shape), dtype or dtypes.to_numpy(entry.dtype)))
+        if is_resized(entry, shape):
+            if getattr(args, "strict", True):  # The restore will refuse this template.
+                return LeafTemplate(host_template(tuple(args.global_shape), dtypes.to_numpy(entry.dtype)))
+            return resized(entry, shape, dtype, _place_of(args), on_host=False)
         if kind is None:
             return _shaped(self.as_saved(entry, dtype), leaf, entry)
         if kind in (*_SCALARS, str, bytes):
@@ -89,10 +87,8 @@ class Leaves:
         if not issubclass(kind, jax.Array):
             saved = entry if isinstance(entry, ArrayEntry) else _array_of(entry, np.dtype)
             wanted = dtypes.to_numpy(saved.dtype) if dtype is None else np.dtype(dtype)
-            return _shaped(LeafTemplate(_on_host(saved.shape, wanted)), leaf, entry)
-        place = real_sharding(getattr(args, "sharding", None))
-        if place is None and getattr(args, "mesh", None) is not None and args.mesh_axes is not None:
-            place = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+            return _shaped(LeafTemplate(host_template(saved.shape, wanted)), leaf, entry)
+        place = _place_of(args)
         if isinstance(entry, ArrayEntry):
             place = self._saved_place(entry) if place is None else place
         else:
@@ -105,7 +101,7 @@ class Leaves:
             return LeafTemplate(np.zeros((), leaf.dtype))
         if place is None and isinstance(entry, ArrayEntry):
             if type(leaf).__name__ == "ArrayMetadata" or entry.type in ("numpy", "numpy-scalar"):
-                return LeafTemplate(_on_host(tuple(leaf.shape), np.dtype(leaf.dtype)))
+                return LeafTemplate(host_template(tuple(leaf.shape), np.dtype(leaf.dtype)))
             place = self._saved_place(entry)
         weak = bool(getattr(leaf, "weak_type", False))
         return LeafTemplate(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=weak))
@@ -139,8 +135,17 @@ def real_sharding(sharding: Any) -> Any:
     return sharding if make is None else make()
 
 
-def _on_host(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    return np.broadcast_to(np.zeros((), dtype), shape)  # It takes no memory.
+def _place_of(args: Any) -> Any:
+    """Returns the sharding that `ArrayRestoreArgs` say, or None."""
+    place = real_sharding(getattr(args, "sharding", None))
+    if place is None and getattr(args, "mesh", None) is not None and args.mesh_axes is not None:
+        return jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+    return place
+
+
+def _skipped(leaf: Any) -> LeafTemplate:
+    """Returns the template for a leaf that the program does not want: None, or `PLACEHOLDER`."""
+    return LeafTemplate(..., lambda _: leaf)
 
 
 def _array_of(entry: ValueEntry, kept: Callable[[Any], Any]) -> ArrayEntry:
@@ -162,7 +167,7 @@ def _scalar(kind: type, entry: Entry, leaf: Any) -> LeafTemplate:
     }
     if not fits.get(kind, False):
         return template
-    return LeafTemplate(_on_host((), found), lambda array: kind(array.item()))
+    return LeafTemplate(host_template((), found), lambda array: kind(array.item()))
 
 
 def _shaped(made: LeafTemplate, leaf: Any, entry: Entry) -> LeafTemplate:

@@ -10,22 +10,16 @@ from typing import Any, Self
 import treering as tr
 
 from ..errors import MismatchError
-from . import preservation
+from . import items as items_module
+from . import multihost, preservation
 from .errors import StepAlreadyExistsError
 from .manager_items import ManagerItems, agree
 from .manager_options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
-from .metadata import step_metadata
+from .metadata import RootMetadata, step_metadata
 from .run import OrbaxRun, as_path, directory_of
 from .save_decisions import DecisionContext, is_by_step
 
 _log = logging.getLogger("treering")
-
-
-@dataclasses.dataclass
-class RootMetadata:
-    """The metadata of a run, which are the same for all its steps."""
-
-    custom_metadata: Any
 
 
 class CheckpointManager:
@@ -62,9 +56,12 @@ class CheckpointManager:
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.make_root(options.create)
-        self._latest: int | None = None
+        self._latest: int | None = None  # `should_save` is asked at every step, so it looks at no directory.
+        self._last_begun: preservation.CheckpointInfo | None = None
+        self._steps: list[int] | None = None  # those at the last look; None after a change
         self._has_logged_skip = False
         self.reload()
+        self._metadata = dict(metadata or {})
         if metadata is not None and options.save_root_metadata and not options.read_only:
             self._run.save_metadata(metadata)
 
@@ -76,8 +73,17 @@ class CheckpointManager:
     # Steps
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Returns the committed steps and those that are being saved, ascending. `read` has no effect."""
-        return self._run.steps
+        """Returns the committed steps and those that are being saved, ascending.
+
+        Steps of other processes are seen after `reload`, or with `read`.
+        """
+        if read:
+            self.reload()
+        if self._run.is_saving or self._steps is None:
+            steps = self._run.steps
+            self._steps = None if self._run.is_saving else steps
+            return list(steps)
+        return list(self._steps)
 
     def latest_step(self) -> int | None:
         """Returns the newest of `all_steps`; None if there is none."""
@@ -93,14 +99,12 @@ class CheckpointManager:
 
     def reload(self) -> None:
         """Reads the steps again, in case another process has changed the directory."""
+        self._steps = None
         self._latest = self.latest_step()
 
     def reached_preemption(self, step: int) -> bool:
         """Returns True at the step at which JAX tells all processes to stop; only in a job of several processes."""
-        import jax
-        from jax.experimental import multihost_utils
-
-        return jax.process_count() > 1 and bool(multihost_utils.reached_preemption_sync_point(step))
+        return multihost.reached_preemption(step)
 
     def should_save(self, step: int) -> bool:
         """Returns True if `save` would save the step: it is newer than the newest, and the policy wants it."""
@@ -119,7 +123,6 @@ class CheckpointManager:
 
     def _decide(self, step: int) -> bool:
         policy = self._save_policy
-        infos = [preservation.CheckpointInfo(one, datetime.datetime.max, None) for one in self._known_steps()]
         busy = self._options.enable_should_save_is_saving_in_progress_check and self._run.is_saving
         context = DecisionContext(
             is_saving_in_progress=busy,
@@ -127,13 +130,17 @@ class CheckpointManager:
             multiprocessing_options=self._options.multiprocessing_options,
         )
         now = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), None)
-        if is_by_step(policy):
-            return policy.should_save(now, infos, context=context)
-        return agree(self._run.directory, lambda: policy.should_save(now, self._run.infos(), context=context))
+        if is_by_step(policy):  # These look only at whether there is a step, so no directory is listed.
+            known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
+            return policy.should_save(now, known, context=context)
+        return agree(self._run.directory, lambda: policy.should_save(now, self._infos(), context=context))
 
-    def _known_steps(self) -> list[int]:
-        """Returns the newest step, without looking at the directory: a loop may ask at every step."""
-        return [] if self._latest is None else [self._latest]
+    def _infos(self) -> list[preservation.CheckpointInfo]:
+        """Returns the valid steps and the one that is being saved, ascending."""
+        infos = {one.step: one for one in self._run.infos()}
+        if self._last_begun is not None and self._run.is_saving:
+            infos[self._last_begun.step] = self._last_begun
+        return sorted(infos.values(), key=lambda one: one.step)
 
     def is_saving_in_progress(self) -> bool:
         """Returns True while a save is running."""
@@ -165,13 +172,17 @@ class CheckpointManager:
         if not force and not self.should_save(step):
             return False
         self._run.wait()
+        self._steps = None
         if step in self.all_steps():
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
         tree = self._items.tree(args)
         saved = None if self._options.prevent_write_metrics else metrics
-        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=custom_metadata)
+        self._steps = None
+        metadata = items_module.custom_metadata(args, custom_metadata)
+        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=metadata)
+        self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
         self._latest = max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()
@@ -184,6 +195,7 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""
+        self._steps = None
         self._run.wait()
         self._run.wait_for_deletions()
 
@@ -225,11 +237,13 @@ class CheckpointManager:
         Returns the item, or a `Composite` with those that `args` names. Raises `NotFoundError` (a `FileNotFoundError`)
         if there is no such step, and `MismatchError` (a `ValueError`) if it does not fit the target.
         """
-        ckpt = self._open(step, directory)
-        return self._items.restored(ckpt, items, restore_kwargs, args)
 
-    def _open(self, step: int | None, directory: str | os.PathLike[str] | None = None) -> tr.Checkpoint:
-        return self._run.open(step) if directory is None else tr.open(directory_of(directory), step=step)
+        def use(ckpt: tr.Checkpoint) -> Any:
+            return self._items.restored(ckpt, items, restore_kwargs, args)
+
+        if directory is not None:
+            return use(tr.open(directory_of(directory), step=step))
+        return self._run.use_step(step, use)
 
     def item_metadata(self, step: int) -> Any:
         """Returns the shapes and dtypes of the item of a step, or a `Composite` of them."""
@@ -240,10 +254,10 @@ class CheckpointManager:
     def metadata(self, step: int | None = None) -> Any:
         """Returns the metadata of a step, or without one those of the run."""
         if step is None:
-            return RootMetadata(self._run.load_metadata() or {})
-        ckpt = self._open(step)
+            return RootMetadata(custom_metadata=self._run.load_metadata() or self._metadata)
+        ckpt = self._run.open(step)
         return step_metadata(ckpt, self._items.metadata(ckpt))
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """Returns the metrics of a step; None if it has none."""
-        return self._open(step).metrics or None
+        return self._run.open(step).metrics or None

@@ -6,11 +6,17 @@ from typing import Any
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, UnsupportedError
-from . import items, kinds, nodes, registration
+from . import arguments, items, kinds, nodes, registration
 from .arguments import Composite
 from .handler_files import CallArgs
 
 RESERVED_NAMES = ("metrics", "descriptor")  # Orbax has these items itself
+
+_OLD_STYLE: dict[str, tuple[type, type]] = {
+    "standard": (arguments.StandardSave, arguments.StandardRestore),
+    "pytree": (arguments.PyTreeSave, arguments.PyTreeRestore),
+    "json": (arguments.JsonSave, arguments.JsonRestore),
+}
 
 
 class ManagerItems:
@@ -32,7 +38,7 @@ class ManagerItems:
                     "and handler_registry"
                 )
             all_of_them = checkpointers.values() if isinstance(checkpointers, Mapping) else [checkpointers]
-            self.is_synchronous = not any(hasattr(one, "wait_until_finished") for one in all_of_them)
+            self.is_synchronous = not any(_saves_in_background(one) for one in all_of_them)
             handlers = (
                 {name: one.handler for name, one in checkpointers.items()}
                 if isinstance(checkpointers, Mapping)
@@ -46,6 +52,7 @@ class ManagerItems:
             if names is not None:
                 raise MismatchError("CheckpointManager: expected a dict of handlers for item_names, found one handler")
             self.several, self._handlers = False, {items.DEFAULT_ITEM: handlers}
+        self._names = tuple(names or (self._handlers if self.several else ()))
         if names is not None:
             self.several = True
             if refused := [name for name in names if name in RESERVED_NAMES]:
@@ -60,13 +67,18 @@ class ManagerItems:
         """
         if given is None and args is None:
             raise MismatchError("save: expected args=, such as args=ocp.args.StandardSave(tree), found nothing")
-        if args is None:
-            args = self._old_style(given, save_kwargs, for_save=True)
-        self._check(given if args is None else args)
-        self._decide(args)
-        if self.several and (refused := [name for name in args if name in RESERVED_NAMES]):
+        made: Any = self._old_style(given, save_kwargs, for_save=True) if args is None else args
+        self._check(made)
+        self._decide(made)
+        names = list(made) if self.several else []
+        if refused := [name for name in names if name in RESERVED_NAMES]:
             raise MismatchError(f"args: {', '.join(refused)}: Orbax uses this name itself; rename the item")
-        return args
+        if self._names and (unknown := [name for name in names if name not in self._names]):
+            raise MismatchError(
+                f"args: {', '.join(unknown)} does not match with any registered handler; expected the items "
+                f"{', '.join(self._names)}"
+            )
+        return made
 
     def tree(self, args: Any) -> Any:
         """Returns the tree to save. A single item is the entire tree."""
@@ -75,7 +87,7 @@ class ManagerItems:
         return items.save_tree(args, self._handler(items.DEFAULT_ITEM, args))
 
     def kinds(self, tree: Any, args: Any) -> dict[str, str]:
-        """Returns how the format of Orbax stores each item of a tree: as "tree", "json" or "files"."""
+        """Returns how the format of Orbax stores each item of a tree: as "tree" or "json"."""
         parts = args if self.several else {items.DEFAULT_ITEM: args}
         trees = tree if self.several else {items.DEFAULT_ITEM: tree}
         return {name: _stored_as(trees[name], parts[name]) for name in trees}
@@ -140,6 +152,8 @@ class ManagerItems:
         if name not in self._handlers:
             raise MismatchError(f"{name}: expected one of the items {', '.join(self._handlers)}")
         handler = self._handlers[name]
+        if (kind := kinds.handler_kind(handler)) in _OLD_STYLE:  # Its class may be one that the program derived.
+            return _OLD_STYLE[kind][0 if for_save else 1](given, **(kwargs or {}))
         if not registration.has_registered_args(handler):
             return CallArgs((given,) if given is not None or for_save else (), kwargs or {})
         save, restore = registration.get_registered_args_cls(handler)
@@ -152,9 +166,14 @@ class ManagerItems:
         return items.handler_of(name, args, self._known_handlers())
 
 
+def _saves_in_background(checkpointer: Any) -> bool:
+    """Returns True for a checkpointer of this package or of Orbax that saves in the background."""
+    return any(base.__name__ == "AsyncCheckpointer" for base in type(checkpointer).__mro__)
+
+
 def _stored_as(tree: Any, args: Any) -> str:
     if isinstance(tree, nodes.HandlerFiles):
-        return "files"
+        return "tree"  # The format finds the files by the class of their container.
     kind = kinds.args_kind(args)
     if kind in ("array", "jax-key", "numpy-key", "iterator"):
         raise UnsupportedError(f"{type(args).__name__}: only write='treering', the default, has such items")

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import logging
+import re
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -20,6 +21,7 @@ from .save_decisions import (
 )
 
 _log = logging.getLogger("treering")
+_FOLDER_NAME = re.compile(r"[^/\0]*[^/\0.0-9][^/\0]*")
 
 
 @dataclasses.dataclass
@@ -49,7 +51,6 @@ _READ_ONLY: dict[str, Any] = {  # A manager that only reads has these values, wh
     "should_save_fn": None,
 }
 _REFUSED = {
-    "todelete_subdir": "a deleted step is gone; `treering prune --to DIR` moves steps away instead",
     "todelete_full_path": "a deleted step is gone; `treering prune --to DIR` moves steps away instead",
     "enable_per_process_directory_creation": "Treering decides who makes a directory; leave the option out",
 }
@@ -132,6 +133,10 @@ class CheckpointManagerOptions:
         for name, reason in _WITHOUT_EFFECT.items():
             if getattr(self, name) is not None:
                 _log.warning("CheckpointManagerOptions: %s has no effect: %s", name, reason)
+        if self.todelete_subdir is not None and not _FOLDER_NAME.fullmatch(self.todelete_subdir):
+            raise UnsupportedError(
+                f"todelete_subdir={self.todelete_subdir!r}: expected the name of a directory that is not that of a step"
+            )
         several = self.multiprocessing_options
         if (getattr(several, "primary_host", 0), getattr(several, "active_processes", None)) != (0, None):
             raise UnsupportedError(

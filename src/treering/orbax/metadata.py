@@ -115,6 +115,14 @@ class StepMetadata:
     custom_metadata: Any = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class RootMetadata:
+    """The metadata of a run, which are the same for all its steps."""
+
+    internal_metadata: Any = dataclasses.field(default_factory=dict)
+    custom_metadata: Any = dataclasses.field(default_factory=dict)
+
+
 CompositeItemMetadata = Composite
 
 
@@ -127,10 +135,11 @@ def tree_metadata(part: Checkpoint) -> TreeMetadata:
     return TreeMetadata(treedef.unflatten([_leaf(source, leaf) for leaf in leaves]), custom)
 
 
-def step_metadata(ckpt: Checkpoint, item_metadata: Any) -> StepMetadata:
+def step_metadata(ckpt: Checkpoint, item_metadata: Any, item_handlers: Any = None) -> StepMetadata:
     """Returns the metadata of a checkpoint with that of its items."""
     created = None if ckpt.created is None else int(ckpt.created.timestamp() * 1_000_000) * 1000
     return StepMetadata(
+        item_handlers=item_handlers,
         item_metadata=item_metadata,
         metrics=ckpt.metrics,
         init_timestamp_nsecs=created,

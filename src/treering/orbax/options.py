@@ -46,6 +46,8 @@ class MemoryLimitOptions:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "AsyncOptions":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(".manager_options", __package__).AsyncOptions
+    if name == "AsyncOptions":
+        return importlib.import_module(".manager_options", __package__).AsyncOptions
+    if name == "multihost":  # Orbax has the module here too.
+        return importlib.import_module(".multihost", __package__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

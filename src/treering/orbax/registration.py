@@ -31,7 +31,7 @@ def register_with_handler(handler_cls: type, for_save: bool = False, for_restore
 
     def register(cls: A) -> A:
         if not is_args_class(cls):
-            raise TypeError(f"register_with_handler: expected a subclass of CheckpointArgs, found {cls!r}")
+            raise TypeError(f"register_with_handler: {cls!r} must subclass CheckpointArgs")
         if for_save:
             _FOR_SAVE[cls] = handler_cls
         if for_restore:

@@ -55,7 +55,9 @@ class DefaultCheckpointHandlerRegistry(CheckpointHandlerRegistry):
         """
         key = item, _class(args)
         if key in self._entries:
-            raise AlreadyExistsError(f"the registry has a handler for item={item!r} and {key[1].__name__}")
+            raise AlreadyExistsError(
+                f"a handler for item={item!r} and {key[1].__name__} already exists in the registry"
+            )
         made = get_registered_handler_cls(args) if handler is None else handler
         if isinstance(made, type):
             try:

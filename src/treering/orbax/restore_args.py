@@ -54,7 +54,7 @@ class ArrayRestoreArgs(RestoreArgs):
     """Options of an array of JAX.
 
     sharding: its place; or else `mesh` and `mesh_axes`; or else the saved place.
-    global_shape, shape: the shape that is expected. Treering neither truncates nor pads, whatever `strict` is.
+    global_shape, shape: the shape that is expected. Unless `strict`, the array is truncated, or padded with zeros.
     """
 
     restore_type: Any = dataclasses.field(default_factory=_jax_array)

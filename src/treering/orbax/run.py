@@ -5,11 +5,12 @@ import functools
 import json
 import logging
 import os
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from .. import stores
+from .._restore.checkpoint import Checkpoint
+from .._run import resume
 from .._run.checkpointer import Checkpointer
 from .._run.run_layout import RunLayout
 from ..errors import NotFoundError, UnsupportedError
@@ -20,8 +21,8 @@ from .manager_items import ManagerItems
 from .manager_options import CheckpointManagerOptions
 from .preservation import CheckpointInfo, info_of
 
+T = TypeVar("T")
 _log = logging.getLogger("treering")
-_NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<digits>[0-9]+)", re.DOTALL)
 
 
 class OrbaxRun(Checkpointer):
@@ -29,7 +30,12 @@ class OrbaxRun(Checkpointer):
 
     def __init__(self, run: str, options: CheckpointManagerOptions, write: str | None, keep: Policy, **given: Any):
         chosen = format_options(write, several=True)
-        self._layout = RunLayout(*_step_names(options), format=chosen.get("format", "treering"), shared_with_orbax=True)
+        self._layout = RunLayout(
+            *_step_names(options),
+            format=chosen.get("format", "treering"),
+            shared_with_orbax=True,
+            deleted_to=options.todelete_subdir,
+        )
         super().__init__(run, prefix=self._layout.prefix, keep=keep, **given)
 
     def save_items(self, step: int, tree: Any, items: ManagerItems, args: Any, **given: Any) -> None:
@@ -40,6 +46,11 @@ class OrbaxRun(Checkpointer):
             self._directory.steps.layout = dataclasses.replace(layout, format_options={"composite": kinds})
             tree = tree if items.several else {DEFAULT_ITEM: tree}
         self.save(step, tree, force=True, **given)
+
+    def use_step(self, step: int | None, use: Callable[[Checkpoint], T]) -> T:
+        """Returns what `use` makes of a step; None is the latest that is not damaged. All processes make the call."""
+        what = f"restore({'' if step is None else f'step={step}'})"
+        return resume.use_step(what, self._collective, self._directory, step, True, lambda ckpt, _: use(ckpt))[1]
 
     def load_metadata(self) -> Any:
         """Returns the metadata of the run; None if it has none."""
@@ -89,12 +100,6 @@ def _step_names(options: CheckpointManagerOptions) -> tuple[str, int]:
     else:
         prefix, digits = options.step_prefix, options.step_format_fixed_length
     return (f"{prefix}_" if prefix else ""), digits or 1
-
-
-def step_in(name: str) -> int | None:
-    """Returns the step in a directory's name, ``3`` or ``ckpt_3``; None for other names."""
-    found = _NAME.fullmatch(name)
-    return int(found["digits"]) if found else None
 
 
 def as_path(path: str) -> Any:

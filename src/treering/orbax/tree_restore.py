@@ -23,12 +23,7 @@ def restore_as_saved(part: Checkpoint) -> Any:
 
 def restore_standard(part: Checkpoint, args: Any) -> Any:
     """Restores by `StandardRestore`: each leaf has the kind of its leaf in the target."""
-    if not args.strict:
-        raise UnsupportedValueError(
-            "strict=False: Treering neither truncates nor pads arrays; restore the saved shapes and change them "
-            "afterwards"
-        )
-    leaves = Leaves(part._source, args.fallback_sharding)
+    leaves = Leaves(part._source, args.fallback_sharding, strict=args.strict)
     if args.item is None:
         return restore_by(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
     return restore_by(part, args.item, lambda path, leaf, entry: leaves.like(leaf, entry))
@@ -44,20 +39,19 @@ def restore_pytree(part: Checkpoint, args: Any) -> Any:
         raise MismatchError("transforms: expected an item that says the structure of the result, found None")
     leaves = Leaves(part._source)
     given = _args_by_path(args.restore_args)
-    found: set[str] = set()
 
     def template(path: str, leaf: Any, entry: Entry) -> LeafTemplate:
-        found.add(path)
         return leaves.by_args(leaf, entry, given.get(path))
 
     partial = bool(getattr(args, "partial_restore", False)) or args.transforms is not None
 
-    def check() -> None:
-        rest = tuple(path for path in given if path not in found)
-        if rest and not partial:
-            raise MismatchError(f"restore_args: expected the structure of the tree, found also {join_names(rest)}")
-
-    return restore_by(part, args.item, template, extra="ignore" if partial else "error", check=check)
+    known = {path for _, path, _ in _skeleton.containers(part._source.skeleton or ())}
+    if args.item is not None:
+        known |= {path for _, path, _ in _skeleton.containers(walk.flatten_tree(args.item).skeleton)}
+    # Options of a container are those of a leaf that another tree has there, such as a masked one.
+    if (rest := tuple(path for path in given if path not in known)) and not partial:
+        raise MismatchError(f"restore_args: expected the structure of the tree, found also {join_names(rest)}")
+    return restore_by(part, args.item, template, extra="ignore" if partial else "error")
 
 
 def restore_leaf(part: Checkpoint, item: Any, restore_args: Any) -> Any:
@@ -74,12 +68,10 @@ def restore_by(
     template: Callable[[str, Any, Entry], LeafTemplate],
     *,
     extra: str = "error",
-    check: Callable[[], None] = lambda: None,
 ) -> Any:
     """Returns the tree, with the structure of `item` or, without one, that was saved.
 
     template: makes the template of a leaf of `item` (or of an entry) and the entry at its path.
-    check: runs before anything is read.
     """
     source = part._source
     item = structure_of(source) if item is None else item
@@ -89,7 +81,6 @@ def restore_by(
         template(path, leaf, entries[path]) if path in entries else LeafTemplate(leaf)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     ]
-    check()
     like = walk.unflatten(item, [one.leaf for one in made], flat.structure)
     tree = part.restore(like, extra=extra, dtype="template")
     if not any(one.finish for one in made):

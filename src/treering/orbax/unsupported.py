@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import UnsupportedError
+from .errors import UnsupportedNameError
 
 _INSTEAD = {
     "ProtoSave": "save the bytes of the message in a handler of your own",
@@ -16,7 +16,6 @@ _INSTEAD = {
     "arrays": "use treering.open, whose leaves read parts of arrays",
     "emergency": "use treering.Checkpointer with local=, which has a local and a remote tier",
     "pathways": "use treering with jax.distributed",
-    "multihost": "use jax.experimental.multihost_utils",
     "logging": "use the logger 'treering' of the standard library",
     "transform_utils": "use rules= of treering.restore",
     "apply_transformations": "use rules= of treering.restore",
@@ -67,17 +66,11 @@ def is_refused(name: str) -> bool:
 
 
 def refused(name: str) -> Any:
-    """Returns a stand-in for a name of Orbax. Using it raises `UnsupportedError`."""
+    """Returns a stand-in for a name of Orbax. Using it raises `UnsupportedNameError`."""
     return _Refused(name)
 
 
-class UnsupportedNameError(UnsupportedError, AttributeError):
-    """A name of Orbax that is not supported. `hasattr` and `getattr` with a default see that it is missing."""
-
-    __str__ = UnsupportedError.__str__
-
-
-def error(name: str) -> UnsupportedError:
+def error(name: str) -> UnsupportedNameError:
     """Returns the error about a name that is not supported."""
     instead = next((_INSTEAD[part] for part in reversed(name.split(".")) if part in _INSTEAD), "")
     return UnsupportedNameError(f"treering.orbax.{name} is not supported{'; ' + instead if instead else ''}")

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
-from ..._core.source import Source
+from ..._core.source import HANDLER_FILES, Source
 from ..._core.values import encode
 from .items import METRICS
 from .owned_files import NAMES
@@ -20,7 +20,7 @@ _MAX_INT_BITS = 12_000  # bits; Python converts integers of at most 4,300 decima
 _MAX_NAME_BYTES = 255  # bytes of a folder's name
 
 
-Kind = Literal["tree", "json", "files"]
+Kind = Literal["tree", "json"]
 
 
 class Items(NamedTuple):
@@ -58,7 +58,7 @@ def items_of(contents: Source, kinds: Mapping[str, Kind]) -> Items:
         kind = kinds.get(name) or ("json" if _is_json(entries) else "tree")
         if reason := _refused(name, part, kinds.get(name, "tree")):
             problems.append(f"  {name or repr(name)}: {reason}")
-        elif kind == "files":
+        elif is_files(part):
             files[name] = {
                 leaf.keys[0][0]: entry
                 for leaf, entry in zip(leaves, entries, strict=True)
@@ -73,6 +73,11 @@ def items_of(contents: Source, kinds: Mapping[str, Kind]) -> Items:
     if contents.metrics:
         values[METRICS] = dict(contents.metrics)
     return Items(trees, values, files, problems)
+
+
+def is_files(skeleton: Skeleton) -> bool:
+    """Returns True for an item that consists of the files of a handler."""
+    return isinstance(skeleton[0], Node) and skeleton[0].name == HANDLER_FILES
 
 
 def _is_json(entries: Iterable[Entry]) -> bool:

@@ -173,7 +173,9 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
             dtype, shape, impl = arrays[path].dtype, arrays[path].shape, keys.get(name, "")
             if impl and not shape:
                 raise CorruptError(f"{folder}: {path}: expected the data of a key, found a number")
-            entries.append(ArrayEntry(path, "key" if impl else "numpy", dtype, shape, impl))
+            entries.append(
+                ArrayEntry(path, "key" if impl else "jax" if kind == "jax.Array" else "numpy", dtype, shape, impl)
+            )
             stored[path] = arrays[path]
     return Tree(entries, stored, skeleton, about.custom_metadata)
 

@@ -20,7 +20,7 @@ from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from .items import METRICS, VALUES
-from .items_write import Items, Kind, items_of
+from .items_write import Items, Kind, is_files, items_of
 from .owned_files import NAMES, owned_files
 from .schema import CHECKPOINT, COMMITTED, UNFINISHED
 from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
@@ -123,6 +123,8 @@ def _only_tree(contents: Source) -> Items:
     """Returns the entire tree as the only item, directly in the folder."""
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
+    if is_files(contents.skeleton):
+        return Items({}, {}, {}, ["  (root): the files of a handler; make them an item among several"])
     return Items({"": leaves}, {}, {}, list(problems_of(leaves)))
 
 

@@ -46,7 +46,7 @@ def save_files(value: Any, handler: Any) -> nodes.HandlerFiles:
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
         directory = Directory(handler_files.path_object(folder))
         run(lambda: saver.save(directory) if handler is None else saver.save(directory, value))
-        found = handler_files.files_in(folder, saver)
+        found = handler_files.files_in(folder)
     if handler is not None:
         found[_HANDLER] = np.frombuffer(typestr(handler).encode(), np.uint8)
     return nodes.handler_files(found)

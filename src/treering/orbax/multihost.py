@@ -1,0 +1,54 @@
+"""The namespace `multihost` of Orbax: the few functions that programs call, by `jax.experimental.multihost_utils`."""
+
+from typing import Any
+
+
+def process_index() -> int:
+    """Returns the index of this process."""
+    import jax
+
+    return jax.process_index()
+
+
+def process_count() -> int:
+    """Returns the number of processes of the job."""
+    import jax
+
+    return jax.process_count()
+
+
+def is_primary_host(primary_host: int | None = 0) -> bool:
+    """Returns True in the primary process, or in all with None."""
+    return primary_host is None or process_index() == primary_host
+
+
+def unique_barrier_key(key: str, *, prefix: str | None = None, suffix: str | None = None) -> str:
+    """Returns a name for a barrier."""
+    return "_".join(part for part in (prefix, key, suffix) if part)
+
+
+def coordination_timeout() -> int:
+    """Returns the seconds that Orbax waits for other processes. Treering waits as long as they live."""
+    return 300
+
+
+def sync_global_processes(name: str, *, timeout: int | None = None, processes: Any = None, **_: Any) -> None:
+    """Waits until all processes have made this call."""
+    from jax.experimental import multihost_utils
+
+    if process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def reached_preemption(step: int) -> bool:
+    """Returns True at the step at which JAX tells all processes to stop; only in a job of several processes."""
+    from jax.experimental import multihost_utils
+
+    return process_count() > 1 and bool(multihost_utils.reached_preemption_sync_point(step))
+
+
+def broadcast_one_to_all(pytree: Any, is_source: bool | None = None) -> Any:
+    """Returns the tree of the source process, by default process 0, in all processes."""
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(pytree, is_source=is_source)

@@ -1,0 +1,83 @@
+"""The namespace `step` of Orbax: names of steps, and the steps in a directory."""
+
+import dataclasses
+import os
+import posixpath
+import re
+from typing import Any
+
+from .. import stores
+from .._run import run_layout
+from .._run.run_layout import steps
+from ..errors import NotFoundError
+
+_NAME = re.compile(r"(?:.+_)?([0-9]+)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class StandardNameFormat:
+    """Names steps ``3``, or ``ckpt_003`` with a prefix and a number of digits."""
+
+    step_prefix: str | None = None
+    step_format_fixed_length: int | None = None
+    single_host_load_and_broadcast: bool = False
+
+    def build_name(self, step: int) -> str:
+        """Returns the name of a step's directory."""
+        prefix = f"{self.step_prefix}_" if self.step_prefix else ""
+        return f"{prefix}{step:0{self.step_format_fixed_length or 1}}"
+
+
+def standard_name_format(
+    step_prefix: str | None = None,
+    step_format_fixed_length: int | None = None,
+    single_host_load_and_broadcast: bool = False,
+    **options: Any,
+) -> StandardNameFormat:
+    """Returns the way to name steps. Raises `TypeError` for other options."""
+    if options:
+        raise TypeError(f"standard_name_format: unexpected arguments: {', '.join(options)}")
+    return StandardNameFormat(step_prefix, step_format_fixed_length, single_host_load_and_broadcast)
+
+
+def checkpoint_steps(checkpoint_dir: str | os.PathLike[str], single_host_load_and_broadcast: bool = False) -> list[int]:
+    """Returns the complete steps in a directory, of either format, ascending."""
+    return steps(checkpoint_dir)
+
+
+def any_checkpoint_step(checkpoint_dir: str | os.PathLike[str]) -> int | None:
+    """Returns a complete step in a directory; None if there is none."""
+    return next(iter(steps(checkpoint_dir)), None)
+
+
+def latest_step(checkpoint_dir: str | os.PathLike[str]) -> int | None:
+    """Returns the newest complete step in a directory; None if there is none."""
+    return max(steps(checkpoint_dir), default=None)
+
+
+def checkpoint_steps_paths(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
+    """Returns the directories of the complete steps, ascending."""
+    from .run import as_path
+
+    root = stores.absolute_run(checkpoint_dir)
+    return [as_path(path) for path in run_layout.all_steps(stores.get(root), root).values()]
+
+
+def step_from_checkpoint_name(name: str) -> int:
+    """Returns the step in the name of a directory. Raises `ValueError` if there is none."""
+    found = _NAME.fullmatch(posixpath.basename(name))
+    if found is None:
+        raise ValueError(f"{name!r}: expected the name of a step, such as 3 or ckpt_3")
+    return int(found[1])
+
+
+def is_path_finalized(path: str | os.PathLike[str]) -> bool:
+    """Returns True if a directory is a complete checkpoint. Raises `NotFoundError` if there is no directory."""
+    from .. import formats
+
+    place = stores.absolute(path)
+    store = stores.get(place)
+    found = store.stat(place)
+    if found is None or not found.is_folder:
+        raise NotFoundError(f"{place}: expected a directory, found {'nothing' if found is None else 'a file'}")
+    return formats.is_known(store, place)
