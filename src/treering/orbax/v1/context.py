@@ -30,6 +30,7 @@ _KINDS = {  # the attributes of a context, and the classes of their options
 _HONORED = frozenset(
     (
         "pytree.loading.partial_load",
+        "array.loading.enable_padding_and_truncation",
         "array.saving.storage_options.dtype",
         "array.saving.scoped_storage_options_creator",
         "asynchronous.post_finalization_callback",

@@ -164,7 +164,8 @@ def _part(name: str, value: Any, context: Context) -> Any:
 
 
 def kinds_of(tree: Any) -> dict[str, str] | None:
-    """Returns how the format of Orbax stores each checkpointable, as "tree" or "files"; None for one tree."""
-    if not isinstance(tree, nodes.Composite):
-        return None
-    return {name: "files" if isinstance(one, nodes.HandlerFiles) else "tree" for name, one in tree.items()}
+    """Returns how the format of Orbax stores each checkpointable, as a tree; None for a tree without checkpointables.
+
+    The format finds the files of handlers by the class of their container.
+    """
+    return dict.fromkeys(tree, "tree") if isinstance(tree, nodes.Composite) else None

@@ -1,6 +1,5 @@
 """`Checkpointer`, with the calls of version 1: saves the steps of a run, keeps some of them, and loads them."""
 
-import datetime
 import os
 import time
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any, Self
 from ...hints import warn_unused
 from ...manager import CheckpointManager
 from ...manager_options import AsyncOptions, CheckpointManagerOptions
-from ...preservation import PreservationPolicy, PreserveAll
+from ...preservation import CheckpointInfo, PreservationPolicy, PreserveAll
 from ...save_decisions import (
     AnySavePolicy,
     ContinuousCheckpointingPolicy,
@@ -73,8 +72,8 @@ class Checkpointer:
         )
         self._items = self._manager._items = CheckpointableItems(self._context)
         self._run = self._manager._run
-        self._known: list[CheckpointMetadata[None]] | None = None  # read from the directory, and what saves add
-        self._under_way: CheckpointMetadata[None] | None = None
+        self._known: list[CheckpointMetadata[None]] = []
+        self._is_changing = True  # False if `_known` has what the directory had at the last look
 
     @property
     def directory(self) -> Any:
@@ -88,20 +87,19 @@ class Checkpointer:
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata[None]]:
-        """The steps of the run and the one that is being saved, ascending. `reload` and saves read them again."""
-        if self._known is None or self._under_way is not None:
-            if not self._run.is_saving:
-                self._under_way = None
-            self._known = [self._described(one.step, one.time, one.metrics) for one in self._run.infos()]
-        under_way = self._under_way
-        if under_way is None or any(one.step == under_way.step for one in self._known):
-            return list(self._known)
-        return sorted([*self._known, under_way], key=lambda one: one.step)
+        """The steps of the run and the one that is being saved, ascending, as of the last save or `reload`."""
+        if self._is_changing:
+            self._is_changing = self._run.is_saving
+            self._known = [self._described(one) for one in self._manager._infos()]
+        return list(self._known)
 
-    def _described(self, step: int, when: datetime.datetime, metrics: Any) -> CheckpointMetadata[None]:
-        path = self._context.path(self._run.path(step))
+    def _described(self, info: CheckpointInfo) -> CheckpointMetadata[None]:
         return CheckpointMetadata(
-            step, path, metadata=None, metrics=metrics, commit_timestamp_nsecs=as_nanoseconds(when)
+            info.step,
+            self._context.path(self._run.path(info.step)),
+            metadata=None,
+            metrics=info.metrics or None,
+            commit_timestamp_nsecs=as_nanoseconds(info.time),
         )
 
     def should_save(self, step: Step) -> bool:
@@ -155,7 +153,7 @@ class Checkpointer:
                 self._run.save_items(step, self._items.tree(args), self._items, args, **given)
             elif not self._manager.save(step, metrics=metrics, force=force, args=args, custom_metadata=custom_metadata):
                 return None
-        self._under_way = self._described(step, datetime.datetime.now(datetime.UTC), metrics)
+        self._is_changing = True
         return AsyncResponse(self._wait)
 
     def _wait(self, timeout: float | None) -> bool:
@@ -222,12 +220,12 @@ class Checkpointer:
     def delete(self, step: Step) -> None:
         """Deletes a step. Raises `NotFoundError`, which is a `FileNotFoundError`, if it does not exist."""
         self._manager.delete(_number(step))
-        self._known = None
+        self._is_changing = True
 
     def reload(self) -> None:
         """Reads the steps again, in case another process has changed the directory."""
         self._manager.reload()
-        self._known = None
+        self._is_changing = True
 
     def is_saving_in_progress(self) -> bool:
         """Returns True while a save is running."""
