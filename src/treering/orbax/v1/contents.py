@@ -10,11 +10,12 @@ from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
 from ...formats.orbax.schema import CHECKPOINT, read_checkpoint_metadata
+from ...stores.file_io import read_file
 from .. import items
 from .context import Context
 from .errors import InvalidLayoutError, NoCheckpointableError
 from .options import CheckpointLayout
-from .own_files import class_of_handler
+from .own_files import HANDLER, class_of_handler
 from .saving import STATE
 
 _TREE_NAMES = (STATE, "pytree", "AUTO", items.DEFAULT_ITEM, None)  # names of a tree without a name
@@ -86,7 +87,8 @@ class Contents:
     def part(self, name: str | None) -> Part:
         """Returns a checkpointable. Raises `NoCheckpointableError`, which is a `KeyError`, if there is none."""
         if name in self._own:
-            return Part(directory=posixpath.join(self.path, name), saved_by=self._own[name])
+            directory = posixpath.join(self.path, name)
+            return Part(directory=directory, saved_by=self._class_of_handler(name, directory))
         if self.ckpt is not None and self._names is None and name in (*_TREE_NAMES, *self.names):
             return self._typed(self.ckpt)
         if self.ckpt is None or self._names is None or name not in self._names:
@@ -94,19 +96,26 @@ class Contents:
         return self._typed(items.part_of(self.ckpt, name))
 
     def tree_name(self) -> str:
-        """Returns the name of the tree that a load without a name takes: `state`, `pytree`, or the first one.
+        """Returns the name of the tree that a load without a name takes: `state`, or the first one.
 
         Raises `InvalidLayoutError` if there is no tree.
         """
-        for name in (STATE, "pytree", *sorted(self.names)):
+        for name in (STATE, *sorted(self.names)):
             if name in self.names and self.part(name).tree is not None:
                 return name
         raise InvalidLayoutError(f"{self.path}: expected a tree, found {join_names(self.names)}")
 
+    def _class_of_handler(self, name: str, directory: str) -> str | None:
+        store, file = stores.get(directory), posixpath.join(directory, HANDLER)
+        if store.stat(file) is not None:
+            return bytes(read_file(store, file)).decode()
+        listed = self._own[name]
+        return None if listed.endswith((".StatefulCheckpointableHandler", ".HandlerFiles")) else listed
+
     def _typed(self, part: Checkpoint) -> Part:
         if not items.is_files(part):
             return Part(tree=part)
-        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == ".handler"}))
+        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
 
 
 def tree_part(contents: Contents, name: Any) -> Checkpoint:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
+from ...errors import UnsupportedValueError
 from ...hints import warn_unused
 from ...manager import CheckpointManager
 from ...manager_options import AsyncOptions, CheckpointManagerOptions
@@ -16,6 +17,7 @@ from ...save_decisions import (
     PreemptionCheckpointingPolicy,
     SaveDecisionPolicy,
 )
+from ...unsupported import error as unsupported
 from ..context import Context, get_context
 from ..describing import checkpointables_metadata, metadata
 from ..loading import load, load_checkpointables
@@ -181,12 +183,12 @@ class Checkpointer:
             return load_checkpointables(found.path, abstract_checkpointables)
 
     def load_async(self, step: Step = None, abstract_state: Any = None) -> Any:
-        """Is not supported, as in Orbax itself."""
-        raise NotImplementedError("load_async: not supported; use load")
+        """Is not supported, as in Orbax itself. Raises `UnsupportedError`."""
+        raise unsupported("v1.training.Checkpointer.load_async")
 
     def load_checkpointables_async(self, step: Step = None, abstract_checkpointables: Any = None) -> Any:
-        """Is not supported, as in Orbax itself."""
-        raise NotImplementedError("load_checkpointables_async: not supported; use load_checkpointables")
+        """Is not supported, as in Orbax itself. Raises `UnsupportedError`."""
+        raise unsupported("v1.training.Checkpointer.load_checkpointables_async")
 
     def metadata(self, step: Step = None) -> CheckpointMetadata[Any]:
         """Returns the metadata of the tree of a step, by default the latest."""
@@ -217,10 +219,27 @@ class Checkpointer:
             raise StepNotFoundError(f"{self._run.directory}: expected step {_number(step)}, found {steps}")
         return found
 
-    def delete(self, step: Step) -> None:
-        """Deletes a step. Raises `NotFoundError`, which is a `FileNotFoundError`, if it does not exist."""
+    def delete(self, step: Step, *, checkpointable_name: str | None = None, missing_ok: bool = False) -> bool:
+        """Deletes a step. Returns True if it existed.
+
+        Raises `NotFoundError`, which is a `FileNotFoundError`, if it does not exist, unless `missing_ok`, and
+        `UnsupportedValueError` for a `checkpointable_name`.
+        """
+        if checkpointable_name is not None:
+            raise UnsupportedValueError(f"checkpointable_name={checkpointable_name!r}: a step is deleted as a whole")
+        if missing_ok and _number(step) not in self._manager.all_steps():
+            return False
         self._manager.delete(_number(step))
         self._is_changing = True
+        return True
+
+    def delete_async(self, step: Step, *, checkpointable_name: str | None = None, missing_ok: bool = False) -> Any:
+        """Is not supported. Raises `UnsupportedError`."""
+        raise unsupported("v1.training.Checkpointer.delete_async")
+
+    def cancel(self, step: Step = None) -> None:
+        """Is not supported. Raises `UnsupportedError`."""
+        raise unsupported("v1.training.Checkpointer.cancel")
 
     def reload(self) -> None:
         """Reads the steps again, in case another process has changed the directory."""
