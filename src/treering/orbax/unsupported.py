@@ -28,7 +28,6 @@ _INSTEAD = {
     "Future": "use the result of treering.save_async",
     "future": "use the result of treering.save_async",
     "AbstractCheckpointManager": "use CheckpointManager",
-    "checkpoint_managers": "use CheckpointManager",
 }
 
 
