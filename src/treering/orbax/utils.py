@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from .._run.run_layout import steps
+from .leaf_templates import real_sharding
 
 __all__ = ["any_checkpoint_step", "checkpoint_steps", "is_scalar", "to_shape_dtype_struct"]
 
@@ -34,6 +35,5 @@ def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -
     """
     if isinstance(x, bool | int | float | complex):
         return x if scalar_dtype is None else scalar_dtype(x)
-    place = getattr(x, "sharding", None)
-    place = place.to_jax_sharding() if hasattr(place, "to_jax_sharding") else place
+    place = real_sharding(getattr(x, "sharding", None))
     return jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype, sharding=place)
