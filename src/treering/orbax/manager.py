@@ -5,7 +5,7 @@ import datetime
 import logging
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import treering as tr
@@ -53,7 +53,7 @@ class CheckpointManager:
         self._items = ManagerItems(checkpointers, item_names, item_handlers, handler_registry)
         self._save_policy, self._best = save_policy(options), best_of(options)
         keep = preservation.as_keep(preservation_policy(options))
-        self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=self._on_commit)
+        self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=_on_commit(options))
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.make_root(options.create)
@@ -193,11 +193,6 @@ class CheckpointManager:
             self.wait_until_finished()
         return True
 
-    def _on_commit(self, report: tr.SaveReport) -> None:
-        callback = getattr(self._options.async_options, "post_finalization_callback", None)
-        if callback is not None:
-            callback()
-
     def wait_until_finished(self) -> None:
         """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""
         self._steps = None
@@ -266,3 +261,14 @@ class CheckpointManager:
     def metrics(self, step: int) -> dict[str, float] | None:
         """Returns the metrics of a step; None if it has none."""
         return self._run.open(step).metrics or None
+
+
+def _on_commit(options: CheckpointManagerOptions) -> Callable[[tr.SaveReport], None]:
+    """Returns what follows each commit. It must not refer to the manager: a cycle would delay its lease's release."""
+
+    def call(report: tr.SaveReport) -> None:
+        callback = getattr(options.async_options, "post_finalization_callback", None)
+        if callback is not None:
+            callback()
+
+    return call
