@@ -43,6 +43,7 @@ _MODULES = {
     "checkpoint_managers": "checkpoint_managers",
     "checkpoint_utils": "checkpoint_utils",
     "checkpointers": "checkpointers",
+    "experimental": "experimental",
     "handlers": "handlers",
     "metadata": "metadata",
     "multihost": "multihost",

@@ -38,8 +38,8 @@ def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: 
         return _restore_own(ckpt, name, own, args if args is not None else _default_args(own))
     if kind == "composite":
         return restore_items(ckpt, args, getattr(handler, "handlers", None))
-    part = _part(ckpt, name)
-    if _is_files(part):
+    part = part_of(ckpt, name)
+    if is_files(part):
         raise MismatchError(
             f"{ckpt.path}: {name or 'the checkpoint'} was saved by a handler of its own; give its arguments or handler"
         )
@@ -50,7 +50,7 @@ def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: 
     if kind in ("array", "jax-key"):
         return tree_restore.restore_leaf(part, getattr(args, "item", None), getattr(args, "restore_args", None))
     if kind == "iterator":
-        return _restore_iterator(part, args)
+        return restore_iterator(part, getattr(args, "item", None))
     value = tree_restore.restore_as_saved(part)
     if kind == "json":
         return value
@@ -69,7 +69,8 @@ def restore_items(ckpt: Checkpoint, args: Mapping[str, Any] | None = None, handl
     return Composite(**found)
 
 
-def _part(ckpt: Checkpoint, name: str | None) -> Checkpoint:
+def part_of(ckpt: Checkpoint, name: str | None) -> Checkpoint:
+    """Returns an item, or the entire checkpoint for None. Raises `ItemNotFoundError` if there is no such item."""
     known = item_names(ckpt)
     if name is None:
         if known is not None:
@@ -87,7 +88,8 @@ def _part(ckpt: Checkpoint, name: str | None) -> Checkpoint:
         raise ItemNotFoundError(str(error)) from None
 
 
-def _is_files(part: Checkpoint) -> bool:
+def is_files(part: Checkpoint) -> bool:
+    """Returns True for the files that a handler of the program's own wrote."""
     tree = part._source.skeleton
     return bool(tree) and isinstance(tree[0], Node) and tree[0].name == nodes.HandlerFiles.__name__
 
@@ -100,8 +102,8 @@ def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) ->
         if not os.path.isdir(directory):
             raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found no directory of it")
         return handler_files.restore_directory(handler_files.path_object(directory), handler, args)
-    part = _part(ckpt, name)
-    if not _is_files(part):
+    part = part_of(ckpt, name)
+    if not is_files(part):
         raise MismatchError(
             f"{ckpt.path}: {name or 'the checkpoint'} was not saved by a handler of its own; restore it with the "
             f"arguments that it was saved with, not by {type(handler).__name__}"
@@ -119,8 +121,8 @@ def _default_args(handler: Any) -> Any:
         raise MismatchError(f"{restore.__name__}: expected arguments for the restore: {error}") from error
 
 
-def _restore_iterator(part: Checkpoint, args: Any) -> Any:
-    item = getattr(args, "item", None)
+def restore_iterator(part: Checkpoint, item: Any) -> Any:
+    """Sets the state of an iterator to the saved one, and returns the iterator. Raises `MismatchError` for None."""
     if item is None:
         raise MismatchError("item: expected the iterator whose state is restored, found None")
     part.restore(item)
@@ -137,7 +139,7 @@ def item_metadata(ckpt: Checkpoint, name: str | None = None, handlers: Any = Non
     known = item_names(ckpt)
     if name is None and known is not None:
         return Composite(**{one: item_metadata(ckpt, one, handlers) for one in known})
-    part = _part(ckpt, name)
+    part = part_of(ckpt, name)
     return metadata.tree_metadata(part) if _stored_kind(part, name, handlers) == "pytree" else None
 
 
@@ -146,12 +148,12 @@ def item_handlers(ckpt: Checkpoint, handlers: Any = None) -> Any:
     known = item_names(ckpt)
     if known is None:
         return _HANDLER_NAMES.get(_stored_kind(ckpt, None, handlers))
-    return {name: _HANDLER_NAMES.get(_stored_kind(_part(ckpt, name), name, handlers)) for name in known}
+    return {name: _HANDLER_NAMES.get(_stored_kind(part_of(ckpt, name), name, handlers)) for name in known}
 
 
 def _stored_kind(part: Checkpoint, name: str | None, handlers: Any) -> str:
     """Returns "own", "json" or "pytree" for an item. A tree of several items without arrays counts as JSON."""
-    if _is_files(part):
+    if is_files(part):
         return "own"
     handler = handler_of(name, None, handlers)
     if handler is not None:
