@@ -34,4 +34,5 @@ CASE = Case(
     says="events",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

@@ -38,4 +38,5 @@ CASE = Case(
     says="head",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

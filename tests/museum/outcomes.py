@@ -42,7 +42,7 @@ class Case(NamedTuple):
     reported: Callable[[Any, pathlib.Path], bool]
     native: Callable[[pathlib.Path], bool]
     about_orbax: bool = True
-    adapter: Outcome | None = None
+    adapter: Outcome | None = None  # None for a case that is not about Orbax
 
     @property
     def row(self) -> str:

@@ -47,4 +47,5 @@ CASE = Case(
     says="step",
     reported=reported,
     native=native,
+    adapter=Outcome.WARNING,
 )

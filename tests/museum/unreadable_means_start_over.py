@@ -49,4 +49,5 @@ CASE = Case(
     says="arrays-|array file",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

@@ -190,12 +190,21 @@ def test_an_abstract_tree_must_fit(tmp_path: Path) -> None:
 def test_the_abstract_leaf_chooses_the_kind_and_the_place(tmp_path: Path) -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x"))
     placed = jax.device_put(jnp.arange(4), sharding)
-    ocp.save(tmp_path / "a", {"host": np.arange(4, dtype=np.int32), "device": placed, "key": jax.random.key(3)})
+    tree = {"host": np.arange(4, dtype=np.int32), "device": placed, "key": jax.random.key(3), "weak": jnp.asarray(2.0)}
+    ocp.save(tmp_path / "a", tree)
     about = ocp.metadata(tmp_path / "a").metadata
     assert about["device"].sharding == sharding and not hasattr(about["host"], "sharding")
     host = types.SimpleNamespace(shape=(4,), dtype=np.dtype(np.int32))
-    found = ocp.load(tmp_path / "a", {"host": jax.ShapeDtypeStruct((4,), "int32"), "device": host, "key": about["key"]})
+    found = ocp.load(
+        tmp_path / "a",
+        {
+            "host": jax.ShapeDtypeStruct((4,), "int32"),
+            "device": host,
+            **{name: about[name] for name in ("key", "weak")},
+        },
+    )
     assert isinstance(found["host"], jax.Array) and type(found["device"]) is np.ndarray
+    assert found["weak"].weak_type
     assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
     assert ocp.load(tmp_path / "a")["device"].sharding == sharding
 
@@ -409,6 +418,31 @@ def test_checkpointables_go_to_orbax_and_back(tmp_path: Path) -> None:
         found = ocp.load_checkpointables(tmp_path / "theirs", {"note": None, "counter": counter, "model": None})
         assert found["note"] == Note("hi") and counter.value == 5
         assert_same(found["model"], tree())
+
+
+class Both(NoteHandler):
+    """A handler that lets the handler of trees save a part."""
+
+    async def save(self, directory: Any, checkpointable: Note) -> Awaitable[None]:
+        return await ocp.handlers.PyTreeHandler().save(directory, {"text": checkpointable.text, "w": jnp.ones(2)})
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Note]:
+        async def read() -> Note:
+            loaded = await ocp.handlers.PyTreeHandler().load(directory, {"text": str, "w": ...})
+            return Note((await loaded)["text"])
+
+        return read()
+
+
+@WRITES
+def test_a_handler_may_use_the_handler_of_trees(tmp_path: Path, write: str) -> None:
+    context = ocp.Context(write=write)
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(Both)
+    with context:
+        ocp.save_checkpointables(tmp_path / "a", {"note": Note("hi")})
+        assert ocp.load_checkpointables(tmp_path / "a") == {"note": Note("hi")}
+    assert ocp.handlers.JsonHandler().is_handleable({"a": [1]}) and not ocp.handlers.JsonHandler().is_handleable({1})
 
 
 def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:

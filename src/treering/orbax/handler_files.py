@@ -45,9 +45,10 @@ def files_in(folder: str) -> dict[str, Any]:
 
 async def _saved(handler: Any, directory: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     for future in await handler.async_save(directory, *given, **named) or ():
-        found = future.result()
-        if inspect.isawaitable(found):
-            await found
+        if inspect.isawaitable(future):
+            await future
+        else:
+            future.result()
 
 
 def restore_files(files: Mapping[str, Any], handler: Any, args: Any) -> Any:

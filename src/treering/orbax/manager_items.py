@@ -1,7 +1,7 @@
 """Translates the calls of a `CheckpointManager`: decides whether it has one item or several, and which handlers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
@@ -10,6 +10,7 @@ from . import arguments, items, kinds, nodes, registration
 from .arguments import Composite
 from .handler_files import CallArgs
 
+T = TypeVar("T")
 RESERVED_NAMES = ("metrics", "descriptor")  # Orbax has these items itself
 
 _OLD_STYLE: dict[str, tuple[type, type]] = {
@@ -180,9 +181,9 @@ def _stored_as(tree: Any, args: Any) -> str:
     return "json" if kind == "json" else "tree"
 
 
-def agree(path: str, decide: Callable[[], bool]) -> bool:
-    """Returns the decision of process 0 in all processes."""
+def agree(what: str, decide: Callable[[], T]) -> T:
+    """Returns the decision of process 0 in all processes. `what` names it."""
     if not coordinator.is_multi_process():
         return decide()
-    with coordinator.collective_call(f"should_save({path!r})", "deciding") as call:
-        return bool(call.broadcast(decide))
+    with coordinator.collective_call(what, "deciding") as call:
+        return call.broadcast(decide)

@@ -11,14 +11,14 @@ from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
 from ...formats.orbax.schema import CHECKPOINT, read_checkpoint_metadata
 from ...stores.file_io import read_file
-from .. import items
+from .. import item_restore
 from .context import Context
 from .errors import InvalidLayoutError, NoCheckpointableError
 from .options import CheckpointLayout
 from .own_files import HANDLER, class_of_handler
 from .saving import STATE
 
-_TREE_NAMES = (STATE, "pytree", "AUTO", items.DEFAULT_ITEM, None)  # names of a tree without a name
+_TREE_NAMES = (STATE, "pytree", "AUTO", item_restore.DEFAULT_ITEM, None)  # names of a tree without a name
 
 
 class Part(NamedTuple):
@@ -62,7 +62,7 @@ class Contents:
             if self.ckpt.step is not None and posixpath.dirname(self.ckpt.path) == self.path and not safetensors:
                 raise InvalidLayoutError(f"{self.path}: expected a checkpoint, found a run; give the path of a step")
             self._own = self._own_items() if self.ckpt.format == "orbax" else {}
-        self._names = None if self.ckpt is None else items.item_names(self.ckpt)
+        self._names = None if self.ckpt is None else item_restore.item_names(self.ckpt)
 
     def _own_items(self) -> dict[str, str]:
         """Returns the names of the items that Treering does not read, and the classes of their handlers."""
@@ -71,7 +71,11 @@ class Contents:
             return {}
         found = read_checkpoint_metadata(store, self.path)
         handlers = found.get("item_handlers") if isinstance(found, dict) else None
-        known = () if self.ckpt is None else items.item_names(self.ckpt) or (getattr(self.ckpt._source, "level", ""),)
+        known = (
+            ()
+            if self.ckpt is None
+            else item_restore.item_names(self.ckpt) or (getattr(self.ckpt._source, "level", ""),)
+        )
         rest = {name: str(one) for name, one in handlers.items()} if isinstance(handlers, dict) else {}
         return {name: one for name, one in rest.items() if name not in known and name not in ("metrics", "descriptor")}
 
@@ -93,7 +97,7 @@ class Contents:
             return self._typed(self.ckpt)
         if self.ckpt is None or self._names is None or name not in self._names:
             raise NoCheckpointableError(f"{self.path}: expected {name!r}, found {join_names(self.names) or 'none'}")
-        return self._typed(items.part_of(self.ckpt, name))
+        return self._typed(item_restore.part_of(self.ckpt, name))
 
     def tree_name(self) -> str:
         """Returns the name of the tree that a load without a name takes: `state`, or the first one.
@@ -113,7 +117,7 @@ class Contents:
         return None if listed.endswith((".StatefulCheckpointableHandler", ".HandlerFiles")) else listed
 
     def _typed(self, part: Checkpoint) -> Part:
-        if not items.is_files(part):
+        if not item_restore.is_files(part):
             return Part(tree=part)
         return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._pytree import iterators
 from ...errors import MismatchError
-from .. import handler_files, items
+from .. import handler_files, item_restore
 from ..restore_args import PLACEHOLDER as PLACEHOLDER
 from ..unsupported import error as unsupported
 from . import own_files, registry
@@ -96,7 +96,7 @@ def plain(abstract: Any) -> Any:
 def _load(name: str, part: Part, abstract: Any, context: Context) -> Any:
     if part.tree is not None:
         if abstract is not None and iterators.is_iterator(type(abstract)):
-            return items.restore_iterator(part.tree, abstract)
+            return item_restore.restore_iterator(part.tree, abstract)
         return load_tree(part.tree, abstract, context)
     handler = handler_of(name, part, abstract, context)
     if part.files is not None:

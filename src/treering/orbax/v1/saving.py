@@ -86,9 +86,8 @@ def deprecated(name: str) -> None:
 
 
 def save_tree_at(path: Any, tree: Any, context: Context | None = None) -> None:
-    """Saves a tree into an empty directory, for the handler of trees."""
-    context = context or get_context()
-    save_now(path, tree_to_save(tree, context), **items.format_options(context.write, several=False))
+    """Saves a tree into a directory that exists, for the handler of trees. Only Treering's own format can do that."""
+    save_now(path, tree_to_save(tree, context or get_context()), overwrite=True)
 
 
 def _start(
