@@ -51,6 +51,10 @@ def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as error:
             call(tmp_path / "nothing")
         assert isinstance(error.value, NotFoundError)
+    with tr.Checkpointer(tmp_path / "run") as run:
+        run.save(3, TREE)
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint, found a run; give the path of a step"):
+        ocp.PyTreeCheckpointer().restore(tmp_path / "run")
 
 
 def test_the_old_style_of_calls_works(tmp_path: Path) -> None:

@@ -95,6 +95,20 @@ def test_arrays_without_a_place_in_the_target_go_where_they_were(tmp_path: Path)
     assert items.restore_item(ckpt, "state", ocp.args.StandardRestore(meta))["a"].sharding == placed
 
 
+def test_metadata_are_a_target(tmp_path: Path) -> None:
+    tree = {"k": jax.random.key(1), "w": jnp.ones(2), "h": np.ones(2), "n": 1, "t": "a"}
+    ckpt = _saved(tmp_path / "a", state=ocp.args.PyTreeSave(tree))
+    meta = items.item_metadata(ckpt, "state")
+    got = items.restore_item(ckpt, "state", ocp.args.StandardRestore(meta))
+    assert not tr.diff(got, tree) and type(got["h"]) is np.ndarray and isinstance(got["w"], jax.Array)
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"k": meta["k"], "w": meta["w"]})
+    got = items.restore_item(ckpt, "state", ocp.args.PyTreeRestore(shapes, partial_restore=True))
+    assert not tr.diff(got, {"k": tree["k"], "w": tree["w"]})
+    assert dict(meta.items()).keys() == tree.keys() and meta == items.item_metadata(ckpt, "state")
+    with pytest.raises(ValueError, match="found the metadata of one"):
+        ocp.args.PyTreeSave(meta)
+
+
 def test_restore_args_say_the_kinds(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     made = {

@@ -13,7 +13,7 @@ from ..errors import MismatchError, NotFoundError
 from . import handler_files, metadata, nodes, registration, tree_restore
 from .arguments import Composite
 from .errors import ItemNotFoundError
-from .kinds import handler_kind, handler_of, resolve
+from .kinds import handler_kind, handler_of, handlers_in, resolve
 
 DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
 KEY_NAME, KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
@@ -37,7 +37,7 @@ def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: 
     if isinstance(args, handler_files.CallArgs) or kind == "own":
         return _restore_own(ckpt, name, own, args if args is not None else _default_args(own))
     if kind == "composite":
-        return restore_items(ckpt, args, getattr(handler, "handlers", None))
+        return restore_items(ckpt, args, handlers_in(handler))
     part = _part(ckpt, name)
     if _is_files(part):
         raise MismatchError(

@@ -57,6 +57,9 @@ class Leaves:
             place = real_sharding(getattr(leaf, "sharding", None))
             on_host = isinstance(leaf, np.ndarray) or (place is None and entry.type in ("numpy", "numpy-scalar"))
             return resized(entry, shape, leaf.dtype, place, on_host=on_host)
+        if isinstance(entry, ArrayEntry) and entry.type == "key" and getattr(leaf, "dtype", None) == np.uint32:
+            place = real_sharding(getattr(leaf, "sharding", None))  # The leaf describes the data of the keys.
+            return LeafTemplate(self._in_jax(entry, None, self._saved_place(entry) if place is None else place))
         if name in ("ArrayMetadata", "ShapeDtypeStruct"):
             return self._like_shape(leaf, entry)
         return LeafTemplate(leaf)
