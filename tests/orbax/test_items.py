@@ -66,6 +66,24 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
 
 
 @WRITES
+@pytest.mark.parametrize("value", [{}, {"a": []}, [1, {"b": None}], {"n": 1}])
+def test_json_stays_json_and_trees_of_numbers_stay_trees(tmp_path: Path, value: Any, write: str) -> None:
+    ckpt = _saved(tmp_path / "a", write, meta=ocp.args.JsonSave(value), state=ocp.args.StandardSave({"n": 1}))
+    assert items.restore_item(ckpt, "meta", ocp.args.JsonRestore()) == value
+    assert items.restore_item(ckpt, "state", ocp.args.StandardRestore({"n": 0})) == {"n": 1}
+    if write == "orbax":
+        assert (tmp_path / "a" / "state" / "_METADATA").exists() and not (
+            tmp_path / "a" / "meta" / "_METADATA"
+        ).exists()
+    else:
+        handlers = items.item_handlers(ckpt)
+        assert handlers["meta"].endswith("JsonCheckpointHandler") and handlers["state"].endswith(
+            "PyTreeCheckpointHandler"
+        )
+        assert items.item_metadata(ckpt).meta is None and items.item_metadata(ckpt).state["n"].shape == ()
+
+
+@WRITES
 def test_a_target_says_the_kinds(tmp_path: Path, write: str) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     placed = NamedSharding(mesh, PartitionSpec("x"))

@@ -176,6 +176,7 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
 
 COMPOSITE = "Composite"  # the name of the class of a tree whose children are items, as Orbax has them
 HANDLER_FILES = "HandlerFiles"  # the same of an item whose leaves are the files of a handler of Orbax, as bytes
+JSON_ITEM = "Json"  # the same of an item that is a dict or a list of JSON
 
 
 def item_names(source: Source) -> tuple[str, ...] | None:

@@ -7,10 +7,10 @@ from typing import Any
 from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
-from .._core.source import arrays_of
+from .._core.source import HANDLER_FILES, JSON_ITEM, arrays_of
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
-from . import handler_files, metadata, nodes, registration, tree_restore
+from . import handler_files, metadata, registration, tree_restore
 from .arguments import Composite
 from .errors import ItemNotFoundError
 from .kinds import handler_kind, handler_of, handlers_in, resolve
@@ -88,8 +88,12 @@ def _part(ckpt: Checkpoint, name: str | None) -> Checkpoint:
 
 
 def _is_files(part: Checkpoint) -> bool:
+    return _class_of(part) == HANDLER_FILES
+
+
+def _class_of(part: Checkpoint) -> str:
     tree = part._source.skeleton
-    return bool(tree) and isinstance(tree[0], Node) and tree[0].name == nodes.HandlerFiles.__name__
+    return tree[0].name if tree and isinstance(tree[0], Node) else ""
 
 
 def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) -> Any:
@@ -150,10 +154,15 @@ def item_handlers(ckpt: Checkpoint, handlers: Any = None) -> Any:
 
 
 def _stored_kind(part: Checkpoint, name: str | None, handlers: Any) -> str:
-    """Returns "own", "json" or "pytree" for an item. A tree of several items without arrays counts as JSON."""
+    """Returns "own", "json" or "pytree" for an item.
+
+    In Orbax's own files, the item of several that has no arrays counts as JSON.
+    """
     if _is_files(part):
         return "own"
     handler = handler_of(name, None, handlers)
     if handler is not None:
         return "json" if handler_kind(handler) == "json" else "pytree"
+    if part.format != "orbax":
+        return "json" if _class_of(part) == JSON_ITEM else "pytree"
     return "json" if name is not None and not any(arrays_of(part._source)) else "pytree"

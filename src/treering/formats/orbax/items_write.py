@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
-from ..._core.source import HANDLER_FILES, Source
+from ..._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM, Source
 from ..._core.values import encode
 from .items import METRICS
 from .owned_files import NAMES
@@ -35,6 +35,8 @@ class Items(NamedTuple):
 def items_of(contents: Source) -> Items:
     """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
 
+    If the tree is a `COMPOSITE`, only an item of the class `JSON_ITEM` is JSON.
+
     The metrics become an item, too, because a `CheckpointManager` looks for them there.
     """
     skeleton = contents.skeleton
@@ -45,13 +47,16 @@ def items_of(contents: Source) -> Items:
     values: dict[str, Any] = {}
     files: dict[str, Mapping[str, ArrayEntry]] = {}
     problems: list[str] = []
+    marked = skeleton[0].name == COMPOSITE
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
         leaves = list(leaves_of(part, entries))
-        if reason := _refused(name, part):
+        plain = all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries)
+        is_json = _is_of(part, JSON_ITEM) if marked else plain
+        if reason := _refused(name, part, may_be_empty=marked and is_json):
             problems.append(f"  {name or repr(name)}: {reason}")
         elif is_files(part):
             files[name] = {leaf.keys[-1][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
-        elif all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries):
+        elif is_json:
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
         else:
@@ -64,7 +69,11 @@ def items_of(contents: Source) -> Items:
 
 def is_files(skeleton: Skeleton) -> bool:
     """Returns True for an item that consists of the files of a handler."""
-    return isinstance(skeleton[0], Node) and skeleton[0].name == HANDLER_FILES
+    return _is_of(skeleton, HANDLER_FILES)
+
+
+def _is_of(skeleton: Skeleton, name: str) -> bool:
+    return isinstance(skeleton[0], Node) and skeleton[0].name == name
 
 
 def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterator[tuple[str, Skeleton, list[Entry]]]:
@@ -77,11 +86,11 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
         yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
 
 
-def _refused(name: str, part: Skeleton) -> str | None:
+def _refused(name: str, part: Skeleton, *, may_be_empty: bool) -> str | None:
     """Returns the reason why the subtree below a key cannot be an item; None if it can."""
     if not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
-    if not part[0].count():
+    if not part[0].count() and not may_be_empty:
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"
