@@ -113,6 +113,18 @@ def test_arrays_without_a_place_in_the_target_go_where_they_were(tmp_path: Path)
     assert items.restore_item(ckpt, "state", ocp.args.StandardRestore(meta))["a"].sharding == placed
 
 
+def test_a_place_that_the_job_lacks_is_an_error_or_the_fallback(tmp_path: Path, monkeypatch: Any) -> None:
+    placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    ckpt = _saved(tmp_path / "a", state=ocp.args.StandardSave({"a": jax.device_put(jnp.arange(8.0), placed)}))
+    few = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *_: few)
+    with pytest.raises(ValueError, match="expected a job that has the saved place .* fallback_sharding="):
+        items.restore_item(ckpt, "state", ocp.args.StandardRestore())
+    fallback = NamedSharding(Mesh(np.array(few), ("x",)), PartitionSpec("x"))
+    got = items.restore_item(ckpt, "state", ocp.args.StandardRestore(fallback_sharding=fallback))
+    assert got["a"].sharding == fallback
+
+
 def test_metadata_are_a_target(tmp_path: Path) -> None:
     tree = {"k": jax.random.key(1), "w": jnp.ones(2), "h": np.ones(2), "n": 1, "t": "a"}
     ckpt = _saved(tmp_path / "a", state=ocp.args.PyTreeSave(tree))
