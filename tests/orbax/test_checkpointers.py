@@ -67,6 +67,21 @@ def test_the_old_style_of_calls_works(tmp_path: Path) -> None:
         saver.restore(tmp_path / "a", nothing=1)
 
 
+def test_a_checkpoint_has_one_custom_metadata(tmp_path: Path) -> None:
+    own = ocp.args.StandardSave(TREE, custom_metadata={"of": "item"})
+    saver = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    saver.save(tmp_path / "a", own)
+    assert saver.metadata(tmp_path / "a").item_metadata.custom_metadata == {"of": "item"}
+    several = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    for call in (
+        lambda: saver.save(tmp_path / "b", own, custom_metadata={"of": "call"}),
+        lambda: several.save(tmp_path / "b", ocp.args.Composite(state=own)),
+    ):
+        with pytest.raises(ValueError, match="expected it once, for the entire checkpoint"):
+            call()
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     saver = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())

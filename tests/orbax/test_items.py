@@ -54,6 +54,7 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
     value = {"lr": 0.1, "tags": ["a", None, True, 3], "of": (1, 2)}
     ckpt = _saved(tmp_path / "a", write, state=ocp.args.StandardSave(_tree()), meta=ocp.args.JsonSave(value))
     assert items.item_names(ckpt) == ("meta", "state") and ckpt.format == write
+    assert items.item_names(ckpt.at("state")) is None
     got = items.restore_items(ckpt, ocp.args.Composite(meta=ocp.args.JsonRestore()))
     assert dict(got.items()) == {"meta": {**value, "of": [1, 2]}}
     assert set(items.restore_items(ckpt)) == {"meta", "state"}
@@ -118,7 +119,7 @@ def test_a_place_that_the_job_lacks_is_an_error_or_the_fallback(tmp_path: Path, 
     ckpt = _saved(tmp_path / "a", state=ocp.args.StandardSave({"a": jax.device_put(jnp.arange(8.0), placed)}))
     few = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *_: few)
-    with pytest.raises(ValueError, match="expected a job that has the saved place .* fallback_sharding="):
+    with pytest.raises(ValueError, match="expected a job that has the saved place"):
         items.restore_item(ckpt, "state", ocp.args.StandardRestore())
     fallback = NamedSharding(Mesh(np.array(few), ("x",)), PartitionSpec("x"))
     got = items.restore_item(ckpt, "state", ocp.args.StandardRestore(fallback_sharding=fallback))

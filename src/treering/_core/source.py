@@ -184,8 +184,8 @@ def item_names(source: Source) -> tuple[str, ...] | None:
 
     A source without an attribute `item_names` has items if its root is of the class `COMPOSITE`.
     """
-    if hasattr(source, "item_names"):
-        return source.item_names
+    if (names := getattr(source, "item_names", ...)) is not ...:
+        return names
     root = source.skeleton[0] if source.skeleton else None
     return tuple(map(str, root.names())) if isinstance(root, Node) and root.name == COMPOSITE else None
 
