@@ -51,6 +51,10 @@ def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as error:
             call(tmp_path / "nothing")
         assert isinstance(error.value, NotFoundError)
+    with tr.Checkpointer(tmp_path / "run") as run:
+        run.save(3, TREE)
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint, found a run; give the path of a step"):
+        ocp.PyTreeCheckpointer().restore(tmp_path / "run")
 
 
 def test_the_old_style_of_calls_works(tmp_path: Path) -> None:
@@ -61,6 +65,21 @@ def test_the_old_style_of_calls_works(tmp_path: Path) -> None:
     assert_same(saver.restore(tmp_path / "a", {"n": 0}, transforms={}), {"n": 3})
     with pytest.raises(TypeError, match="unexpected keyword"):
         saver.restore(tmp_path / "a", nothing=1)
+
+
+def test_a_checkpoint_has_one_custom_metadata(tmp_path: Path) -> None:
+    own = ocp.args.StandardSave(TREE, custom_metadata={"of": "item"})
+    saver = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    saver.save(tmp_path / "a", own)
+    assert saver.metadata(tmp_path / "a").item_metadata.custom_metadata == {"of": "item"}
+    several = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    for call in (
+        lambda: saver.save(tmp_path / "b", own, custom_metadata={"of": "call"}),
+        lambda: several.save(tmp_path / "b", ocp.args.Composite(state=own)),
+    ):
+        with pytest.raises(ValueError, match="expected it once, for the entire checkpoint"):
+            call()
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
     value = {"lr": 0.1, "tags": ["a", None, True, 3], "of": (1, 2)}
     ckpt = _saved(tmp_path / "a", write, state=ocp.args.StandardSave(_tree()), meta=ocp.args.JsonSave(value))
     assert items.item_names(ckpt) == ("meta", "state") and ckpt.format == write
+    assert items.item_names(ckpt.at("state")) is None
     got = items.restore_items(ckpt, ocp.args.Composite(meta=ocp.args.JsonRestore()))
     assert dict(got.items()) == {"meta": {**value, "of": [1, 2]}}
     assert set(items.restore_items(ckpt)) == {"meta", "state"}
@@ -63,6 +64,24 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
         items.restore_item(ckpt, None, ocp.args.StandardRestore())
     with pytest.raises(MismatchError, match="at least one item"):
         items.save_items(ocp.args.Composite())
+
+
+@WRITES
+@pytest.mark.parametrize("value", [{}, {"a": []}, [1, {"b": None}], {"n": 1}])
+def test_json_stays_json_and_trees_of_numbers_stay_trees(tmp_path: Path, value: Any, write: str) -> None:
+    ckpt = _saved(tmp_path / "a", write, meta=ocp.args.JsonSave(value), state=ocp.args.StandardSave({"n": 1}))
+    assert items.restore_item(ckpt, "meta", ocp.args.JsonRestore()) == value
+    assert items.restore_item(ckpt, "state", ocp.args.StandardRestore({"n": 0})) == {"n": 1}
+    if write == "orbax":
+        assert (tmp_path / "a" / "state" / "_METADATA").exists() and not (
+            tmp_path / "a" / "meta" / "_METADATA"
+        ).exists()
+    else:
+        handlers = items.item_handlers(ckpt)
+        assert handlers["meta"].endswith("JsonCheckpointHandler") and handlers["state"].endswith(
+            "PyTreeCheckpointHandler"
+        )
+        assert items.item_metadata(ckpt).meta is None and items.item_metadata(ckpt).state["n"].shape == ()
 
 
 @WRITES
@@ -93,6 +112,32 @@ def test_arrays_without_a_place_in_the_target_go_where_they_were(tmp_path: Path)
     meta = items.item_metadata(ckpt)["state"]
     assert meta["a"].sharding.to_jax_sharding() == placed and meta["a"].shape == (8,)
     assert items.restore_item(ckpt, "state", ocp.args.StandardRestore(meta))["a"].sharding == placed
+
+
+def test_a_place_that_the_job_lacks_is_an_error_or_the_fallback(tmp_path: Path, monkeypatch: Any) -> None:
+    placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    ckpt = _saved(tmp_path / "a", state=ocp.args.StandardSave({"a": jax.device_put(jnp.arange(8.0), placed)}))
+    few = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *_: few)
+    with pytest.raises(ValueError, match="expected a job that has the saved place"):
+        items.restore_item(ckpt, "state", ocp.args.StandardRestore())
+    fallback = NamedSharding(Mesh(np.array(few), ("x",)), PartitionSpec("x"))
+    got = items.restore_item(ckpt, "state", ocp.args.StandardRestore(fallback_sharding=fallback))
+    assert got["a"].sharding == fallback
+
+
+def test_metadata_are_a_target(tmp_path: Path) -> None:
+    tree = {"k": jax.random.key(1), "w": jnp.ones(2), "h": np.ones(2), "n": 1, "t": "a"}
+    ckpt = _saved(tmp_path / "a", state=ocp.args.PyTreeSave(tree))
+    meta = items.item_metadata(ckpt, "state")
+    got = items.restore_item(ckpt, "state", ocp.args.StandardRestore(meta))
+    assert not tr.diff(got, tree) and type(got["h"]) is np.ndarray and isinstance(got["w"], jax.Array)
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"k": meta["k"], "w": meta["w"]})
+    got = items.restore_item(ckpt, "state", ocp.args.PyTreeRestore(shapes, partial_restore=True))
+    assert not tr.diff(got, {"k": tree["k"], "w": tree["w"]})
+    assert dict(meta.items()).keys() == tree.keys() and meta == items.item_metadata(ckpt, "state")
+    with pytest.raises(ValueError, match="found the metadata of one"):
+        ocp.args.PyTreeSave(meta)
 
 
 def test_restore_args_say_the_kinds(tmp_path: Path) -> None:

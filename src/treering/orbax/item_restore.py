@@ -7,13 +7,13 @@ from typing import Any
 from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
-from .._core.source import arrays_of
+from .._core.source import HANDLER_FILES, JSON_ITEM, arrays_of
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
-from . import handler_files, metadata, nodes, registration, tree_restore
+from . import handler_files, metadata, registration, tree_restore
 from .arguments import Composite
 from .errors import ItemNotFoundError
-from .kinds import handler_kind, handler_of, resolve
+from .kinds import handler_kind, handler_of, handlers_in, resolve
 
 DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
 KEY_NAME, KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
@@ -37,7 +37,7 @@ def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: 
     if isinstance(args, handler_files.CallArgs) or kind == "own":
         return _restore_own(ckpt, name, own, args if args is not None else _default_args(own))
     if kind == "composite":
-        return restore_items(ckpt, args, getattr(handler, "handlers", None))
+        return restore_items(ckpt, args, handlers_in(handler))
     part = part_of(ckpt, name)
     if is_files(part):
         raise MismatchError(
@@ -90,8 +90,12 @@ def part_of(ckpt: Checkpoint, name: str | None) -> Checkpoint:
 
 def is_files(part: Checkpoint) -> bool:
     """Returns True for the files that a handler of the program's own wrote."""
+    return _class_of(part) == HANDLER_FILES
+
+
+def _class_of(part: Checkpoint) -> str:
     tree = part._source.skeleton
-    return bool(tree) and isinstance(tree[0], Node) and tree[0].name == nodes.HandlerFiles.__name__
+    return tree[0].name if tree and isinstance(tree[0], Node) else ""
 
 
 def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) -> Any:
@@ -152,10 +156,15 @@ def item_handlers(ckpt: Checkpoint, handlers: Any = None) -> Any:
 
 
 def _stored_kind(part: Checkpoint, name: str | None, handlers: Any) -> str:
-    """Returns "own", "json" or "pytree" for an item. A tree of several items without arrays counts as JSON."""
+    """Returns "own", "json" or "pytree" for an item.
+
+    In Orbax's own files, the item of several that has no arrays counts as JSON.
+    """
     if is_files(part):
         return "own"
     handler = handler_of(name, None, handlers)
     if handler is not None:
         return "json" if handler_kind(handler) == "json" else "pytree"
+    if part.format != "orbax":
+        return "json" if _class_of(part) == JSON_ITEM else "pytree"
     return "json" if name is not None and not any(arrays_of(part._source)) else "pytree"

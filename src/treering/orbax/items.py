@@ -23,7 +23,7 @@ from .item_restore import (
     restore_item,
     restore_items,
 )
-from .kinds import Kind, handler_of, resolve
+from .kinds import Kind, handler_of, handlers_in, resolve
 
 __all__ = [
     "DEFAULT_ITEM",
@@ -68,12 +68,12 @@ def save_tree(args: Any, handler: Any = None) -> Any:
     if kind is None or args is None:
         raise MismatchError("args: expected arguments that say what to save, such as args.StandardSave(tree), got None")
     if kind == "composite":
-        return save_items(args, getattr(handler, "handlers", None))
+        return save_items(args, handlers_in(handler))
     item = args.item
     if kind in ("standard", "pytree"):
         return _tree_to_save(kind, args)
     if kind == "json":
-        return json.loads(json.dumps(item))
+        return nodes.json_item(json.loads(json.dumps(item)))
     if kind == "numpy-key":
         if not isinstance(item, tuple | dict):
             raise UnsupportedValueError(

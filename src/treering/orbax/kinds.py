@@ -96,3 +96,11 @@ def handler_of(name: str | None, args: Any, handlers: Any) -> Any:
     if any(item == name for item, _ in handlers.get_all_entries()):
         raise MismatchError(f"{name}: expected arguments registered for this item, found {type(args).__name__}")
     return handlers.get(None, args) if handlers.has(None, args) else None
+
+
+def handlers_in(handler: Any) -> Any:
+    """Returns the handlers of items in a `CompositeCheckpointHandler` of this package or of Orbax, None if it has none.
+
+    They are a mapping by name, or a registry.
+    """
+    return getattr(handler, "handlers", None) or getattr(handler, "_handler_registry", None)

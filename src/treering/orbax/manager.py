@@ -182,11 +182,11 @@ class CheckpointManager:
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
-        tree = self._items.tree(args)
+        tree = self._items.tree(args, for_orbax=self._run.writes_orbax)
         saved = None if self._options.prevent_write_metrics else metrics
         self._steps = None
         metadata = items_module.custom_metadata(args, custom_metadata)
-        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=metadata)
+        self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
         self._latest = max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:

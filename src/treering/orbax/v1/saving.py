@@ -97,10 +97,7 @@ def _start(
     if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
         raise UnsupportedValueError(f"{path}: checkpoint_layout=SAFETENSORS is for loads; use treering.save")
     tree = tree_of(checkpointables, context)
-    kinds = kinds_of(tree)
-    options = items.format_options(context.write, several=kinds is not None)
-    if options and kinds is not None:
-        options["composite"] = kinds
+    options = items.format_options(context.write, several=isinstance(tree, nodes.Composite))
     callback = context.asynchronous.post_finalization_callback
     if (limit := context.memory.write_concurrent_bytes) is not None:
         options["memory_limit"] = limit
@@ -160,11 +157,3 @@ def _part(name: str, value: Any, context: Context) -> Any:
             "handlers.register_handler"
         )
     return tree_to_save(value, context)
-
-
-def kinds_of(tree: Any) -> dict[str, str] | None:
-    """Returns how the format of Orbax stores each checkpointable, as a tree; None for a tree without checkpointables.
-
-    The format finds the files of handlers by the class of their container.
-    """
-    return dict.fromkeys(tree, "tree") if isinstance(tree, nodes.Composite) else None

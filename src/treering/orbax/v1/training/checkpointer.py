@@ -151,8 +151,9 @@ class Checkpointer:
         with context:
             if exists:
                 self._run.wait()
-                given = {"metrics": metrics, "metadata": custom_metadata, "on_exists": "overwrite"}
-                self._run.save_items(step, self._items.tree(args), self._items, args, **given)
+                given: dict[str, Any] = {"metrics": metrics, "metadata": custom_metadata, "on_exists": "overwrite"}
+                tree = self._items.tree(args, for_orbax=self._run.writes_orbax)
+                self._run.save(step, tree, force=True, **given)
             elif not self._manager.save(step, metrics=metrics, force=force, args=args, custom_metadata=custom_metadata):
                 return None
         self._is_changing = True
