@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treering as tr
 import treering.orbax as v0
+from jobs import run_job
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
 from treering.orbax import v1 as ocp
 
@@ -601,3 +602,29 @@ def test_steps_of_version_0_are_loaded(tmp_path: Path) -> None:
         assert_same(ckpts.load(1), tree())
         assert ckpts.load_checkpointables(1, {"config": None}) == {"config": {"lr": 1.5}}
     assert issubclass(ocp.errors.InvalidLayoutError, TreeringError)
+
+
+@pytest.mark.long
+def test_several_processes(tmp_path: Path) -> None:
+    """All processes save and load together, and see the same steps."""
+    body = """
+from treering.orbax import v1 as ocp
+value = np.arange(8, dtype=np.float32)
+def state(k):
+    return {"w": put(value * k, P("x")), "n": k}
+ocp.save(tmp / "one", state(2))
+one = ocp.load(tmp / "one", state(0))
+keep = ocp.training.preservation_policies.LatestN(2)
+with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_metadata={"a": 1}) as ckpts:
+    took = [ckpts.save(step, state(step), metrics={"loss": step}) for step in range(4)]
+    ckpts.save(3, state(7), overwrite=True)
+    response = ckpts.save_async(4, state(4))
+    newest = ckpts.latest.step
+    response.result()
+    found = ckpts.load(None, state(0))
+    steps = [ckpt.step for ckpt in ckpts.checkpoints]
+    report([took, newest, steps, same(one["w"], value * 2), same(found["w"], value * 4), found["n"],
+            same(ckpts.load(3, state(0))["w"], value * 7), ckpts.root_metadata().custom_metadata])
+"""
+    for one in run_job(tmp_path, body, processes=2):
+        assert one.report == [[True] * 4, 4, [3, 4], True, True, 4, True, {"a": 1}], one.output
