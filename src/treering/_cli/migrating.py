@@ -35,7 +35,7 @@ def migrate(path: str, native: bool, write: bool, json_: bool) -> int:
             raise
         raise UnsupportedError(f"migrating needs LibCST: pip install 'treering[migrate]' ({error})") from None
 
-    done = run(path, native=native, write=write)
+    done = run(path, to_native=native, write=write)
     if json_:
         say_json({**dataclasses.asdict(done), "findings": [one._asdict() for one in done.findings], "written": write})
     else:

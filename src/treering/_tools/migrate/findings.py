@@ -6,7 +6,7 @@ from collections.abc import Collection
 import libcst as cst
 
 from . import names
-from .program import Program, imports
+from .program import Program
 
 _MODULE_TEXT = re.compile(r"orbax\.checkpoint(\.\w+)*")
 
@@ -14,7 +14,7 @@ _MODULE_TEXT = re.compile(r"orbax\.checkpoint(\.\w+)*")
 def report(program: Program) -> None:
     """Adds a finding for each use of Orbax that a person must change, unless an edit leaves it out."""
     lacking: set[str] = set()  # Names whose import is reported. Their uses are not.
-    for one in imports(program):
+    for one in program.imports:
         inner = names.relative(one.full_name)
         if inner and one.alias not in program.consumed and (problem := names.problem(inner)):
             program.report(one.alias, f"{one.full_name} {problem}")

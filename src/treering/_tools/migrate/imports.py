@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from . import names
-from .program import Import, Program, dotted, imports
+from .program import Import, Program, dotted
 
 
 def rewrite(program: Program, *, native: str | None) -> None:
@@ -17,7 +17,7 @@ def rewrite(program: Program, *, native: str | None) -> None:
     native: the name under which the edited statements use `treering`, or None if they do not. If it is given,
         `treering` is imported, and imports of Orbax that only edited statements used are removed.
     """
-    found = [one for one in imports(program) if one.module == "orbax" or names.relative(one.full_name) is not None]
+    found = [one for one in program.imports if one.module == "orbax" or names.relative(one.full_name) is not None]
     unused = _unused(program, found) if native else set()
     for statement in dict.fromkeys(one.statement for one in found):
         mine = [one for one in found if one.statement is statement]
@@ -96,7 +96,9 @@ def _rewrite_from(
         groups.setdefault(module, []).append(alias)
     if len(groups) == 1 and len(statement.names) == sum(map(len, groups.values())):
         ((module, aliases),) = groups.items()
-        program.edit(statement, lambda updated: updated.with_changes(module=cst.parse_expression(module), names=aliases))
+        program.edit(
+            statement, lambda updated: updated.with_changes(module=cst.parse_expression(module), names=aliases)
+        )
         return
     if "#" in program.module.code_for_node(statement):
         program.report(statement, "this import needs several modules now; split it by hand, because it has comments")
@@ -145,21 +147,24 @@ def _rewrite_full_names(program: Program, found: Sequence[Import]) -> None:
 
 def _import_treering(program: Program, name: str, found: Sequence[Import]) -> None:
     """Imports `treering` at the top level: after its first import of Orbax there, or else after the first imports."""
-    if any(one.module == "treering" and one.name is None and one.bound_name == name for one in imports(program)):
+    if any(one.module == "treering" and one.name is None and one.bound_name == name for one in program.imports):
         return
-    new = cst.parse_statement("import treering" + ("" if name == "treering" else f" as {name}"))
+    alias = cst.ImportAlias(cst.Name("treering"), None if name == "treering" else cst.AsName(cst.Name(name)))
+    new = cst.SimpleStatementLine([cst.Import([alias])])
     top = [line for line in program.module.body if isinstance(line, cst.SimpleStatementLine)]
     statements = {one.statement for one in found}
     for line in top:
         if statements & set(line.body):
-            program.add_after(line, new)
+            program.add_after(line, [new])
             return
     first = list(itertools.takewhile(_is_import_or_docstring, program.module.body))
     if first:
-        program.add_after(first[-1], new)
+        program.add_after(first[-1], [new])
     else:
         program.edit(program.module, lambda updated: updated.with_changes(body=[new, *updated.body]))
 
 
 def _is_import_or_docstring(line: cst.CSTNode) -> bool:
-    return isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Import | cst.ImportFrom | cst.Expr)
+    return isinstance(line, cst.SimpleStatementLine) and isinstance(
+        line.body[0], cst.Import | cst.ImportFrom | cst.Expr
+    )

@@ -1,13 +1,16 @@
 """Migrates the programs below a path: reads them, edits them, and writes those that changed."""
 
+import contextlib
 import dataclasses
 import difflib
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ... import stores
-from . import files, findings, imports
+from . import files, findings, imports, native
 from .program import Program, Unreadable
+from .shared import Shared, shared_names
 
 
 class Finding(NamedTuple):
@@ -22,7 +25,7 @@ class Finding(NamedTuple):
 class Migration:
     """The result: files that change, findings, and files that could not be read or written, with the reasons.
 
-    `looked_at` counts the files that were read. `links` and `notebooks` were not.
+    `looked_at` counts the programs that were read. Links were not, and of notebooks nothing is changed.
     """
 
     path: str
@@ -35,58 +38,78 @@ class Migration:
     failed: dict[str, str]
 
 
-def migrate(path: str, *, native: bool = False, write: bool = False) -> Migration:
-    """Changes the programs at a path from Orbax to the adapter `treering.orbax`, or with `native` to Treering's calls.
+class _Edited(NamedTuple):
+    """A program before and after, as bytes and as text."""
+
+    after: bytes
+    texts: tuple[str, str]
+    findings: list[tuple[int, str]]
+
+
+def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migration:
+    """Changes the programs at a path from Orbax to the adapter `treering.orbax`, or with `to_native` to Treering's calls.
 
     Without `write` it only computes the diff. Raises `OSError` if the path cannot be read.
     """
     found = files.find(path)
     result = Migration(path, 0, [], "", [], found.notebooks, found.links, found.failed)
     base = path if os.path.isdir(path) else os.path.dirname(path)
+    sources: dict[str, bytes] = {}
     for name in found.programs:
+        with _noting_failure(name, result):
+            sources[name] = _read(name)
+    result.looked_at = len(sources)
+    shared = shared_names(sources) if to_native else {}
+    for name, source in sources.items():
+        if not _mentions_orbax(source):
+            continue
         try:
-            _migrate_file(name, os.path.relpath(name, base or "."), native, write, result)
-        except OSError as error:
-            result.failed[name] = error.strerror or str(error)
+            done = _edited(source, shared.get(name))
+        except (Unreadable, RecursionError) as error:
+            line, reason = (error.line, error.reason) if isinstance(error, Unreadable) else (1, "nested too deeply")
+            result.findings.append(Finding(name, line, f"not changed: {reason}"))
+            continue
+        result.findings += [Finding(name, line, what) for line, what in done.findings]
+        if done.after != source:
+            with _noting_failure(name, result):
+                if write:
+                    _write(name, done.after)
+                result.changed.append(name)
+                result.diff += _diff(os.path.relpath(name, base or "."), *done.texts)
     for name in found.notebooks:
-        try:
+        with _noting_failure(name, result):
             if _mentions_orbax(_read(name)):
-                result.findings.append(Finding(name, 1, "notebooks are not read; change the imports by hand"))
-        except OSError as error:
-            result.failed[name] = error.strerror or str(error)
+                result.findings.append(Finding(name, 1, "notebooks are not changed; change the imports by hand"))
     return result
 
 
-def _migrate_file(name: str, shown: str, native: bool, write: bool, result: Migration) -> None:
-    source = _read(name)
-    result.looked_at += 1
-    if not _mentions_orbax(source):
-        return
+@contextlib.contextmanager
+def _noting_failure(name: str, result: Migration) -> Iterator[None]:
+    """Notes an error of the file system within a ``with`` block, so that the other files are still migrated."""
     try:
-        program = Program(source)
-        imports.rewrite(program, native=None)
-        findings.report(program)
-        after = program.edited()
-    except Unreadable as error:
-        result.findings.append(Finding(name, error.line, f"not changed: {error.reason}"))
-        return
-    except RecursionError:
-        result.findings.append(Finding(name, 1, "not changed: nested too deeply"))
-        return
-    result.findings += [Finding(name, line, what) for line, what in sorted(program.findings)]
-    if after == source:
-        return
-    if write:
-        place = stores.absolute(name)
-        with stores.get(place).new_file(place, overwrite=True) as file:
-            file.write(after)
-    result.changed.append(name)
-    result.diff += _diff(shown, program.text(source), program.text(after))
+        yield
+    except OSError as error:
+        result.failed[name] = error.strerror or str(error)
+
+
+def _edited(source: bytes, shared: Shared | None) -> _Edited:
+    """Edits a program, to Treering's own calls if `shared` is given. Raises `Unreadable`."""
+    program = Program(source)
+    imports.rewrite(program, native=None if shared is None else native.rewrite(program, shared))
+    findings.report(program)
+    after = program.edited()
+    return _Edited(after, (program.text(source), program.text(after)), sorted(set(program.findings)))
 
 
 def _read(name: str) -> bytes:
     with open(name, "rb") as file:
         return file.read()
+
+
+def _write(name: str, source: bytes) -> None:
+    place = stores.absolute(name)
+    with stores.get(place).new_file(place, overwrite=True) as file:
+        file.write(source)
 
 
 def _mentions_orbax(source: bytes) -> bool:
@@ -100,4 +123,5 @@ def _diff(name: str, before: str, after: str) -> str:
 
 def _lines(text: str) -> list[str]:
     # `splitlines` also splits at characters that do not end a line of a program.
-    return [f"{line}\n" for line in text.split("\n")[:-1]] + ([last] if (last := text.split("\n")[-1]) else [])
+    *lines, last = text.split("\n")
+    return [f"{line}\n" for line in lines] + ([last] if last else [])

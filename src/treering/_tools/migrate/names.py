@@ -6,14 +6,43 @@ MODULES = {_OLD_V1: f"{ADAPTER}.v1", ORBAX: ADAPTER}  # modules with a name of t
 
 # TODO-MERGE: replace both tables by those of `treering.orbax` once it exists.
 _COVERED = frozenset(
-    """
-    ArrayCheckpointHandler ArrayRestoreArgs AsyncCheckpointHandler AsyncCheckpointer AsyncOptions CheckpointArgs
-    CheckpointHandler CheckpointHandlerRegistry CheckpointManager CheckpointManagerOptions Checkpointer
-    CompositeCheckpointHandler CompositeOptions DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler
-    JsonCheckpointHandler NumpyRandomKeyCheckpointHandler PLACEHOLDER PyTreeCheckpointHandler PyTreeCheckpointer
-    RestoreArgs SaveArgs StandardCheckpointHandler StandardCheckpointer args checkpoint_args checkpoint_manager
-    checkpoint_managers checkpoint_utils handlers options path step utils v1
-    """.split()
+    {
+        "ArrayCheckpointHandler",
+        "ArrayRestoreArgs",
+        "AsyncCheckpointHandler",
+        "AsyncCheckpointer",
+        "AsyncOptions",
+        "CheckpointArgs",
+        "CheckpointHandler",
+        "CheckpointHandlerRegistry",
+        "CheckpointManager",
+        "CheckpointManagerOptions",
+        "Checkpointer",
+        "CompositeCheckpointHandler",
+        "CompositeOptions",
+        "DefaultCheckpointHandlerRegistry",
+        "JaxRandomKeyCheckpointHandler",
+        "JsonCheckpointHandler",
+        "NumpyRandomKeyCheckpointHandler",
+        "PLACEHOLDER",
+        "PyTreeCheckpointHandler",
+        "PyTreeCheckpointer",
+        "RestoreArgs",
+        "SaveArgs",
+        "StandardCheckpointHandler",
+        "StandardCheckpointer",
+        "args",
+        "checkpoint_args",
+        "checkpoint_manager",
+        "checkpoint_managers",
+        "checkpoint_utils",
+        "handlers",
+        "options",
+        "path",
+        "step",
+        "utils",
+        "v1",
+    }
 )
 _UNSUPPORTED = {
     "type_handlers": "register the class with jax.tree_util, or save its arrays",

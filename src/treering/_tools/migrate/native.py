@@ -1,0 +1,211 @@
+"""Replaces calls of Orbax by those of Treering: all calls of an object or none, so that the program still runs."""
+
+import functools
+from collections.abc import Callable, Collection
+
+import libcst as cst
+
+from . import checkpointer, manager, names, variables
+from .calls import NewCall, UnknownForm
+from .program import Program
+from .shared import Shared
+from .variables import Variable, kind_of
+
+_STAYS = f"stays with {names.ADAPTER}"
+_NUMPY = "arrays are restored as NumPy arrays; pass a template to restore JAX arrays, as Orbax does"
+
+
+def rewrite(program: Program, shared: Shared) -> str | None:
+    """Adds the edits of the objects of which every use is known, and reports the others.
+
+    shared: what other files use of this one. Returns the name of `treering` in the edits, or None without edits.
+    """
+    treering = _name_of_treering(program)
+    if treering is None:
+        program.report(program.module, f"everything {_STAYS}, because the names tr and treering are taken")
+        return None
+    found = list(variables.find(program, shared))
+    plans = [plan for kind in _PLANS for one in found if (plan := _plan(program, one, kind, treering))]
+    direct = _Plan(program)
+    for node in program.nodes:
+        if not isinstance(node, cst.Call) or kind_of(program, node) != "checkpointer":
+            continue
+        if call := _method_call(program, node):
+            direct.attempt(lambda call=call, node=node: _plan_checkpointer_call(direct, call, treering, node))
+    direct.apply()
+    _report_rest(program, [*plans, direct])
+    return treering if direct.edits or any(plan.edits and not plan.errors for plan in plans) else None
+
+
+class _Plan:
+    """The edits of one object, which are made only if there are no errors."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.edits: list[Callable[[], object]] = []
+        self.errors: list[UnknownForm] = []
+        self.nodes: list[cst.CSTNode] = []  # what the plan is about
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except UnknownForm as error:
+            self.errors.append(error)
+
+    def replace(self, call: cst.Call, new: NewCall) -> None:
+        self.edits.append(lambda: new.apply(self.program, call))
+
+    def remark(self, node: cst.CSTNode, text: str) -> None:
+        self.edits.append(lambda: self.program.report(node, text))
+
+    def apply(self, name: str = "this") -> None:
+        for error in self.errors:
+            self.program.report(error.node, f"{name} {_STAYS}: {error.reason}")
+        for edit in () if self.errors and name != "this" else self.edits:
+            edit()
+
+
+def _plan(program: Program, variable: Variable, kind: str, treering: str) -> _Plan | None:
+    if {kind_of(program, call) for call in variable.makers} != {kind}:
+        return None
+    plan = _Plan(program)
+    plan.nodes = [*variable.makers, *(_method_call(program, use) or use for use in variable.uses)]
+    plan.errors = [UnknownForm(node, reason) for node, reason in variable.problems]
+    _PLANS[kind](plan, variable, treering)
+    plan.apply(variable.name)
+    return plan
+
+
+def _plan_manager(plan: _Plan, variable: Variable, treering: str) -> None:
+    program, made = plan.program, list[manager.Made]()
+    for call in variable.makers:
+        plan.attempt(lambda call=call: made.append(manager.make(program, call, treering)))
+    if plan.errors:
+        return
+    for call, one in zip(variable.makers, made, strict=True):
+        plan.replace(call, one.call)
+        for text in one.remarks:
+            plan.remark(call, text)
+        if one.run != made[0].run:
+            plan.errors.append(UnknownForm(call, "it is made in several ways"))
+    for use in variable.uses:
+        if call := _method_call(program, use):
+            plan.attempt(lambda call=call: _plan_manager_call(plan, call, made[0].run))
+        elif not isinstance(program.parent(use), cst.WithItem) and not _is_test(program, use):
+            reason = f"{program.code(program.parent(use))} is not a call that migrate knows"
+            plan.errors.append(UnknownForm(use, reason))
+
+
+def _plan_manager_call(plan: _Plan, call: cst.Call, run: manager.Run) -> None:
+    new = manager.method(plan.program, _method(call), call, run)
+    if not isinstance(new, NewCall):
+        plan.edits.append(lambda: plan.program.edit(call, new))
+        return
+    plan.replace(call, new)
+    if _method(call) == "restore" and all(keyword for keyword, _ in new.args):
+        plan.remark(call, _NUMPY)
+
+
+def _plan_checkpointer(plan: _Plan, variable: Variable, treering: str) -> None:
+    program = plan.program
+    for call, statement in variable.makers.items():
+        plan.attempt(lambda call=call: checkpointer.check(program, call))
+        plan.attempt(lambda statement=statement: _plan_removal(plan, statement))
+    for use in variable.uses:
+        if call := _method_call(program, use):
+            plan.attempt(lambda call=call: _plan_checkpointer_call(plan, call, treering))
+        elif not program.is_consumed(use):
+            plan.errors.append(
+                UnknownForm(use, f"{program.code(program.parent(use))} is not a call that migrate knows")
+            )
+
+
+def _plan_removal(plan: _Plan, statement: cst.CSTNode) -> None:
+    """Plans to remove an assignment, or to take the block of a ``with`` out of it."""
+    program = plan.program
+    if isinstance(statement, cst.Assign):
+        plan.edits.append(lambda: program.remove(statement))
+        return
+    block = program.parent(statement)
+    if not isinstance(block, cst.With) or len(block.items) > 1 or block.asynchronous:
+        raise UnknownForm(statement, "its with statement has several items")
+    body = cst.ensure_type(block.body, cst.IndentedBlock)
+    if body.header.comment or any(line.comment for line in body.footer):
+        raise UnknownForm(statement, "its with statement has comments at the beginning or end")
+    plan.edits.append(lambda: program.consumed.add(statement))
+    plan.edits.append(lambda: program.edit(block, _without_with))
+
+
+def _without_with(updated: cst.With) -> cst.FlattenSentinel[cst.CSTNode]:
+    first, *rest = updated.body.body
+    lines = (*updated.leading_lines, *getattr(first, "leading_lines", ()))
+    return cst.FlattenSentinel([first.with_changes(leading_lines=lines), *rest])
+
+
+def _plan_checkpointer_call(plan: _Plan, call: cst.Call, treering: str, maker: cst.Call | None = None) -> None:
+    program, name = plan.program, _method(call)
+    if maker:
+        checkpointer.check(program, maker)
+        plan.nodes.append(call)
+    if name in checkpointer.ENDINGS:
+        statement = program.parent(call)
+        if not isinstance(statement, cst.Expr):
+            raise UnknownForm(call, f"the result of {name}() is used")
+        plan.edits.append(lambda: program.remove(statement))
+        return
+    new = checkpointer.method(program, name, call, treering)
+    plan.replace(call, new)
+    if name == "restore" and len(new.args) == 1:
+        plan.remark(call, _NUMPY)
+
+
+def _plan_options(plan: _Plan, variable: Variable, treering: str) -> None:
+    """Plans to remove options that only replaced calls used. Nothing is reported: their managers are."""
+    if all(plan.program.is_consumed(use) for use in variable.uses) and not plan.errors:
+        for statement in variable.makers.values():
+            plan.attempt(functools.partial(_plan_removal, plan, statement))
+    plan.errors = []
+
+
+_PLANS = {"manager": _plan_manager, "checkpointer": _plan_checkpointer, "options": _plan_options}
+
+
+def _method_call(program: Program, use: cst.CSTNode) -> cst.Call | None:
+    attribute = program.parent(use)
+    if not isinstance(attribute, cst.Attribute) or attribute.value is not use:
+        return None
+    call = program.parent(attribute)
+    return call if isinstance(call, cst.Call) and call.func is attribute else None
+
+
+def _method(call: cst.Call) -> str:
+    return cst.ensure_type(call.func, cst.Attribute).attr.value
+
+
+def _is_test(program: Program, use: cst.CSTNode) -> bool:
+    """Returns True if a use only tests if there is an object."""
+    parent = program.parent(use)
+    if isinstance(parent, cst.Comparison):
+        return all(isinstance(one.operator, cst.Is | cst.IsNot) for one in parent.comparisons)
+    return isinstance(parent, cst.If | cst.UnaryOperation)
+
+
+def _name_of_treering(program: Program) -> str | None:
+    taken = {node.value for node in program.nodes if isinstance(node, cst.Name)}
+    for one in program.imports:
+        if one.full_name == "treering" and program.is_top_level(one.statement):
+            return one.bound_name
+    return next((name for name in ("tr", "treering") if name not in taken), None)
+
+
+def _report_rest(program: Program, plans: Collection[_Plan]) -> None:
+    """Reports each line that still uses Orbax, unless a plan has reported it. Annotations need no change."""
+    explained = {node for plan in plans for node in plan.nodes}
+    lines: set[int] = set()
+    for node, inner in program.references:
+        above = {node, *program.ancestors(node)}
+        annotated = any(isinstance(one, cst.Annotation) for one in above)
+        if inner and not program.is_consumed(node) and not above & explained and not annotated:
+            if names.problem(inner) is None and program.line(node) not in lines:
+                program.report(node, f"{program.code(node)} {_STAYS}")
+            lines.add(program.line(node))
