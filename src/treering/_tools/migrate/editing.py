@@ -17,6 +17,19 @@ def removed(_: Any) -> cst.Pass:
     return _Removed()
 
 
+def unwrapped(block: Any) -> Any:
+    """Is the edit that replaces a ``with`` by the statements in it."""
+    comment = block.body.header.comment
+    before = [*block.leading_lines, *([cst.EmptyLine(comment=comment)] if comment else [])]
+    return cst.FlattenSentinel(
+        [
+            cst.SimpleStatementLine([_Removed()], leading_lines=before),
+            *block.body.body,
+            cst.SimpleStatementLine([_Removed()], leading_lines=block.body.footer),
+        ]
+    )
+
+
 def added_after(new: Sequence[cst.SimpleStatementLine]) -> Edit:
     """Returns the edit that adds lines after one, or in its place if all its statements are removed."""
 

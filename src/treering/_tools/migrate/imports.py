@@ -18,10 +18,13 @@ def rewrite(program: Program, *, native: str | None) -> None:
         `treering` is imported, and imports of Orbax that only edited statements used are removed.
     """
     found = [one for one in program.imports if one.module == "orbax" or names.relative(one.full_name) is not None]
-    unused = _unused(program, found) if native else set()
+    unused: set[cst.CSTNode] = set()
+    if native:
+        found += [one for one in program.imports if one.name and f"{one.full_name}.".startswith(f"{names.FLAX}.")]
+        unused = _unused(program, found)
     for statement in dict.fromkeys(one.statement for one in found):
         mine = [one for one in found if one.statement is statement]
-        if len(mine) == len(statement.names) and all(one.alias in unused for one in mine):
+        if all(one.alias in unused for one in mine) and not _has_other_names(statement, mine):
             program.remove(statement)
         elif isinstance(statement, cst.Import):
             _rewrite_import(program, statement, mine, unused)
@@ -33,12 +36,16 @@ def rewrite(program: Program, *, native: str | None) -> None:
         _import_treering(program, native, found)
 
 
+def _has_other_names(statement: cst.Import | cst.ImportFrom, mine: Sequence[Import]) -> bool:
+    return not isinstance(statement.names, cst.ImportStar) and len(statement.names) > len(mine)
+
+
 def _unused(program: Program, found: Sequence[Import]) -> set[cst.CSTNode]:
     """Returns the imports whose names only edited statements used. Texts count as uses, as in annotations."""
     is_used: dict[str, bool] = {}
-    for node, _ in program.references:
-        root = (dotted(node) or "").partition(".")[0]
-        is_used[root] = is_used.get(root, False) or not program.is_consumed(node)
+    for node in program.nodes:
+        if isinstance(node, cst.Name) and program.is_use(node):
+            is_used[node.value] = is_used.get(node.value, False) or not program.is_consumed(node)
     texts = " ".join(node.value for node in program.nodes if isinstance(node, cst.SimpleString))
     return {
         one.alias
@@ -84,12 +91,13 @@ def _rewrite_from(
 ) -> None:
     """Changes the module of a ``from`` import. Names that move to different modules get a statement for each."""
     assert isinstance(statement.names, Sequence)
+    old = mine[0].module
     groups: dict[str, list[cst.ImportAlias]] = {}
     imported = {one.alias: one for one in mine}
     for alias in statement.names:
         if alias in unused:
             continue
-        module, name = _new_home(imported[alias]) if alias in imported else ("orbax", alias.evaluated_name)
+        module, name = _new_home(imported[alias]) if alias in imported else (old, alias.evaluated_name)
         if name != alias.evaluated_name:
             asname = alias.asname or cst.AsName(cst.Name(alias.evaluated_name))
             alias = alias.with_changes(name=cst.Name(name), asname=asname)

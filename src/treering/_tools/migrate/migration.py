@@ -47,9 +47,10 @@ class _Edited(NamedTuple):
 
 
 def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migration:
-    """Changes the programs at a path from Orbax to the adapter `treering.orbax`, or with `to_native` to Treering's calls.
+    """Changes the programs at a path from Orbax to the adapter `treering.orbax`.
 
-    Without `write` it only computes the diff. Raises `OSError` if the path cannot be read.
+    With `to_native` it uses Treering's own calls for the objects of which every use is known. Without `write` it only
+    computes the diff. Raises `OSError` if the path cannot be read.
     """
     found = files.find(path)
     result = Migration(path, 0, [], "", [], found.notebooks, found.links, found.failed)

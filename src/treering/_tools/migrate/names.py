@@ -3,6 +3,7 @@
 ORBAX, ADAPTER = "orbax.checkpoint", "treering.orbax"
 _OLD_V1 = f"{ORBAX}.experimental.v1"  # Older releases of Orbax have version 1 only there.
 MODULES = {_OLD_V1: f"{ADAPTER}.v1", ORBAX: ADAPTER}  # modules with a name of their own, the longest first
+FLAX = "flax.training.orbax_utils"  # It imports Orbax.
 
 # TODO-MERGE: replace both tables by those of `treering.orbax` once it exists.
 _COVERED = frozenset(

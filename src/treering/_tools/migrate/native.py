@@ -7,6 +7,7 @@ import libcst as cst
 
 from . import checkpointer, manager, names, variables
 from .calls import NewCall, UnknownForm
+from .editing import unwrapped
 from .program import Program
 from .shared import Shared
 from .variables import Variable, kind_of
@@ -88,6 +89,10 @@ def _plan_manager(plan: _Plan, variable: Variable, treering: str) -> None:
             plan.remark(call, text)
         if one.run != made[0].run:
             plan.errors.append(UnknownForm(call, "it is made in several ways"))
+    for node, inner in program.references:
+        if inner == "CheckpointManager" and set(variable.annotations) & set(program.ancestors(node)):
+            plan.edits.append(functools.partial(program.replace, node, f"{treering}.Checkpointer"))
+            plan.edits.append(functools.partial(program.consumed.add, node))
     for use in variable.uses:
         if call := _method_call(program, use):
             plan.attempt(lambda call=call: _plan_manager_call(plan, call, made[0].run))
@@ -108,6 +113,7 @@ def _plan_manager_call(plan: _Plan, call: cst.Call, run: manager.Run) -> None:
 
 def _plan_checkpointer(plan: _Plan, variable: Variable, treering: str) -> None:
     program = plan.program
+    plan.errors += [UnknownForm(one, "it is passed to a function") for one in variable.params]
     for call, statement in variable.makers.items():
         plan.attempt(lambda call=call: checkpointer.check(program, call))
         plan.attempt(lambda statement=statement: _plan_removal(plan, statement))
@@ -123,23 +129,14 @@ def _plan_checkpointer(plan: _Plan, variable: Variable, treering: str) -> None:
 def _plan_removal(plan: _Plan, statement: cst.CSTNode) -> None:
     """Plans to remove an assignment, or to take the block of a ``with`` out of it."""
     program = plan.program
-    if isinstance(statement, cst.Assign):
+    if isinstance(statement, cst.Assign | cst.AnnAssign):
         plan.edits.append(lambda: program.remove(statement))
         return
     block = program.parent(statement)
-    if not isinstance(block, cst.With) or len(block.items) > 1 or block.asynchronous:
-        raise UnknownForm(statement, "its with statement has several items")
-    body = cst.ensure_type(block.body, cst.IndentedBlock)
-    if body.header.comment or any(line.comment for line in body.footer):
-        raise UnknownForm(statement, "its with statement has comments at the beginning or end")
+    if len(block.items) > 1 or not isinstance(block.body, cst.IndentedBlock):
+        raise UnknownForm(statement, "its with statement has several items, or is one line")
     plan.edits.append(lambda: program.consumed.add(statement))
-    plan.edits.append(lambda: program.edit(block, _without_with))
-
-
-def _without_with(updated: cst.With) -> cst.FlattenSentinel[cst.CSTNode]:
-    first, *rest = updated.body.body
-    lines = (*updated.leading_lines, *getattr(first, "leading_lines", ()))
-    return cst.FlattenSentinel([first.with_changes(leading_lines=lines), *rest])
+    plan.edits.append(lambda: program.edit(block, unwrapped))
 
 
 def _plan_checkpointer_call(plan: _Plan, call: cst.Call, treering: str, maker: cst.Call | None = None) -> None:
@@ -159,15 +156,20 @@ def _plan_checkpointer_call(plan: _Plan, call: cst.Call, treering: str, maker: c
         plan.remark(call, _NUMPY)
 
 
-def _plan_options(plan: _Plan, variable: Variable, treering: str) -> None:
-    """Plans to remove options that only replaced calls used. Nothing is reported: their managers are."""
-    if all(plan.program.is_consumed(use) for use in variable.uses) and not plan.errors:
+def _plan_arguments(plan: _Plan, variable: Variable, treering: str) -> None:
+    """Plans to remove arguments that only replaced calls used. Nothing is reported: the calls that stay are."""
+    if all(plan.program.is_consumed(use) for use in variable.uses) and not plan.errors and not variable.params:
         for statement in variable.makers.values():
             plan.attempt(functools.partial(_plan_removal, plan, statement))
     plan.errors = []
 
 
-_PLANS = {"manager": _plan_manager, "checkpointer": _plan_checkpointer, "options": _plan_options}
+_PLANS = {
+    "manager": _plan_manager,
+    "checkpointer": _plan_checkpointer,
+    "options": _plan_arguments,
+    "save_args": _plan_arguments,
+}
 
 
 def _method_call(program: Program, use: cst.CSTNode) -> cst.Call | None:

@@ -97,6 +97,15 @@ class Program:
         name = self.qualified(node)
         return None if name is None else names.relative(name)
 
+    def is_use(self, node: cst.CSTNode) -> bool:
+        """Returns True if a name reads a variable: it is not in an import, assigned, a keyword, or an attribute."""
+        parent = self.parent(node)
+        if isinstance(parent, cst.ImportAlias | cst.ImportFrom | cst.AsName | cst.AssignTarget):
+            return False
+        if isinstance(parent, cst.Attribute):
+            return parent.value is node and self.is_use(parent)
+        return not (isinstance(parent, cst.Arg) and parent.keyword is node)
+
     def only_value(self, node: cst.CSTNode) -> cst.BaseExpression | None:
         """Returns what is assigned to a variable that is assigned once, in the scope of the node; else None."""
         scope = self.scope(node)
@@ -118,13 +127,10 @@ class Program:
                     yield Import(node, alias, dotted(node.module) or "", dotted(alias.name))
 
     def _references(self) -> Iterator[tuple[cst.CSTNode, str]]:
-        not_uses = (cst.Attribute, cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.AssignTarget)
         for node in self.nodes:
-            if isinstance(node, cst.Name | cst.Attribute):
-                parent = self.parent(node)
-                keyword = isinstance(parent, cst.Arg) and parent.keyword is node
-                if not keyword and not isinstance(parent, not_uses) and (inner := self.orbax_name(node)) is not None:
-                    yield node, inner
+            longest = isinstance(node, cst.Name | cst.Attribute) and not isinstance(self.parent(node), cst.Attribute)
+            if longest and self.is_use(node) and (inner := self.orbax_name(node)) is not None:
+                yield node, inner
 
     # What is to be done
 

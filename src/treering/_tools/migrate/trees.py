@@ -6,11 +6,11 @@ import libcst as cst
 
 from .calls import Part, UnknownForm, arguments, part
 from .program import Program
+from .variables import kind_of
 
 _SAVES = ("args.StandardSave", "args.PyTreeSave")
 _RESTORES = ("args.StandardRestore", "args.PyTreeRestore")
 _RESTORE_ARGS = ("checkpoint_utils.construct_restore_args",)
-_SAVE_ARGS = "flax.training.orbax_utils.save_args_from_target"
 
 
 class Wrapped(NamedTuple):
@@ -54,7 +54,7 @@ def check_plain(program: Program, keyword: str, value: cst.CSTNode, tree: cst.Ba
     """Raises `UnknownForm` unless Treering does without an argument: those that Flax or Orbax derive from the tree."""
     if keyword == "save_args":
         call = value if isinstance(value, cst.Call) else program.only_value(value)
-        if isinstance(call, cst.Call) and program.qualified(call.func) == _SAVE_ARGS:
+        if call is not None and kind_of(program, call) == "save_args":
             return
     if keyword == "restore_args" and isinstance(value, cst.Call) and program.orbax_name(value.func) in _RESTORE_ARGS:
         same = len(value.args) == 1 and tree is not None and value.args[0].value.deep_equals(tree)

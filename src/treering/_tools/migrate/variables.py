@@ -7,21 +7,27 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
+from . import names
 from .program import Program, dotted
 from .shared import Shared
 
-_MANAGER, _CHECKPOINTER, _OPTIONS = "manager", "checkpointer", "options"
-KINDS = {
-    "CheckpointManager": _MANAGER,
-    "CheckpointManagerOptions": _OPTIONS,
-    **dict.fromkeys(("AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer", "StandardCheckpointer"), _CHECKPOINTER),
+_KINDS = {
+    "CheckpointManager": "manager",
+    "CheckpointManagerOptions": "options",
+    **dict.fromkeys(
+        ("AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer", "StandardCheckpointer"), "checkpointer"
+    ),
 }
 Key = tuple[Any, str]  # the scope or class, and the name
 
 
 def kind_of(program: Program, node: cst.CSTNode) -> str | None:
     """Returns the kind of object that an expression makes, if it calls a class of Orbax; else None."""
-    return KINDS.get(program.orbax_name(node.func) or "") if isinstance(node, cst.Call) else None
+    if not isinstance(node, cst.Call):
+        return None
+    if program.qualified(node.func) == f"{names.FLAX}.save_args_from_target":
+        return "save_args"
+    return _KINDS.get(program.orbax_name(node.func) or "")
 
 
 @dataclasses.dataclass
@@ -30,6 +36,7 @@ class Variable:
 
     makers: the calls that make the object, each with its statement, or the item of its ``with``.
     problems: nodes and the reasons why the object cannot be followed.
+    passed: uses that are arguments of functions in this file, and the keys of the parameters.
     """
 
     name: str
@@ -37,6 +44,7 @@ class Variable:
     uses: list[cst.CSTNode] = dataclasses.field(default_factory=list)
     problems: list[tuple[cst.CSTNode, str]] = dataclasses.field(default_factory=list)
     params: list[cst.Param] = dataclasses.field(default_factory=list)
+    annotations: list[cst.Annotation] = dataclasses.field(default_factory=list)
     passed: dict[cst.CSTNode, Key] = dataclasses.field(default_factory=dict)
 
 
@@ -95,8 +103,11 @@ def _add(program: Program, variable: Variable, node: cst.CSTNode) -> None:
         else:
             variable.problems.append((node, f"{variable.name} is assigned another value"))
     elif isinstance(parent, cst.AnnAssign) and parent.target is node:
-        if parent.value is not None and dotted(parent.value) != "None":
-            variable.problems.append((node, f"{variable.name} has an annotation"))
+        variable.annotations.append(parent.annotation)
+        if isinstance(parent.value, cst.Call) and kind_of(program, parent.value):
+            variable.makers[parent.value] = parent
+        elif parent.value is not None and dotted(parent.value) != "None":
+            variable.problems.append((node, f"{variable.name} is assigned another value"))
     elif isinstance(parent, cst.FunctionDef | cst.ClassDef | cst.Global | cst.NameItem):
         pass
     else:
@@ -161,9 +172,13 @@ def _merged(program: Program, found: dict[Key, Variable], keys: Collection[Key],
         merged.makers |= part.makers
         merged.uses += [use for use in part.uses if use not in followed]
         merged.problems += part.problems
+        merged.params += part.params
+        merged.annotations += [*part.annotations, *(one.annotation for one in part.params if one.annotation)]
         for param in part.params:
             merged.problems += _problems_of_parameter(program, param, followed, shared)
     for owner, name in keys:
+        if isinstance(owner, metadata.ClassScope):
+            merged.problems.append((next(iter(merged.makers)), f"{merged.name} is an attribute of a class"))
         if isinstance(owner, cst.ClassDef):
             others = [node for node in program.nodes if isinstance(node, cst.Attribute) and node.attr.value == name]
             merged.problems += [
