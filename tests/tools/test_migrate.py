@@ -168,6 +168,7 @@ PROGRAMS = {
         save_args = orbax_utils.save_args_from_target(state)
         for step in range(3):
             manager.save(step, state, save_kwargs={"save_args": save_args})
+        manager.wait_until_finished()
         print(sorted(manager.all_steps()))
         show(manager.restore(2, items=state))
         checkpointer.save(here("single"), state, save_args=save_args)
@@ -229,7 +230,8 @@ def run(folder: pathlib.Path, kind: str) -> str:
     if kind == "native":
         done = migrate(str(folder), to_native=True, write=True)
         assert sorted(os.path.basename(one) for one in done.changed) == sorted(f"{name}.py" for name in PROGRAMS)
-        assert [(os.path.basename(one.file), one.what[:11]) for one in done.findings] == [("loop.py", "save_every=")]
+        remarks = [("loop.py", "save_every="), ("old.py", "Treering sa")]
+        assert [(os.path.basename(one.file), one.what[:11]) for one in done.findings] == remarks
     command = [sys.executable, "-W", "ignore", "-c", RUN, kind, *(f"{name}.py" for name in PROGRAMS)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

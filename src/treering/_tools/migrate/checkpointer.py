@@ -6,7 +6,6 @@ from . import trees
 from .calls import NewCall, Part, UnknownForm, arguments, part
 from .program import Program
 
-_HANDLERS = ("StandardCheckpointHandler", "PyTreeCheckpointHandler")
 _DROPPED = ("use_ocdbt", "use_zarr3", "timeout_secs")
 ENDINGS = ("close", "wait_until_finished")  # calls that are not needed: `treering.save` returns when all is done
 
@@ -16,9 +15,8 @@ def check(program: Program, call: cst.Call) -> None:
     given = arguments(program, call, ("handler",))
     if (n := given.pop("handler", None)) is not None:
         handler = call.args[n].value
-        if not isinstance(handler, cst.Call) or program.orbax_name(handler.func) not in _HANDLERS:
+        if not trees.is_plain_handler(program, handler):
             raise UnknownForm(handler, f"{program.code(handler)} is not a plain handler of one tree")
-        given |= arguments(program, handler, ())
     for name in set(given) - set(_DROPPED):
         raise UnknownForm(call, f"{name}= has no counterpart that migrate knows")
 

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import libcst as cst
 
 from ..._core.migration_hints import RUN_CALLS
-from . import trees
+from . import checkpointer, trees
 from .calls import NewCall, Part, UnknownForm, arguments, copy, part, text
 from .program import Edit, Program
 from .variables import kind_of
 
 _ORDER = ("directory", "checkpointers", "options", "metadata", "item_names", "item_handlers")
 _DROPPED = ("create", "cleanup_tmp_directories", "enable_async_checkpointing")
-_HANDLERS = ("StandardCheckpointHandler", "PyTreeCheckpointHandler")
+_IN_BACKGROUND = "Treering saves in the background; call wait() where the step must be on the disk"
 
 
 class Run(NamedTuple):
@@ -38,16 +38,13 @@ def make(program: Program, call: cst.Call, treering: str) -> Made:
     if "directory" not in given:
         raise UnknownForm(call, "there is no directory")
     new = [("", part(given.pop("directory")))]
-    old_style = (n := given.pop("checkpointers", None)) is not None and not _is_none(call.args[n].value)
-    if old_style and n is not None:
-        checkpointer = _resolved(program, call.args[n].value)
-        if kind_of(program, checkpointer) != "checkpointer":
-            raise UnknownForm(call.args[n], "this manager has several items")
-    if (n := given.pop("item_handlers", None)) is not None:
-        handler = call.args[n].value
-        if not isinstance(handler, cst.Call) or program.orbax_name(handler.func) not in _HANDLERS or handler.args:
-            raise UnknownForm(handler, "item_handlers= is not a plain handler")
     remarks: list[str] = []
+    old = given.pop("checkpointers", None)
+    old_style = old is not None and not _is_none(call.args[old].value)
+    if old_style:
+        remarks += _check_checkpointer(program, call.args[old].value)
+    if (n := given.pop("item_handlers", None)) is not None and not trees.is_plain_handler(program, call.args[n].value):
+        raise UnknownForm(call.args[n], "item_handlers= is not a plain handler of one tree")
     best = None
     if (n := given.pop("options", None)) is not None and not _is_none(call.args[n].value):
         more, best = _options(program, call.args[n].value, n, treering, remarks)
@@ -55,6 +52,15 @@ def make(program: Program, call: cst.Call, treering: str) -> Made:
     for name, n in given.items():
         raise UnknownForm(call.args[n], f"{name}= has no counterpart that migrate knows")
     return Made(NewCall(f"{treering}.Checkpointer", new), Run(old_style, best), remarks)
+
+
+def _check_checkpointer(program: Program, value: cst.BaseExpression) -> list[str]:
+    """Checks the second argument of a manager. Returns remarks. Raises `UnknownForm` if it is not of one tree."""
+    made = _resolved(program, value)
+    if not isinstance(made, cst.Call) or kind_of(program, made) != "checkpointer":
+        raise UnknownForm(value, "its checkpointer is not made in the same function, or it has several items")
+    checkpointer.check(program, made)
+    return [] if program.orbax_name(made.func) == "AsyncCheckpointer" else [_IN_BACKGROUND]
 
 
 def _resolved(program: Program, value: cst.BaseExpression) -> cst.CSTNode:
@@ -77,7 +83,7 @@ def _options(
     for name in list(given):
         if name in _DROPPED or _is_none(given[name]):
             if name == "enable_async_checkpointing" and program.code(given[name]) != "True":
-                remarks.append("Treering saves in the background; call wait() where the step must be on the disk")
+                remarks.append(_IN_BACKGROUND)
             del given[name]
     new: list[tuple[str, Part]] = []
     if (interval := given.pop("save_interval_steps", None)) and program.code(interval) != "1":

@@ -8,6 +8,7 @@ from .calls import Part, UnknownForm, arguments, part
 from .program import Program
 from .variables import kind_of
 
+_HANDLERS = ("StandardCheckpointHandler", "PyTreeCheckpointHandler")
 _SAVES = ("args.StandardSave", "args.PyTreeSave")
 _RESTORES = ("args.StandardRestore", "args.PyTreeRestore")
 _RESTORE_ARGS = ("checkpoint_utils.construct_restore_args",)
@@ -48,6 +49,11 @@ def _unwrapped(program: Program, call: cst.Call, at: int, kinds: tuple[str, ...]
 
 def _head(program: Program, value: cst.CSTNode) -> str:
     return program.code(value.func if isinstance(value, cst.Call) else value)
+
+
+def is_plain_handler(program: Program, value: cst.CSTNode) -> bool:
+    """Returns True if an expression makes a handler of one tree, without arguments."""
+    return isinstance(value, cst.Call) and program.orbax_name(value.func) in _HANDLERS and not value.args
 
 
 def check_plain(program: Program, keyword: str, value: cst.CSTNode, tree: cst.BaseExpression | None) -> None:
