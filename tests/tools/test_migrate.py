@@ -1,55 +1,57 @@
-"""Tests that `treering migrate` changes programs from Orbax to the adapter, or to calls of Treering that do the same."""
+"""Tests that `treering migrate` moves programs from Orbax to the adapter, or to calls of Treering that do the same."""
 
+import errno
 import os
 import pathlib
+import stat
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 
 from treering._tools.migrate import Migration, migrate
+from treering.stores.posix import Disk, Entry
 
+ALIAS, NEW_ALIAS = "import orbax.checkpoint as ocp", "import treering.orbax as ocp"
 # Imports and names, before and after.
 IMPORTS = [
-    ("import orbax.checkpoint as ocp  # why", "import treering.orbax as ocp  # why"),
+    (f"{ALIAS}  # why", f"{NEW_ALIAS}  # why"),
+    (f"{ALIAS}\n{ALIAS}", f"{NEW_ALIAS}\n{NEW_ALIAS}"),
     ("import os, orbax.checkpoint as ocp, sys", "import os, treering.orbax as ocp, sys"),
     ("from orbax import checkpoint as ocp", "from treering import orbax as ocp"),
     ("from orbax import checkpoint", "from treering import orbax as checkpoint"),
-    ("from orbax.checkpoint import (\n    args,  # one\n    utils as u,\n)", "from treering.orbax import (\n    args,  # one\n    utils as u,\n)"),
+    ("from orbax.checkpoint import (args,  # one\n  utils)", "from treering.orbax import (args,  # one\n  utils)"),
     ("import orbax.checkpoint\nx = orbax . checkpoint.args", "import treering.orbax\nx = treering.orbax.args"),
-    ("import orbax\nimport orbax.checkpoint\norbax.checkpoint.args", "import treering.orbax\nimport treering.orbax\ntreering.orbax.args"),
-    ("import orbax.checkpoint as ocp\nimport orbax.checkpoint as ocp", "import treering.orbax as ocp\nimport treering.orbax as ocp"),
+    ("import orbax\nimport orbax.checkpoint as o", "import treering.orbax\nimport treering.orbax as o"),
     ("import orbax.checkpoint.v1 as ocp", "import treering.orbax.v1 as ocp"),
     ("from orbax.checkpoint import v1 as ocp", "from treering.orbax import v1 as ocp"),
     ("import orbax.checkpoint.experimental.v1 as ocp", "import treering.orbax.v1 as ocp"),
+    ("import orbax.checkpoint.v1\norbax.checkpoint.v1.save", "import treering.orbax.v1\ntreering.orbax.v1.save"),
     ("from orbax.checkpoint.experimental import v1 as ocp", "from treering.orbax import v1 as ocp"),
     ("from orbax.checkpoint.experimental.v1 import save", "from treering.orbax.v1 import save"),
-    ("from orbax import checkpoint as ocp, export", "from treering import orbax as ocp\nfrom orbax import export"),
-    ("import os; from orbax import export, checkpoint", "import os; from orbax import export; from treering import orbax as checkpoint"),
-    (
-        "def f():\n\ttry:\n\t\timport orbax.checkpoint as ocp\n\texcept ImportError:\n\t\tocp = None\n\tif ocp is None: return",
-        "def f():\n\ttry:\n\t\timport treering.orbax as ocp\n\texcept ImportError:\n\t\tocp = None\n\tif ocp is None: return",
-    ),
-    ("if x: import orbax.checkpoint as ocp", "if x: import treering.orbax as ocp"),
-    ("import orbax.checkpoint as ocp\ndef f(ocp): return ocp.type_handlers", "import treering.orbax as ocp\ndef f(ocp): return ocp.type_handlers"),
-    ("import orbax.checkpoint as ocp\ndef f(m: 'ocp.args', /) -> ocp.args: f(ocp=1)", "import treering.orbax as ocp\ndef f(m: 'ocp.args', /) -> ocp.args: f(ocp=1)"),
+    ("from orbax import checkpoint as o, export", "from treering import orbax as o\nfrom orbax import export"),
+    ("x; from orbax import export, checkpoint as o", "x; from orbax import export; from treering import orbax as o"),
+    (f"try:\n\t{ALIAS}\nexcept ImportError: ocp = None\nif ocp: 1", f"try:\n\t{NEW_ALIAS}\nexcept ImportError: ocp = None\nif ocp: 1"),
+    (f"{ALIAS}\ndef f(ocp): return ocp.type_handlers", f"{NEW_ALIAS}\ndef f(ocp): return ocp.type_handlers"),
+    (f"{ALIAS}\ndef f() -> 'ocp.args': f(ocp=1)", f"{NEW_ALIAS}\ndef f() -> 'ocp.args': f(ocp=1)"),
     ("x = 'orbax'  # orbax.checkpoint", "x = 'orbax'  # orbax.checkpoint"),
 ]  # fmt: skip
 # Lines that a person must look at: the program, the line, and the beginning of the text.
 FINDINGS = [
-    ("import orbax.checkpoint as ocp\n\nocp.type_handlers.X", 3, "ocp.type_handlers.X is not in treering.orbax; register"),
+    (f"{ALIAS}\n\nocp.type_handlers.X", 3, "ocp.type_handlers.X is not in"),
     ("from orbax.checkpoint import args, type_handlers as t\nt.X", 1, "orbax.checkpoint.type_handlers is not in"),
-    ("import os\nfrom orbax.checkpoint._src.path import step", 2, "orbax.checkpoint._src.path.step is private to Orbax"),
-    ("import orbax.checkpoint as ocp\nocp._src.x", 2, "ocp._src.x is private to Orbax"),
+    ("import os\nfrom orbax.checkpoint._src.path import step", 2, "orbax.checkpoint._src.path.step is private"),
+    (f"{ALIAS}\nocp._src.x", 2, "ocp._src.x is private to Orbax"),
     ("from orbax.checkpoint.experimental.emergency import x", 1, "orbax.checkpoint.experimental.emergency.x is not in"),
-    ("import orbax.checkpoint as ocp\nocp.NoSuch()", 2, "ocp.NoSuch is not in treering.orbax; see docs/migrate"),
-    ("import orbax.checkpoint as ocp\nocp2 = ocp", 2, "ocp is used as a value; check by hand"),
+    (f"{ALIAS}\nocp.NoSuch()", 2, "ocp.NoSuch is not in treering.orbax; see docs/migrate"),
+    (f"{ALIAS}\nocp2 = ocp", 2, "ocp is used as a value; check by hand"),
     ("from orbax.checkpoint import *", 1, "from orbax.checkpoint import * hides the names"),
     ("import orbax\norbax.export.x(orbax.checkpoint.args)", 1, "this import stays; import orbax.checkpoint"),
     ("m = __import__('orbax.checkpoint')", 1, "the text 'orbax.checkpoint' names a module of Orbax"),
-    ("import orbax.checkpoint as ocp\nf(1,\n  ocp.args.PyTreeRestore(t, transforms={'a': 1}))", 3, "transforms= is not in"),
-    ("import orbax.checkpoint as ocp\nx = (", 2, "not changed: '(' was never closed"),
+    (f"{ALIAS}\nf(1,\n  ocp.args.PyTreeRestore(t, transforms={{'a': 1}}))", 3, "transforms= is not in"),
+    (f"{ALIAS}\nx = (", 2, "not changed: '(' was never closed"),
     ("# coding: nosuch\nimport orbax", 1, "not changed: unknown encoding"),
     ("# orbax\n" + "(" * 300, 2, "not changed: too many nested parentheses"),
 ]  # fmt: skip
@@ -73,6 +75,74 @@ def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pa
     _, done = migrated(tmp_path / "a.py", program)
     (found,) = done.findings
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
+
+
+def names(paths: list[str]) -> list[str]:
+    return sorted(map(os.path.basename, paths))
+
+
+def test_files_keep_their_encoding_line_endings_and_mode(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.py"
+    for before in (
+        f"{ALIAS}\r\nx = 1\n".encode(),
+        f"\ufeff{ALIAS}\n".encode(),
+        f"# coding: latin-1\nx = '\xe9'\n{ALIAS}".encode("latin-1"),
+    ):
+        path.write_bytes(before)
+        path.chmod(0o750)
+        assert "treering" in migrate(str(path)).diff and path.read_bytes() == before
+        assert migrate(str(path), write=True).changed == [str(path)]
+        assert path.read_bytes() == before.replace(ALIAS.encode(), NEW_ALIAS.encode())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o750 and os.listdir(tmp_path) == ["a.py"]
+
+
+def test_folders_are_searched_without_links_and_environments(tmp_path: pathlib.Path) -> None:
+    root, outside = tmp_path / "code", tmp_path / "outside"
+    for folder in (".git", ".venv", "__pycache__", "env", "pkg"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "a.py").write_text(ALIAS)
+    (root / "env" / "pyvenv.cfg").touch()
+    outside.mkdir()
+    (outside / "b.py").write_text(ALIAS)
+    (root / "linked").symlink_to(outside)
+    (root / "c.py").symlink_to(outside / "b.py")
+    (root / "other.py").write_text("x = 1")
+    (root / "bad.py").write_bytes(b"# orbax \xff\n")
+    (root / "with.ipynb").write_text(ALIAS)
+    (root / "without.ipynb").touch()
+    os.mkfifo(root / "pipe.py")
+    done = migrate(str(root), write=True)
+    assert done.changed == [str(root / "pkg" / "a.py")] and done.looked_at == 3
+    assert names(done.links) == ["c.py", "linked"] and names(done.notebooks) == ["with.ipynb", "without.ipynb"]
+    assert done.failed == {str(root / "pipe.py"): "not a regular file"}
+    assert names([one.file for one in done.findings]) == ["bad.py", "with.ipynb"]
+    assert (outside / "b.py").read_text() == ALIAS
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    class ReadOnly(Disk):
+        def rename(self, old: Entry, new: Entry) -> None:
+            if os.fspath(new).endswith("/a.py"):
+                raise PermissionError(errno.EACCES, "Permission denied")
+            super().rename(old, new)
+
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(ALIAS)
+    use_disk(ReadOnly())
+    done = migrate(str(tmp_path), write=True)
+    assert done.failed == {str(tmp_path / "a.py"): "Permission denied"} and done.changed == [str(tmp_path / "b.py")]
+    assert (tmp_path / "a.py").read_text() == ALIAS and (tmp_path / "b.py").read_text() == NEW_ALIAS
+    assert names(os.listdir(tmp_path)) == ["a.py", "b.py"]
+
+
+def test_the_diff_is_a_patch(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    for name, before in (("a.py", f"x\n{ALIAS}"), ("pkg/b.py", f"{ALIAS}\r\ny\r\n")):
+        (tmp_path / name).write_bytes(before.encode())
+    diff = migrate(str(tmp_path)).diff.encode()
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, check=True)
+    assert (tmp_path / "a.py").read_bytes() == f"x\n{NEW_ALIAS}".encode()
+    assert (tmp_path / "pkg" / "b.py").read_bytes() == f"{NEW_ALIAS}\r\ny\r\n".encode()
 
 
 SETUP = """
@@ -241,3 +311,54 @@ def run(folder: pathlib.Path, kind: str) -> str:
 def test_converted_programs_do_the_same_without_orbax(tmp_path: pathlib.Path) -> None:
     before, after = run(tmp_path / "orbax", "orbax"), run(tmp_path / "native", "native")
     assert before == after and before.count("\n") > 2 * len(PROGRAMS)
+
+
+# What `--native` leaves as it is, with the line and the beginning of the reason. `S` is `args=ocp.args.StandardSave`.
+LEFT = {
+    "m = ocp.CheckpointManager(d)\nm.item_metadata(1)": (3, "m stays with treering.orbax: item_metadata() has no"),
+    "m = ocp.CheckpointManager(d)\nm.save(1, S(x))\nf(m)": (4, "m stays with treering.orbax: it is passed on"),
+    "m = ocp.CheckpointManager(d)\nif m.save(1, S(x)): pass": (3, "m stays with treering.orbax: the result of save()"),
+    "m = ocp.CheckpointManager(d)\nm.save(1, *a)": (3, "m stays with treering.orbax: * hides the arguments"),
+    "m = ocp.CheckpointManager(d, item_names=n)": (2, "m stays with treering.orbax: item_names= has no counterpart"),
+    "m = ocp.CheckpointManager(d, options=o)": (2, "m stays with treering.orbax: options=o is not made in the same"),
+    "m = ocp.CheckpointManager(d)\nm = 1": (3, "m stays with treering.orbax: m is assigned another value"),
+    "class A:\n  m = ocp.CheckpointManager(d)\n  def f(self): self.m.save(1, S(x))": (
+        3,
+        "m stays with treering.orbax: m",
+    ),
+    "def f():\n  return ocp.CheckpointManager(d)": (3, "ocp.CheckpointManager stays with treering.orbax"),
+    "def f(m): m.save(1, S(x))": (2, "ocp.args.StandardSave stays with treering.orbax"),
+    "def f(m=None): m.save(1)\nm = ocp.CheckpointManager(d)\nf(m)": (2, "m stays with treering.orbax: m has a default"),
+    "def f(m): m.close()\nm = ocp.CheckpointManager(d)\nf(m)\nf(1)": (5, "m stays with treering.orbax: f is also used"),
+    "c = ocp.StandardCheckpointer()\ndef f(c): c.save(p, x)\nf(c)": (3, "c stays with treering.orbax: it is passed"),
+    "ocp.StandardCheckpointer().save(p,  # why\n  x)": (2, "this stays with treering.orbax: there are comments"),
+    "ocp.PyTreeCheckpointer().restore(p, restore_args=a)": (2, "this stays with treering.orbax: restore_args=a has"),
+    "tr = treering = 1": (1, "everything stays with treering.orbax"),
+}
+
+
+@pytest.mark.parametrize("program", LEFT)
+def test_forms_that_are_not_known_stay_and_are_reported(program: str, tmp_path: pathlib.Path) -> None:
+    before = f"{ALIAS}\n{program.replace('S(', 'args=ocp.args.StandardSave(')}\n"
+    found, done = migrated(tmp_path / "a.py", before, to_native=True)
+    assert found == before.replace(ALIAS, NEW_ALIAS)
+    line, what = LEFT[program]
+    assert [one for one in done.findings if one.line == line and one.what.startswith(what)], done.findings
+
+
+def test_an_object_that_another_file_uses_stays(tmp_path: pathlib.Path) -> None:
+    """A manager of a module or class, or a function that gets one, stays if another file uses it."""
+    (tmp_path / "a.py").write_text(f"{ALIAS}\nm = ocp.CheckpointManager(d)\nm.close()\n")
+    (tmp_path / "b.py").write_text(
+        f"{ALIAS}\nclass T:\n  def __init__(self): self.mngr = ocp.CheckpointManager(d)\n"
+        "def f(k): k.close()\ndef g():\n  n = ocp.CheckpointManager(d)\n  f(n)\n  n.latest_step()\n"
+    )
+    assert "tr.Checkpointer" in migrate(str(tmp_path), to_native=True).diff
+    (tmp_path / "c.py").write_text("from a import m\nimport pkg.b as b\nT().mngr.save(1)\nb.f(1)\n")
+    done = migrate(str(tmp_path), to_native=True)
+    assert "tr.Checkpointer" not in done.diff
+    assert [(os.path.basename(one.file), one.line, one.what.partition(": ")[2]) for one in done.findings] == [
+        ("a.py", 2, "m may be used in other files"),
+        ("b.py", 3, "self.mngr may be used in other files"),
+        ("b.py", 4, "f may be called in other files"),
+    ]

@@ -4,6 +4,8 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
+from ...errors import NotFoundError
+
 _NOTEBOOK = ".ipynb"
 
 
@@ -20,19 +22,25 @@ class Files:
 def find(path: str) -> Files:
     """Returns the Python files and notebooks below a folder, sorted, or the file itself.
 
-    Links, hidden folders, ``__pycache__`` and virtual environments are left out. Raises `OSError` if the folder cannot
-    be read.
+    Links, hidden folders, ``__pycache__`` and virtual environments are left out. Raises `NotFoundError`, and `OSError`
+    if the folder cannot be read.
     """
     found = Files()
     if not os.path.isdir(path):
-        os.stat(path)
+        if not os.path.isfile(path):
+            kind = "something else" if os.path.exists(path) else "nothing"
+            raise NotFoundError(f"{path}: expected a Python file on a local disk, or a folder of them; found {kind}")
         (found.notebooks if path.endswith(_NOTEBOOK) else found.programs).append(path)
         return found
     os.listdir(path)
     for name in _walk(path, found):
         if name.endswith((".py", _NOTEBOOK)):
-            kind = found.links if os.path.islink(name) else found.programs if name.endswith(".py") else found.notebooks
-            kind.append(name)
+            if os.path.islink(name):
+                found.links.append(name)
+            elif not os.path.isfile(name):  # Opening a pipe would wait for its writer.
+                found.failed[name] = "not a regular file"
+            else:
+                (found.programs if name.endswith(".py") else found.notebooks).append(name)
     return found
 
 

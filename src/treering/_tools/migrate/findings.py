@@ -6,7 +6,7 @@ from collections.abc import Collection
 import libcst as cst
 
 from . import names
-from .program import Program
+from .program import Program, dotted
 
 _MODULE_TEXT = re.compile(r"orbax\.checkpoint(\.\w+)*")
 
@@ -30,7 +30,7 @@ def report(program: Program) -> None:
 
 
 def _report_reference(program: Program, node: cst.CSTNode, inner: str, lacking: Collection[str]) -> None:
-    text, parent = program.code(node), program.parent(node)
+    text, parent = dotted(node) or "", program.parent(node)
     if not inner:
         if not isinstance(parent, cst.Comparison | cst.ComparisonTarget | cst.If):
             program.report(node, f"{text} is used as a value; check by hand which names are used through it")

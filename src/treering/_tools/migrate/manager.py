@@ -39,10 +39,10 @@ def make(program: Program, call: cst.Call, treering: str) -> Made:
         raise UnknownForm(call, "there is no directory")
     new = [("", part(given.pop("directory")))]
     remarks: list[str] = []
-    old = given.pop("checkpointers", None)
-    old_style = old is not None and not _is_none(call.args[old].value)
-    if old_style:
-        remarks += _check_checkpointer(program, call.args[old].value)
+    old_style = False
+    if (n := given.pop("checkpointers", None)) is not None and not _is_none(call.args[n].value):
+        old_style = True
+        remarks += _check_checkpointer(program, call.args[n].value)
     if (n := given.pop("item_handlers", None)) is not None and not trees.is_plain_handler(program, call.args[n].value):
         raise UnknownForm(call.args[n], "item_handlers= is not a plain handler of one tree")
     best = None

@@ -8,7 +8,7 @@ import libcst as cst
 from . import checkpointer, manager, names, variables
 from .calls import NewCall, UnknownForm
 from .editing import unwrapped
-from .program import Program
+from .program import Program, dotted
 from .shared import Shared
 from .variables import Variable, kind_of
 
@@ -97,8 +97,7 @@ def _plan_manager(plan: _Plan, variable: Variable, treering: str) -> None:
         if call := _method_call(program, use):
             plan.attempt(lambda call=call: _plan_manager_call(plan, call, made[0].run))
         elif not isinstance(program.parent(use), cst.WithItem) and not _is_test(program, use):
-            reason = f"{program.code(program.parent(use))} is not a call that migrate knows"
-            plan.errors.append(UnknownForm(use, reason))
+            plan.errors.append(_unknown_use(program, use))
 
 
 def _plan_manager_call(plan: _Plan, call: cst.Call, run: manager.Run) -> None:
@@ -184,6 +183,13 @@ def _method(call: cst.Call) -> str:
     return cst.ensure_type(call.func, cst.Attribute).attr.value
 
 
+def _unknown_use(program: Program, use: cst.CSTNode) -> UnknownForm:
+    parent = program.parent(use)
+    if isinstance(parent, cst.Arg | cst.Return):
+        return UnknownForm(use, "it is returned" if isinstance(parent, cst.Return) else "it is passed on")
+    return UnknownForm(use, f"{program.code(parent)} is not a form that migrate knows")
+
+
 def _is_test(program: Program, use: cst.CSTNode) -> bool:
     """Returns True if a use only tests if there is an object."""
     parent = program.parent(use)
@@ -209,5 +215,5 @@ def _report_rest(program: Program, plans: Collection[_Plan]) -> None:
         annotated = any(isinstance(one, cst.Annotation) for one in above)
         if inner and not program.is_consumed(node) and not above & explained and not annotated:
             if names.problem(inner) is None and program.line(node) not in lines:
-                program.report(node, f"{program.code(node)} {_STAYS}")
+                program.report(node, f"{dotted(node)} {_STAYS}")
             lines.add(program.line(node))
