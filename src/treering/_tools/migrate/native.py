@@ -13,6 +13,7 @@ from .shared import Shared
 from .variables import Variable, kind_of
 
 _STAYS = f"stays with {names.ADAPTER}"
+_OVERWRITE = "overwrite= refuses a checkpoint that Orbax wrote; delete it, or save to another path"
 _NUMPY = "arrays are restored as NumPy arrays; pass a template to restore JAX arrays, as Orbax does"
 
 
@@ -153,6 +154,8 @@ def _plan_checkpointer_call(plan: _Plan, call: cst.Call, treering: str, maker: c
     plan.replace(call, new)
     if name == "restore" and len(new.args) == 1:
         plan.remark(call, _NUMPY)
+    if name == "save" and any(keyword == "overwrite" for keyword, _ in new.args):
+        plan.remark(call, _OVERWRITE)
 
 
 def _plan_arguments(plan: _Plan, variable: Variable, treering: str) -> None:
