@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from treering._tools.migrate import Migration, migrate
+from treering._tools.migrate import Migration, migrate, names
 from treering.stores.posix import Disk, Entry
 
 ALIAS, NEW_ALIAS = "import orbax.checkpoint as ocp", "import treering.orbax as ocp"
@@ -77,7 +77,7 @@ def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pa
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
 
 
-def names(paths: list[str]) -> list[str]:
+def base_names(paths: list[str]) -> list[str]:
     return sorted(map(os.path.basename, paths))
 
 
@@ -113,9 +113,12 @@ def test_folders_are_searched_without_links_and_environments(tmp_path: pathlib.P
     os.mkfifo(root / "pipe.py")
     done = migrate(str(root), write=True)
     assert done.changed == [str(root / "pkg" / "a.py")] and done.looked_at == 3
-    assert names(done.links) == ["c.py", "linked"] and names(done.notebooks) == ["with.ipynb", "without.ipynb"]
+    assert base_names(done.links) == ["c.py", "linked"] and base_names(done.notebooks) == [
+        "with.ipynb",
+        "without.ipynb",
+    ]
     assert done.failed == {str(root / "pipe.py"): "not a regular file"}
-    assert names([one.file for one in done.findings]) == ["bad.py", "with.ipynb"]
+    assert base_names([one.file for one in done.findings]) == ["bad.py", "with.ipynb"]
     assert (outside / "b.py").read_text() == ALIAS
 
 
@@ -132,7 +135,7 @@ def test_a_file_that_cannot_be_written_is_named_and_stays(tmp_path: pathlib.Path
     done = migrate(str(tmp_path), write=True)
     assert done.failed == {str(tmp_path / "a.py"): "Permission denied"} and done.changed == [str(tmp_path / "b.py")]
     assert (tmp_path / "a.py").read_text() == ALIAS and (tmp_path / "b.py").read_text() == NEW_ALIAS
-    assert names(os.listdir(tmp_path)) == ["a.py", "b.py"]
+    assert base_names(os.listdir(tmp_path)) == ["a.py", "b.py"]
 
 
 def test_the_diff_is_a_patch(tmp_path: pathlib.Path) -> None:
@@ -309,6 +312,8 @@ def run(folder: pathlib.Path, kind: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_converted_programs_do_the_same_without_orbax(tmp_path: pathlib.Path) -> None:
     before, after = run(tmp_path / "orbax", "orbax"), run(tmp_path / "native", "native")
     assert before == after and before.count("\n") > 2 * len(PROGRAMS)
@@ -332,8 +337,11 @@ LEFT = {
     "def f(m=None): m.save(1)\nm = ocp.CheckpointManager(d)\nf(m)": (2, "m stays with treering.orbax: m has a default"),
     "def f(m): m.close()\nm = ocp.CheckpointManager(d)\nf(m)\nf(1)": (5, "m stays with treering.orbax: f is also used"),
     "c = ocp.StandardCheckpointer()\ndef f(c): c.save(p, x)\nf(c)": (3, "c stays with treering.orbax: it is passed"),
-    "ocp.StandardCheckpointer().save(p,  # why\n  x)": (2, "this stays with treering.orbax: there are comments"),
-    "ocp.PyTreeCheckpointer().restore(p, restore_args=a)": (2, "this stays with treering.orbax: restore_args=a has"),
+    "ocp.StandardCheckpointer().save(p,  # why\n  x)": (2, "ocp.StandardCheckpointer stays with treering.orbax: there"),
+    "ocp.PyTreeCheckpointer().restore(p, restore_args=a)": (
+        2,
+        "ocp.PyTreeCheckpointer stays with treering.orbax: restore",
+    ),
     "tr = treering = 1": (1, "everything stays with treering.orbax"),
 }
 
@@ -345,6 +353,24 @@ def test_forms_that_are_not_known_stay_and_are_reported(program: str, tmp_path: 
     assert found == before.replace(ALIAS, NEW_ALIAS)
     line, what = LEFT[program]
     assert [one for one in done.findings if one.line == line and one.what.startswith(what)], done.findings
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_can_move_to_the_adapter_first(name: str, tmp_path: pathlib.Path) -> None:
+    program = SETUP + textwrap.dedent(PROGRAMS[name])
+    adapted, _ = migrated(tmp_path / "a.py", program)
+    assert "treering.orbax" in adapted.replace("from treering import orbax", "treering.orbax")
+    assert migrated(tmp_path / "a.py", adapted)[0] == adapted
+    assert (
+        migrated(tmp_path / "a.py", adapted, to_native=True)[0]
+        == migrated(tmp_path / "b.py", program, to_native=True)[0]
+    )
+
+
+def test_the_names_are_those_of_the_adapter() -> None:
+    adapter = pytest.importorskip("treering.orbax")
+    assert sorted(name for name in names._COVERED if not hasattr(adapter, name)) == []
+    assert set(adapter._UNSUPPORTED) <= set(names._UNSUPPORTED)
 
 
 def test_an_object_that_another_file_uses_stays(tmp_path: pathlib.Path) -> None:

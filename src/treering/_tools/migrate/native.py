@@ -1,18 +1,18 @@
 """Replaces calls of Orbax by those of Treering: all calls of an object or none, so that the program still runs."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import libcst as cst
 
 from . import checkpointer, manager, names, variables
 from .calls import NewCall, UnknownForm
 from .editing import unwrapped
+from .plan import STAYS, Plan, is_test, method_call, method_name, unknown_use
 from .program import Program, dotted
 from .shared import Shared
 from .variables import Variable, kind_of
 
-_STAYS = f"stays with {names.ADAPTER}"
 _OVERWRITE = "overwrite= refuses a checkpoint that Orbax wrote; delete it, or save to another path"
 _NUMPY = "arrays are restored as NumPy arrays; pass a template to restore JAX arrays, as Orbax does"
 
@@ -24,61 +24,42 @@ def rewrite(program: Program, shared: Shared) -> str | None:
     """
     treering = _name_of_treering(program)
     if treering is None:
-        program.report(program.module, f"everything {_STAYS}, because the names tr and treering are taken")
+        program.report(program.module, f"everything {STAYS}, because the names tr and treering are taken")
         return None
     found = list(variables.find(program, shared))
     plans = [plan for kind in _PLANS for one in found if (plan := _plan(program, one, kind, treering))]
-    direct = _Plan(program)
-    for node in program.nodes:
-        if not isinstance(node, cst.Call) or kind_of(program, node) != "checkpointer":
-            continue
-        if call := _method_call(program, node):
-            direct.attempt(lambda call=call, node=node: _plan_checkpointer_call(direct, call, treering, node))
-    direct.apply()
-    _report_rest(program, [*plans, direct])
-    return treering if direct.edits or any(plan.edits and not plan.errors for plan in plans) else None
+    plans += [plan for node in program.nodes if (plan := _plan_direct_call(program, node, treering))]
+    _report_rest(program, plans)
+    return treering if any(plan.is_made for plan in plans) else None
 
 
-class _Plan:
-    """The edits of one object, which are made only if there are no errors."""
-
-    def __init__(self, program: Program):
-        self.program = program
-        self.edits: list[Callable[[], object]] = []
-        self.errors: list[UnknownForm] = []
-        self.nodes: list[cst.CSTNode] = []  # what the plan is about
-
-    def attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except UnknownForm as error:
-            self.errors.append(error)
-
-    def replace(self, call: cst.Call, new: NewCall) -> None:
-        self.edits.append(lambda: new.apply(self.program, call))
-
-    def remark(self, node: cst.CSTNode, text: str) -> None:
-        self.edits.append(lambda: self.program.report(node, text))
-
-    def apply(self, name: str = "this") -> None:
-        for error in self.errors:
-            self.program.report(error.node, f"{name} {_STAYS}: {error.reason}")
-        for edit in () if self.errors and name != "this" else self.edits:
-            edit()
-
-
-def _plan(program: Program, variable: Variable, kind: str, treering: str) -> _Plan | None:
+def _plan(program: Program, variable: Variable, kind: str, treering: str) -> Plan | None:
     if {kind_of(program, call) for call in variable.makers} != {kind}:
         return None
-    plan = _Plan(program)
-    plan.nodes = [*variable.makers, *(_method_call(program, use) or use for use in variable.uses)]
+    plan = Plan(program)
+    plan.nodes = [*variable.makers, *(method_call(program, use) or use for use in variable.uses)]
     plan.errors = [UnknownForm(node, reason) for node, reason in variable.problems]
     _PLANS[kind](plan, variable, treering)
     plan.apply(variable.name)
     return plan
 
 
-def _plan_manager(plan: _Plan, variable: Variable, treering: str) -> None:
+def _plan_direct_call(program: Program, maker: cst.CSTNode, treering: str) -> Plan | None:
+    """Plans ``StandardCheckpointer().save(…)``, without a variable."""
+    if not isinstance(maker, cst.Call) or kind_of(program, maker) != "checkpointer":
+        return None
+    call = method_call(program, maker)
+    if call is None:
+        return None
+    plan = Plan(program)
+    plan.nodes = [call]
+    plan.attempt(lambda: checkpointer.check(program, maker))
+    plan.attempt(lambda: _plan_checkpointer_call(plan, call, treering))
+    plan.apply(program.code(maker.func))
+    return plan
+
+
+def _plan_manager(plan: Plan, variable: Variable, treering: str) -> None:
     program, made = plan.program, list[manager.Made]()
     for call in variable.makers:
         plan.attempt(lambda call=call: made.append(manager.make(program, call, treering)))
@@ -95,38 +76,36 @@ def _plan_manager(plan: _Plan, variable: Variable, treering: str) -> None:
             plan.edits.append(functools.partial(program.replace, node, f"{treering}.Checkpointer"))
             plan.edits.append(functools.partial(program.consumed.add, node))
     for use in variable.uses:
-        if call := _method_call(program, use):
+        if call := method_call(program, use):
             plan.attempt(lambda call=call: _plan_manager_call(plan, call, made[0].run))
-        elif not isinstance(program.parent(use), cst.WithItem) and not _is_test(program, use):
-            plan.errors.append(_unknown_use(program, use))
+        elif not isinstance(program.parent(use), cst.WithItem) and not is_test(program, use):
+            plan.errors.append(unknown_use(program, use))
 
 
-def _plan_manager_call(plan: _Plan, call: cst.Call, run: manager.Run) -> None:
-    new = manager.method(plan.program, _method(call), call, run)
+def _plan_manager_call(plan: Plan, call: cst.Call, run: manager.Run) -> None:
+    new = manager.method(plan.program, method_name(call), call, run)
     if not isinstance(new, NewCall):
         plan.edits.append(lambda: plan.program.edit(call, new))
         return
     plan.replace(call, new)
-    if _method(call) == "restore" and all(keyword for keyword, _ in new.args):
+    if method_name(call) == "restore" and all(keyword for keyword, _ in new.args):
         plan.remark(call, _NUMPY)
 
 
-def _plan_checkpointer(plan: _Plan, variable: Variable, treering: str) -> None:
+def _plan_checkpointer(plan: Plan, variable: Variable, treering: str) -> None:
     program = plan.program
     plan.errors += [UnknownForm(one, "it is passed to a function") for one in variable.params]
     for call, statement in variable.makers.items():
         plan.attempt(lambda call=call: checkpointer.check(program, call))
         plan.attempt(lambda statement=statement: _plan_removal(plan, statement))
     for use in variable.uses:
-        if call := _method_call(program, use):
+        if call := method_call(program, use):
             plan.attempt(lambda call=call: _plan_checkpointer_call(plan, call, treering))
         elif not program.is_consumed(use):
-            plan.errors.append(
-                UnknownForm(use, f"{program.code(program.parent(use))} is not a call that migrate knows")
-            )
+            plan.errors.append(unknown_use(program, use))
 
 
-def _plan_removal(plan: _Plan, statement: cst.CSTNode) -> None:
+def _plan_removal(plan: Plan, statement: cst.CSTNode) -> None:
     """Plans to remove an assignment, or to take the block of a ``with`` out of it."""
     program = plan.program
     if isinstance(statement, cst.Assign | cst.AnnAssign):
@@ -139,11 +118,8 @@ def _plan_removal(plan: _Plan, statement: cst.CSTNode) -> None:
     plan.edits.append(lambda: program.edit(block, unwrapped))
 
 
-def _plan_checkpointer_call(plan: _Plan, call: cst.Call, treering: str, maker: cst.Call | None = None) -> None:
-    program, name = plan.program, _method(call)
-    if maker:
-        checkpointer.check(program, maker)
-        plan.nodes.append(call)
+def _plan_checkpointer_call(plan: Plan, call: cst.Call, treering: str) -> None:
+    program, name = plan.program, method_name(call)
     if name in checkpointer.ENDINGS:
         statement = program.parent(call)
         if not isinstance(statement, cst.Expr):
@@ -158,7 +134,7 @@ def _plan_checkpointer_call(plan: _Plan, call: cst.Call, treering: str, maker: c
         plan.remark(call, _OVERWRITE)
 
 
-def _plan_arguments(plan: _Plan, variable: Variable, treering: str) -> None:
+def _plan_arguments(plan: Plan, variable: Variable, treering: str) -> None:
     """Plans to remove arguments that only replaced calls used. Nothing is reported: the calls that stay are."""
     if all(plan.program.is_consumed(use) for use in variable.uses) and not plan.errors and not variable.params:
         for statement in variable.makers.values():
@@ -174,33 +150,6 @@ _PLANS = {
 }
 
 
-def _method_call(program: Program, use: cst.CSTNode) -> cst.Call | None:
-    attribute = program.parent(use)
-    if not isinstance(attribute, cst.Attribute) or attribute.value is not use:
-        return None
-    call = program.parent(attribute)
-    return call if isinstance(call, cst.Call) and call.func is attribute else None
-
-
-def _method(call: cst.Call) -> str:
-    return cst.ensure_type(call.func, cst.Attribute).attr.value
-
-
-def _unknown_use(program: Program, use: cst.CSTNode) -> UnknownForm:
-    parent = program.parent(use)
-    if isinstance(parent, cst.Arg | cst.Return):
-        return UnknownForm(use, "it is returned" if isinstance(parent, cst.Return) else "it is passed on")
-    return UnknownForm(use, f"{program.code(parent)} is not a form that migrate knows")
-
-
-def _is_test(program: Program, use: cst.CSTNode) -> bool:
-    """Returns True if a use only tests if there is an object."""
-    parent = program.parent(use)
-    if isinstance(parent, cst.Comparison):
-        return all(isinstance(one.operator, cst.Is | cst.IsNot) for one in parent.comparisons)
-    return isinstance(parent, cst.If | cst.UnaryOperation)
-
-
 def _name_of_treering(program: Program) -> str | None:
     taken = {node.value for node in program.nodes if isinstance(node, cst.Name)}
     for one in program.imports:
@@ -209,7 +158,7 @@ def _name_of_treering(program: Program) -> str | None:
     return next((name for name in ("tr", "treering") if name not in taken), None)
 
 
-def _report_rest(program: Program, plans: Collection[_Plan]) -> None:
+def _report_rest(program: Program, plans: Collection[Plan]) -> None:
     """Reports each line that still uses Orbax, unless a plan has reported it. Annotations need no change."""
     explained = {node for plan in plans for node in plan.nodes}
     lines: set[int] = set()
@@ -218,5 +167,5 @@ def _report_rest(program: Program, plans: Collection[_Plan]) -> None:
         annotated = any(isinstance(one, cst.Annotation) for one in above)
         if inner and not program.is_consumed(node) and not above & explained and not annotated:
             if names.problem(inner) is None and program.line(node) not in lines:
-                program.report(node, f"{dotted(node)} {_STAYS}")
+                program.report(node, f"{dotted(node)} {STAYS}")
             lines.add(program.line(node))
