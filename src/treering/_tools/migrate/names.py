@@ -5,7 +5,7 @@ _OLD_V1 = f"{ORBAX}.experimental.v1"  # Older releases of Orbax have version 1 o
 MODULES = {_OLD_V1: f"{ADAPTER}.v1", ORBAX: ADAPTER}  # modules with a name of their own, the longest first
 FLAX = "flax.training.orbax_utils"  # It imports Orbax.
 
-# The adapter defines both, and a test compares them: the command must not import the adapter for each name.
+# A test compares both with the adapter.
 _COVERED = frozenset(
     {
         "ArrayCheckpointHandler",
