@@ -52,6 +52,8 @@ FINDINGS = [
     ("m = __import__('orbax.checkpoint')", 1, "the text 'orbax.checkpoint' names a module of Orbax"),
     (f"{ALIAS}\nf(1,\n  ocp.args.PyTreeRestore(t, transforms={{'a': 1}}))", 3, "transforms= is not in"),
     (f"{ALIAS}\nx = (", 2, "not changed: '(' was never closed"),
+    ("import orbax.checkpoint.type_handlers\norbax.checkpoint.type_handlers.X", 1, "orbax.checkpoint.type_handlers is"),
+    ("x = 1\n\x0cimport orbax", 1, "not changed: LibCST cannot reproduce this file exactly"),
     ("# coding: nosuch\nimport orbax", 1, "not changed: unknown encoding"),
     ("# orbax\n" + "(" * 300, 2, "not changed: too many nested parentheses"),
 ]  # fmt: skip
@@ -72,8 +74,9 @@ def test_imports_become_those_of_the_adapter(before: str, after: str, tmp_path: 
 
 @pytest.mark.parametrize(("program", "line", "what"), FINDINGS)
 def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pathlib.Path) -> None:
-    _, done = migrated(tmp_path / "a.py", program)
+    text, done = migrated(tmp_path / "a.py", program)
     (found,) = done.findings
+    assert text == program or "treering" in text
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
 
 
@@ -332,6 +335,10 @@ LEFT = {
         3,
         "m stays with treering.orbax: m",
     ),
+    "class A:\n  def f(self): self.m = ocp.CheckpointManager(d)\na.m.save(1, S(x))": (
+        4,
+        "self.m stays with treering.orbax",
+    ),
     "def f():\n  return ocp.CheckpointManager(d)": (3, "ocp.CheckpointManager stays with treering.orbax"),
     "def f(m): m.save(1, S(x))": (2, "ocp.args.StandardSave stays with treering.orbax"),
     "def f(m=None): m.save(1)\nm = ocp.CheckpointManager(d)\nf(m)": (2, "m stays with treering.orbax: m has a default"),
@@ -371,6 +378,44 @@ def test_the_names_are_those_of_the_adapter() -> None:
     adapter = pytest.importorskip("treering.orbax")
     assert sorted(name for name in names._COVERED if not hasattr(adapter, name)) == []
     assert set(adapter._UNSUPPORTED) <= set(names._UNSUPPORTED)
+
+
+def test_comments_of_removed_statements_stay(tmp_path: pathlib.Path) -> None:
+    before = """\
+import orbax.checkpoint as ocp  # one
+def f(m: "ocp.CheckpointManager", path, tree):
+    # two
+    c = ocp.StandardCheckpointer()  # three
+
+    c.save(path, tree)  # four
+    if True:
+        # five
+        c.close()
+    with ocp.StandardCheckpointer() as c:  # six
+        # seven
+        c.save(path, tree); c.close()
+        # eight
+    # nine
+    c.wait_until_finished()
+"""
+    after = """\
+import treering.orbax as ocp  # one
+import treering as tr
+def f(m: "ocp.CheckpointManager", path, tree):
+    # two
+    # three
+
+    tr.save(path, tree)  # four
+    if True:
+        # five
+        pass
+    # six
+    # seven
+    tr.save(path, tree)
+    # eight
+    # nine
+"""
+    assert migrated(tmp_path / "a.py", before, to_native=True)[0] == after
 
 
 def test_an_object_that_another_file_uses_stays(tmp_path: pathlib.Path) -> None:

@@ -75,8 +75,9 @@ def _without_removed_lines(block: Any) -> Any:
             comment = line.trailing_whitespace.comment
             carried += [*line.leading_lines, *([cst.EmptyLine(comment=comment)] if comment else [])]
             continue
-        if isinstance(line, cst.SimpleStatementLine):
-            line = line.with_changes(body=[one for one in line.body if not isinstance(one, _Removed)])
+        if isinstance(line, cst.SimpleStatementLine) and any(isinstance(one, _Removed) for one in line.body):
+            *others, last = (one for one in line.body if not isinstance(one, _Removed))
+            line = line.with_changes(body=[*others, last.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
         if carried and (any(one.comment for one in carried) or not line.leading_lines):
             line = line.with_changes(leading_lines=(*carried, *line.leading_lines))
         kept.append(line)
