@@ -76,7 +76,8 @@ def test_imports_become_those_of_the_adapter(before: str, after: str, tmp_path: 
 def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pathlib.Path) -> None:
     text, done = migrated(tmp_path / "a.py", program)
     (found,) = done.findings
-    assert text == program or "treering" in text
+    if "import orbax.checkpoint.type_handlers" in program or "_src.path" in program:  # no such module in the adapter
+        assert text == program
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
 
 
