@@ -13,15 +13,15 @@ _MODULE_TEXT = re.compile(r"orbax\.checkpoint(\.\w+)*")
 
 def report(program: Program) -> None:
     """Adds a finding for each use of Orbax that a person must change, unless an edit leaves it out."""
-    lacking: set[str] = set()  # Names whose import is reported. Their uses are not.
+    missing: set[str] = set()  # Names whose import is reported. Their uses are not.
     for one in program.imports:
         inner = names.relative(one.full_name)
         if inner and one.alias not in program.consumed and (problem := names.problem(inner)):
             program.report(one.alias, f"{one.full_name} {problem}")
-            lacking.add(one.bound_name)
+            missing.add(one.bound_name)
     for node, inner in program.references:
         if not program.is_consumed(node):
-            _report_reference(program, node, inner, lacking)
+            _report_reference(program, node, inner, missing)
     for node in program.nodes:
         if isinstance(node, cst.SimpleString) and not isinstance(program.parent(node), cst.Expr):
             value = node.evaluated_value
@@ -29,12 +29,12 @@ def report(program: Program) -> None:
                 program.report(node, f"the text {value!r} names a module of Orbax; change it by hand")
 
 
-def _report_reference(program: Program, node: cst.CSTNode, inner: str, lacking: Collection[str]) -> None:
+def _report_reference(program: Program, node: cst.CSTNode, inner: str, missing: Collection[str]) -> None:
     text, parent = dotted(node) or "", program.parent(node)
     if not inner:
         if not isinstance(parent, cst.Comparison | cst.ComparisonTarget | cst.If):
             program.report(node, f"{text} is used as a value; check by hand which names are used through it")
-    elif text.partition(".")[0] not in lacking and (problem := names.problem(inner)):
+    elif text.partition(".")[0] not in missing and (problem := names.problem(inner)):
         program.report(node, f"{text} {problem}")
     if isinstance(parent, cst.Call) and parent.func is node:
         for argument in parent.args:

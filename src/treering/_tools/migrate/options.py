@@ -40,7 +40,7 @@ def translate(
         remarks.append("save_every= saves only multiples; Orbax also saves the first step that a job offers")
     best = _best(program, given.pop("best_fn", None), given.pop("best_mode", None))
     if best:
-        remarks.append(f"the metrics of steps that Orbax wrote do not count for the best step by {best[0]!r}")
+        remarks.append(f"best_step() and keep ignore the metrics of steps that Orbax wrote: {best[0]!r}")
     period, most = given.pop("keep_period", None), given.pop("max_to_keep", None)
     if most:
         new.append(("keep", _policy(treering, get("max_to_keep"), best, get("keep_period") if period else None)))
