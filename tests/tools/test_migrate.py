@@ -308,7 +308,8 @@ def run(folder: pathlib.Path, kind: str) -> str:
         done = migrate(str(folder), to_native=True, write=True)
         assert sorted(os.path.basename(one) for one in done.changed) == sorted(f"{name}.py" for name in PROGRAMS)
         assert [(os.path.basename(one.file), one.what.split()[0]) for one in done.findings] == [
-            ("loop.py", "save_every="), ("old.py", "Treering"), ("single.py", "overwrite="), ("trainer.py", "best_step()"),
+            ("loop.py", "save_every="), ("old.py", "Treering"), ("single.py", "overwrite="),
+            ("trainer.py", "best_step()"),
         ]  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", RUN, kind, *(f"{name}.py" for name in PROGRAMS)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
