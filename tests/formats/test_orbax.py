@@ -840,7 +840,7 @@ def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, versio
             )
 
 
-def test_arrays_of_jax_are_told_from_those_of_numpy(tmp_path: Path) -> None:
+def test_arrays_of_jax_differ_from_those_of_numpy(tmp_path: Path) -> None:
     placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     tree = {"j": jax.device_put(jnp.arange(8.0), placed), "n": np.arange(3)}
     with ocp.StandardCheckpointer() as saver:

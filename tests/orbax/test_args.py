@@ -61,7 +61,7 @@ def test_what_is_not_supported_says_so_when_it_is_used(name: str) -> None:
         ocp.args.ProtoSave(object())
 
 
-def test_a_composite_is_a_mapping_with_attributes_that_cannot_be_changed() -> None:
+def test_a_composite_is_a_constant_mapping_with_attributes() -> None:
     made = ocp.args.Composite(state=1, items=2)
     assert made.state == made["state"] == 1 and made["items"] == 2 and callable(made.items)
     assert set(made.keys()) == {"state", "items"} and "state" in made and made.get("no") is None

@@ -66,6 +66,11 @@ def is_refused(name: str) -> bool:
     return name in _INSTEAD
 
 
+def advice(name: str) -> str:
+    """Returns what to use instead of a name for which `is_refused` is True."""
+    return _INSTEAD[name]
+
+
 def refused(name: str) -> Any:
     """Returns a stand-in for a name of Orbax. Using it raises `UnsupportedNameError`."""
     return _Refused(name)
