@@ -452,15 +452,23 @@ def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
     assert counter.value == 5
 
 
-def test_an_iterator_continues_where_it_was_saved(tmp_path: Path) -> None:
+@WRITES
+def test_an_iterator_continues_where_it_was_saved(tmp_path: Path, write: str) -> None:
     import grain
 
-    data = iter(grain.MapDataset.range(10).to_iter_dataset())
+    def iterator() -> Any:
+        return iter(grain.MapDataset.range(10).to_iter_dataset())
+
+    data = iterator()
     assert [next(data), next(data)] == [0, 1]
-    ocp.save_checkpointables(tmp_path / "a", {"state": tree(), "data": data})
-    other = iter(grain.MapDataset.range(10).to_iter_dataset())
-    found = ocp.load_checkpointables(tmp_path / "a", {"data": other})
-    assert found["data"] is other and next(other) == 2
+    with ocp.Context(write=write):
+        ocp.save_checkpointables(tmp_path / "ours", {"state": tree(), "data": data})
+    real.save_checkpointables(tmp_path / "theirs", {"state": tree(), "data": data})
+    readings = [(ocp, "ours"), (ocp, "theirs"), *([(real, "ours")] if write == "orbax" else [])]
+    for library, path in readings:
+        other = iterator()
+        found = library.load_checkpointables(tmp_path / path, {"data": other})
+        assert found["data"] is other and next(other) == 2
 
 
 def test_registries_refuse_what_is_there() -> None:
