@@ -303,6 +303,8 @@ def test_safetensors_are_loaded_on_request(tmp_path: Path) -> None:
     for layout in ("safetensors", "auto"):
         with ocp.Context(checkpoint_layout=layout):
             assert_same(ocp.load(tmp_path / "a.safetensors"), {"w": np.ones(3)})
+            about = ocp.metadata(tmp_path / "a.safetensors")
+            assert about.commit_timestamp is not None and about.metadata["w"].shape == (3,)
     with ocp.Context(checkpoint_layout="safetensors"), pytest.raises(UnsupportedError, match=r"treering\.save"):
         ocp.save(tmp_path / "b", tree())
 
