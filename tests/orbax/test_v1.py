@@ -1,5 +1,6 @@
 """Tests of `treering.orbax.v1`, with version 1 of real Orbax as the other party."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -589,6 +590,13 @@ def test_a_context_applies_to_the_checkpointer(tmp_path: Path) -> None:
     refused.deletion.gcs_deletion_options.todelete_full_path = "trash"
     with pytest.raises(UnsupportedError, match="todelete_full_path"):
         ocp.training.Checkpointer(tmp_path, context=refused)
+
+
+def test_threads_load_at_the_same_time(tmp_path: Path) -> None:
+    with ocp.training.Checkpointer(tmp_path) as ckpts, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ckpts.save(0, tree())
+        for found in pool.map(lambda _: ckpts.load(0), range(16)):
+            assert_same(found, tree())
 
 
 def test_the_old_names_warn(tmp_path: Path) -> None:
