@@ -77,7 +77,7 @@ def write(
 
     def rest(folder: str) -> None:
         for name, leaves in items.trees.items():
-            write_rest(store, _within(folder, name), leaves, chunks)
+            write_rest(store, _within(folder, name), leaves, contents, chunks)
         for name, value in items.values.items():
             put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), value)
         for name, files in items.files.items():
