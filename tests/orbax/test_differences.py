@@ -191,6 +191,56 @@ def the_first_lines_of_tutorials(w: Any, r: Any, path: Path) -> Any:
     return [names(root), reader.restore(root / "one"), reader.restore(root / "one", item=what, restore_args=args)]
 
 
+@program
+def a_checkpoint_that_is_replaced(w: Any, r: Any, path: Path) -> Any:
+    """What is there was written by the library that saves, by Orbax, or by the drop-in; or it is an empty folder."""
+    (path / "empty").mkdir()
+    w.PyTreeCheckpointer().save(path / "own", tree())
+    real.PyTreeCheckpointer().save(path / "theirs", tree())
+    ocp.PyTreeCheckpointer(write="treering").save(path / "ours", tree())
+    found: list[Any] = []
+    with w.StandardCheckpointer() as saver, r.StandardCheckpointer() as reader:
+        for k, place in enumerate(("own", "theirs", "ours", "empty")):
+            if place != "empty":
+                found.append(attempt(saver.save, path / place, tree(9)))
+            saver.save(path / place, tree(k), force=True)
+            saver.wait_until_finished()
+            found.append(reader.restore(path / place))
+    return [*found, names(path)]
+
+
+@program
+def a_reader_that_comes_first(w: Any, r: Any, path: Path) -> Any:
+    with manager(r, path / "run", read_only=True) as reader, manager(r, path / "run", create=False) as other:
+        found = [reader.latest_step(), reader.all_steps(), other.latest_step(), attempt(reader.restore, None)]
+        with manager(w, path / "run") as steps:
+            save(w, steps, 3)
+        reader.reload()
+        return [*found, reader.latest_step(), reader.restore(3, args=r.args.StandardRestore(tree()))]
+
+
+@program
+def numbers_of_64_bits_in_jax(w: Any, r: Any, path: Path) -> Any:
+    what = {"f": np.arange(3.0), "i": np.arange(3), "n": 3, "b": np.array([True])}
+    with manager(w, path) as steps:
+        steps.save(0, args=w.args.PyTreeSave(what))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    args = jax.tree.map(lambda _: r.ArrayRestoreArgs(sharding=place), what)
+    with manager(r, path) as steps:
+        return steps.restore(0, args=r.args.PyTreeRestore(restore_args=args))
+
+
+@program
+def policies_by_module(w: Any, r: Any, path: Path) -> Any:
+    keep, when = w.checkpoint_managers.preservation_policy, w.checkpoint_managers.save_decision_policy
+    options = {"preservation_policy": keep.AnyPreservationPolicy([keep.LatestN(1), keep.EveryNSteps(4)])}
+    options["save_decision_policy"] = when.FixedIntervalPolicy(2)
+    with manager(w, path, **options) as steps:
+        took = [save(w, steps, step) for step in range(8)]
+    with manager(r, path) as steps:
+        return [took, steps.all_steps(), [steps.should_save(step) for step in (5, 6, 7)]]
+
+
 @pytest.mark.parametrize("one", PROGRAMS, ids=lambda one: one.__name__)
 def test_programs_do_the_same(one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Orbax").mkdir()
@@ -199,3 +249,19 @@ def test_programs_do_the_same(one: Any, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("TREERING_ORBAX_WRITE", write)
         (place := tmp_path / re.sub(r"\W+", "-", name)).mkdir()
         assert described(one(writer, reader, place)) == expected, name
+
+
+@pytest.mark.parametrize("library", [real, ocp], ids=["Orbax", "drop-in"])
+def test_items_that_are_no_trees(library: Any, tmp_path: Path) -> None:
+    state = np.random.RandomState(0).get_state()
+    with manager(library, tmp_path) as steps:
+        args = library.args
+        items = {"key": args.NumpyRandomKeySave(state), "n": args.ArraySave(3), "json": args.JsonSave([1, {"a": None}])}
+        steps.save(0, args=args.Composite(**items))
+    expected = described({"key": state, "n": 3, "json": [1, {"a": None}]})
+    args = ocp.args
+    like = {"key": args.NumpyRandomKeyRestore(), "n": args.ArrayRestore(), "json": args.JsonRestore()}
+    with manager(ocp, tmp_path) as steps:
+        assert described(dict(steps.restore(0, args=args.Composite(**like)))) == expected
+        if library is ocp:
+            assert described(dict(steps.restore(0))) == expected
