@@ -49,7 +49,7 @@ def test_every_name_that_is_listed_exists() -> None:
         _ = ocp.Nothing
 
 
-@pytest.mark.parametrize("name", ["type_handlers", "pathways", "serialization", "test_utils"])
+@pytest.mark.parametrize("name", ["type_handlers", "pathways", "serialization"])
 def test_what_is_not_supported_says_so_when_it_is_used(name: str) -> None:
     stand_in = getattr(ocp, name)
     with pytest.raises(UnsupportedError, match=rf"treering\.orbax\.{name}\.Something is not supported; ") as error:

@@ -18,7 +18,7 @@ import pytest
 import treering as tr
 import treering.orbax as ocp
 from jobs import run_job
-from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
+from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Options = ocp.CheckpointManagerOptions
@@ -284,8 +284,12 @@ def test_there_is_nothing_to_restore(tmp_path: Path) -> None:
                 ours.restore(step, args=ocp.args.StandardRestore())
         with pytest.raises(FileNotFoundError):
             ours.delete(3)
-    with pytest.raises(NotFoundError, match="create=True"):
-        manager(tmp_path / "missing", create=False)
+    with manager(tmp_path / "missing", read_only=True) as reader:
+        assert reader.latest_step() is None and not (tmp_path / "missing").exists()
+        with manager(tmp_path / "missing") as ours:
+            save(ours, 1)
+        reader.reload()
+        assert reader.latest_step() == 1
 
 
 def test_the_directory_of_another_run(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ class RunDirectory:
 
     def located_steps(self) -> dict[int, StepPath]:
         """Returns the same as `all_steps`, with the formats."""
-        return run_layout.located_steps(self._store, self._root, self._prefix)
+        return run_layout.located_steps(
+            self._store, self._root, self._prefix, foreign_prefix=self.steps.layout.foreign_prefix
+        )
 
     def step_copies(self, step: int | None = None) -> list[StepCopy]:
         """Returns the copies of a step, or of all, newest first. Raises `NotFoundError` if there is no such step."""

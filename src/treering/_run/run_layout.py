@@ -49,6 +49,11 @@ class RunLayout:
     shared_with_orbax: bool = False
     deleted_to: str | None = None
 
+    @property
+    def foreign_prefix(self) -> str | None:
+        """The prefix of the steps of other libraries; None for any."""
+        return self.prefix if self.shared_with_orbax else None
+
     def step_name(self, step: int) -> str:
         """Returns the name of a step's directory: ``step-00001000``."""
         return f"{self.prefix}{step:0{self.min_digits}}"
@@ -142,18 +147,23 @@ def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, st
 
 
 def located_steps(
-    store: Store, run: str, prefix: str | None = None, only: formats.Format | None = None
+    store: Store,
+    run: str,
+    prefix: str | None = None,
+    only: formats.Format | None = None,
+    foreign_prefix: str | None = None,
 ) -> dict[int, formats.StepPath]:
     """Returns the committed steps, ascending, with those that other libraries have left in the directory.
 
-    If both have a step, Treering's is returned. only: returns just the steps of this format.
+    If both have a step, Treering's is returned. only: returns just the steps of this format. foreign_prefix: returns
+    just the steps of other libraries whose names have this prefix.
     """
     with store.glance(run):
         names = committed_names(store, run, prefix)
         own = {step: formats.StepPath(posixpath.join(run, name)) for step, name in names.items()}
         if only is not None and only.name == "treering":
             return own
-        foreign = formats.foreign_steps(store, run, set(names.values()), only)
+        foreign = formats.foreign_steps(store, run, set(names.values()), only, foreign_prefix)
         return dict(sorted({**foreign, **({} if only else own)}.items()))
 
 

@@ -99,12 +99,8 @@ class StepCatalog:
 
     def _shared(self, own: Container[str]) -> dict[int, str]:
         """Returns the steps in the format of Orbax, and their directories."""
-        found = formats.foreign_steps(self.store, self.root, own, formats.get("orbax"))
-        return {
-            step: one.path
-            for step, one in found.items()
-            if run_layout.parse_step_name(posixpath.basename(one.path), self.prefix) is not None
-        }
+        found = formats.foreign_steps(self.store, self.root, own, formats.get("orbax"), self.layout.foreign_prefix)
+        return {step: one.path for step, one in found.items()}
 
     def valid_steps(self, *, foreign: bool = False) -> list[SavedStep]:
         """Returns the valid steps, ascending; with `foreign` also those of other libraries in the directory."""
@@ -121,7 +117,7 @@ class StepCatalog:
         valid = [status for status in statuses if isinstance(status, SavedStep)]
         if foreign or self.layout.shared_with_orbax:
             names = set(own_names.values())
-            others = formats.foreign_steps(self.store, self.root, names)
+            others = formats.foreign_steps(self.store, self.root, names, prefix=self.layout.foreign_prefix)
             valid += [
                 saved for step, one in others.items() if step not in own and (saved := self._read_foreign(step, *one))
             ]

@@ -344,7 +344,7 @@ def check_open(store: Store, folder: str, name: str) -> None:
 
 
 def foreign_steps(
-    store: Store, folder: str, ours: Container[str] = (), only: Format | None = None
+    store: Store, folder: str, ours: Container[str] = (), only: Format | None = None, prefix: str | None = None
 ) -> dict[int, StepPath]:
     """Returns the steps in a folder that other libraries have written, by step number.
 
@@ -352,10 +352,13 @@ def foreign_steps(
 
     ours: names in the folder that are not considered.
     only: the format to look for; by default all except the native one.
+    prefix: the text before the numbers in the names that are considered; by default any.
     """
     found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
+        if prefix is not None:
+            listed = [name for name in listed if name.rstrip("0123456789") == prefix]
         for format in _foreign_formats(only):
             steps = _steps(format.steps, store, folder, listed).items()
             given = None if only is None else format.name

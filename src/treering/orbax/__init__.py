@@ -50,6 +50,7 @@ _MODULES = {
     "options": "options",
     "path": "path",
     "step": "step",
+    "test_utils": "test_utils",
     "utils": "utils",
     "v1": "v1",
 }

@@ -1,5 +1,9 @@
 """The namespace `checkpoint_managers` of Orbax: the policies of a `CheckpointManager`."""
 
+from . import preservation as preservation_policy
+from . import save_decisions as save_decision_policy
+from .manager import CheckpointManager
+from .manager_options import CheckpointManagerOptions
 from .preservation import (
     AnyPreservationPolicy,
     BestN,
@@ -31,6 +35,8 @@ __all__ = [
     "AnyPreservationPolicy",
     "AnySavePolicy",
     "BestN",
+    "CheckpointManager",
+    "CheckpointManagerOptions",
     "ContinuousCheckpointingPolicy",
     "CustomSteps",
     "DecisionContext",
@@ -48,4 +54,6 @@ __all__ = [
     "PreserveAll",
     "SaveDecisionPolicy",
     "SpecificStepsPolicy",
+    "preservation_policy",
+    "save_decision_policy",
 ]

@@ -16,6 +16,7 @@ from .errors import ItemNotFoundError
 from .kinds import handler_kind, handler_of, handlers_in, resolve
 
 DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
+_LEAF_NAME = "checkpoint"  # Orbax's name of an item that is a number
 KEY_NAME, KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
 _HANDLER_NAMES = {
     kind: f"treering.orbax.handlers.{name}CheckpointHandler" for kind, name in (("json", "Json"), ("pytree", "PyTree"))
@@ -48,14 +49,15 @@ def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: 
     if kind == "pytree":
         return tree_restore.restore_as_saved(part) if args is None else tree_restore.restore_pytree(part, args)
     if kind in ("array", "jax-key"):
+        if part.format == "orbax" and list(part._source.entries) == [_LEAF_NAME]:
+            part = part.at(_LEAF_NAME)
         return tree_restore.restore_leaf(part, getattr(args, "item", None), getattr(args, "restore_args", None))
     if kind == "iterator":
         return restore_iterator(part, getattr(args, "item", None))
     value = tree_restore.restore_as_saved(part)
-    if kind == "json":
-        return value
-    if kind == "numpy-key":
-        if not isinstance(value, dict) or set(value) != {KEY_NAME, KEY_METADATA}:
+    is_key = isinstance(value, dict) and set(value) == {KEY_NAME, KEY_METADATA}
+    if kind == "numpy-key" or (kind is None and is_key):
+        if not is_key:
             raise MismatchError(f"{ckpt.path}: {name}: expected the state of NumPy's generator, found another tree")
         return tuple(value[KEY_NAME]) if value[KEY_METADATA]["legacy"] else value[KEY_NAME]
     return value

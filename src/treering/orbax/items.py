@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core import skeleton
 from .._core.leaf_paths import join_names
-from .._pytree import walk
+from .._pytree import variable_levels, walk
 from ..errors import MismatchError, UnsupportedError
 from . import handler_files, nodes
 from .arguments import tree_in
@@ -24,6 +24,7 @@ from .item_restore import (
     restore_items,
 )
 from .kinds import Kind, handler_of, handlers_in, resolve
+from .tree_restore import none_for_empty
 
 __all__ = [
     "DEFAULT_ITEM",
@@ -123,14 +124,25 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
         _log.warning("ocdbt_target_data_file_size= has no effect; Treering chooses the sizes of files")
     if save_args is None:
-        return item
+        return _with_levels(item, flat)
     given = walk.flatten_tree(save_args)
     by_path = dict(zip(given.paths, given.leaves, strict=True))
     places = {path for _, path, _ in skeleton.containers(flat.skeleton)}
     if rest := [path for path in by_path if path not in places]:
         raise MismatchError(f"save_args: expected the structure of the item, found also {join_names(tuple(rest))}")
     leaves = [_cast(path, leaf, by_path.get(path)) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
-    return walk.unflatten(item, leaves, flat.structure)
+    return _with_levels(walk.unflatten(item, leaves, flat.structure), flat._replace(leaves=leaves))
+
+
+def _with_levels(item: Any, flat: walk.FlatTree) -> Any:
+    """Returns a tree with a level for each box of Flax, such as `value` for an NNX Variable, as Orbax saves it.
+
+    A restore without a target has the level, too. Targets with and without boxes fit it.
+    """
+    if not flat.boxes:
+        return item
+    nodes = variable_levels.skeleton_with_levels(flat.skeleton, flat.boxes, variable_levels.LEVEL_KINDS[0])
+    return skeleton.build(*none_for_empty(nodes, flat.leaves))
 
 
 def _cast(path: str, leaf: Any, save_args: Any) -> Any:

@@ -96,6 +96,8 @@ class Leaves:
         place = _place_of(args)
         if isinstance(entry, ArrayEntry):
             place = self._saved_place(entry) if place is None else place
+            if dtype is None and entry.type.startswith("numpy"):  # JAX may lack the 64 bits of NumPy.
+                dtype = jax.dtypes.canonicalize_dtype(dtypes.to_numpy(entry.dtype))
         else:
             entry = _array_of(entry, jax.dtypes.canonicalize_dtype)
         return _shaped(LeafTemplate(self._in_jax(entry, dtype, place)), leaf, entry)

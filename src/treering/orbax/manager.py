@@ -32,8 +32,9 @@ class CheckpointManager:
     `checkpointers` (the old style) and `item_handlers` name the handlers of the items; `handler_registry` adds handlers
     of your own. `logger` has no effect.
 
-    Raises `UnsupportedError` for options that cannot be honored, and `NotFoundError` for a directory that is missing
-    with ``create=False``.
+    With ``create=False`` or ``read_only=True`` a missing directory is one without steps.
+
+    Raises `UnsupportedError` for options that cannot be honored.
     """
 
     def __init__(

@@ -149,7 +149,9 @@ def step_metadata(ckpt: Checkpoint, item_metadata: Any, item_handlers: Any = Non
     )
 
 
-def _leaf(source: Source, entry: Entry) -> Any:
+def _leaf(source: Source, entry: Entry | None) -> Any:
+    if entry is None:  # an empty container
+        return None
     if isinstance(entry, ArrayEntry):
         record = source.sharding(entry) if entry.type in ("jax", "jax-weak", "key") else None
         if record is None and entry.type in ("jax", "jax-weak", "key"):

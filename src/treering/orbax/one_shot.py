@@ -1,18 +1,22 @@
 """Saves and restores one checkpoint at a path, by a handler and the arguments of a call."""
 
 import os
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from .. import stores
+from .. import formats, stores
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
+from ..formats.orbax import removal
+from ..stores.file_io import is_folder
 from . import handler_files, items, registration
 from .errors import CheckpointExistsError
 from .kinds import handler_kind, handlers_in
+from .manager_items import agree
 from .metadata import StepMetadata, step_metadata
 
 
@@ -35,13 +39,46 @@ def save_at(
     tree = items.save_tree(given, handler)
     metadata = items.custom_metadata(given, custom_metadata)
     options = items.format_options(write, several=handler_kind(handler) == "composite")
+    place, format = stores.absolute(directory), options.get("format", "treering")
+    found = agree(f"save({place!r})", lambda: _found(place, format, force))
+    if found and not force:
+        raise CheckpointExistsError(f"{place}: expected a free path, found {found}; pass force=True to replace it")
     try:
+        if found:  # Only a checkpoint of the same format is replaced in one operation, and so in the background.
+            save(new := f"{place}.new", tree, overwrite=True, metadata=metadata, **options)
+            return agree(f"replace({place!r})", lambda: _replace(new, place))
         if background:
             return save_async(directory, tree, overwrite=force, metadata=metadata, **options)
         save(directory, tree, overwrite=force, metadata=metadata, **options)
     except ExistsError as error:
         raise CheckpointExistsError(*error.args) from error
     return None
+
+
+def _found(place: str, format: str, force: bool) -> str | None:
+    """Returns words for what is on a disk at a path and needs an error now, or with `force` another way to replace it.
+
+    Returns None for what the save itself checks before it returns.
+    """
+    store = stores.get(place)
+    there = store.stat(place) if store.has_folders else None
+    if there is not None and format == "orbax" and not force:
+        return "a directory" if there.is_folder else "a file"
+    if there is None or not is_folder(store, place):
+        return None
+    if not store.list(place):
+        return "an empty directory" if format == "orbax" else None
+    found = formats.detect(store, place).name if formats.is_known(store, place) else None
+    return f"a checkpoint in the format {found!r}" if found in {"treering", "orbax"} - {format} else None
+
+
+def _replace(new: str, place: str) -> None:
+    """Moves a complete checkpoint to a path, and removes what was there."""
+    store = stores.get(place)
+    remove_old = removal.unpublish(store, place)
+    store.move(new, place, last="")
+    store.settle(posixpath.dirname(place))
+    remove_old()
 
 
 def restore_at(

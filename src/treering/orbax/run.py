@@ -12,7 +12,7 @@ from .._restore.checkpoint import Checkpoint
 from .._run import resume
 from .._run.checkpointer import Checkpointer
 from .._run.run_layout import RunLayout
-from ..errors import NotFoundError, UnsupportedError
+from ..errors import UnsupportedError
 from ..formats.orbax import run_metadata
 from ..keep import Policy
 from .items import format_options
@@ -59,13 +59,11 @@ class OrbaxRun(Checkpointer):
             _log.warning("%s: the metadata of the run stay as an earlier job wrote them: %.200r", self.directory, found)
 
     def make_root(self, create: bool) -> None:
-        """Makes the directory of the run. Raises `NotFoundError` if it is missing and must not be made."""
+        """Makes the directory of the run. A manager that must not make it waits for another job to do so."""
         store = stores.get(self.directory)
         if not store.has_folders or store.stat(self.directory):
             return
-        if not create:
-            raise NotFoundError(f"{self.directory}: expected a directory, found nothing; pass create=True")
-        if not _is_secondary_process():
+        if create and not _is_secondary_process():
             store.make_folders(self.directory, [])
 
     def infos(self) -> list[CheckpointInfo]:

@@ -9,7 +9,6 @@ from typing import Any
 from .. import stores
 from .._run import run_layout
 from .._run.run_layout import steps
-from ..errors import NotFoundError
 
 _NAME = re.compile(r"(?:.+_)?([0-9]+)", re.DOTALL)
 
@@ -72,12 +71,10 @@ def step_from_checkpoint_name(name: str) -> int:
 
 
 def is_path_finalized(path: str | os.PathLike[str]) -> bool:
-    """Returns True if a directory is a complete checkpoint. Raises `NotFoundError` if there is no directory."""
+    """Returns True if a directory is a complete checkpoint."""
     from .. import formats
 
     place = stores.absolute(path)
     store = stores.get(place)
     found = store.stat(place)
-    if found is None or not found.is_folder:
-        raise NotFoundError(f"{place}: expected a directory, found {'nothing' if found is None else 'a file'}")
-    return formats.is_known(store, place)
+    return found is not None and found.is_folder and formats.is_known(store, place)

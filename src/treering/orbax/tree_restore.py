@@ -1,6 +1,6 @@
 """Restores a tree as arguments of Orbax ask, by a template for `treering.restore`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._core import skeleton as _skeleton
@@ -91,16 +91,34 @@ def restore_by(
 
 
 def structure_of(source: Source) -> Any:
-    """Returns the saved tree as nested dicts with text for keys, and lists, as Orbax does, with entries as leaves."""
+    """Returns the saved tree as Orbax does, with entries as leaves.
+
+    It has nested dicts with text for keys, and lists. Only an empty tuple stays one, and an empty container of another
+    kind, such as the state of an optimizer without any, is None.
+    """
     entries = list(source.entries.values())
     if source.skeleton is None:
         return _skeleton.nest_by_path(source.entries, entries)
-    return _skeleton.build([_plain(node) if isinstance(node, Node) else node for node in source.skeleton], entries)
+    nodes, leaves = none_for_empty(source.skeleton, entries)
+    return _skeleton.build([_plain(node) if isinstance(node, Node) else node for node in nodes], leaves)
+
+
+def none_for_empty(skeleton: Sequence[Node | int], leaves: Iterable[Any]) -> tuple[list[Node | int], list[Any]]:
+    """Returns a skeleton and its leaves, with the leaf None for each empty container that Orbax has no kind for."""
+    rest = iter(leaves)
+    nodes: list[Node | int] = []
+    found: list[Any] = []
+    for node in skeleton:
+        is_kept = isinstance(node, Node) and (node.count() or node.kind in ("dict", "list", "tuple"))
+        nodes.append(node if is_kept else _skeleton.LEAF)
+        if not is_kept:
+            found.append(None if isinstance(node, Node) else next(rest))
+    return nodes, found
 
 
 def _plain(node: Node) -> Node:
     if isinstance(node.keys, int):
-        return Node("list", "", node.keys)
+        return node if node.keys == 0 else Node("list", "", node.keys)
     return Node("dict", "", [split(key_text(key))[0] for key in node.children()])
 
 

@@ -22,7 +22,6 @@ _INSTEAD = {
     "merge_trees": "use rules= of treering.restore",
     "Transform": "use rules= of treering.restore",
     "RestoreTransform": "use rules= of treering.restore",
-    "test_utils": "use treering.testing",
     "tree": "use jax.tree",
     "Future": "use the result of treering.save_async",
     "future": "use the result of treering.save_async",

@@ -122,7 +122,11 @@ def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
             about = json.loads(text)
             if about["sharding_type"] == "NamedSharding":
                 mesh = dict(zip(about["axis_names"], about["shape"], strict=True))
-                found[base64.urlsafe_b64decode(name).decode()] = {"mesh": mesh, "spec": about["partition_spec"]}
+                place = {"mesh": mesh, "spec": about["partition_spec"]}
+                kinds = [kind.removeprefix("AxisType.").lower() for kind in about.get("axis_types") or ()]
+                if {*kinds} - {"auto"}:
+                    place["axis_types"] = kinds
+                found[base64.urlsafe_b64decode(name).decode()] = place
     except (OSError, CorruptError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise_if_momentary(error)  # shardings are only information: without them, an array can still be read
     return found

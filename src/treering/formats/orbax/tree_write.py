@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from .schema import ARRAY_META, SHARDINGS, TREE
 from .tree import KEY, MAX_LEVELS
 
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # Orbax records "None" for empty containers of other kinds
-# The sharding with which Orbax restores JAX arrays by default: on the first device of any kind.
+# With this sharding, Orbax restores a JAX array that has no mesh on the first device of any kind.
 _ONE_DEVICE = {
     "sharding_type": "NamedSharding",
     "shape": [1],
@@ -53,7 +54,9 @@ def add_arrays(writer: Writer, leaves: Iterable[Leaf], contents: Source, chunks:
             add_number(writer, leaf.name, _value(leaf))
 
 
-def write_rest(store: Store, folder: str, leaves: Sequence[Leaf], chunks: Mapping[str, Chunks]) -> None:
+def write_rest(
+    store: Store, folder: str, leaves: Sequence[Leaf], contents: Source, chunks: Mapping[str, Chunks]
+) -> None:
     """Writes everything of a tree except its arrays and numbers."""
     put(store, posixpath.join(folder, TREE), _tree(leaves))
     texts = {leaf.name: _value(leaf) for leaf in leaves if leaf.kind == "string"}
@@ -61,11 +64,38 @@ def write_rest(store: Store, folder: str, leaves: Sequence[Leaf], chunks: Mappin
         put(store, posixpath.join(folder, STRINGS), texts)
     on_device = [leaf for leaf in leaves if leaf.kind == "jax.Array"]
     if on_device:
-        names = [base64.urlsafe_b64encode(leaf.name.encode()).decode() for leaf in on_device]
-        put(store, posixpath.join(folder, SHARDINGS), dict.fromkeys(names, json.dumps(_ONE_DEVICE)))
+        places = {
+            _encoded(leaf.name): json.dumps(_sharding(contents.sharding(leaf.entry)))
+            for leaf in on_device
+            if isinstance(leaf.entry, ArrayEntry)
+        }
+        put(store, posixpath.join(folder, SHARDINGS), places)
         store.make_folder(posixpath.join(folder, ARRAY_META))
         about = {"array_metadatas": [_array(leaf, chunks) for leaf in on_device]}
         put(store, posixpath.join(folder, ARRAY_META, "process_0"), about)
+
+
+def _encoded(name: str) -> str:
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def _sharding(place: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns a recorded place as Orbax records it."""
+    if place is None or "mesh" not in place or "local" in place or "platform" in place:
+        return _ONE_DEVICE
+    mesh, devices = place["mesh"], place.get("devices")
+    size, kinds = math.prod(mesh.values()), place.get("axis_types") or ["auto"] * len(mesh)
+    found = {
+        "sharding_type": "NamedSharding",
+        "shape": [*mesh.values()],
+        "axis_names": [*mesh],
+        "axis_types": [f"AxisType.{kind.capitalize()}" for kind in kinds],
+        "partition_spec": place["spec"],
+    }
+    if devices is not None or place.get("job_devices", size) != size:
+        # Orbax arranges them by the shape. Without this list, it takes all devices of the job.
+        found["device_mesh"] = {"mesh": [{"id": number} for number in devices or range(size)]}
+    return found
 
 
 def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[Leaf]:

@@ -73,7 +73,7 @@ def write(
 
     def rest(folder: str) -> None:
         for name, leaves in items.trees.items():
-            write_rest(store, _within(folder, name), leaves, chunks)
+            write_rest(store, _within(folder, name), leaves, contents, chunks)
         for name, files in items.files.items():
             for file, entry in files.items():
                 place = posixpath.join(folder, name, file)
