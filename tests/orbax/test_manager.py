@@ -14,11 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as real
 import pytest
+import xxhash
 
 import treering as tr
 import treering.orbax as ocp
 from jobs import run_job
-from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
+from treering import stores
+from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
+from treering.formats.orbax import removal
+from treering.stores import file_io
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Options = ocp.CheckpointManagerOptions
@@ -481,3 +485,89 @@ def test_an_evaluator_follows_a_run(tmp_path: Path) -> None:
         assert step == -1
     assert [path.name for path in ocp.utils.checkpoint_steps_paths(tmp_path)] == ["1", "2", "3"]
     assert ocp.utils.is_checkpoint_finalized(tmp_path / "3") and not ocp.utils.is_checkpoint_finalized(tmp_path)
+
+
+# What a review found
+
+
+def test_separate_checkpoints_are_no_run(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tr.save(tmp_path / "names" / f"seed_{step}", tree(step))
+        tr.save(tmp_path / "numbers" / str(step), tree(step))
+    for folder in ("names", "numbers"):
+        assert tr.steps(tmp_path / folder) == []
+        with pytest.raises(NotFoundError):
+            tr.restore(tmp_path / folder)
+
+
+def test_the_metrics_of_a_replaced_step(tmp_path: Path) -> None:
+    """A step in Orbax's format that is saved again counts with its new metrics."""
+    with manager(tmp_path, "orbax", best_fn=lambda metrics: metrics["a"], max_to_keep=2) as ours:
+        save(ours, 1, metrics={"a": 0.9})
+        save(ours, 2, metrics={"a": 0.5})
+        ours.wait_until_finished()
+        ours.delete(1)
+        save(ours, 1, metrics={"a": 0.1}, force=True)
+        save(ours, 3, metrics={"a": 0.6})
+        save(ours, 4, metrics={"a": 0.05})
+        ours.wait_until_finished()
+        assert ours.all_steps() == [2, 3, 4] and ours.best_step() == 3
+
+
+def test_a_failed_step_is_saved_again(tmp_path: Path) -> None:
+    """It is not passed over as a step that exists."""
+    with manager(tmp_path) as ours:
+        save(ours, 1)
+        ours.wait_until_finished()
+        (tmp_path / "2").mkdir()
+        (tmp_path / "2" / "treering.json").mkdir()
+        with pytest.raises((tr.errors.TreeringError, OSError)):
+            save(ours, 2)
+            ours.wait_until_finished()
+        os.rmdir(tmp_path / "2" / "treering.json")
+        assert save(ours, 2) == [True]
+    assert tr.steps(tmp_path) == [1, 2]
+
+
+def test_steps_of_orbax_in_a_bucket(tmp_path: Path) -> None:
+    """A step is gone at once, at every moment of its deletion, and its name is free."""
+    run = f"memory://{tmp_path.name}/run"
+    with ocp.CheckpointManager(run, write="orbax") as ours:
+        save(ours, 1, 2)
+        ours.wait_until_finished()
+        store, root = stores.get(run), ours._run.directory
+        remove = removal.unpublish(store, f"{root}/1")
+        assert ours.all_steps(read=True) == [2]
+        remove()
+        assert not list(file_io.files_in(store, f"{root}/1"))
+        assert save(ours, 1, force=True) == [True]
+    with pytest.raises(UnsupportedError, match="bucket"):
+        ocp.CheckpointManager(run, options=Options(todelete_subdir="trash"))
+
+
+def test_unfinished_saves_of_orbax(tmp_path: Path) -> None:
+    (tmp_path / "3.orbax-checkpoint-tmp-0" / "default").mkdir(parents=True)
+    (tmp_path / "notes.orbax-checkpoint-tmp-0").mkdir()
+    with manager(tmp_path) as ours:
+        save(ours, 1)
+    assert "3.orbax-checkpoint-tmp-0" in names(tmp_path)
+    with manager(tmp_path, cleanup_tmp_directories=True) as ours:
+        save(ours, 2)
+    assert names(tmp_path) == ["1", "2", "notes.orbax-checkpoint-tmp-0"]
+
+
+def test_a_step_of_a_later_release_is_not_moved(tmp_path: Path) -> None:
+    with manager(tmp_path, todelete_subdir="trash") as ours:
+        save(ours, 1, 2)
+        ours.wait_until_finished()
+        file = tmp_path / "1" / "treering.json"
+        later = file.read_bytes().replace(b'"version":1,', b'"version":1,"requires":["later"],', 1)
+        assert later != file.read_bytes()
+        body = later[: later.rindex(b',"xxh3"')]
+        os.chmod(file, 0o644)
+        file.write_bytes(body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        with pytest.raises(UnsupportedError):
+            ours.delete(1)
+    assert names(tmp_path) == ["1", "2"]
+    with pytest.raises(UnsupportedError, match="uses this name"):
+        manager(tmp_path, todelete_subdir="ckpt_9", step_prefix="ckpt")

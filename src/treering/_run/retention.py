@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .._core.leaf_paths import closest, join_names
 from .._save.pending import PendingSave, SaveReport
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
+from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
 from ..stores.lease_registry import LeaseLostError
@@ -89,6 +90,10 @@ class Retention:
                 elif not store.has_locks and clock_probe_target(name) == LOCK_NAME:  # a killed writer's
                     with contextlib.suppress(FileNotFoundError):
                         store.delete(posixpath.join(place, name))
+        if self._steps.layout.removes_unfinished:
+            orbax_removal.remove_unfinished(
+                store, root, lambda name: run_layout.parse_step_name(name, self._steps.prefix) is not None
+            )
         run_layout.sync_archived(store, root)
 
     def after_commit(self, report: SaveReport) -> None:

@@ -40,6 +40,7 @@ class RunLayout:
     format, format_options: of new steps, as for `treering.save`.
     shared_with_orbax: True if steps in the format of Orbax belong to the run. Retention counts and deletes them.
     deleted_to: a directory within the run, to which steps are moved instead of being deleted.
+    removes_unfinished: True to remove the directories of unfinished saves of Orbax, too.
     """
 
     prefix: str = DEFAULT_PREFIX
@@ -48,6 +49,7 @@ class RunLayout:
     format_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shared_with_orbax: bool = False
     deleted_to: str | None = None
+    removes_unfinished: bool = False
 
     @property
     def foreign_prefix(self) -> str | None:
@@ -72,8 +74,10 @@ def list_step_names(store: Store, run: str, prefix: str | None = None) -> list[t
 
     A directory is a committed step if its name is the prefix and digits, and it holds a manifest. The default prefix
     is ``step-``; if no step has it, the text before the eight or more digits of all names. If there are no such names
-    either, the names of steps are those of Orbax: ``3``, or ``ckpt_3`` if all have that prefix. Raises `MismatchError`
-    if the long names have several prefixes. A directory that cannot be read is ignored.
+    either, the names of steps are those of Orbax, ``3``, or ``ckpt_3`` if all have that prefix; the checkpoints must
+    have been saved as steps with their numbers. A directory that cannot be read is ignored.
+
+    Raises `MismatchError` if the long names have several prefixes.
     """
     with store.glance(run):
         return _list_step_names(store, run, prefix)
@@ -96,12 +100,21 @@ def _list_step_names(store: Store, run: str, prefix: str | None) -> list[tuple[i
         )
     if others:
         return _filter_committed(store, run, names, others.pop())
-    short: dict[str, list[tuple[int, str]]] = {}
+    return _short_named_steps(store, run, names)
+
+
+def _short_named_steps(store: Store, run: str, names: Sequence[str]) -> list[tuple[int, str]]:
+    """Returns the steps with names as Orbax gives them. Separate checkpoints may have such names, too.
+
+    Their names have several prefixes, or they were not saved as these steps.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
     for name in names:
         if (match := _SHORT_STEP_NAME.fullmatch(name)) and is_committed(store, run, name):
-            short.setdefault(match[1], []).append((int(match[2]), name))
-    # Names with several prefixes are those of separate checkpoints.
-    return sorted(short.get("") or (next(iter(short.values())) if len(short) == 1 else []))
+            found.setdefault(match[1], []).append((int(match[2]), name))
+    steps = sorted(found.get("") or (next(iter(found.values())) if len(found) == 1 else []))
+    are_steps = any(summary.saved_step(store, posixpath.join(run, name)) == step for step, name in reversed(steps))
+    return steps if are_steps else []
 
 
 def find_prefix(store: Store, run: str) -> str:

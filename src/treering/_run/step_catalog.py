@@ -56,7 +56,8 @@ class StepCatalog:
         self._lock = threading.RLock()
         self._cached_status: dict[int, tuple[_Signature, StepStatus]] = {}
         self._damaged_manifests: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
-        self._foreign_steps: dict[str, SavedStep | None] = {}  # steps of other libraries, by path; None if unreadable
+        # Steps of other libraries by path, with the signature of the directory; None if unreadable.
+        self._foreign_steps: dict[str, tuple[_Signature | None, SavedStep | None]] = {}
         self._tensorboard_scalars = None if tensorboard is None else _tensorboard.TensorBoardScalars(tensorboard)
 
     def allow_missing_files(self) -> None:
@@ -83,6 +84,8 @@ class StepCatalog:
 
     def _move_away(self, path: str, to: str, check: Callable[[], None]) -> Callable[[], bool]:
         """Moves a step into another directory, after `check`."""
+        if summary.stat_manifest(self.store, path) is not None:
+            removal.check_removable(self.store, path)
         check()
         lease_registry.check(path)
         self.store.make_folders(to, [])
@@ -151,18 +154,22 @@ class StepCatalog:
                 self._cached_status[step] = signature, "unsupported"
 
     def _read_foreign(self, step: int, path: str, format: str | None) -> SavedStep | None:
-        if path not in self._foreign_steps:
-            try:
-                ckpt = step_fallback.open_in_store(self.store, path, format)
-                created = ckpt.created.timestamp() if ckpt.created else 0.0
-                self._foreign_steps[path] = SavedStep(step, ckpt.metrics, created, ckpt.nbytes)
-            except ReplacedError:  # It was deleted or replaced just now, so nothing is remembered.
-                return None
-            except TreeringError as error:
-                raise_if_momentary(error)
-                _log.warning("step %d is ignored: %s", step, error)
-                self._foreign_steps[path] = None
-        return self._foreign_steps[path]
+        signature = self._signature(path)  # Before the read: the step may be replaced meanwhile.
+        known = self._foreign_steps.get(path)
+        if known is not None and known[0] == signature:
+            return known[1]
+        saved = None
+        try:
+            ckpt = step_fallback.open_in_store(self.store, path, format)
+            created = ckpt.created.timestamp() if ckpt.created else 0.0
+            saved = SavedStep(step, ckpt.metrics, created, ckpt.nbytes)
+        except ReplacedError:  # It was deleted or replaced just now, so nothing is remembered.
+            return None
+        except TreeringError as error:
+            raise_if_momentary(error)
+            _log.warning("step %d is ignored: %s", step, error)
+        self._foreign_steps[path] = signature, saved
+        return saved
 
     def status_of(self, step: int, path: str) -> "StepStatus":
         """Returns the verdict on a committed step: its summary, or why it is not valid."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import treering as tr
 
+from .._processes.coordinator import is_multi_process
 from ..errors import MismatchError
 from . import items as items_module
 from . import multihost, preservation
@@ -64,6 +65,7 @@ class CheckpointManager:
         # `should_save` is asked at every step, so it looks at no directory. A process that sees the disk of its peers
         # late must not decide otherwise than they do.
         self._latest = self.latest_step() if options.read_only else agree(f"steps of {directory!r}", self.latest_step)
+        self._latest_before = self._latest  # the same before the last save
         self._metadata = dict(metadata or {})
         if metadata is not None and options.save_root_metadata and not options.read_only:
             self._run.save_metadata(metadata)
@@ -96,14 +98,18 @@ class CheckpointManager:
         """Returns the step that is best by `best_fn`, or without one the latest. NaN is never better than a number."""
         if self._best is None:
             return self.latest_step()
-        self._run.wait()
+        self._wait()
         ranked = self._best.ranked(self._run.infos())
         return ranked[0].step if ranked else None
 
     def reload(self) -> None:
-        """Reads the steps again, in case another process has changed the directory."""
+        """Reads the steps again, in case another process has changed the directory.
+
+        A job of several processes that saves does not take new steps of other jobs into account for `should_save`.
+        """
         self._steps = None
-        self._latest = self.latest_step()
+        if self._options.read_only or not is_multi_process():
+            self._latest = self.latest_step()
 
     def reached_preemption(self, step: int) -> bool:
         """Returns True at the step at which JAX tells all processes to stop; only in a job of several processes."""
@@ -176,10 +182,11 @@ class CheckpointManager:
         if self._options.read_only:
             _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
             return False
+        if not is_multi_process() and not self._run.is_saving:
+            self._wait()  # The last save may have failed, and then its step may be saved again.
         if not force and not self.should_save(step):
             return False
-        self._run.wait()
-        self._steps = None
+        self._wait()
         if agree(f"save({self._run.directory!r}, {step})", lambda: step in self.all_steps()):
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
@@ -190,21 +197,28 @@ class CheckpointManager:
         metadata = items_module.custom_metadata(args, custom_metadata)
         self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
-        self._latest = max(step, -1 if self._latest is None else self._latest)
+        self._latest_before, self._latest = self._latest, max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()
         return True
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""
-        self._steps = None
-        self._run.wait()
+        self._wait()
         self._run.wait_for_deletions()
+
+    def _wait(self) -> None:
+        self._steps = None
+        try:
+            self._run.wait()
+        except Exception:
+            self._latest = self._latest_before
+            raise
 
     def check_for_errors(self) -> None:
         """Raises the error of a save that has failed; does not wait."""
         if not self._run.is_saving:
-            self._run.wait()
+            self._wait()
 
     def delete(self, step: int) -> None:
         """Deletes a step, of either format. Raises `NotFoundError` (a `FileNotFoundError`) if it does not exist."""
@@ -212,7 +226,8 @@ class CheckpointManager:
             _log.warning("%s: read_only=True, so step %d is not deleted", self._run.directory, step)
             return
         self._run.delete(step)
-        self.reload()
+        self._steps = None
+        self._latest = agree(f"delete({self._run.directory!r}, {step})", self.latest_step)
 
     def close(self) -> None:
         """Waits as `wait_until_finished` does, and ends the saving. Reading still works."""

@@ -66,9 +66,9 @@ _WITHOUT_EFFECT = {
 class CheckpointManagerOptions:
     """Options of a `CheckpointManager`, with the names, defaults and meanings of Orbax.
 
-    Treering always removes the leftovers of killed saves (`cleanup_tmp_directories`), always deletes in the background
-    (`enable_background_delete`), reads no metadata when a manager is made (`lightweight_initialize`), and lets process
-    0 list the steps (`single_host_load_and_broadcast`).
+    Treering always removes the leftovers of its own killed saves; `cleanup_tmp_directories` also removes those of
+    Orbax, at the first save. It always deletes in the background (`enable_background_delete`), reads no metadata when a
+    manager is made (`lightweight_initialize`), and lets process 0 decide (`single_host_load_and_broadcast`).
 
     Raises `UnsupportedError` for an option that cannot be honored, and `ValueError` for a wrong value.
     """
@@ -138,6 +138,8 @@ class CheckpointManagerOptions:
             raise UnsupportedError(
                 f"todelete_subdir={self.todelete_subdir!r}: expected the name of a directory that is not that of a step"
             )
+        if self.prevent_write_metrics and self.best_fn is not None:
+            raise UnsupportedError("prevent_write_metrics: best_fn needs the metrics that it would leave out")
         several = self.multiprocessing_options
         if (getattr(several, "primary_host", 0), getattr(several, "active_processes", None)) != (0, None):
             raise UnsupportedError(

@@ -11,7 +11,7 @@ from .. import stores
 from .._restore.checkpoint import Checkpoint
 from .._run import resume
 from .._run.checkpointer import Checkpointer
-from .._run.run_layout import RunLayout
+from .._run.run_layout import RunLayout, parse_step_name
 from ..errors import UnsupportedError
 from ..formats.orbax import run_metadata
 from ..keep import Policy
@@ -33,7 +33,8 @@ class OrbaxRun(Checkpointer):
             format=chosen.pop("format", "treering"),
             format_options=chosen,
             shared_with_orbax=True,
-            deleted_to=options.todelete_subdir,
+            deleted_to=_checked_subdir(run, options),
+            removes_unfinished=options.cleanup_tmp_directories,
         )
         super().__init__(run, prefix=self._layout.prefix, keep=keep, **given)
 
@@ -79,6 +80,18 @@ def _is_secondary_process() -> bool:
     import jax
 
     return jax.process_index() > 0
+
+
+def _checked_subdir(run: str, options: CheckpointManagerOptions) -> str | None:
+    """Returns `todelete_subdir`. Raises `UnsupportedError` for a bucket, and for a name that the run uses."""
+    name = options.todelete_subdir
+    if name is None:
+        return None
+    if not stores.get(run).has_folders:
+        raise UnsupportedError(f"{run}: todelete_subdir: a bucket cannot move steps; leave the option out")
+    if name == "metadata" or parse_step_name(name, _step_names(options)[0]) is not None:
+        raise UnsupportedError(f"todelete_subdir={name!r}: the run uses this name itself; choose another")
+    return name
 
 
 def _step_names(options: CheckpointManagerOptions) -> tuple[str, int]:

@@ -5,6 +5,8 @@ import posixpath
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import read_file
 from ...stores.read_errors import reading
@@ -32,6 +34,18 @@ def manifest_path(path: str) -> str:
 def stat_manifest(store: Store, path: str) -> Stat | None:
     """Returns the `stat` of the manifest, or None without a checkpoint."""
     return store.stat(manifest_path(path))
+
+
+class _Step(msgspec.Struct):
+    step: int | None = None
+
+
+def saved_step(store: Store, path: str) -> int | None:
+    """Returns the step that a checkpoint was saved with; None without one, or if the manifest cannot be read."""
+    try:
+        return msgspec.json.decode(read_file(store, manifest_path(path)), type=_Step).step
+    except (CorruptError, FileNotFoundError, msgspec.DecodeError):
+        return None
 
 
 def identity(store: Store, path: str) -> str:
