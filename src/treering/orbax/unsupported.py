@@ -24,8 +24,6 @@ _INSTEAD = {
     "RestoreTransform": "use rules= of treering.restore",
     "test_utils": "use treering.testing",
     "tree": "use jax.tree",
-    "Future": "use the result of treering.save_async",
-    "future": "use the result of treering.save_async",
     "AbstractCheckpointManager": "use CheckpointManager",
 }
 
