@@ -95,6 +95,29 @@ def split(tree: Any) -> Split:
     return Split(outer.unflatten(leaves), join, graphdef, outer, graph)
 
 
+def unshare(tree: Any) -> Any:
+    """Returns a tree in which each place of an NNX Variable has a Variable of its own, with the same arrays.
+
+    NNX graph objects are replaced by their states.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return tree
+    import jax
+
+    found = split(tree).tree
+    try:
+        if not any(map(_is_variable, jax.tree.leaves(found, is_leaf=_is_variable))):
+            return found
+        return jax.tree.map(lambda x: x, found)  # It makes new Variables.
+    except _UNFIT:  # `walk` raises an error that says where.
+        return found
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, sys.modules["flax.nnx"].Variable)
+
+
 def _unchanged(restored: Any) -> Any:
     return restored
 

@@ -52,6 +52,7 @@ _MODULES = frozenset(
         "options",
         "path",
         "step",
+        "type_handlers",
         "utils",
         "v1",
     )

@@ -11,7 +11,7 @@ from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
 from .._core.source import arrays_of
-from .._pytree import walk
+from .._pytree import flax, walk
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError, UnsupportedError
 from . import handler_files, metadata, nodes, registration, tree_restore
@@ -222,6 +222,7 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
         raise MismatchError("item: expected a tree to save, found None")
     if tree_in(item) is not item:
         raise MismatchError("item: expected a tree of arrays, found the metadata of one")
+    item = flax.unshare(item)  # Orbax stores each place of a Variable, and items are restored one by one.
     flat = walk.flatten_tree(item)
     if not flat.leaves and len(flat.skeleton) == 1:
         raise MismatchError("item: expected a tree to save, found an empty item")

@@ -1,5 +1,8 @@
 """The namespace `utils` of Orbax: the functions that programs call."""
 
+from typing import Any
+
+from .leaf_templates import real_sharding
 from .multihost import broadcast_one_to_all, is_primary_host, reached_preemption, sync_global_processes
 from .step import (
     any_checkpoint_step,
@@ -22,4 +25,19 @@ __all__ = [
     "step_from_checkpoint_name",
     "sync_global_devices",
     "sync_global_processes",
+    "to_shape_dtype_struct",
 ]
+
+
+def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:
+    """Returns the shape of an array, of its metadata or of a number, as a leaf of a template.
+
+    dtype: the dtype of the result; by default that of the array.
+    scalar_dtype: the Python type that a number becomes.
+    """
+    import jax
+
+    if isinstance(x, bool | int | float | complex):
+        return x if scalar_dtype is None else scalar_dtype(x)
+    place = real_sharding(getattr(x, "sharding", None))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype, sharding=place)
