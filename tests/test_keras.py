@@ -61,7 +61,7 @@ def test_an_interrupted_training_ends_as_one_that_was_not(tmp_path: pathlib.Path
     assert tr.steps(tmp_path / "run") == []  # They are deleted at the end, as in Keras.
 
 
-def test_a_training_continues_from_a_save_that_is_still_under_way(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_a_training_continues_from_a_save_still_under_way(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class SlowDisk(Disk):
         def link(self, old: str, new: str) -> None:
             time.sleep(0.3)  # seconds: the next `fit` begins before this commit

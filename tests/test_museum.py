@@ -74,7 +74,7 @@ def _raises(error: Exception) -> bool:
     raise error
 
 
-def test_outcomes_are_told_apart() -> None:
+def test_outcomes_are_distinguished() -> None:
     assert outcome(lambda: True, "head") == Outcome.RIGHT
     assert outcome(lambda: False, "head") == Outcome.SILENT
     assert outcome(lambda: _warns("head: expected float32, found nothing"), "head") == Outcome.WARNING

@@ -686,6 +686,8 @@ def test_every_format_is_shown(tmp_path: pathlib.Path, treering: Any) -> None:
         (["du", "/nowhere/at/all"], 3, "found nothing"),
         (["verify", "/nowhere/at/all"], 3, "nothing"),
         (["cp", "/nowhere/at/all", "/tmp/x"], 3, "nothing"),
+        (["migrate", "/nowhere/at/all"], 3, "/nowhere/at/all: expected a Python file"),
+        (["migrate", "s3://bucket/code"], 3, "s3://bucket/code: expected a Python file on a local disk"),
         (["show", "ftp://x/y"], 3, "ftp"),
         (["show"], 2, "Missing argument"),
         (["shwo"], 2, "No such command"),
@@ -708,6 +710,32 @@ def test_a_damaged_checkpoint_is_an_error_without_a_traceback(run: str, treering
     assert debugged.code == 3 and "Traceback" in debugged.err and "CorruptError" in debugged.err
 
 
+def test_migrate_prints_a_diff_and_what_is_left(
+    tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = "import orbax.checkpoint as ocp\n", "import treering.orbax as ocp\n"
+    program = tmp_path / "a.py"
+    program.write_text(before)
+    found = treering("migrate", tmp_path)
+    assert (found.code, found.err) == (0, "") and f"-{before}+{after}" in found.out and program.read_text() == before
+    assert found.out.endswith("\n1 file read; 1 would change; 0 places left to do by hand\n")
+    assert treering("migrate", program, "--write").out == "1 file read; 1 changed; 0 places left to do by hand\n"
+    assert program.read_text() == after and treering("migrate", program).code == 0
+    program.write_text(f"{before}# {ESCAPE}\nocp.type_handlers\n")
+    os.symlink(program, tmp_path / "b.py")
+    found = treering("migrate", tmp_path, "--native")
+    assert found.code == 1 and found.err.startswith(f"{program}:3: ocp.type_handlers is not in treering.orbax; ")
+    assert "1 file read, 1 link not read; 1 would change; 1 place left" in found.out
+    os.mkfifo(tmp_path / "pipe.py")
+    found = treering("migrate", tmp_path, "--json")
+    assert found.code == 3 and found.json["failed"] == {str(tmp_path / "pipe.py"): "not a regular file"}
+    for name in [name for name in sys.modules if name.startswith(("libcst", "treering._tools.migrate"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    found = treering("migrate", tmp_path)
+    assert found.code == 3 and "error: migrating needs LibCST: pip install 'treering[migrate]'" in found.err
+
+
 @pytest.mark.long
 def test_looking_imports_neither_jax_nor_numpy(run: str) -> None:
     """Commands that only read manifests import neither JAX nor NumPy, and start quickly."""
@@ -717,7 +745,7 @@ from treering._cli.main import main
 for call in (["--help"], ["ls", {run!r}], ["pin", {run!r}, "2"], ["prune", {run!r}, "last:3", "--yes"], ["du", {run!r}],
              ["show", {run!r}], ["show", {run!r}, "--json"], ["rewind", {run!r}, "3"], ["cp", {run!r}, {run + "-2"!r}]):
     assert main(call) == 0, call
-    loaded = {{"jax", "tensorstore"}} | ({{"numpy"}} if call[0] in ("--help", "ls", "pin", "du") else set())
+    loaded = {{"jax", "libcst", "tensorstore"}} | ({{"numpy"}} if call[0] in ("--help", "ls", "pin", "du") else set())
     assert not loaded & set(sys.modules), (call, loaded & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -37,6 +37,7 @@ CALLS = {  # {run} is the place of the column, {out} a free path.
     "rewind--dry-run": "rewind {run} 2 --dry-run",
     "doctor": "doctor {run} --size 1K",
     "browse": "browse {run}",
+    "migrate": "migrate {run}",
 }
 TABLE = """
                  good  missing  no-run  empty  finished  damaged  closed  closed-run  foreign  runs  mixed
@@ -60,6 +61,7 @@ rewind           0     3        3       3      3         0        3       3     
 rewind--dry-run  0     3        3       3      3         0        3       3           0        3     3
 doctor           0     3        0       0      0         0        0       3           0        0     0
 browse           2     2        2       2      2         2        2       2           2        2     2
+migrate          0     3        0       0      0         0        0       0           0        0     0
 """
 SILENT = {"pin", "unpin", "rewind"}  # without --json
 NO_JSON = {"browse", "completion"}

@@ -51,6 +51,8 @@ FIELDS = {
     "unpin": "{path, steps, pinned}",
     "rewind": "{path, step, set_aside, to, dry_run}",
     "doctor": "[{name, value, unit, advice}]",
+    "migrate": "{path, looked_at, changed, diff, findings: [{file, line, what}], notebooks, links, failed: {*}, "
+    "written}",
 }
 CALLS = {  # The run has a damaged step 1. The order matters: some calls change the run.
     "ls": "ls {run} --best loss:min",
@@ -72,6 +74,7 @@ CALLS = {  # The run has a damaged step 1. The order matters: some calls change 
     "delete": "delete {run} 1 --yes --dry-run",
     "rewind": "rewind {run} 2",
     "doctor": "doctor {runs}/.. --size 1K",
+    "migrate": "migrate {runs}",
 }
 
 
@@ -95,6 +98,7 @@ def test_the_fields_are_those_that_are_documented(tmp_path: pathlib.Path, treeri
     with tr.Checkpointer(run, metadata={"lr": 0.1}) as ckpts:
         for step in (1, 2, 3):
             ckpts.save(step, {"w": np.arange(4.0) + step}, metrics={"loss": 1.0})
+    (run.parent / "program.py").write_text("from orbax.checkpoint import _src")
     (file,) = (run / "step-00000001").glob("arrays-*")
     flip(file, os.stat(file).st_size - 1)
     found = {

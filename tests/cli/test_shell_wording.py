@@ -15,9 +15,10 @@ from treering._cli.shell_wording import to_shell_wording
 
 _SOURCE = pathlib.Path(tr.__file__).parent
 # No command prints the messages of these modules: jobs, processes, templates, rules without an option, and help.
+# What `migrate` prints is about Python programs.
 _NOT_PRINTED = (
-    *("testing", "keras", "_processes", "_pytree", "_restore", "_threads", "_core/migration_hints.py"),
-    *("_run/checkpointer.py", "_run/collective.py", "_rules/groups.py", "rules.py", "_cli"),
+    *("testing", "keras", "orbax", "_processes", "_pytree", "_restore", "_threads", "_core/migration_hints.py"),
+    *("_run/checkpointer.py", "_run/collective.py", "_rules/groups.py", "rules.py", "_cli", "_tools/migrate"),
 )
 _PYTHON = re.compile(r"pass [a-z_]+=|\bCheckpointer\b|treering\.(rules|open|save|follow)|=(True|False)\b|math\.inf")
 _OF_PROGRAMS = (  # Messages about the caller's program, and one of PyTorch.

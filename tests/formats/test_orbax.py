@@ -838,3 +838,14 @@ def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, versio
                 tr.restore(tmp_path / "others" / str(n), like={"state": np.ones(1)}, extra="ignore")["state"],
                 np.ones(1),
             )
+
+
+def test_arrays_of_jax_differ_from_those_of_numpy(tmp_path: Path) -> None:
+    placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    tree = {"j": jax.device_put(jnp.arange(8.0), placed), "n": np.arange(3)}
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "a", tree)
+    got = tr.restore(tmp_path / "a", sharding="saved")
+    assert got["j"].sharding == placed and type(got["n"]) is np.ndarray
+    tr.convert(tmp_path / "a", tmp_path / "b")
+    assert [tr.open(tmp_path / "b")._source.entries[name].type for name in ("j", "n")] == ["jax", "numpy"]

@@ -46,7 +46,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="keras-team/keras#19389",
-    told="A restarted program restores the weights of a backup without the optimizer.",
+    summary="A restarted program restores the weights of a backup without the optimizer.",
     library="Keras",
     version="keras 3.15.1",
     today=Outcome.RIGHT,

@@ -26,7 +26,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="SlopDotCash/asi#2714",
-    told="A restore casts an integer to the template's float and changes it.",
+    summary="A restore casts an integer to the template's float and changes it.",
     library="Orbax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
@@ -34,4 +34,5 @@ CASE = Case(
     says="events",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

@@ -30,7 +30,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#4341",
-    told="Orbax leaves a weight that the checkpoint lacks abstract; the trainer fills it with zeros.",
+    summary="Orbax leaves a weight that the checkpoint lacks abstract; the trainer fills it with zeros.",
     library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
@@ -38,4 +38,5 @@ CASE = Case(
     says="head",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

@@ -40,7 +40,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#4342",
-    told="A Linen checkpoint lacks a weight of an NNX model; the model keeps its random one.",
+    summary="A Linen checkpoint lacks a weight of an NNX model; the model keeps its random one.",
     library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
@@ -48,4 +48,5 @@ CASE = Case(
     says="output",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

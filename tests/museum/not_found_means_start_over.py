@@ -25,7 +25,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="google/flax#1631",
-    told="For a path without a checkpoint, a restore returns the template.",
+    summary="For a path without a checkpoint, a restore returns the template.",
     library="Flax",
     version="flax 0.12.8",
     today=Outcome.SILENT,

@@ -39,7 +39,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="marin-community/marin#5217",
-    told="Newer steps are in another region; the job resumes from an older one.",
+    summary="Newer steps are in another region; the job resumes from an older one.",
     library="Levanter; here Orbax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,

@@ -42,7 +42,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="google/brax#655",
-    told="The optimizer is not saved; Adam begins with empty moments.",
+    summary="The optimizer is not saved; Adam begins with empty moments.",
     library="Orbax in Brax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,

@@ -40,7 +40,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="keras-team/keras#23251",
-    told="Names differ between the checkpoint and the loaded model; such weights are skipped.",
+    summary="Names differ between the checkpoint and the loaded model; such weights are skipped.",
     library="Orbax in Keras",
     version="keras 3.15.1",
     today=Outcome.SILENT,

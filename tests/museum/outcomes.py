@@ -21,9 +21,9 @@ class Outcome(enum.StrEnum):
 
 
 class Case(NamedTuple):
-    """A report. Each program returns True if the job goes on with the state that was saved.
+    """A report. Each program returns True if the job continues with the state that was saved.
 
-    report: owner/repository#number. told: the report in one sentence. library: the one that is named there.
+    report: owner/repository#number. summary: the report in one sentence. library: the one that is named there.
     version: the package and version that gave the outcome `today`.
     reported: the program of the report. It takes the module `orbax.checkpoint`, or an adapter, and a folder.
     native: the program with Treering. It takes a folder.
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     """
 
     report: str
-    told: str
+    summary: str
     library: str
     version: str
     today: Outcome
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     reported: Callable[[Any, pathlib.Path], bool]
     native: Callable[[pathlib.Path], bool]
     about_orbax: bool = True
-    adapter: Outcome | None = None
+    adapter: Outcome | None = None  # None for a case that is not about Orbax
 
     @property
     def row(self) -> str:
@@ -50,10 +50,10 @@ class Case(NamedTuple):
         repository, number = self.report.split("#")
         link = f"[{repository.split('/')[1]} {number}](https://github.com/{repository}/issues/{number})"
         adapter = (self.adapter or "not tried") if self.about_orbax else "–"
-        return f"| {self.told} {link} | {self.library} | {self.today} | {self.treering} | {adapter} |"
+        return f"| {self.summary} {link} | {self.library} | {self.today} | {self.treering} | {adapter} |"
 
 
-class _Heard(logging.Handler):
+class _Received(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
@@ -64,9 +64,9 @@ class _Heard(logging.Handler):
 
 def outcome(program: Callable[[], bool], says: str) -> Outcome:
     """Runs a program. An error of Treering must match `says`, as a warning of any library must."""
-    heard, loggers = _Heard(), [logging.getLogger(), logging.getLogger("absl")]
+    received, loggers = _Received(), [logging.getLogger(), logging.getLogger("absl")]
     for logger in loggers:
-        logger.addHandler(heard)
+        logger.addHandler(received)
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -81,8 +81,8 @@ def outcome(program: Callable[[], bool], says: str) -> Outcome:
         return Outcome.ERROR
     finally:
         for logger in loggers:
-            logger.removeHandler(heard)
+            logger.removeHandler(received)
     if right:
         return Outcome.RIGHT
-    messages = [*heard.messages, *(str(warning.message) for warning in warned)]
+    messages = [*received.messages, *(str(warning.message) for warning in warned)]
     return Outcome.WARNING if any(re.search(says, message) for message in messages) else Outcome.SILENT

@@ -50,7 +50,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="AI-Hypercomputer/maxtext#4343",
-    told="Random streams are not saved; dropout repeats its first masks.",
+    summary="Random streams are not saved; dropout repeats its first masks.",
     library="Orbax in MaxText",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,

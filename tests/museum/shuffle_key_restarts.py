@@ -42,7 +42,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="google/tunix#2288",
-    told="The key of the shuffle is not saved; it repeats.",
+    summary="The key of the shuffle is not saved; it repeats.",
     library="Orbax in Tunix",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,

@@ -41,7 +41,7 @@ def native(folder: pathlib.Path) -> bool:
 
 CASE = Case(
     report="marin-community/marin#8760",
-    told="An unreadable checkpoint counts as none; the job starts over.",
+    summary="An unreadable checkpoint counts as none; the job starts over.",
     library="Levanter; here Orbax",
     version="orbax-checkpoint 0.12.8",
     today=Outcome.SILENT,
@@ -49,4 +49,5 @@ CASE = Case(
     says="arrays-|array file",
     reported=reported,
     native=native,
+    adapter=Outcome.ERROR,
 )

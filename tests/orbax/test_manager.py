@@ -173,7 +173,7 @@ def test_which_steps_stay(tmp_path: Path) -> None:
     for name, (options, _) in cases.items():
         with manager(tmp_path / name, **options) as ours:
             save(ours, *range(7))
-    # Steps far apart in time come from a policy's own view, because no test can wait for an hour.
+    # Steps at a distance in time come from a policy's own view, because no test can wait for an hour.
     assert {name: tr.steps(tmp_path / name) for name in cases if name != "closest"} == {
         name: steps for name, (_, steps) in cases.items() if name != "closest"
     }

@@ -1,5 +1,6 @@
 """Tests of notebooks: cells that fail, are interrupted or run again in one process, and what cells display."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -7,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import treering as tr
-from treering import stores
+from treering import orbax, stores
 from treering.errors import ExistsError, MismatchError
 from treering.stores.posix import Disk
 
@@ -55,6 +56,38 @@ for step in range(step + 1, last + 1):
     ckpts.save(step, state)
 ckpts.wait()
 """
+
+
+def _saved(run: pathlib.Path) -> object:
+    ckpts = tr.Checkpointer(run)
+    ckpts.save(1, {"n": np.zeros(1)})
+    ckpts.wait()
+    return ckpts
+
+
+def _saved_by_manager(run: pathlib.Path) -> object:
+    manager = orbax.CheckpointManager(run)
+    manager.save(1, args=orbax.args.StandardSave({"n": np.zeros(1)}))
+    manager.wait_until_finished()
+    return manager
+
+
+@pytest.mark.parametrize("save", [_saved, _saved_by_manager])
+def test_dropped_checkpointer_releases_the_lock_without_gc(
+    tmp_path: pathlib.Path, save: Callable[[pathlib.Path], object]
+) -> None:
+    """An object that was not closed releases the lock when it is dropped, not when Python next collects garbage."""
+    gc.disable()  # Reference cycles stay.
+    try:
+        ckpts = save(tmp_path)
+        assert (tmp_path / "writer.lock").exists()
+        del ckpts
+        end = time.monotonic() + 10  # A background thread may still refer to it.
+        while (tmp_path / "writer.lock").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def test_a_cell_that_failed_is_run_again(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from click.shell_completion import get_completion_class
 from .._printable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
-from . import contents, copying, deleting, listing, machine, report, runs, verifying
+from . import contents, copying, deleting, listing, machine, migrating, report, runs, verifying
 from .output import FAILED, say
 from .shell_wording import to_shell_wording
 
@@ -35,8 +35,8 @@ def cli(context: click.Context, debug: bool) -> None:
     Flax, Equinox, Levanter, FJFormer, safetensors, TensorFlow. If a command expects a checkpoint, a run stands for its
     latest valid step.
 
-    Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage); 2 wrong usage; 3 an error,
-    which is printed; 130 interrupted; 141 the reader of the output has gone.
+    Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage, migrate: something is left to do
+    by hand); 2 wrong usage; 3 an error, which is printed; 130 interrupted; 141 the reader of the output has gone.
     """
     context.obj = debug
 
@@ -50,7 +50,7 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, _NAME, _COMPLETE_VARIABLE).source())
 
 
-for module in (listing, contents, verifying, runs, deleting, report, copying, machine):
+for module in (listing, contents, verifying, runs, deleting, report, copying, machine, migrating):
     for command in module.COMMANDS:
         cli.add_command(command)
 

@@ -176,6 +176,7 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
 
 COMPOSITE = "Composite"  # the name of the class of a tree whose children are items, as Orbax has them
 HANDLER_FILES = "HandlerFiles"  # the same of an item whose leaves are the files of a handler of Orbax, as bytes
+JSON_ITEM = "Json"  # the same of an item that is a dict or a list of JSON
 
 
 def item_names(source: Source) -> tuple[str, ...] | None:
@@ -183,8 +184,8 @@ def item_names(source: Source) -> tuple[str, ...] | None:
 
     A source without an attribute `item_names` has items if its root is of the class `COMPOSITE`.
     """
-    if hasattr(source, "item_names"):
-        return source.item_names
+    if (names := getattr(source, "item_names", ...)) is not ...:
+        return names
     root = source.skeleton[0] if source.skeleton else None
     return tuple(map(str, root.names())) if isinstance(root, Node) and root.name == COMPOSITE else None
 

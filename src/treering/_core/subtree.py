@@ -14,7 +14,8 @@ class Subtree:
     The entries keep the paths by which the source reads them, so a part adds no work when they are read.
     """
 
-    level = ""  # The reader of Orbax may have a level. A part is chosen below it, so it has none.
+    # The reader of Orbax may have a level and items. A part is chosen below them, so it has neither.
+    level, item_names = "", None
 
     def __init__(self, full: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, below: str):
         self.full, self.entries, self.skeleton, self.below = full, entries, skeleton, below

@@ -43,7 +43,6 @@ class RunDirectory:
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
 
     uploading_step: int | None = None  # There is one tier, so nothing is uploaded.
-    busy = False
     host_group = None  # Hosts have no disks of their own.
 
     def uncopied(self) -> list[int]:

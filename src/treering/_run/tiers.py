@@ -27,11 +27,11 @@ def make_directory(
     timeout: float,
 ) -> RunDirectory | TwoPlaces:
     """Returns the directory that a run is saved to. `keep` and `upload_limit` apply only to a remote tier."""
-    made: list[RunDirectory | TwoPlaces] = []
+    made: list[TwoPlaces] = []
 
     def busy() -> bool:
-        # This function must not refer to the `Checkpointer`. A cycle would delay its finalizer, which restores the
-        # handler of SIGTERM.
+        # This function must not refer to the `Checkpointer`, nor to the only directory. A cycle would delay the
+        # finalizers of a dropped `Checkpointer`: they restore the handler of SIGTERM and release the lease.
         return pending_saves.busy() or any(one.busy for one in made)
 
     def directory_at(root: str) -> RunDirectory:
@@ -41,7 +41,7 @@ def make_directory(
     if local is not None:
         local_directory = directory_at(stores.absolute(local))
         directory = TwoPlaces(local_directory, directory, keep, upload_limit, failures.notify, timeout)
-    made.append(directory)
+        made.append(directory)
     return directory
 
 

@@ -36,34 +36,33 @@ _HOMES = {
     "StandardCheckpointHandler": "handlers",
     "StandardCheckpointer": "checkpointers",
 }
-# Namespaces that are modules of this package.
-_MODULES = frozenset(
-    (
-        "args",
-        "checkpoint_args",
-        "checkpoint_manager",
-        "checkpoint_managers",
-        "checkpoint_utils",
-        "checkpointers",
-        "future",
-        "handlers",
-        "metadata",
-        "multihost",
-        "options",
-        "path",
-        "step",
-        "type_handlers",
-        "utils",
-        "v1",
-    )
-)
+# Public namespaces, and the modules of this package that they are.
+_MODULES = {
+    "args": "args",
+    "checkpoint_args": "registration",
+    "checkpoint_manager": "checkpoint_manager",
+    "checkpoint_managers": "checkpoint_managers",
+    "checkpoint_utils": "checkpoint_utils",
+    "checkpointers": "checkpointers",
+    "experimental": "experimental",
+    "future": "future",
+    "handlers": "handlers",
+    "metadata": "metadata",
+    "multihost": "multihost",
+    "options": "options",
+    "path": "path",
+    "step": "step",
+    "type_handlers": "type_handlers",
+    "utils": "utils",
+    "v1": "v1",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    elif name in _MODULES and importlib.util.find_spec(f"{__name__}.{name}"):
-        value = importlib.import_module(f".{name}", __name__)
+    elif name in _MODULES and importlib.util.find_spec(f"{__name__}.{_MODULES[name]}"):
+        value = importlib.import_module(f".{_MODULES[name]}", __name__)
     else:
         # `from . import` would call this function again.
         unsupported = importlib.import_module(".unsupported", __name__)

@@ -141,6 +141,7 @@ class AsyncCheckpointer(Checkpointer):
             type(self).__name__,
             timeout_secs=(timeout_secs, None),
             barrier_sync_fn=(getattr(async_options, "barrier_sync_fn", None), None),
+            async_options=(getattr(async_options, "timeout_secs", 600), 600),
         )
         self._after = getattr(async_options, "post_finalization_callback", None)
 

@@ -19,7 +19,7 @@ from .nodes import HandlerFiles, handler_files
 
 def save_files(handler: Any, args: Any) -> HandlerFiles:
     """Returns the files that a handler writes for arguments."""
-    _check_one_process(handler)
+    check_one_process(handler)
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
         directory = path_object(folder)
         given, named = call_of(args)
@@ -30,32 +30,43 @@ def save_files(handler: Any, args: Any) -> HandlerFiles:
             handler.save(directory, *given, **named)
         if hasattr(handler, "finalize"):
             handler.finalize(directory)
-        found: dict[str, Any] = {}
-        for base, _, names in os.walk(folder):
-            for name in names:
-                file = pathlib.Path(base, name)
-                found[file.relative_to(folder).as_posix()] = np.fromfile(file, np.uint8)
-    return handler_files(found)
+        return handler_files(files_in(folder))
+
+
+def files_in(folder: str) -> dict[str, Any]:
+    """Returns the files in a folder, as arrays of bytes by their paths in it."""
+    found: dict[str, Any] = {}
+    for base, _, names in os.walk(folder):
+        for name in names:
+            file = pathlib.Path(base, name)
+            found[file.relative_to(folder).as_posix()] = np.fromfile(file, np.uint8)
+    return found
 
 
 async def _saved(handler: Any, directory: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     for future in await handler.async_save(directory, *given, **named) or ():
-        found = future.result()
-        if inspect.isawaitable(found):
-            await found
+        if inspect.isawaitable(future):
+            await future
+        else:
+            future.result()
 
 
 def restore_files(files: Mapping[str, Any], handler: Any, args: Any) -> Any:
     """Returns what a handler restores from files that it wrote."""
-    _check_one_process(handler)
+    check_one_process(handler)
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
-        for name, content in files.items():
-            file = pathlib.Path(folder, name)
-            if not file.resolve().is_relative_to(pathlib.Path(folder).resolve()):
-                raise UnsupportedError(f"{name!r}: expected a file within the handler's directory")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            np.asarray(content).tofile(file)
+        write_files(files, folder)
         return restore_directory(path_object(folder), handler, args)
+
+
+def write_files(files: Mapping[str, Any], folder: str) -> None:
+    """Writes files into a folder. Raises `UnsupportedError` for a name that leads out of it."""
+    for name, content in files.items():
+        file = pathlib.Path(folder, name)
+        if not file.resolve().is_relative_to(pathlib.Path(folder).resolve()):
+            raise UnsupportedError(f"{name!r}: expected a file within the handler's directory")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.asarray(content).tofile(file)
 
 
 def restore_directory(directory: Any, handler: Any, args: Any) -> Any:
@@ -84,7 +95,8 @@ def path_object(path: str) -> Any:
     return pathlib.Path(path) if epath is None else epath.Path(path)
 
 
-def _check_one_process(handler: Any) -> None:
+def check_one_process(handler: Any) -> None:
+    """Raises `UnsupportedError` in a job of several processes."""
     if is_multi_process():
         raise UnsupportedError(
             f"{type(handler).__name__}: a handler of your own saves and restores in a job of one process only; put the "

@@ -69,7 +69,8 @@ class _ItemHandler(AsyncCheckpointHandler):
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         from . import one_shot
 
-        one_shot.save_at(directory, self._built_in(), args, kwargs)
+        # The directory exists. Only Treering's own format can be written into it.
+        one_shot.save_at(directory, self._built_in(), args, kwargs, force=True, write="treering")
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         self.save(directory, *args, **kwargs)

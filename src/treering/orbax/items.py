@@ -1,4 +1,4 @@
-"""Translates the arguments of items into trees of Treering, and restores items by arguments."""
+"""Translates the arguments of items into trees of Treering."""
 
 import json
 import logging
@@ -7,24 +7,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core import skeleton
-from .._core import source as _source
-from .._core.leaf_paths import join_names, key_text
-from .._core.skeleton import Node
-from .._core.source import arrays_of
+from .._core.leaf_paths import join_names
 from .._pytree import flax, walk
-from .._restore.checkpoint import Checkpoint
-from ..errors import MismatchError, NotFoundError, UnsupportedError
-from . import handler_files, metadata, nodes, registration, tree_restore
-from .arguments import Composite, tree_in
-from .errors import ItemNotFoundError, UnsupportedValueError
-from .kinds import Kind, handler_kind, resolve
+from ..errors import MismatchError, UnsupportedError
+from . import handler_files, nodes
+from .arguments import tree_in
+from .errors import UnsupportedValueError
+from .item_restore import (
+    DEFAULT_ITEM,
+    KEY_METADATA,
+    KEY_NAME,
+    item_handlers,
+    item_metadata,
+    item_names,
+    restore_item,
+    restore_items,
+)
+from .kinds import Kind, handler_of, handlers_in, resolve
+
+__all__ = [
+    "DEFAULT_ITEM",
+    "custom_metadata",
+    "format_options",
+    "handler_of",
+    "item_handlers",
+    "item_metadata",
+    "item_names",
+    "restore_item",
+    "restore_items",
+    "save_items",
+    "save_tree",
+]
 
 _log = logging.getLogger("treering")
-DEFAULT_ITEM = "default"  # Orbax's name of an only item that the program does not name
-_HANDLER_NAMES = {
-    kind: f"treering.orbax.handlers.{name}CheckpointHandler" for kind, name in (("json", "Json"), ("pytree", "PyTree"))
-}
-_KEY_NAME, _KEY_METADATA = "np_random_key", "np_random_key_metadata"  # as Orbax names the two parts of such an item
 
 
 def format_options(write: str | None, *, several: bool) -> dict[str, Any]:
@@ -53,18 +68,18 @@ def save_tree(args: Any, handler: Any = None) -> Any:
     if kind is None or args is None:
         raise MismatchError("args: expected arguments that say what to save, such as args.StandardSave(tree), got None")
     if kind == "composite":
-        return save_items(args, getattr(handler, "handlers", None))
+        return save_items(args, handlers_in(handler))
     item = args.item
     if kind in ("standard", "pytree"):
         return _tree_to_save(kind, args)
     if kind == "json":
-        return json.loads(json.dumps(item))
+        return nodes.json_item(json.loads(json.dumps(item)))
     if kind == "numpy-key":
         if not isinstance(item, tuple | dict):
             raise UnsupportedValueError(
                 f"item: expected a tuple or a dict of numpy.random.get_state, found a {type(item).__name__}"
             )
-        return {_KEY_NAME: item, _KEY_METADATA: {"legacy": isinstance(item, tuple)}}
+        return {KEY_NAME: item, KEY_METADATA: {"legacy": isinstance(item, tuple)}}
     if kind in ("array", "jax-key"):
         if not (hasattr(item, "dtype") or (kind == "array" and isinstance(item, int | float | complex))):
             raise UnsupportedError(f"item: expected an array or a number, found a {type(item).__name__}")
@@ -92,128 +107,6 @@ def custom_metadata(args: Any, given: Any = None) -> Any:
             "custom_metadata: expected it once, for the entire checkpoint; pass it to save() and not to an item"
         )
     return given if given is not None or not own else own[0]
-
-
-def handler_of(name: str | None, args: Any, handlers: Any) -> Any:
-    """Returns the handler of an item in a mapping or a registry, or None."""
-    if handlers is None:
-        return None
-    if isinstance(handlers, Mapping):
-        return handlers.get(name)
-    if args is None:
-        return next((one for (item, _), one in handlers.get_all_entries().items() if item == name), None)
-    if handlers.has(name, args):
-        return handlers.get(name, args)
-    if any(item == name for item, _ in handlers.get_all_entries()):
-        raise MismatchError(f"{name}: expected arguments registered for this item, found {type(args).__name__}")
-    return handlers.get(None, args) if handlers.has(None, args) else None
-
-
-def item_names(ckpt: Checkpoint) -> tuple[str, ...] | None:
-    """Returns the names of the items of a checkpoint, None if it is one tree."""
-    return _source.item_names(ckpt._source)
-
-
-def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: Any = None) -> Any:
-    """Restores an item. The name None stands for the entire checkpoint.
-
-    Raises `ItemNotFoundError`, which is a `KeyError`, if there is no such item, and `MismatchError` if the item does
-    not fit the arguments.
-    """
-    kind, own = resolve(args, handler)
-    if isinstance(args, handler_files.CallArgs) or kind == "own":
-        return _restore_own(ckpt, name, own, args if args is not None else _default_args(own))
-    if kind == "composite":
-        return restore_items(ckpt, args, getattr(handler, "handlers", None))
-    part = _part(ckpt, name)
-    if _is_files(part):
-        raise MismatchError(
-            f"{ckpt.path}: {name or 'the checkpoint'} was saved by a handler of its own; give its arguments or handler"
-        )
-    if kind == "standard":
-        return tree_restore.restore_as_saved(part) if args is None else tree_restore.restore_standard(part, args)
-    if kind == "pytree":
-        return tree_restore.restore_as_saved(part) if args is None else tree_restore.restore_pytree(part, args)
-    if kind in ("array", "jax-key"):
-        return tree_restore.restore_leaf(part, getattr(args, "item", None), getattr(args, "restore_args", None))
-    if kind == "iterator":
-        return _restore_iterator(part, args)
-    value = tree_restore.restore_as_saved(part)
-    if kind == "json":
-        return value
-    if kind == "numpy-key":
-        if not isinstance(value, dict) or set(value) != {_KEY_NAME, _KEY_METADATA}:
-            raise MismatchError(f"{ckpt.path}: {name}: expected the state of NumPy's generator, found another tree")
-        return tuple(value[_KEY_NAME]) if value[_KEY_METADATA]["legacy"] else value[_KEY_NAME]
-    return value
-
-
-def restore_items(ckpt: Checkpoint, args: Mapping[str, Any] | None = None, handlers: Any = None) -> Composite:
-    """Restores the items that `args` name, or all items, as results by name."""
-    known = item_names(ckpt)
-    wanted = dict(args.items()) if args else dict.fromkeys(known or (DEFAULT_ITEM,))
-    found = {name: restore_item(ckpt, name, one, handler_of(name, one, handlers)) for name, one in wanted.items()}
-    return Composite(**found)
-
-
-def _part(ckpt: Checkpoint, name: str | None) -> Checkpoint:
-    known = item_names(ckpt)
-    if name is None:
-        if known is not None:
-            raise MismatchError(f"{ckpt.path}: expected one tree, found the items {join_names(known)}; use Composite")
-        return ckpt
-    if known is None:
-        if name in (DEFAULT_ITEM, getattr(ckpt._source, "level", "")):
-            return ckpt
-        raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found one tree without items")
-    if name not in known:
-        raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found {join_names(known) or 'none'}")
-    try:
-        return ckpt.at(key_text(name))
-    except NotFoundError as error:
-        raise ItemNotFoundError(str(error)) from None
-
-
-def _is_files(part: Checkpoint) -> bool:
-    tree = part._source.skeleton
-    return bool(tree) and isinstance(tree[0], Node) and tree[0].name == nodes.HandlerFiles.__name__
-
-
-def _restore_own(ckpt: Checkpoint, name: str | None, handler: Any, args: Any) -> Any:
-    """Restores by the program's own handler, from the files in the checkpoint or a directory of Orbax."""
-    if ckpt.format == "orbax":
-        level = name or getattr(ckpt._source, "level", "")
-        directory = os.path.join(ckpt.path, level) if level else ckpt.path
-        if not os.path.isdir(directory):
-            raise ItemNotFoundError(f"{ckpt.path}: expected the item {name!r}, found no directory of it")
-        return handler_files.restore_directory(handler_files.path_object(directory), handler, args)
-    part = _part(ckpt, name)
-    if not _is_files(part):
-        raise MismatchError(
-            f"{ckpt.path}: {name or 'the checkpoint'} was not saved by a handler of its own; restore it with the "
-            f"arguments that it was saved with, not by {type(handler).__name__}"
-        )
-    return handler_files.restore_files(part.restore(), handler, args)
-
-
-def _default_args(handler: Any) -> Any:
-    if not registration.has_registered_args(handler):
-        return None
-    _, restore = registration.get_registered_args_cls(handler)
-    try:
-        return restore()
-    except TypeError as error:
-        raise MismatchError(f"{restore.__name__}: expected arguments for the restore: {error}") from error
-
-
-def _restore_iterator(part: Checkpoint, args: Any) -> Any:
-    item = getattr(args, "item", None)
-    if item is None:
-        raise MismatchError("item: expected the iterator whose state is restored, found None")
-    part.restore(item)
-    if hasattr(item, "start_prefetch"):  # as Grain's own handler does
-        item.start_prefetch()
-    return item
 
 
 def _tree_to_save(kind: Kind, args: Any) -> Any:
@@ -253,33 +146,3 @@ def _cast(path: str, leaf: Any, save_args: Any) -> Any:
 
         return np.asarray(leaf).astype(dtype).item()
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
-
-
-def item_metadata(ckpt: Checkpoint, name: str | None = None, handlers: Any = None) -> Any:
-    """Returns the metadata of an item, or of the entire checkpoint; None for values of JSON and handlers' own files.
-
-    For several items and no name it is a mapping of the items' metadata.
-    """
-    known = item_names(ckpt)
-    if name is None and known is not None:
-        return Composite(**{one: item_metadata(ckpt, one, handlers) for one in known})
-    part = _part(ckpt, name)
-    return metadata.tree_metadata(part) if _stored_kind(part, name, handlers) == "pytree" else None
-
-
-def item_handlers(ckpt: Checkpoint, handlers: Any = None) -> Any:
-    """Returns the names of the handlers that can restore the items, by item, or that of the only item."""
-    known = item_names(ckpt)
-    if known is None:
-        return _HANDLER_NAMES.get(_stored_kind(ckpt, None, handlers))
-    return {name: _HANDLER_NAMES.get(_stored_kind(_part(ckpt, name), name, handlers)) for name in known}
-
-
-def _stored_kind(part: Checkpoint, name: str | None, handlers: Any) -> str:
-    """Returns "own", "json" or "pytree" for an item. A tree of several items without arrays counts as JSON."""
-    if _is_files(part):
-        return "own"
-    handler = handler_of(name, None, handlers)
-    if handler is not None:
-        return "json" if handler_kind(handler) == "json" else "pytree"
-    return "json" if name is not None and not any(arrays_of(part._source)) else "pytree"

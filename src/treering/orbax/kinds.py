@@ -4,6 +4,7 @@ Arguments and handlers may be those of this package, of Orbax itself or of Grain
 names of their classes, so that neither library is imported.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..errors import MismatchError
@@ -80,3 +81,26 @@ def resolve(args: Any, handler: Any = None) -> tuple[Kind | None, Any]:
             "use args.register_with_handler"
         )
     return kind, registration.get_registered_handler_cls(args)() if kind == "own" else handler
+
+
+def handler_of(name: str | None, args: Any, handlers: Any) -> Any:
+    """Returns the handler of an item in a mapping or a registry, or None."""
+    if handlers is None:
+        return None
+    if isinstance(handlers, Mapping):
+        return handlers.get(name)
+    if args is None:
+        return next((one for (item, _), one in handlers.get_all_entries().items() if item == name), None)
+    if handlers.has(name, args):
+        return handlers.get(name, args)
+    if any(item == name for item, _ in handlers.get_all_entries()):
+        raise MismatchError(f"{name}: expected arguments registered for this item, found {type(args).__name__}")
+    return handlers.get(None, args) if handlers.has(None, args) else None
+
+
+def handlers_in(handler: Any) -> Any:
+    """Returns the handlers of items in a `CompositeCheckpointHandler` of this package or of Orbax, None if it has none.
+
+    They are a mapping by name, or a registry.
+    """
+    return getattr(handler, "handlers", None) or getattr(handler, "_handler_registry", None)

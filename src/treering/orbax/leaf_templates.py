@@ -1,6 +1,6 @@
 """Decides for a leaf of a checkpoint what a template must have to restore it as the program asks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ class Leaves:
 
     def __init__(self, source: Source, fallback: Any = None, *, strict: bool = True):
         self._source, self._fallback, self._strict = source, fallback, strict
+        # The places by the id of a record, which is kept alive. Making a mesh for each of thousands of arrays is slow.
+        self._places: dict[int, tuple[Mapping[str, Any], Any]] = {}
 
     def as_saved(self, entry: Entry, dtype: Any = None) -> LeafTemplate:
         """Returns the template of the kind, the shape and the place that were saved."""
@@ -57,6 +59,9 @@ class Leaves:
             place = real_sharding(getattr(leaf, "sharding", None))
             on_host = isinstance(leaf, np.ndarray) or (place is None and entry.type in ("numpy", "numpy-scalar"))
             return resized(entry, shape, leaf.dtype, place, on_host=on_host)
+        if isinstance(entry, ArrayEntry) and entry.type == "key" and getattr(leaf, "dtype", None) == np.uint32:
+            place = real_sharding(getattr(leaf, "sharding", None))  # The leaf describes the data of the keys.
+            return LeafTemplate(self._in_jax(entry, None, self._saved_place(entry) if place is None else place))
         if name in ("ArrayMetadata", "ShapeDtypeStruct"):
             return self._like_shape(leaf, entry)
         return LeafTemplate(leaf)
@@ -118,6 +123,11 @@ class Leaves:
         record = self._source.sharding(entry)
         if record is None:
             return None
+        if id(record) not in self._places:
+            self._places[id(record)] = record, self._resolved(entry, record)
+        return self._places[id(record)][1]
+
+    def _resolved(self, entry: ArrayEntry, record: Mapping[str, Any]) -> Any:
         try:
             return resolve_placement(record, ambient_mesh(), exactly=False).sharding
         except PlacementError as error:

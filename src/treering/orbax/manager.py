@@ -3,8 +3,9 @@
 import dataclasses
 import datetime
 import logging
+import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import treering as tr
@@ -52,15 +53,16 @@ class CheckpointManager:
         self._items = ManagerItems(checkpointers, item_names, item_handlers, handler_registry)
         self._save_policy, self._best = save_policy(options), best_of(options)
         keep = preservation.as_keep(preservation_policy(options))
-        self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=self._on_commit)
+        self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=_on_commit(options))
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.make_root(options.create)
-        self._latest: int | None = None  # `should_save` is asked at every step, so it looks at no directory.
         self._last_begun: preservation.CheckpointInfo | None = None
         self._steps: list[int] | None = None  # those at the last look; None after a change
         self._has_logged_skip = False
-        self.reload()
+        # `should_save` is asked at every step, so it looks at no directory. A process that sees the disk of its peers
+        # late must not decide otherwise than they do.
+        self._latest = self.latest_step() if options.read_only else agree(f"steps of {directory!r}", self.latest_step)
         self._metadata = dict(metadata or {})
         if metadata is not None and options.save_root_metadata and not options.read_only:
             self._run.save_metadata(metadata)
@@ -108,6 +110,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Returns True if `save` would save the step: it is newer than the newest, and the policy wants it."""
+        step = operator.index(step)
         if self._options.read_only:
             _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
             return False
@@ -133,7 +136,8 @@ class CheckpointManager:
         if is_by_step(policy):  # These look only at whether there is a step, so no directory is listed.
             known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
             return policy.should_save(now, known, context=context)
-        return agree(self._run.directory, lambda: policy.should_save(now, self._infos(), context=context))
+        decide = lambda: bool(policy.should_save(now, self._infos(), context=context))  # noqa: E731
+        return agree(f"should_save({self._run.directory!r}, {step})", decide)
 
     def _infos(self) -> list[preservation.CheckpointInfo]:
         """Returns the valid steps and the one that is being saved, ascending."""
@@ -165,6 +169,7 @@ class CheckpointManager:
         Raises `StepAlreadyExistsError` (a `ValueError`) for a step that exists, `MismatchError` for arguments that do
         not fit, and the error of the save before.
         """
+        step = operator.index(step)  # It may be an array.
         args = self._items.to_save(items, save_kwargs, args)
         if self._options.read_only:
             _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
@@ -173,25 +178,20 @@ class CheckpointManager:
             return False
         self._run.wait()
         self._steps = None
-        if step in self.all_steps():
+        if agree(f"save({self._run.directory!r}, {step})", lambda: step in self.all_steps()):
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
-        tree = self._items.tree(args)
+        tree = self._items.tree(args, for_orbax=self._run.writes_orbax)
         saved = None if self._options.prevent_write_metrics else metrics
         self._steps = None
         metadata = items_module.custom_metadata(args, custom_metadata)
-        self._run.save_items(step, tree, self._items, args, metrics=saved, metadata=metadata)
+        self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
         self._latest = max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()
         return True
-
-    def _on_commit(self, report: tr.SaveReport) -> None:
-        callback = getattr(self._options.async_options, "post_finalization_callback", None)
-        if callback is not None:
-            callback()
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""
@@ -261,3 +261,14 @@ class CheckpointManager:
     def metrics(self, step: int) -> dict[str, float] | None:
         """Returns the metrics of a step; None if it has none."""
         return self._run.open(step).metrics or None
+
+
+def _on_commit(options: CheckpointManagerOptions) -> Callable[[tr.SaveReport], None]:
+    """Returns what follows each commit. It must not refer to the manager: a cycle would delay its lease's release."""
+
+    def call(report: tr.SaveReport) -> None:
+        callback = getattr(options.async_options, "post_finalization_callback", None)
+        if callback is not None:
+            callback()
+
+    return call

@@ -1,15 +1,16 @@
 """Translates the calls of a `CheckpointManager`: decides whether it has one item or several, and which handlers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
-from ..errors import MismatchError, UnsupportedError
+from ..errors import MismatchError
 from . import arguments, items, kinds, nodes, registration
 from .arguments import Composite
 from .handler_files import CallArgs
 
+T = TypeVar("T")
 RESERVED_NAMES = ("metrics", "descriptor")  # Orbax has these items itself
 
 _OLD_STYLE: dict[str, tuple[type, type]] = {
@@ -80,17 +81,12 @@ class ManagerItems:
             )
         return made
 
-    def tree(self, args: Any) -> Any:
-        """Returns the tree to save. A single item is the entire tree."""
+    def tree(self, args: Any, *, for_orbax: bool) -> Any:
+        """Returns the tree to save. A single item is the entire tree, and in the format of Orbax the item `default`."""
         if self.several:
             return items.save_items(args, self._known_handlers())
-        return items.save_tree(args, self._handler(items.DEFAULT_ITEM, args))
-
-    def kinds(self, tree: Any, args: Any) -> dict[str, str]:
-        """Returns how the format of Orbax stores each item of a tree: as "tree" or "json"."""
-        parts = args if self.several else {items.DEFAULT_ITEM: args}
-        trees = tree if self.several else {items.DEFAULT_ITEM: tree}
-        return {name: _stored_as(trees[name], parts[name]) for name in trees}
+        tree = items.save_tree(args, self._handler(items.DEFAULT_ITEM, args))
+        return nodes.composite({items.DEFAULT_ITEM: tree}) if for_orbax else tree
 
     # Restoring
 
@@ -171,18 +167,9 @@ def _saves_in_background(checkpointer: Any) -> bool:
     return any(base.__name__ == "AsyncCheckpointer" for base in type(checkpointer).__mro__)
 
 
-def _stored_as(tree: Any, args: Any) -> str:
-    if isinstance(tree, nodes.HandlerFiles):
-        return "tree"  # The format finds the files by the class of their container.
-    kind = kinds.args_kind(args)
-    if kind in ("array", "jax-key", "numpy-key", "iterator"):
-        raise UnsupportedError(f"{type(args).__name__}: only write='treering', the default, has such items")
-    return "json" if kind == "json" else "tree"
-
-
-def agree(path: str, decide: Callable[[], bool]) -> bool:
-    """Returns the decision of process 0 in all processes."""
+def agree(what: str, decide: Callable[[], T]) -> T:
+    """Returns the decision of process 0 in all processes. `what` names it."""
     if not coordinator.is_multi_process():
         return decide()
-    with coordinator.collective_call(f"should_save({path!r})", "deciding") as call:
-        return bool(call.broadcast(decide))
+    with coordinator.collective_call(what, "deciding") as call:
+        return call.broadcast(decide)

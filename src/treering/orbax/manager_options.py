@@ -26,7 +26,8 @@ _FOLDER_NAME = re.compile(r"[^/\0]*[^/\0.0-9][^/\0]*")
 
 @dataclasses.dataclass
 class AsyncOptions:
-    """Options of background saves. `post_finalization_callback` is called after each commit, in the background.
+    """Options of background saves. Process 0 calls `post_finalization_callback` after each commit, in the
+    background.
 
     `timeout_secs` and `barrier_sync_fn` have no effect: Treering waits as long as all processes live, and raises
     `PeerError` 30 seconds after one has ended. A warning says so.

@@ -40,11 +40,12 @@ class ShardingMetadata:
         return tuple(tuple(axis) if isinstance(axis, list) else axis for axis in self.record.get("spec", ()))
 
     def to_jax_sharding(self) -> Any:
-        """Returns the place in this job, None for the default device. Raises `MismatchError` if there is none."""
+        """Returns the place in this job. Raises `MismatchError` if there is none."""
         try:
-            return resolve_placement(self.record, ambient_mesh(), exactly=False).sharding
+            place = resolve_placement(self.record, ambient_mesh(), exactly=False).sharding
         except PlacementError as error:
             raise MismatchError(f"sharding: expected a job that has the saved place, found {error}") from None
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if place is None else place
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Defines the containers that stand for items in a tree of Treering: `Composite` and `HandlerFiles`.
+"""Defines the containers that stand for items in a tree of Treering: `Composite`, `HandlerFiles` and `Json`.
 
 The manifest records the names of these classes.
 """
@@ -7,6 +7,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from .._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM
+
 
 class Composite(dict[str, Any]):
     """A tree whose children are the items of a checkpoint."""
@@ -14,6 +16,18 @@ class Composite(dict[str, Any]):
 
 class HandlerFiles(dict[str, Any]):
     """The files that a handler wrote: arrays of bytes by their paths within its directory."""
+
+
+class _JsonDict(dict[str, Any]):
+    """An item that is a dict of JSON."""
+
+
+class _JsonList(list[Any]):
+    """An item that is a list of JSON."""
+
+
+_JsonDict.__name__ = _JsonList.__name__ = JSON_ITEM
+assert (Composite.__name__, HandlerFiles.__name__) == (COMPOSITE, HANDLER_FILES)
 
 
 def composite(items: Mapping[str, Any]) -> Composite:
@@ -28,14 +42,25 @@ def handler_files(files: Mapping[str, Any]) -> HandlerFiles:
     return HandlerFiles(files)
 
 
+def json_item(value: Any) -> Any:
+    """Returns a value of JSON that is marked as such, if it is a dict or a list."""
+    _register()
+    return _JsonDict(value) if isinstance(value, dict) else _JsonList(value) if isinstance(value, list) else value
+
+
 @functools.cache
 def _register() -> None:
     """Registers the containers with JAX, once."""
-    from jax.tree_util import DictKey, register_pytree_with_keys
+    from jax.tree_util import DictKey, SequenceKey, register_pytree_with_keys
 
-    for kind in (Composite, HandlerFiles):
+    for kind in (Composite, HandlerFiles, _JsonDict):
         register_pytree_with_keys(
             kind,
             lambda node: ([(DictKey(name), node[name]) for name in sorted(node)], tuple(sorted(node))),
             functools.partial(lambda kind, names, children: kind(zip(names, children, strict=True)), kind),
         )
+    register_pytree_with_keys(
+        _JsonList,
+        lambda node: ([(SequenceKey(n), one) for n, one in enumerate(node)], None),
+        lambda _, children: _JsonList(children),
+    )

@@ -67,7 +67,7 @@ class EveryNSeconds:
 
 @dataclasses.dataclass
 class EveryNSteps:
-    """Keeps the multiples of `interval_steps`, or with ``exact_interval=False`` steps at least that far apart.
+    """Keeps the multiples of `interval_steps`, or with ``exact_interval=False`` steps with at least that distance.
 
     `max_to_keep` limits their number to the newest.
     """

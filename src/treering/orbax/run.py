@@ -1,6 +1,5 @@
 """A `treering.Checkpointer` whose run has the layout of Orbax: its names of steps, and steps in both formats."""
 
-import dataclasses
 import functools
 import json
 import logging
@@ -16,8 +15,7 @@ from .._run.run_layout import RunLayout
 from ..errors import NotFoundError, UnsupportedError
 from ..formats.orbax import run_metadata
 from ..keep import Policy
-from .items import DEFAULT_ITEM, format_options
-from .manager_items import ManagerItems
+from .items import format_options
 from .manager_options import CheckpointManagerOptions
 from .preservation import CheckpointInfo, info_of
 
@@ -32,20 +30,17 @@ class OrbaxRun(Checkpointer):
         chosen = format_options(write, several=True)
         self._layout = RunLayout(
             *_step_names(options),
-            format=chosen.get("format", "treering"),
+            format=chosen.pop("format", "treering"),
+            format_options=chosen,
             shared_with_orbax=True,
             deleted_to=options.todelete_subdir,
         )
         super().__init__(run, prefix=self._layout.prefix, keep=keep, **given)
 
-    def save_items(self, step: int, tree: Any, items: ManagerItems, args: Any, **given: Any) -> None:
-        """Saves a step in the format of the run."""
-        layout = self._directory.steps.layout
-        if layout.format == "orbax":
-            kinds = items.kinds(tree, args)
-            self._directory.steps.layout = dataclasses.replace(layout, format_options={"composite": kinds})
-            tree = tree if items.several else {DEFAULT_ITEM: tree}
-        self.save(step, tree, force=True, **given)
+    @property
+    def writes_orbax(self) -> bool:
+        """True if new steps are in the format of Orbax."""
+        return self._directory.steps.layout.format == "orbax"
 
     def use_step(self, step: int | None, use: Callable[[Checkpoint], T]) -> T:
         """Returns what `use` makes of a step; None is the latest that is not damaged. All processes make the call."""

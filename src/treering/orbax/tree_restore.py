@@ -18,15 +18,15 @@ from .leaf_templates import LeafTemplate, Leaves
 def restore_as_saved(part: Checkpoint) -> Any:
     """Returns nested dicts and lists, with the kinds and the places that were saved."""
     leaves = Leaves(part._source)
-    return _restore(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
+    return restore_by(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
 
 
 def restore_standard(part: Checkpoint, args: Any) -> Any:
     """Restores by `StandardRestore`: each leaf has the kind of its leaf in the target."""
     leaves = Leaves(part._source, args.fallback_sharding, strict=args.strict)
     if args.item is None:
-        return _restore(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
-    return _restore(part, args.item, lambda path, leaf, entry: leaves.like(leaf, entry))
+        return restore_by(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
+    return restore_by(part, args.item, lambda path, leaf, entry: leaves.like(leaf, entry))
 
 
 def restore_pytree(part: Checkpoint, args: Any) -> Any:
@@ -51,18 +51,18 @@ def restore_pytree(part: Checkpoint, args: Any) -> Any:
     # Options of a container are those of a leaf that another tree has there, such as a masked one.
     if (rest := tuple(path for path in given if path not in known)) and not partial:
         raise MismatchError(f"restore_args: expected the structure of the tree, found also {join_names(rest)}")
-    return _restore(part, args.item, template, extra="ignore" if partial else "error")
+    return restore_by(part, args.item, template, extra="ignore" if partial else "error")
 
 
 def restore_leaf(part: Checkpoint, item: Any, restore_args: Any) -> Any:
     """Restores a checkpoint that is one leaf: an array, a number or a key."""
     leaves = Leaves(part._source)
     if restore_args is None and item is not None:
-        return _restore(part, item, lambda path, leaf, entry: leaves.like(leaf, entry))
-    return _restore(part, None, lambda path, leaf, entry: leaves.by_args(entry, entry, restore_args))
+        return restore_by(part, item, lambda path, leaf, entry: leaves.like(leaf, entry))
+    return restore_by(part, None, lambda path, leaf, entry: leaves.by_args(entry, entry, restore_args))
 
 
-def _restore(
+def restore_by(
     part: Checkpoint,
     item: Any,
     template: Callable[[str, Any, Entry], LeafTemplate],

@@ -14,7 +14,7 @@ _INSTEAD = {
     "msgpack_utils": "use treering.formats for files in MessagePack",
     "serialization": "use treering.save and treering.restore",
     "arrays": "use treering.open, whose leaves read parts of arrays",
-    "experimental": "use treering.Checkpointer with local=, which has a local and a remote tier",
+    "emergency": "use treering.Checkpointer with local=, which has a local and a remote tier",
     "pathways": "use treering with jax.distributed",
     "logging": "use the logger 'treering' of the standard library",
     "transform_utils": "use rules= of treering.restore",
@@ -25,6 +25,15 @@ _INSTEAD = {
     "test_utils": "use treering.testing",
     "tree": "use jax.tree",
     "AbstractCheckpointManager": "use CheckpointManager",
+    "partial": "save the entire tree at once, or each part as a checkpointable",
+    "delete": "delete the directory, or Checkpointer.delete(step)",
+    "delete_async": "delete the directory, or Checkpointer.delete(step)",
+    "load_async": "use load",
+    "load_checkpointables_async": "use load_checkpointables",
+    "merge": "merge the dicts before the save",
+    "composite_name_format": "use standard_name_format",
+    "ProtoHandler": "save the bytes of the message in a handler of your own",
+    "PyTreeHandler": "save such leaves as arrays, or as an object with a handler of your own",
 }
 
 
@@ -52,6 +61,11 @@ class _Refused:
 def is_refused(name: str) -> bool:
     """Returns True for a name of Orbax that exists here only to raise an error when it is used."""
     return name in _INSTEAD
+
+
+def advice(name: str) -> str:
+    """Returns what to use instead of a name for which `is_refused` is True."""
+    return _INSTEAD[name]
 
 
 def refused(name: str) -> Any:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import jax
+import numpy as np
+
 from .leaf_templates import real_sharding
 from .multihost import broadcast_one_to_all, is_primary_host, reached_preemption, sync_global_processes
 from .step import (
@@ -21,6 +24,7 @@ __all__ = [
     "checkpoint_steps_paths",
     "is_checkpoint_finalized",
     "is_primary_host",
+    "is_scalar",
     "reached_preemption",
     "step_from_checkpoint_name",
     "sync_global_devices",
@@ -29,14 +33,17 @@ __all__ = [
 ]
 
 
+def is_scalar(value: Any) -> bool:
+    """Returns True for a Python number or a scalar of NumPy."""
+    return isinstance(value, int | float | np.number)
+
+
 def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:
     """Returns the shape of an array, of its metadata or of a number, as a leaf of a template.
 
     dtype: the dtype of the result; by default that of the array.
     scalar_dtype: the Python type that a number becomes.
     """
-    import jax
-
     if isinstance(x, bool | int | float | complex):
         return x if scalar_dtype is None else scalar_dtype(x)
     place = real_sharding(getattr(x, "sharding", None))

@@ -1,13 +1,13 @@
-"""Divides a tree into items, one for each key at its top: trees of arrays, values in JSON, and files."""
+"""Divides a tree into items, one for each key at its top: trees of arrays, and values in JSON."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
-from ..._core.source import HANDLER_FILES, Source
+from ..._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM, Source
 from ..._core.values import encode
 from .items import METRICS
 from .owned_files import NAMES
@@ -20,51 +20,43 @@ _MAX_INT_BITS = 12_000  # bits; Python converts integers of at most 4,300 decima
 _MAX_NAME_BYTES = 255  # bytes of a folder's name
 
 
-Kind = Literal["tree", "json"]
-
-
 class Items(NamedTuple):
-    """Holds the trees, the values in JSON and the files, by item, and a line for each leaf that Orbax cannot hold.
+    """Holds the trees and the values in JSON, by item, and a line for each leaf or key that Orbax cannot hold.
 
-    The name "" stands for a tree directly in the folder. Files are arrays of bytes, by their paths in the item.
+    The name "" stands for a tree directly in the folder. `files` are the arrays of bytes that become files of an item.
     """
 
     trees: Mapping[str, Sequence[Leaf]]
     values: Mapping[str, Any]
-    files: Mapping[str, Mapping[str, ArrayEntry]]
     problems: Sequence[str]
+    files: Mapping[str, Mapping[str, ArrayEntry]] = {}
 
 
-def items_of(contents: Source, kinds: Mapping[str, Kind]) -> Items:
-    """Divides a tree into items.
+def items_of(contents: Source) -> Items:
+    """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
 
-    kinds: of the items. An item that is not listed is JSON, as `JsonSave` writes it, if it has numbers or text and no
-        arrays; else it is a tree.
+    If the tree is a `COMPOSITE`, only an item of the class `JSON_ITEM` is JSON.
 
     The metrics become an item, too, because a `CheckpointManager` looks for them there.
     """
     skeleton = contents.skeleton
     assert skeleton is not None
     if not isinstance(skeleton[0], Node) or not skeleton[0].names():
-        return Items(
-            {}, {}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"]
-        )
+        return Items({}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"])
     trees: dict[str, Sequence[Leaf]] = {}
     values: dict[str, Any] = {}
     files: dict[str, Mapping[str, ArrayEntry]] = {}
     problems: list[str] = []
+    marked = skeleton[0].name == COMPOSITE
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
         leaves = list(leaves_of(part, entries))
-        kind = kinds.get(name) or ("json" if _is_json(entries) else "tree")
-        if reason := _refused(name, part, kinds.get(name, "tree")):
+        plain = all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries)
+        is_json = _is_of(part, JSON_ITEM) if marked else plain
+        if reason := _refused(name, part, may_be_empty=marked and is_json):
             problems.append(f"  {name or repr(name)}: {reason}")
         elif is_files(part):
-            files[name] = {
-                leaf.keys[0][0]: entry
-                for leaf, entry in zip(leaves, entries, strict=True)
-                if isinstance(entry, ArrayEntry)
-            }
-        elif kind == "json":
+            files[name] = {leaf.keys[-1][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
+        elif is_json:
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
         else:
@@ -72,17 +64,16 @@ def items_of(contents: Source, kinds: Mapping[str, Kind]) -> Items:
             problems += problems_of(leaves, name)
     if contents.metrics:
         values[METRICS] = dict(contents.metrics)
-    return Items(trees, values, files, problems)
+    return Items(trees, values, problems, files)
 
 
 def is_files(skeleton: Skeleton) -> bool:
     """Returns True for an item that consists of the files of a handler."""
-    return isinstance(skeleton[0], Node) and skeleton[0].name == HANDLER_FILES
+    return _is_of(skeleton, HANDLER_FILES)
 
 
-def _is_json(entries: Iterable[Entry]) -> bool:
-    kinds = {entry.type for entry in entries}
-    return kinds <= {*_JSON} and bool(kinds - {"none"})
+def _is_of(skeleton: Skeleton, name: str) -> bool:
+    return isinstance(skeleton[0], Node) and skeleton[0].name == name
 
 
 def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterator[tuple[str, Skeleton, list[Entry]]]:
@@ -95,11 +86,11 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
         yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
 
 
-def _refused(name: str, part: Skeleton, kind: Kind) -> str | None:
+def _refused(name: str, part: Skeleton, *, may_be_empty: bool) -> str | None:
     """Returns the reason why the subtree below a key cannot be an item; None if it can."""
-    if not isinstance(part[0], Node) and kind != "json":
+    if not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
-    if kind == "tree" and isinstance(part[0], Node) and not part[0].count():
+    if not part[0].count() and not may_be_empty:
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"

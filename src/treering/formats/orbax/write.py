@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._core.boxes import full_box
-from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
@@ -20,7 +19,7 @@ from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from .items import METRICS, VALUES
-from .items_write import Items, Kind, is_files, items_of
+from .items_write import Items, is_files, items_of
 from .owned_files import NAMES, owned_files
 from .schema import CHECKPOINT, COMMITTED, UNFINISHED
 from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
@@ -28,7 +27,6 @@ from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _OF_TREES = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _OF_VALUES = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
-_OF_FILES = "treering.orbax.HandlerFiles"  # the program's own handler, which it registers itself
 
 
 def write(
@@ -46,13 +44,11 @@ def write(
         raise UnsupportedError(
             f"{path}: Orbax treats a folder with {UNFINISHED!r} in its name as unfinished; choose another name"
         )
-    kinds = _kinds(**options)
-    items = _only_tree(contents) if kinds is None else items_of(contents, kinds)
+    items = items_of(contents) if _is_composite(**options) else _only_tree(contents)
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
-    handlers |= dict.fromkeys(items.files, _OF_FILES)
-    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, "": ""}]
+    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""}]
     if "" not in handlers:  # without composite=True, the user chooses no names
         check_names(path, [CHECKPOINT, *marks], "orbax")
     chunks = chunks_of(call, layouts, (leaf.entry for leaves in items.trees.values() for leaf in leaves))
@@ -60,7 +56,7 @@ def write(
 
     def begin(folder: str) -> None:
         folders = Folders(store, folder, path)
-        for name in filter(None, handlers):
+        for name in filter(None, {**handlers, **items.files}):
             folders.add(name)
             store.make_folders(posixpath.join(folder, name), [])
 
@@ -78,45 +74,35 @@ def write(
     def rest(folder: str) -> None:
         for name, leaves in items.trees.items():
             write_rest(store, _within(folder, name), leaves, chunks)
+        for name, files in items.files.items():
+            for file, entry in files.items():
+                place = posixpath.join(folder, name, file)
+                store.make_folders(posixpath.dirname(place), [])
+                (content,) = contents.read([(entry, full_box(entry.shape))])
+                with file_of_new_folder(store, place) as opened:
+                    opened.write(content.tobytes())
         for name, value in items.values.items():
             put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), value)
-        for name, files in items.files.items():
-            _write_files(store, posixpath.join(folder, name), contents, files)
         put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))
         for mark in marks:
             put(store, posixpath.join(folder, mark), "committed")
 
-    names = {*NAMES, *handlers, *(part_of_database("", n) for n in range(call.count) if call.count > 1)}
+    names = {*NAMES, *handlers, *items.files, *(part_of_database("", n) for n in range(call.count) if call.count > 1)}
     return write_folder(
         store, path, call, arrays, rest, begin=begin, overwrite=overwrite, owned=owned_files, names=names
     )
 
 
-def _write_files(store: Store, folder: str, contents: Source, files: Mapping[str, ArrayEntry]) -> None:
-    """Writes files, which are arrays of bytes, into the folder of an item."""
-    for name, entry in files.items():
-        if parent := posixpath.dirname(name):
-            store.make_folders(posixpath.join(folder, parent), [])
-        with file_of_new_folder(store, posixpath.join(folder, name)) as file:
-            (data,) = contents.read([(entry, full_box(entry.shape))])
-            file.write(data.tobytes())
-
-
-def _kinds(*, composite: Any = False, **unknown: Any) -> Mapping[str, Kind] | None:
-    """Checks the options. Returns the known kinds of the items, or None for a tree directly in the folder.
-
-    Raises `MismatchError` for other options. The adapter of `treering.orbax` gives kinds; the public value is a bool.
-    """
+def _is_composite(*, composite: Any = False, **unknown: Any) -> bool:
+    """Checks the options and returns `composite`. Raises `MismatchError` for all others."""
     if unknown:
         raise MismatchError(f"format='orbax': expected no option except composite=, found {', '.join(unknown)}")
-    if isinstance(composite, Mapping):
-        return composite
     if type(composite) is not bool:
         raise MismatchError(
             f"composite={composite!r:.100}: expected True, which makes an item of each key at the top of the tree, or "
             "False; rules choose and name the keys"
         )
-    return {} if composite else None
+    return composite
 
 
 def _only_tree(contents: Source) -> Items:
@@ -124,8 +110,8 @@ def _only_tree(contents: Source) -> Items:
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
     if is_files(contents.skeleton):
-        return Items({}, {}, {}, ["  (root): the files of a handler; make them an item among several"])
-    return Items({"": leaves}, {}, {}, list(problems_of(leaves)))
+        return Items({}, {}, ["  (root): the files of a handler; make them an item among several"])
+    return Items({"": leaves}, {}, list(problems_of(leaves)))
 
 
 def _within(folder: str, name: str) -> str:

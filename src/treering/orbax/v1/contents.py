@@ -1,0 +1,122 @@
+"""Opens a checkpoint of either format and finds its checkpointables."""
+
+import os
+import posixpath
+from typing import Any, NamedTuple
+
+from ... import stores
+from ..._core.leaf_paths import join_names
+from ..._restore.checkpoint import Checkpoint
+from ..._run.open import open_checkpoint
+from ...errors import NotFoundError, UnsupportedError
+from ...formats.orbax.schema import CHECKPOINT, read_checkpoint_metadata
+from .. import item_restore
+from .context import Context
+from .errors import InvalidLayoutError, NoCheckpointableError
+from .options import CheckpointLayout
+from .own_files import class_of_handler
+from .saving import STATE
+
+_TREE_NAMES = (STATE, "pytree", "AUTO", item_restore.DEFAULT_ITEM, None)  # names of a tree without a name
+
+
+class Part(NamedTuple):
+    """A checkpointable. Either `tree` is its tree, or `files` are those that a handler wrote, or `directory` has them.
+
+    saved_by: the name of the class of the handler.
+    """
+
+    tree: Checkpoint | None = None
+    files: Checkpoint | None = None
+    directory: str | None = None
+    saved_by: str | None = None
+
+
+class Contents:
+    """The checkpointables of the checkpoint at a path.
+
+    Raises `InvalidLayoutError`, which is a `FileNotFoundError` and a `ValueError`, if there is no checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], context: Context):
+        self.path = stores.absolute_run(path)
+        safetensors = context.checkpoint_layout is CheckpointLayout.SAFETENSORS
+        self.ckpt: Checkpoint | None = None
+        self._own: dict[str, str] = {}  # the items of Orbax's format that a handler of the program's wrote
+        try:
+            self.ckpt = open_checkpoint(self.path, format="safetensors" if safetensors else None)
+        except NotFoundError as error:
+            raise InvalidLayoutError(str(error)) from None
+        except UnsupportedError as error:
+            self._own = self._own_items()
+            if not self._own:
+                raise InvalidLayoutError(str(error)) from error
+        else:
+            accepts_all = context.checkpoint_layout is not CheckpointLayout.ORBAX
+            if self.ckpt.format not in ("treering", "orbax") and not accepts_all:
+                raise InvalidLayoutError(
+                    f"{self.path}: expected a checkpoint of Treering or Orbax, found {self.ckpt.format}; set "
+                    "checkpoint_layout='auto' of the context"
+                )
+            if self.ckpt.step is not None and posixpath.dirname(self.ckpt.path) == self.path and not safetensors:
+                raise InvalidLayoutError(f"{self.path}: expected a checkpoint, found a run; give the path of a step")
+            self._own = self._own_items() if self.ckpt.format == "orbax" else {}
+        self._names = None if self.ckpt is None else item_restore.item_names(self.ckpt)
+
+    def _own_items(self) -> dict[str, str]:
+        """Returns the names of the items that Treering does not read, and the classes of their handlers."""
+        store = stores.get(self.path)
+        if store.stat(posixpath.join(self.path, CHECKPOINT)) is None:
+            return {}
+        found = read_checkpoint_metadata(store, self.path)
+        handlers = found.get("item_handlers") if isinstance(found, dict) else None
+        known = (
+            ()
+            if self.ckpt is None
+            else item_restore.item_names(self.ckpt) or (getattr(self.ckpt._source, "level", ""),)
+        )
+        rest = {name: str(one) for name, one in handlers.items()} if isinstance(handlers, dict) else {}
+        return {name: one for name, one in rest.items() if name not in known and name not in ("metrics", "descriptor")}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the checkpointables."""
+        if self.ckpt is None:
+            return tuple(self._own)
+        if self._names is None:
+            return (getattr(self.ckpt._source, "level", "") or STATE, *self._own)
+        return tuple(dict.fromkeys([*self._names, *self._own]))
+
+    def part(self, name: str | None) -> Part:
+        """Returns a checkpointable. Raises `NoCheckpointableError`, which is a `KeyError`, if there is none."""
+        if name in self._own:
+            return Part(directory=posixpath.join(self.path, name), saved_by=self._own[name])
+        if self.ckpt is not None and self._names is None and name in (*_TREE_NAMES, *self.names):
+            return self._typed(self.ckpt)
+        if self.ckpt is None or self._names is None or name not in self._names:
+            raise NoCheckpointableError(f"{self.path}: expected {name!r}, found {join_names(self.names) or 'none'}")
+        return self._typed(item_restore.part_of(self.ckpt, name))
+
+    def tree_name(self) -> str:
+        """Returns the name of the tree that a load without a name takes: `state`, `pytree`, or the first one.
+
+        Raises `InvalidLayoutError` if there is no tree.
+        """
+        for name in (STATE, "pytree", *sorted(self.names)):
+            if name in self.names and self.part(name).tree is not None:
+                return name
+        raise InvalidLayoutError(f"{self.path}: expected a tree, found {join_names(self.names)}")
+
+    def _typed(self, part: Checkpoint) -> Part:
+        if not item_restore.is_files(part):
+            return Part(tree=part)
+        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == ".handler"}))
+
+
+def tree_part(contents: Contents, name: Any) -> Checkpoint:
+    """Returns the tree of a name, or the only one. Raises `InvalidLayoutError` if there is none."""
+    chosen = contents.tree_name() if name == "AUTO" else name
+    found = contents.part(chosen).tree
+    if found is None:
+        raise InvalidLayoutError(f"{contents.path}: {chosen}: expected a tree, found the files of a handler")
+    return found

@@ -1,0 +1,161 @@
+"""Registries of handlers of your own, and the choice of a handler for a checkpointable."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ...errors import MismatchError
+from .errors import NoEntryError
+
+C = TypeVar("C", bound=type)
+
+
+class CheckpointableHandlerRegistry(Protocol):
+    """Has the classes of handlers. The one that was added last has precedence."""
+
+    def add(self, handler_type: Any, checkpointable_name: str | None = None, **other: Any) -> None:
+        """Adds the class of a handler, for one name or for all."""
+        ...
+
+    def get(self, checkpointable_name: str) -> Any:
+        """Returns the class of the handler for a name."""
+        ...
+
+    def has(self, checkpointable_name: str) -> bool:
+        """Returns True if there is a handler for a name."""
+        ...
+
+    def get_all_entries(self) -> Sequence[tuple[Any, str | None]]:
+        """Returns the classes and their names, None for all names."""
+        ...
+
+
+class Registry:
+    """A registry of classes of handlers."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, str | None]] = []
+        self._other_names: dict[Any, tuple[str, ...]] = {}
+
+    def add(
+        self,
+        handler_type: Any,
+        checkpointable_name: str | None = None,
+        secondary_typestrs: Sequence[str] | None = None,
+    ) -> None:
+        """Adds the class of a handler.
+
+        checkpointable_name: the only name for which the handler is used; it then need not be able to handle the object.
+        secondary_typestrs: former names of the class, as checkpoints record them.
+
+        Raises `MismatchError`, which is a `ValueError`, for a class that is already there, a name that has a handler,
+        and a class that cannot be made without arguments.
+        """
+        if (handler_type, checkpointable_name) in self._entries or self.has(checkpointable_name):
+            raise MismatchError(f"{checkpointable_name or handler_type.__name__}: expected a new entry, found one")
+        make_handler(handler_type)
+        self._entries.append((handler_type, checkpointable_name))
+        self._other_names[handler_type] = (*self._other_names.get(handler_type, ()), *(secondary_typestrs or ()))
+
+    def get(self, checkpointable_name: str) -> Any:
+        """Returns the class of the handler for a name. Raises `NoEntryError`, which is a `KeyError`."""
+        for handler_type, name in self._entries:
+            if name == checkpointable_name:
+                return handler_type
+        raise NoEntryError(f"{checkpointable_name}: expected a handler registered for this name, found none")
+
+    def has(self, checkpointable_name: str | None) -> bool:
+        """Returns True if there is a handler for a name."""
+        return checkpointable_name is not None and any(name == checkpointable_name for _, name in self._entries)
+
+    def get_all_entries(self) -> list[tuple[Any, str | None]]:
+        """Returns the classes and their names, None for all names, in the order in which they were added."""
+        return list(self._entries)
+
+    def get_secondary_typestrs(self, handler_type: Any) -> Sequence[str]:
+        """Returns the former names of a class."""
+        return self._other_names.get(handler_type, ())
+
+
+_GLOBAL = Registry()
+
+
+def global_registry() -> Registry:
+    """Returns the registry of all contexts that have none of their own. It has no handlers for trees, nor needs any."""
+    return _GLOBAL
+
+
+def local_registry(other_registry: Any = None, *, include_global_registry: bool = True) -> Registry:
+    """Returns a new registry with the entries of another, and of the global one."""
+    registry = Registry()
+    sources: list[Any] = [global_registry()] if include_global_registry else []
+    for source in sources if other_registry is None else [*sources, other_registry]:
+        for handler_type, name in source.get_all_entries():
+            registry.add(handler_type, name, source.get_secondary_typestrs(handler_type))
+    return registry
+
+
+def register_handler(
+    cls: C, *, checkpointable_name: str | None = None, secondary_typestrs: Sequence[str] | None = None
+) -> C:
+    """Adds the class of a handler to the global registry; see `Registry.add`. Returns the class."""
+    global_registry().add(cls, checkpointable_name, secondary_typestrs)
+    return cls
+
+
+def make_handler(handler_type: Any) -> Any:
+    """Returns a handler of a class. Raises `MismatchError` if that takes arguments."""
+    try:
+        return handler_type()
+    except TypeError as error:
+        raise MismatchError(f"{handler_type!r}: expected a class that takes no arguments: {error}") from error
+
+
+def typestr(handler: Any) -> str:
+    """Returns the name of the class of a handler, as checkpoints record it."""
+    cls = handler if isinstance(handler, type) else type(handler)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_own(handler_type: Any) -> bool:
+    """Returns True if Treering does not do by itself what handlers of a class do."""
+    ours = handler_type.__module__.startswith(("treering.orbax.", "orbax.checkpoint.", "grain."))
+    return not (ours and handler_type.__name__ in ("PyTreeHandler", "JsonHandler"))
+
+
+def handler_to_save(registry: Any, name: str, value: Any) -> Any:
+    """Returns the handler of your own that saves a checkpointable; None if Treering saves it."""
+    if registry.has(name):
+        return make_handler(registry.get(name)) if _is_own(registry.get(name)) else None
+    return _able(registry, lambda handler: handler.is_handleable(value))
+
+
+def handler_to_load(registry: Any, name: str, abstract: Any, saved_by: str | None) -> Any:
+    """Returns the handler of your own that loads the files that one has saved; None if there is none.
+
+    saved_by: the name of the class that saved them.
+    """
+
+    def is_able(handler: Any) -> bool:
+        return abstract is None or bool(handler.is_abstract_handleable(abstract))
+
+    named = make_handler(registry.get(name)) if registry.has(name) and _is_own(registry.get(name)) else None
+    saver = next((make_handler(one) for one in _own(registry) if saved_by in _typestrs(registry, one)), None)
+    for handler in (named, saver):
+        if handler is not None and is_able(handler):
+            return handler
+    return (_able(registry, is_able) if abstract is not None else None) or named
+
+
+def _able(registry: Any, is_able: Callable[[Any], bool]) -> Any:
+    """Returns the last handler of your own, of those for all names, that is able to do something; or None."""
+    made = (make_handler(one) for one in _own(registry, named=False))
+    return next((handler for handler in made if is_able(handler)), None)
+
+
+def _own(registry: Any, *, named: bool = True) -> list[Any]:
+    entries = reversed(registry.get_all_entries())
+    return [one for one, name in entries if _is_own(one) and (named or name is None)]
+
+
+def _typestrs(registry: Any, handler_type: Any) -> tuple[str, ...]:
+    return typestr(handler_type), *registry.get_secondary_typestrs(handler_type)

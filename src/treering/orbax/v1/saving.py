@@ -1,0 +1,160 @@
+"""Saves trees and checkpointables, each checkpoint at a path."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ..._pytree import iterators
+from ..._save.pending import PendingSave
+from ..._save.save import save as save_now
+from ..._save.save import save_async as save_in_background
+from ...errors import ExistsError, MismatchError
+from .. import items, nodes
+from ..errors import CheckpointExistsError, UnsupportedValueError
+from . import own_files, registry
+from .context import Context, get_context
+from .errors import NoEntryError
+from .options import CheckpointLayout
+from .protocols import StatefulCheckpointable
+from .responses import AsyncResponse
+from .trees import tree_to_save, unsupported_leaf
+
+STATE = "state"  # Orbax's name of a tree that the program does not name
+RESERVED = ("metrics", "AUTO", "_CHECKPOINT_DELETION")  # Orbax uses these names itself
+
+Path = str | os.PathLike[str]
+
+
+def save(
+    path: Path, state: Any, *, checkpointable_name: str = STATE, overwrite: bool = False, custom_metadata: Any = None
+) -> None:
+    """Saves a tree at a path, and returns when it is durable.
+
+    state: any tree that `treering.save` takes.
+    checkpointable_name: with another name than the default, the tree becomes the only child of a `Composite`.
+    overwrite: replaces an existing checkpoint, which stays until the new one is durable.
+    custom_metadata: JSON, recorded with the checkpoint.
+
+    Raises `CheckpointExistsError`, which is a `ValueError`, and the errors of `treering.save`.
+    """
+    _start(path, {checkpointable_name: state}, overwrite, custom_metadata, wait=True)
+
+
+def save_async(
+    path: Path, state: Any, *, checkpointable_name: str = STATE, overwrite: bool = False, custom_metadata: Any = None
+) -> AsyncResponse[None]:
+    """Saves a tree in the background, with the values at the call. See `save`; `result` raises later errors."""
+    return _start(path, {checkpointable_name: state}, overwrite, custom_metadata, wait=False)
+
+
+def save_checkpointables(
+    path: Path, checkpointables: dict[str, Any], *, overwrite: bool = False, custom_metadata: Any = None
+) -> None:
+    """Saves checkpointables as one checkpoint, and returns when it is durable.
+
+    checkpointables: trees, iterators and objects of your own, by name.
+
+    Raises `MismatchError`, which is a `ValueError`, for reserved names, `NoEntryError`, which is a `KeyError`, for an
+    object without a handler, and the errors of `save`.
+    """
+    _start(path, check_names(checkpointables), overwrite, custom_metadata, wait=True)
+
+
+def save_checkpointables_async(
+    path: Path, checkpointables: dict[str, Any], *, overwrite: bool = False, custom_metadata: Any = None
+) -> AsyncResponse[None]:
+    """Saves checkpointables in the background; see `save_checkpointables`. Handlers of your own run before."""
+    return _start(path, check_names(checkpointables), overwrite, custom_metadata, wait=False)
+
+
+def save_pytree(*args: Any, **kwargs: Any) -> None:
+    """Does what `save` does. Deprecated."""
+    deprecated("save")
+    save(*args, **kwargs)
+
+
+def save_pytree_async(*args: Any, **kwargs: Any) -> AsyncResponse[None]:
+    """Does what `save_async` does. Deprecated."""
+    deprecated("save_async")
+    return save_async(*args, **kwargs)
+
+
+def deprecated(name: str) -> None:
+    """Warns that a function is replaced by the named one."""
+    warnings.warn(f"Use `{name}` instead.", DeprecationWarning, stacklevel=3)
+
+
+def save_tree_at(path: Any, tree: Any, context: Context | None = None) -> None:
+    """Saves a tree into an empty directory, for the handler of trees."""
+    context = context or get_context()
+    save_now(path, tree_to_save(tree, context), **items.format_options(context.write, several=False))
+
+
+def _start(
+    path: Path, checkpointables: Mapping[str, Any], overwrite: bool, metadata: Any, *, wait: bool
+) -> AsyncResponse[None]:
+    context = get_context().check()
+    if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
+        raise UnsupportedValueError(f"{path}: checkpoint_layout=SAFETENSORS is for loads; use treering.save")
+    tree = tree_of(checkpointables, context)
+    options = items.format_options(context.write, several=isinstance(tree, nodes.Composite))
+    callback = context.asynchronous.post_finalization_callback
+    if (limit := context.memory.write_concurrent_bytes) is not None:
+        options["memory_limit"] = limit
+    try:
+        begin = save_now if wait else save_in_background
+        pending = begin(path, tree, overwrite=overwrite, metadata=metadata, **options)
+    except ExistsError as error:
+        raise CheckpointExistsError(*error.args) from error
+    response: AsyncResponse[None] = AsyncResponse(lambda timeout: _result(pending, timeout))
+    if callback is not None:
+        response.on_complete(lambda _: callback())
+    return response
+
+
+def _result(pending: Any, timeout: float | None) -> None:
+    try:
+        if isinstance(pending, PendingSave):
+            pending.result(timeout)
+    except ExistsError as error:
+        raise CheckpointExistsError(*error.args) from error
+
+
+def check_names(checkpointables: Any) -> dict[str, Any]:
+    """Returns checkpointables. Raises `MismatchError`, which is a `ValueError`, if they are none."""
+    if not isinstance(checkpointables, dict) or not checkpointables:
+        raise MismatchError(f"checkpointables: expected a dict with at least one name, found {checkpointables!r:.100}")
+    if wrong := [name for name in checkpointables if not isinstance(name, str) or not name or name in RESERVED]:
+        raise MismatchError(f"checkpointables: {wrong[0]!r}: Orbax uses this name itself; choose another")
+    return checkpointables
+
+
+def tree_of(checkpointables: Mapping[str, Any], context: Context) -> Any:
+    """Returns the tree that has checkpointables: the tree `state` itself if that is the only one, or a `Composite`.
+
+    Raises `NoEntryError` for an object that nothing can save.
+    """
+    if wrong := [name for name, value in checkpointables.items() if value is None]:
+        raise MismatchError(f"{wrong[0]}: expected an object to save, found None")
+    made = {name: _part(name, value, context) for name, value in checkpointables.items()}
+    only = made.get(STATE)
+    return (
+        only if len(made) == 1 and STATE in made and not isinstance(only, nodes.HandlerFiles) else nodes.composite(made)
+    )
+
+
+def _part(name: str, value: Any, context: Context) -> Any:
+    handler = registry.handler_to_save(context.checkpointables.registry, name, value)
+    if handler is not None:
+        return own_files.save_files(value, handler)
+    if iterators.is_iterator(type(value)):
+        return value
+    if isinstance(value, StatefulCheckpointable):
+        return own_files.save_files(value, None)
+    if name != STATE and (reason := unsupported_leaf(value)):
+        raise NoEntryError(
+            f"{name}: expected a tree, an iterator, or an object with a registered handler, found {reason}; see "
+            "handlers.register_handler"
+        )
+    return tree_to_save(value, context)

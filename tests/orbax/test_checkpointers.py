@@ -1,0 +1,168 @@
+"""The checkpointers of the drop-in for Orbax: one checkpoint at a path."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treering as tr
+import treering.orbax as ocp
+from helpers import assert_same
+from treering.errors import NotFoundError
+
+TREE = {"w": jnp.arange(4.0), "n": 3}
+
+
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_a_standard_checkpointer_saves_in_the_background(tmp_path: Path, write: str) -> None:
+    with ocp.StandardCheckpointer(write=write) as saver:
+        saver.save(tmp_path / "a", TREE, custom_metadata={"run": 1})
+        saver.wait_until_finished()
+        assert tr.open(tmp_path / "a").format == write
+        for got in (saver.restore(tmp_path / "a"), saver.restore(tmp_path / "a", TREE)):
+            assert not tr.diff(got, TREE)
+        meta = saver.metadata(tmp_path / "a")
+        assert meta.custom_metadata == {"run": 1} and meta.item_metadata["w"].shape == (4,)
+        shapes = jax.tree.map(lambda leaf: leaf.shape, meta.item_metadata.tree)
+        assert shapes == {"w": (4,), "n": ()}
+
+
+@pytest.mark.parametrize("kind", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
+def test_an_existing_checkpoint_is_replaced_only_by_force(tmp_path: Path, kind: Any) -> None:
+    saver = kind()
+    saver.save(tmp_path / "a", TREE)
+    with pytest.raises(ValueError, match="expected a free path, found a checkpoint") as error:
+        saver.save(tmp_path / "a", {"w": jnp.zeros(4), "n": 0})
+        saver.wait_until_finished()
+    assert isinstance(error.value, FileExistsError)
+    assert_same(saver.restore(tmp_path / "a"), TREE)
+    saver.save(tmp_path / "a", {"w": jnp.zeros(4), "n": 0}, force=True)
+    assert_same(saver.restore(tmp_path / "a"), {"w": jnp.zeros(4), "n": 0})
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    saver.close()
+
+
+def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
+    for call in (ocp.PyTreeCheckpointer().restore, ocp.StandardCheckpointer().metadata):
+        with pytest.raises(FileNotFoundError) as error:
+            call(tmp_path / "nothing")
+        assert isinstance(error.value, NotFoundError)
+    with tr.Checkpointer(tmp_path / "run") as run:
+        run.save(3, TREE)
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint, found a run; give the path of a step"):
+        ocp.PyTreeCheckpointer().restore(tmp_path / "run")
+
+
+def test_the_old_style_of_calls_works(tmp_path: Path) -> None:
+    saver = ocp.PyTreeCheckpointer()
+    saver.save(tmp_path / "a", TREE, save_args={"w": ocp.SaveArgs(dtype=jnp.bfloat16)})
+    got = saver.restore(tmp_path / "a", item={"w": 0, "n": 0}, restore_args={"w": ocp.RestoreArgs(np.ndarray)})
+    assert type(got["w"]) is np.ndarray and got["w"].dtype == jnp.bfloat16
+    assert_same(saver.restore(tmp_path / "a", {"n": 0}, transforms={}), {"n": 3})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        saver.restore(tmp_path / "a", nothing=1)
+
+
+def test_a_checkpoint_has_one_custom_metadata(tmp_path: Path) -> None:
+    own = ocp.args.StandardSave(TREE, custom_metadata={"of": "item"})
+    saver = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    saver.save(tmp_path / "a", own)
+    assert saver.metadata(tmp_path / "a").item_metadata.custom_metadata == {"of": "item"}
+    several = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    for call in (
+        lambda: saver.save(tmp_path / "b", own, custom_metadata={"of": "call"}),
+        lambda: several.save(tmp_path / "b", ocp.args.Composite(state=own)),
+    ):
+        with pytest.raises(ValueError, match="expected it once, for the entire checkpoint"):
+            call()
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    saver = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    with pytest.raises(ValueError, match="found a file"):
+        saver.save(tmp_path / "file", args=ocp.args.StandardSave(TREE), force=True)
+        saver.check_for_errors()
+        saver.wait_until_finished()
+    saver.close()
+
+
+def test_a_callback_runs_after_a_background_save(tmp_path: Path) -> None:
+    class Options:
+        post_finalization_callback = staticmethod(lambda: done.append((tmp_path / "a").exists()))
+
+    done: list[bool] = []
+    with ocp.AsyncCheckpointer(ocp.JsonCheckpointHandler(), async_options=Options()) as saver:
+        saver.save(tmp_path / "a", {"x": [1, None]})
+    assert done == [True]
+    assert saver.restore(tmp_path / "a") == {"x": [1, None]}
+
+
+class _Loud(ocp.StandardCheckpointHandler):
+    """It calls the methods that it overrides, as handlers in programs do."""
+
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+        (directory / "loud").write_text("!")
+        super().save(directory / "in", *args, **kwargs)
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        assert (directory / "loud").read_text() == "!"
+        return super().restore(directory / "in", *args, **kwargs)
+
+
+class _Slow(ocp.AsyncCheckpointHandler):
+    """It returns futures, and has no registered arguments."""
+
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+    async def async_save(self, directory: Any, item: Any) -> Any:
+        async def write() -> None:
+            await asyncio.sleep(0)
+            (directory / "text").write_text(item)
+
+        return [asyncio.ensure_future(write())]
+
+    def restore(self, directory: Any, item: Any = None) -> Any:
+        return (directory / "text").read_text()
+
+
+def test_a_handler_of_ones_own_saves_a_checkpoint(tmp_path: Path) -> None:
+    saver = ocp.Checkpointer(_Loud())
+    saver.save(tmp_path / "a", args=ocp.args.StandardSave(TREE))
+    assert_same(saver.restore(tmp_path / "a", args=ocp.args.StandardRestore()), TREE)
+    saver = ocp.AsyncCheckpointer(_Slow())
+    saver.save(tmp_path / "b", "text")
+    assert saver.restore(tmp_path / "b") == "text"
+
+
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_a_handler_saves_into_a_directory_by_itself(
+    tmp_path: Path, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREERING_ORBAX_WRITE", write)
+    handler = ocp.PyTreeCheckpointHandler()
+    (tmp_path / "a").mkdir()
+    handler.save(tmp_path / "a", TREE)
+    assert not tr.diff(handler.restore(tmp_path / "a"), TREE)
+    assert handler.metadata(tmp_path / "a")["w"].dtype == np.float32
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_checkpoints_go_from_orbax_and_to_orbax(tmp_path: Path) -> None:
+    real = pytest.importorskip("orbax.checkpoint")
+    with real.StandardCheckpointer() as theirs, ocp.StandardCheckpointer(write="orbax") as ours:
+        theirs.save(tmp_path / "theirs", TREE)
+        theirs.wait_until_finished()
+        assert not tr.diff(ours.restore(tmp_path / "theirs", TREE), TREE)
+        got = ours.restore(tmp_path / "theirs")
+        assert isinstance(got["w"], jax.Array) and type(got["n"]) is int
+        ours.save(tmp_path / "ours", TREE)
+        ours.wait_until_finished()
+        assert not tr.diff(theirs.restore(tmp_path / "ours", TREE), TREE)
