@@ -44,6 +44,8 @@ def test_every_name_that_is_listed_exists() -> None:
         "utils",
     ):
         assert getattr(ocp, name).__doc__
+    assert ocp.type_handlers.ArrayRestoreArgs is ocp.ArrayRestoreArgs and ocp.checkpoint_manager.FileOptions
+    assert ocp.checkpoint_manager.DEFAULT_ITEM_NAME == "default"
     assert ocp.PLACEHOLDER is ... and ocp.SaveArgs and ocp.Checkpointer and ocp.args.Composite
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = ocp.Nothing

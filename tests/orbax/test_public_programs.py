@@ -1,8 +1,9 @@
 """Runs the checkpoint code of public programs with the adapter, and with Orbax.
 
 The files of a program are read from a snapshot: a git directory with the name `owner+name` in the folder that the
-environment variable `TREERING_PROGRAMS` names. Modules are imported from a fixed commit. For the adapter, each import of
-Orbax is changed as docs/migrate/orbax.md says. A driver calls the functions of the program as its training loop does.
+environment variable `TREERING_PROGRAMS` names. Modules are imported from a fixed commit. For the adapter, each import
+of Orbax is changed as docs/migrate/orbax.md says. A driver calls the functions of the program as its training loop
+does.
 """
 
 import collections
@@ -130,7 +131,7 @@ def trained(seed: int, steps: int) -> tuple[Net, nnx.Optimizer]:
     return model, optimizer
 
 
-# A driver saves with `saving`. Without it, in another process, it restores and yields pairs: what was found and expected.
+# A driver saves with `saving`. Without it, in another process, it restores, and yields what it found and expected.
 
 
 def openpi(load: Callable[[str], Any], folder: pathlib.Path, saving: bool) -> Iterator[Any]:
@@ -164,7 +165,7 @@ class State:
 
 
 def brax(load: Callable[[str], Any], folder: pathlib.Path, saving: bool) -> Iterator[Any]:
-    """A `PyTreeCheckpointer` for each call: `save_args` of Flax, metadata, and `RestoreArgs`; files beside it."""
+    """A `PyTreeCheckpointer` for each call: `save_args` of Flax, metadata, and `RestoreArgs`; a file next to it."""
     checkpoint, statistics = load("brax.training.checkpoint"), load("brax.training.acme.running_statistics")
     ppo, array = load("brax.training.agents.ppo.networks"), load("brax.training.acme.specs").Array
     config = checkpoint.network_config(4, 2, True, ppo.make_ppo_networks)
@@ -202,7 +203,7 @@ def jax_measure_transport(load: Callable[[str], Any], folder: pathlib.Path, savi
 
 
 def flatdino(load: Callable[[str], Any], folder: pathlib.Path, saving: bool) -> Iterator[Any]:
-    """`best_fn` and metrics; a `Composite` with JSON and a Grain iterator; `item_names`, and managers that read only."""
+    """`best_fn` and metrics, a `Composite` with JSON and a Grain iterator, `item_names`, managers that only read."""
     train, distributed = load("flatdino.train"), load("flatdino.distributed")
     jax.config.update("jax_compilation_cache_dir", None)  # The program chose one outside of the test's folder.
     model, optimizer = trained(2, 3)
@@ -241,13 +242,19 @@ class Config:
     name: str = "small"
 
 
+class Pair(NamedTuple):
+    """The items of kauldron."""
+
+    net: Any
+    timer: Any
+
+
 def kauldron(load: Callable[[str], Any], folder: pathlib.Path, saving: bool) -> Iterator[Any]:
     """Items that make their handlers and arguments, and an evaluator that waits for steps."""
     lazy, items = load("kauldron.checkpoints.lazy_checkpoint_manager"), load("kauldron.checkpoints.checkpoint_items")
     fields = {"__annotations__": {"w": Any, "n": Any}}
     item = struct.dataclass(type("Item", (items.StandardCheckpointItem,), fields))
-    pair = NamedTuple("pair", [("net", Any), ("timer", Any)])
-    both = type("Both", (pair, items.TopLevelCheckpointItem), {"DEFAULT_ITEM": "net"})
+    both = type("Both", (Pair, items.TopLevelCheckpointItem), {"DEFAULT_ITEM": "net"})
     state = both(item(w=jnp.arange(6.0).reshape(2, 3), n=jnp.int32(3)), item(w=jnp.ones(2), n=jnp.int32(1)))
     options = lazy.ocp.CheckpointManagerOptions(
         save_interval_steps=2,

@@ -74,7 +74,7 @@ def restore_by(
     template: makes the template of a leaf of `item` (or of an entry) and the entry at its path.
     """
     source = part._source
-    item = structure_of(source) if item is None else flax.unshare(item)
+    item = structure_of(source) if item is None else flax.unshare(item, objects=False)
     flat = walk.flatten_tree(item)
     entries = variable_levels.rename_to_tree(flat, source.entries)
     made = [
