@@ -65,7 +65,7 @@ def tune(pretrained: pathlib.Path, tuned: pathlib.Path, steps: int) -> None:
     @jax.jit
     def train_step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
-            logits = Net(classes=3).apply({"params": params}, x)
+            logits: Any = Net(classes=3).apply({"params": params}, x)
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(params)
