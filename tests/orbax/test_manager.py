@@ -144,6 +144,18 @@ def test_policies_decide_what_is_saved(tmp_path: Path) -> None:
         assert save(ours, 2) == [False]
 
 
+def test_a_save_that_ends_while_the_steps_are_listed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with manager(tmp_path, should_save_fn=lambda step, latest: latest is None) as ours:
+        save(ours, 1)
+
+        def listed_before_the_commit() -> list[Any]:
+            ours._run.wait()
+            return []
+
+        monkeypatch.setattr(ours._run, "infos", listed_before_the_commit)
+        assert not ours.should_save(2)
+
+
 def test_the_newest_step_is_never_deleted(tmp_path: Path) -> None:
     """Deliberately not as in Orbax: also if it is not among the best, and with `max_to_keep=0`."""
     with manager(tmp_path / "best", max_to_keep=1, best_fn=lambda metrics: metrics["acc"]) as ours:

@@ -141,9 +141,10 @@ class CheckpointManager:
 
     def _infos(self) -> list[preservation.CheckpointInfo]:
         """Returns the valid steps and the one that is being saved, ascending."""
+        begun = self._last_begun if self._run.is_saving else None  # asked first: the save may end before the listing
         infos = {one.step: one for one in self._run.infos()}
-        if self._last_begun is not None and self._run.is_saving:
-            infos[self._last_begun.step] = self._last_begun
+        if begun is not None:
+            infos[begun.step] = begun
         return sorted(infos.values(), key=lambda one: one.step)
 
     def is_saving_in_progress(self) -> bool:

@@ -28,6 +28,7 @@ _INSTEAD = {
     "partial": "save the entire tree at once, or each part as a checkpointable",
     "delete": "delete the directory, or Checkpointer.delete(step)",
     "delete_async": "delete the directory, or Checkpointer.delete(step)",
+    "cancel": "a save that has begun is finished; Checkpointer.delete(step) deletes it then",
     "load_async": "use load",
     "load_checkpointables_async": "use load_checkpointables",
     "merge": "merge the dicts before the save",

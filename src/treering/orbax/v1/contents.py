@@ -9,12 +9,12 @@ from ..._core.leaf_paths import join_names
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
-from ...formats.orbax.schema import CHECKPOINT, read_checkpoint_metadata
 from .. import item_restore
 from .context import Context
 from .errors import InvalidLayoutError, NoCheckpointableError
 from .options import CheckpointLayout
-from .own_files import class_of_handler
+from .own_files import HANDLER, class_of_handler
+from .own_items import own_items
 from .saving import STATE
 
 _TREE_NAMES = (STATE, "pytree", "AUTO", item_restore.DEFAULT_ITEM, None)  # names of a tree without a name
@@ -42,13 +42,13 @@ class Contents:
         self.path = stores.absolute_run(path)
         safetensors = context.checkpoint_layout is CheckpointLayout.SAFETENSORS
         self.ckpt: Checkpoint | None = None
-        self._own: dict[str, str] = {}  # the items of Orbax's format that a handler of the program's wrote
+        self._own: dict[str, str | None] = {}  # the items of Orbax's format that handlers of programs wrote
         try:
             self.ckpt = open_checkpoint(self.path, format="safetensors" if safetensors else None)
         except NotFoundError as error:
             raise InvalidLayoutError(str(error)) from None
         except UnsupportedError as error:
-            self._own = self._own_items()
+            self._own = own_items(self.path, None)
             if not self._own:
                 raise InvalidLayoutError(str(error)) from error
         else:
@@ -60,23 +60,8 @@ class Contents:
                 )
             if self.ckpt.step is not None and posixpath.dirname(self.ckpt.path) == self.path and not safetensors:
                 raise InvalidLayoutError(f"{self.path}: expected a checkpoint, found a run; give the path of a step")
-            self._own = self._own_items() if self.ckpt.format == "orbax" else {}
+            self._own = own_items(self.path, self.ckpt) if self.ckpt.format == "orbax" else {}
         self._names = None if self.ckpt is None else item_restore.item_names(self.ckpt)
-
-    def _own_items(self) -> dict[str, str]:
-        """Returns the names of the items that Treering does not read, and the classes of their handlers."""
-        store = stores.get(self.path)
-        if store.stat(posixpath.join(self.path, CHECKPOINT)) is None:
-            return {}
-        found = read_checkpoint_metadata(store, self.path)
-        handlers = found.get("item_handlers") if isinstance(found, dict) else None
-        known = (
-            ()
-            if self.ckpt is None
-            else item_restore.item_names(self.ckpt) or (getattr(self.ckpt._source, "level", ""),)
-        )
-        rest = {name: str(one) for name, one in handlers.items()} if isinstance(handlers, dict) else {}
-        return {name: one for name, one in rest.items() if name not in known and name not in ("metrics", "descriptor")}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,11 +83,11 @@ class Contents:
         return self._typed(item_restore.part_of(self.ckpt, name))
 
     def tree_name(self) -> str:
-        """Returns the name of the tree that a load without a name takes: `state`, `pytree`, or the first one.
+        """Returns the name of the tree that a load without a name takes: `state`, or the first one.
 
         Raises `InvalidLayoutError` if there is no tree.
         """
-        for name in (STATE, "pytree", *sorted(self.names)):
+        for name in (STATE, *sorted(self.names)):
             if name in self.names and self.part(name).tree is not None:
                 return name
         raise InvalidLayoutError(f"{self.path}: expected a tree, found {join_names(self.names)}")
@@ -110,7 +95,7 @@ class Contents:
     def _typed(self, part: Checkpoint) -> Part:
         if not item_restore.is_files(part):
             return Part(tree=part)
-        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == ".handler"}))
+        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
 
 
 def tree_part(contents: Contents, name: Any) -> Checkpoint:

@@ -13,7 +13,10 @@ from ..items import format_options
 from ..run import as_path
 from . import options
 
-_current: contextvars.ContextVar["Context | None"] = contextvars.ContextVar("treering_orbax_context", default=None)
+# the contexts that are entered, the innermost last, each with the options that were frozen before; apart by thread
+_entered: contextvars.ContextVar[tuple[tuple["Context", frozenset[int]], ...]] = contextvars.ContextVar(
+    "treering_orbax_contexts", default=()
+)
 _KINDS = {  # the attributes of a context, and the classes of their options
     "pytree": options.PyTreeOptions,
     "array": options.ArrayOptions,
@@ -30,6 +33,7 @@ _KINDS = {  # the attributes of a context, and the classes of their options
 _HONORED = frozenset(
     (
         "pytree.loading.partial_load",
+        "array.loading.enable_padding_and_truncation",
         "array.saving.storage_options.dtype",
         "array.saving.scoped_storage_options_creator",
         "asynchronous.post_finalization_callback",
@@ -95,24 +99,24 @@ class Context:
         self.checkpoint_layout = layout  # type: ignore[assignment]
         self.write = write if write is not None or context is None else context.write
         format_options(self.write, several=False)  # An unknown format fails here.
-        self._tokens: list[Any] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _KINDS:
             raise AttributeError(f"{name}: expected its options to be set one by one, found an assignment")
-        if id(self) in options.frozen.get() and not name.startswith("_"):
+        if id(self) in options.frozen.get():
             raise RuntimeError(f"{name}: expected options to be set before `with context:`, found a context in use")
         self.__dict__[name] = _layout(value) if name == "checkpoint_layout" else value
 
     def __enter__(self) -> Self:
-        ids = frozenset([id(self), *(id(owner) for _, owner in _owners(self))])
-        self._tokens.append((_current.set(self), options.frozen.set(options.frozen.get() | ids)))
+        before = options.frozen.get()
+        _entered.set((*_entered.get(), (self, before)))
+        options.frozen.set(before | {id(self), *(id(owner) for _, owner in _owners(self))})
         return self
 
     def __exit__(self, *error: object) -> None:
-        current, frozen = self._tokens.pop()
-        options.frozen.reset(frozen)
-        _current.reset(current)
+        *outer, (_, before) = _entered.get()
+        _entered.set(tuple(outer))
+        options.frozen.set(before)
 
     def path(self, path: Any) -> Any:
         """Returns a path of the class that the options say."""
@@ -134,7 +138,8 @@ class Context:
 
 def get_context(default: Context | None = None) -> Context:
     """Returns the context that is entered, or else `default`, or one with the default options."""
-    return _current.get() or default or Context()
+    entered = _entered.get()
+    return entered[-1][0] if entered else default or Context()
 
 
 def _copied(given: Any) -> Any:

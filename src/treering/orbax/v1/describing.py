@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ... import stores
 from ..._core import dtypes
 from ..._core.entries import ArrayEntry, Entry, check_readable
 from ..._core.source import Source
@@ -79,11 +80,13 @@ def is_orbax_checkpoint(path: Path) -> bool:
 def _described(contents: Contents, context: Context, found: Any) -> CheckpointMetadata[Any]:
     ckpt = contents.ckpt
     created = as_nanoseconds(None if ckpt is None else ckpt.created)
+    # Some formats record no time. Then the commit is the last change of the file.
+    there = stores.get(contents.path).stat(contents.path) if created is None else None
     return CheckpointMetadata(
         context.path(contents.path),
         metadata=found,
         init_timestamp_nsecs=created,
-        commit_timestamp_nsecs=created,
+        commit_timestamp_nsecs=created if there is None else int(there.modified * 1e9),
         custom_metadata=None if ckpt is None else ckpt.metadata,
     )
 

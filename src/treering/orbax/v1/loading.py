@@ -25,7 +25,7 @@ def load(path: Path, abstract_state: Any = None, *, checkpointable_name: str | N
 
     abstract_state: a tree of arrays, `jax.ShapeDtypeStruct`, types of numbers, or metadata, which says the structure,
         the dtypes and the places of the result. Without it the result is nested dicts and lists, as they were saved.
-    checkpointable_name: the name of the tree; by default `state`, `pytree`, or the first one.
+    checkpointable_name: the name of the tree; by default `state`, or the first one.
 
     Raises `InvalidLayoutError` (a `FileNotFoundError` and a `ValueError`) if there is no such tree, and the errors of
     `treering.restore`.

@@ -69,7 +69,7 @@ class PyTreeOptions(Options):
 
 @dataclasses.dataclass(kw_only=True)
 class ArrayOptions(Options):
-    """Options of arrays. The dtypes of `saving` are honored. Arrays are never cut or padded."""
+    """Options of arrays, of which those described below are honored."""
 
     @dataclasses.dataclass(kw_only=True)
     class Saving(Options):
@@ -100,7 +100,7 @@ class ArrayOptions(Options):
 
     @dataclasses.dataclass(kw_only=True)
     class Loading(Options):
-        """Options of loads, without effect."""
+        """`enable_padding_and_truncation` gives arrays the shapes of the abstract tree. The others have no effect."""
 
         @dataclasses.dataclass(kw_only=True)
         class LoadAndBroadcastOptions(Options):

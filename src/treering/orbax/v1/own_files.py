@@ -16,11 +16,11 @@ from .. import handler_files, nodes
 from .protocols import StatefulCheckpointable
 from .registry import typestr
 
-_HANDLER = ".handler"  # the file with the name of the class that wrote the others
+HANDLER = ".handler"  # the file with the name of the class that wrote the others
 
 
 class Directory:
-    """A directory that a handler saves into. It exists already."""
+    """A directory that a handler saves into, which exists already, or a path in it."""
 
     def __init__(self, path: Any):
         self.path = path
@@ -35,7 +35,6 @@ class Directory:
 
     async def await_creation(self) -> Any:
         """Returns the path."""
-        self.path.mkdir(parents=True, exist_ok=True)
         return self.path
 
 
@@ -48,19 +47,19 @@ def save_files(value: Any, handler: Any) -> nodes.HandlerFiles:
         run(lambda: saver.save(directory) if handler is None else saver.save(directory, value))
         found = handler_files.files_in(folder)
     if handler is not None:
-        found[_HANDLER] = np.frombuffer(typestr(handler).encode(), np.uint8)
+        found[HANDLER] = np.frombuffer(typestr(handler).encode(), np.uint8)
     return nodes.handler_files(found)
 
 
 def class_of_handler(files: Mapping[str, Any]) -> str | None:
     """Returns the name of the class of the handler that wrote files, None for an object that saved itself."""
-    return np.asarray(files[_HANDLER]).tobytes().decode() if _HANDLER in files else None
+    return np.asarray(files[HANDLER]).tobytes().decode() if HANDLER in files else None
 
 
 def load_files(files: Mapping[str, Any], handler: Any, abstract: Any) -> Any:
     """Returns what a handler, or an object itself, loads from files."""
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
-        handler_files.write_files({name: one for name, one in files.items() if name != _HANDLER}, folder)
+        handler_files.write_files({name: one for name, one in files.items() if name != HANDLER}, folder)
         return load_directory(handler_files.path_object(folder), handler, abstract)
 
 
@@ -81,7 +80,7 @@ def load_directory(directory: Any, handler: Any, abstract: Any) -> Any:
 def metadata_of_files(files: Mapping[str, Any], handler: Any) -> Any:
     """Returns what a handler says about files."""
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
-        handler_files.write_files({name: one for name, one in files.items() if name != _HANDLER}, folder)
+        handler_files.write_files({name: one for name, one in files.items() if name != HANDLER}, folder)
         return run(lambda: handler.metadata(handler_files.path_object(folder)))
 
 

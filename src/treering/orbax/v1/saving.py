@@ -86,9 +86,8 @@ def deprecated(name: str) -> None:
 
 
 def save_tree_at(path: Any, tree: Any, context: Context | None = None) -> None:
-    """Saves a tree into an empty directory, for the handler of trees."""
-    context = context or get_context()
-    save_now(path, tree_to_save(tree, context), **items.format_options(context.write, several=False))
+    """Saves a tree into a directory that exists, for the handler of trees. Only Treering's own format can do that."""
+    save_now(path, tree_to_save(tree, context or get_context()), overwrite=True)
 
 
 def _start(
@@ -97,7 +96,8 @@ def _start(
     context = get_context().check()
     if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
         raise UnsupportedValueError(f"{path}: checkpoint_layout=SAFETENSORS is for loads; use treering.save")
-    tree = tree_of(checkpointables, context)
+    for_orbax = bool(items.format_options(context.write, several=True))
+    tree = tree_of(checkpointables, context, for_orbax=for_orbax)
     options = items.format_options(context.write, several=isinstance(tree, nodes.Composite))
     callback = context.asynchronous.post_finalization_callback
     if (limit := context.memory.write_concurrent_bytes) is not None:
@@ -130,28 +130,31 @@ def check_names(checkpointables: Any) -> dict[str, Any]:
     return checkpointables
 
 
-def tree_of(checkpointables: Mapping[str, Any], context: Context) -> Any:
+def tree_of(checkpointables: Mapping[str, Any], context: Context, *, for_orbax: bool) -> Any:
     """Returns the tree that has checkpointables: the tree `state` itself if that is the only one, or a `Composite`.
+
+    for_orbax: the tree is saved in the format of Orbax, which has the states of iterators as files.
 
     Raises `NoEntryError` for an object that nothing can save.
     """
     if wrong := [name for name, value in checkpointables.items() if value is None]:
         raise MismatchError(f"{wrong[0]}: expected an object to save, found None")
-    made = {name: _part(name, value, context) for name, value in checkpointables.items()}
+    made = {name: _part(name, value, context, for_orbax) for name, value in checkpointables.items()}
     only = made.get(STATE)
     return (
         only if len(made) == 1 and STATE in made and not isinstance(only, nodes.HandlerFiles) else nodes.composite(made)
     )
 
 
-def _part(name: str, value: Any, context: Context) -> Any:
+def _part(name: str, value: Any, context: Context, for_orbax: bool) -> Any:
     handler = registry.handler_to_save(context.checkpointables.registry, name, value)
     if handler is not None:
         return own_files.save_files(value, handler)
-    if iterators.is_iterator(type(value)):
-        return value
-    if isinstance(value, StatefulCheckpointable):
+    is_iterator = iterators.is_iterator(type(value))
+    if isinstance(value, StatefulCheckpointable) and (for_orbax or not is_iterator):
         return own_files.save_files(value, None)
+    if is_iterator:
+        return value
     if name != STATE and (reason := unsupported_leaf(value)):
         raise NoEntryError(
             f"{name}: expected a tree, an iterator, or an object with a registered handler, found {reason}; see "

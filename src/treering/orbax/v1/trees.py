@@ -7,12 +7,14 @@ import numpy as np
 
 from ..._core.entries import ArrayEntry, Entry
 from ..._pytree import leaves as _leaves
+from ..._pytree import walk
 from ..._restore.checkpoint import Checkpoint
 from ...errors import MismatchError, UnsupportedError
 from .. import items, tree_restore
 from ..arguments import PyTreeSave
 from ..errors import UnsupportedValueError
-from ..leaf_templates import LeafTemplate, Leaves
+from ..leaf_templates import Leaves
+from ..resizing import LeafTemplate, host_template, is_resized, resized
 from ..restore_args import RestoreArgs, SaveArgs
 from .context import Context
 from .metadata_types import ArrayMetadata
@@ -37,6 +39,9 @@ def tree_to_save(tree: Any, context: Context) -> Any:
         raise MismatchError("state: expected a tree to save, found None")
     if reason := unsupported_leaf(tree):
         raise UnsupportedValueError(f"state: expected leaves that can be saved, found {reason}")
+    flat = walk.flatten_tree(tree)
+    if not flat.leaves and len(flat.skeleton) == 1:
+        raise MismatchError("state: expected a tree to save, found an empty one")
     saving = context.array.saving
     general, scoped = saving.storage_options.dtype, saving.scoped_storage_options_creator
     if general is None and scoped is None:
@@ -62,13 +67,16 @@ def load_tree(part: Checkpoint, abstract: Any, context: Context) -> Any:
     """
     if abstract is None:
         return tree_restore.restore_as_saved(part)
-    leaves = Leaves(part._source)
+    strict = not context.array.loading.enable_padding_and_truncation
+    leaves = Leaves(part._source, strict=strict)
 
     def template(path: str, leaf: Any, entry: Entry) -> LeafTemplate:
         if isinstance(leaf, type):
             kind = jax.Array if leaf is jax.ShapeDtypeStruct else leaf
             return leaves.by_args(entry, entry, RestoreArgs(restore_type=kind))
         if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None and isinstance(entry, ArrayEntry):
+            if not strict and is_resized(entry, leaf.shape):
+                return resized(entry, leaf.shape, leaf.dtype, None, on_host=False)
             return LeafTemplate(leaf)  # a JAX array, also if a NumPy array was saved
         return leaves.like(leaf, entry)
 
@@ -87,5 +95,5 @@ def _standard_leaf(leaf: Any) -> Any:
     if has_shape and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         if getattr(leaf, "sharding", None) is not None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # It takes no memory.
+        return host_template(tuple(leaf.shape), np.dtype(leaf.dtype))
     return leaf

@@ -1,9 +1,9 @@
 """The names of the steps of a run."""
 
-import dataclasses
 import re
 from typing import Any, Protocol
 
+from ...step import StandardNameFormat
 from ...unsupported import refused
 
 
@@ -13,20 +13,6 @@ class NameFormat(Protocol):
     def build_name(self, step: int) -> str:
         """Returns the name of the directory of a step."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class StandardNameFormat:
-    """Names steps ``3``, ``0003`` or ``ckpt_3``."""
-
-    step_prefix: str | None = None
-    step_format_fixed_length: int | None = None
-    single_host_load_and_broadcast: bool = False
-
-    def build_name(self, step: int) -> str:
-        """Returns the name of the directory of a step."""
-        digits = str(step).zfill(self.step_format_fixed_length or 1)
-        return f"{self.step_prefix}_{digits}" if self.step_prefix else digits
 
 
 def standard_name_format(

@@ -22,7 +22,7 @@ class CheckpointableItems(ManagerItems):
 
     def tree(self, args: Any, *, for_orbax: bool) -> Any:
         """Returns the tree of checkpointables."""
-        tree = saving.tree_of(args, get_context(self.context))
+        tree = saving.tree_of(args, get_context(self.context), for_orbax=for_orbax)
         if for_orbax and not isinstance(tree, nodes.Composite):
             return nodes.composite({saving.STATE: tree})  # Orbax finds a step's tree by this name only.
         return tree

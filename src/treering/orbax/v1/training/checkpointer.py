@@ -1,11 +1,11 @@
 """`Checkpointer`, with the calls of version 1: saves the steps of a run, keeps some of them, and loads them."""
 
-import datetime
 import os
 import time
 from collections.abc import Mapping
 from typing import Any, Self
 
+from ...errors import UnsupportedValueError
 from ...hints import warn_unused
 from ...manager import CheckpointManager
 from ...manager_options import AsyncOptions, CheckpointManagerOptions
@@ -17,21 +17,17 @@ from ...save_decisions import (
     PreemptionCheckpointingPolicy,
     SaveDecisionPolicy,
 )
+from ...unsupported import error as unsupported
 from ..context import Context, get_context
-from ..describing import checkpointables_metadata, metadata
-from ..loading import load, load_checkpointables
-from ..metadata_types import as_nanoseconds
 from ..path.step import as_standard
 from ..responses import AsyncResponse
 from ..saving import STATE, check_names, deprecated
 from .checkpointables import CheckpointableItems
-from .errors import StepAlreadyExistsError, StepNotFoundError
-from .metadata import CheckpointMetadata, RootMetadata
-
-Step = int | CheckpointMetadata[Any] | None
+from .errors import StepAlreadyExistsError
+from .step_reader import Step, StepReader, step_number
 
 
-class Checkpointer:
+class Checkpointer(StepReader):
     """Saves the steps of a run, keeps those that are wanted, and loads them.
 
     context: the options of all calls, unless a context is entered; by default the context that is entered now.
@@ -56,9 +52,9 @@ class Checkpointer:
         cleanup_tmp_directories: bool = False,
         lightweight_initialize: bool = False,
     ):
-        self._context = Context(context or get_context()).check()
-        warn_unused("Checkpointer", write_concurrent_bytes=(self._context.memory.write_concurrent_bytes, None))
-        callback = self._context.asynchronous.post_finalization_callback
+        context = Context(context or get_context()).check()
+        warn_unused("Checkpointer", write_concurrent_bytes=(context.memory.write_concurrent_bytes, None))
+        callback = context.asynchronous.post_finalization_callback
         options = CheckpointManagerOptions(
             save_decision_policy=save_decision_policy
             or AnySavePolicy([InitialSavePolicy(), ContinuousCheckpointingPolicy(), PreemptionCheckpointingPolicy()]),
@@ -68,45 +64,13 @@ class Checkpointer:
             lightweight_initialize=lightweight_initialize,
             async_options=AsyncOptions(post_finalization_callback=callback),
         )
-        self._manager = CheckpointManager(
-            directory, options=options, metadata=custom_metadata, write=self._context.write
-        )
-        self._items = self._manager._items = CheckpointableItems(self._context)
-        self._run = self._manager._run
-        self._known: list[CheckpointMetadata[None]] | None = None  # read from the directory, and what saves add
-        self._under_way: CheckpointMetadata[None] | None = None
-
-    @property
-    def directory(self) -> Any:
-        """The directory of the run, as a path."""
-        return self._context.path(self._run.directory)
-
-    @property
-    def latest(self) -> CheckpointMetadata[None] | None:
-        """The newest of `checkpoints`, or None."""
-        return self.checkpoints[-1] if self.checkpoints else None
-
-    @property
-    def checkpoints(self) -> list[CheckpointMetadata[None]]:
-        """The steps of the run and the one that is being saved, ascending. `reload` and saves read them again."""
-        if self._known is None or self._under_way is not None:
-            if not self._run.is_saving:
-                self._under_way = None
-            self._known = [self._described(one.step, one.time, one.metrics) for one in self._run.infos()]
-        under_way = self._under_way
-        if under_way is None or any(one.step == under_way.step for one in self._known):
-            return list(self._known)
-        return sorted([*self._known, under_way], key=lambda one: one.step)
-
-    def _described(self, step: int, when: datetime.datetime, metrics: Any) -> CheckpointMetadata[None]:
-        path = self._context.path(self._run.path(step))
-        return CheckpointMetadata(
-            step, path, metadata=None, metrics=metrics, commit_timestamp_nsecs=as_nanoseconds(when)
-        )
+        manager = CheckpointManager(directory, options=options, metadata=custom_metadata, write=context.write)
+        self._items = manager._items = CheckpointableItems(context)
+        super().__init__(manager, context)
 
     def should_save(self, step: Step) -> bool:
         """Returns True if `save` would save the step: it is newer than the newest, and the policy wants it."""
-        return self._manager.should_save(_number(step))
+        return self._manager.should_save(step_number(step))
 
     def save(self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> bool:
         """Saves a tree and waits; see `save_checkpointables_async`. Returns True if the step is saved."""
@@ -156,7 +120,7 @@ class Checkpointer:
                 self._run.save(step, tree, force=True, **given)
             elif not self._manager.save(step, metrics=metrics, force=force, args=args, custom_metadata=custom_metadata):
                 return None
-        self._under_way = self._described(step, datetime.datetime.now(datetime.UTC), metrics)
+        self._is_changing = True
         return AsyncResponse(self._wait)
 
     def _wait(self, timeout: float | None) -> bool:
@@ -168,67 +132,27 @@ class Checkpointer:
         self._manager.wait_until_finished()
         return True
 
-    def load(self, step: Step = None, abstract_state: Any = None, *, checkpointable_name: str = STATE) -> Any:
-        """Loads the tree of a step, by default the latest; see `treering.orbax.v1.load`.
+    def delete(self, step: Step, *, checkpointable_name: str | None = None, missing_ok: bool = False) -> bool:
+        """Deletes a step. Returns True if it existed.
 
-        Raises `StepNotFoundError`, which is a `FileNotFoundError`.
+        Raises `NotFoundError`, which is a `FileNotFoundError`, if it does not exist, unless `missing_ok`, and
+        `UnsupportedValueError` for a `checkpointable_name`.
         """
-        found = self._existing(step)
-        with get_context(self._context):
-            return load(found.path, abstract_state, checkpointable_name=checkpointable_name)
+        if checkpointable_name is not None:
+            raise UnsupportedValueError(f"checkpointable_name={checkpointable_name!r}: a step is deleted as a whole")
+        if missing_ok and step_number(step) not in self._manager.all_steps():
+            return False
+        self._manager.delete(step_number(step))
+        self._is_changing = True
+        return True
 
-    def load_checkpointables(self, step: Step = None, abstract_checkpointables: Any = None) -> dict[str, Any]:
-        """Loads checkpointables of a step, by default the latest; see `treering.orbax.v1.load_checkpointables`."""
-        found = self._existing(step)
-        with get_context(self._context):
-            return load_checkpointables(found.path, abstract_checkpointables)
+    def delete_async(self, step: Step, *, checkpointable_name: str | None = None, missing_ok: bool = False) -> Any:
+        """Is not supported. Raises `UnsupportedError`."""
+        raise unsupported("v1.training.Checkpointer.delete_async")
 
-    def load_async(self, step: Step = None, abstract_state: Any = None) -> Any:
-        """Is not supported, as in Orbax itself."""
-        raise NotImplementedError("load_async: not supported; use load")
-
-    def load_checkpointables_async(self, step: Step = None, abstract_checkpointables: Any = None) -> Any:
-        """Is not supported, as in Orbax itself."""
-        raise NotImplementedError("load_checkpointables_async: not supported; use load_checkpointables")
-
-    def metadata(self, step: Step = None) -> CheckpointMetadata[Any]:
-        """Returns the metadata of the tree of a step, by default the latest."""
-        return self._metadata(step, metadata)
-
-    def checkpointables_metadata(self, step: Step = None) -> CheckpointMetadata[dict[str, Any]]:
-        """Returns the metadata of the checkpointables of a step, by default the latest."""
-        return self._metadata(step, checkpointables_metadata)
-
-    def _metadata(self, step: Step, describe: Any) -> CheckpointMetadata[Any]:
-        found = self._existing(step)
-        with get_context(self._context):
-            about = vars(describe(found.path))
-        return CheckpointMetadata(found.step, metrics=found.metrics, **about)
-
-    def root_metadata(self) -> RootMetadata:
-        """Returns the metadata of the run."""
-        return RootMetadata(directory=self.directory, custom_metadata=self._manager.metadata().custom_metadata)
-
-    def _existing(self, step: Step) -> CheckpointMetadata[None]:
-        if step is None:
-            if self.latest is None:
-                raise StepNotFoundError(f"{self._run.directory}: expected a step, found none")
-            return self.latest
-        found = next((one for one in self.checkpoints if one.step == _number(step)), None)
-        if found is None:
-            steps = [one.step for one in self.checkpoints]
-            raise StepNotFoundError(f"{self._run.directory}: expected step {_number(step)}, found {steps}")
-        return found
-
-    def delete(self, step: Step) -> None:
-        """Deletes a step. Raises `NotFoundError`, which is a `FileNotFoundError`, if it does not exist."""
-        self._manager.delete(_number(step))
-        self._known = None
-
-    def reload(self) -> None:
-        """Reads the steps again, in case another process has changed the directory."""
-        self._manager.reload()
-        self._known = None
+    def cancel(self, step: Step = None) -> None:
+        """Is not supported. Raises `UnsupportedError`."""
+        raise unsupported("v1.training.Checkpointer.cancel")
 
     def is_saving_in_progress(self) -> bool:
         """Returns True while a save is running."""
@@ -257,22 +181,3 @@ class Checkpointer:
         """Does what `save_async` does. Deprecated."""
         deprecated("save_async")
         return self.save_async(*args, **kwargs)
-
-    def load_pytree(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what `load` does. Deprecated."""
-        deprecated("load")
-        return self.load(*args, **kwargs)
-
-    def load_pytree_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what `load_async` does. Deprecated."""
-        deprecated("load_async")
-        return self.load_async(*args, **kwargs)
-
-    def pytree_metadata(self, *args: Any, **kwargs: Any) -> CheckpointMetadata[Any]:
-        """Does what `metadata` does. Deprecated."""
-        deprecated("metadata")
-        return self.metadata(*args, **kwargs)
-
-
-def _number(step: Any) -> int:
-    return step.step if isinstance(step, CheckpointMetadata) else step

@@ -1,0 +1,648 @@
+"""Tests of `treering.orbax.v1`, with version 1 of real Orbax as the other party."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as real_v0
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import treering as tr
+import treering.orbax as v0
+from jobs import run_job
+from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
+from treering.orbax import v1 as ocp
+
+real: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Sharding info not provided"),
+]
+WRITES = pytest.mark.parametrize("write", ["treering", "orbax"])
+policies = ocp.training.save_decision_policies
+keeping = ocp.training.preservation_policies
+
+
+def tree(k: float = 1) -> dict[str, Any]:
+    return {
+        "w": jnp.arange(6.0).reshape(2, 3) * k,
+        "h": np.arange(3),
+        "n": 3,
+        "f": 2.5,
+        "s": "text",
+        "l": [jnp.int32(1)],
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert not tr.diff(found, expected)
+
+
+def shapes(of: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, of)
+
+
+def files(path: Path) -> dict[str, int]:
+    return {str(one.relative_to(path)): one.stat().st_mtime_ns for one in path.rglob("*")}
+
+
+# Names
+
+
+def test_the_import_is_light_and_has_both_names() -> None:
+    code = """
+import sys
+from treering.orbax import v1
+import treering.orbax.experimental.v1 as other
+import treering.orbax
+assert other is v1 is treering.orbax.v1 is treering.orbax.experimental.v1
+assert not {"jax", "numpy", "orbax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_exists() -> None:
+    """What is not supported raises one line when it is used."""
+    used = []
+    for name, value in vars(real).items():
+        if name.startswith("_") or name == "orbax":
+            continue
+        ours = getattr(ocp, name)
+        parts = [part for part in dir(value) if not part.startswith("_")] if isinstance(value, types.ModuleType) else []
+        used += [getattr(ours, part) for part in parts if part != "orbax"] or [ours]
+    refused = [one for one in used if type(one).__name__ == "_Refused"]
+    assert 5 < len(refused) < 15 and len(used) > 60
+    for one in refused:
+        with pytest.raises(UnsupportedError, match=r"^treering\.orbax\.v1\.\S+ is not supported"):
+            one("path", {})
+
+
+def test_methods_of_the_checkpointer_exist() -> None:
+    for name, value in vars(real.training.Checkpointer).items():
+        if inspect.isfunction(value) and not name.startswith("_"):
+            theirs = set(inspect.signature(value).parameters)
+            ours = inspect.signature(getattr(ocp.training.Checkpointer, name)).parameters
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in ours.values())
+            assert takes_any or theirs <= {*ours}, name
+
+
+# One tree
+
+
+@WRITES
+def test_a_tree_is_saved_and_loaded(tmp_path: Path, write: str) -> None:
+    with ocp.Context(write=write):
+        ocp.save(tmp_path / "a", tree(), custom_metadata={"by": "me"})
+    assert tr.open(tmp_path / "a").format == write
+    for abstract in (None, shapes(tree()), tree(), ocp.metadata(tmp_path / "a"), ocp.metadata(tmp_path / "a").metadata):
+        found = ocp.load(tmp_path / "a", abstract)
+        assert_same(found, tree())
+        assert isinstance(found["w"], jax.Array) and type(found["h"]) is np.ndarray and type(found["n"]) is int
+    assert_same(ocp.load(tmp_path / "a", checkpointable_name="state"), tree())
+    assert_same(ocp.load_checkpointables(tmp_path / "a")["state"], tree())
+    assert ocp.metadata(tmp_path / "a").custom_metadata == {"by": "me"}
+
+
+def test_orbax_reads_what_is_written_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREERING_ORBAX_WRITE", "orbax")
+    ocp.save(tmp_path / "a", tree())
+    ocp.save_checkpointables(tmp_path / "b", {"model": tree(), "numbers": {"n": 1}})
+    assert_same(real.load(tmp_path / "a", shapes(tree())), tree())
+    assert_same(real.load(tmp_path / "a"), tree())
+    assert_same(real.load_checkpointables(tmp_path / "b"), {"model": tree(), "numbers": {"n": 1}})
+
+
+def test_what_orbax_wrote_is_loaded(tmp_path: Path) -> None:
+    real.save(tmp_path / "a", tree(), custom_metadata={"by": "them"})
+    real.save_checkpointables(tmp_path / "b", {"other": tree(), "pytree": tree(2)})
+    assert_same(ocp.load(tmp_path / "a"), tree())
+    assert_same(ocp.load(tmp_path / "a", shapes(tree())), tree())
+    assert_same(ocp.load_checkpointables(tmp_path / "a"), real.load_checkpointables(tmp_path / "a"))
+    assert ocp.metadata(tmp_path / "a").custom_metadata == {"by": "them"}
+    assert_same(ocp.load_checkpointables(tmp_path / "b"), {"other": tree(), "pytree": tree(2)})
+    assert_same(ocp.load(tmp_path / "b"), real.load(tmp_path / "b"))
+    assert_same(ocp.load(tmp_path / "b", checkpointable_name="other"), tree())
+
+
+@WRITES
+def test_an_existing_path_is_refused_and_left_alone(tmp_path: Path, write: str) -> None:
+    with ocp.Context(write=write):
+        ocp.save(tmp_path / "a", tree())
+        before = files(tmp_path)
+        for call in (ocp.save, lambda *args: ocp.save_async(*args).result()):
+            with pytest.raises(ValueError, match="overwrite=True"):
+                call(tmp_path / "a", tree(2))
+        assert files(tmp_path) == before
+        ocp.save(tmp_path / "a", tree(2), overwrite=True)
+    assert_same(ocp.load(tmp_path / "a"), tree(2))
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    tr.save(tmp_path / "run/3", tree())
+    for path in (tmp_path / "nothing", tmp_path / "empty", tmp_path / "run"):
+        assert not ocp.is_orbax_checkpoint(path)
+        for call in (ocp.load, ocp.load_checkpointables, ocp.metadata, ocp.checkpointables_metadata):
+            with pytest.raises(FileNotFoundError) as caught:
+                call(path)
+            assert isinstance(caught.value, ocp.errors.InvalidLayoutError | ValueError)
+    assert ocp.is_orbax_checkpoint(tmp_path / "run/3")
+
+
+def test_an_abstract_tree_must_fit(tmp_path: Path) -> None:
+    ocp.save(tmp_path / "a", {"w": jnp.arange(6.0), "i": jnp.int32(2**20), "n": 3, "h": np.ones(2)})
+    fitting = ocp.metadata(tmp_path / "a").metadata
+    wrong = {
+        "missing": {name: fitting[name] for name in ("w", "n", "h")},
+        "extra": {**fitting, "x": jax.ShapeDtypeStruct((2,), "float32")},
+        "shape": {**fitting, "w": jax.ShapeDtypeStruct((8,), "float32")},
+        "loses values": {**fitting, "i": jax.ShapeDtypeStruct((), "int16")},
+        "another kind": {**fitting, "w": jax.ShapeDtypeStruct((6,), "int32")},
+    }
+    for abstract in wrong.values():
+        with pytest.raises(MismatchError, match="expected"):
+            ocp.load(tmp_path / "a", abstract)
+    found = ocp.load(tmp_path / "a", {**fitting, "w": ..., "n": int, "i": ocp.PLACEHOLDER, "h": np.ndarray})
+    assert found["w"] is ... and found["i"] is ... and found["n"] == 3 and type(found["h"]) is np.ndarray
+    cast = ocp.load(tmp_path / "a", {**fitting, "w": jax.ShapeDtypeStruct((6,), "bfloat16")})
+    assert cast["w"].dtype == "bfloat16"
+    with_options = ocp.Context()
+    with_options.pytree.loading.partial_load = True
+    with_options.array.loading.enable_padding_and_truncation = True
+    with with_options:
+        assert_same(ocp.load(tmp_path / "a", wrong["missing"]), {"w": jnp.arange(6.0), "n": 3, "h": np.ones(2)})
+        assert ocp.load(tmp_path / "a", wrong["shape"])["w"].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+
+
+def test_the_abstract_leaf_chooses_the_kind_and_the_place(tmp_path: Path) -> None:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x"))
+    placed = jax.device_put(jnp.arange(4), sharding)
+    tree = {"host": np.arange(4, dtype=np.int32), "device": placed, "key": jax.random.key(3), "weak": jnp.asarray(2.0)}
+    ocp.save(tmp_path / "a", tree)
+    about = ocp.metadata(tmp_path / "a").metadata
+    assert about["device"].sharding == sharding and not hasattr(about["host"], "sharding")
+    host = types.SimpleNamespace(shape=(4,), dtype=np.dtype(np.int32))
+    abstract = {**about, "host": jax.ShapeDtypeStruct((4,), "int32"), "device": host}
+    found = ocp.load(tmp_path / "a", abstract)
+    assert isinstance(found["host"], jax.Array) and type(found["device"]) is np.ndarray
+    assert found["weak"].weak_type
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(3))).all()
+    assert ocp.load(tmp_path / "a")["device"].sharding == sharding
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    for state in (None, {}, (), object(), {"a": {1, 2}}):
+        with pytest.raises(ValueError, match="state: expected"):
+            ocp.save(tmp_path / "a", state)
+    for given in (None, {}, {"": tree()}, {"metrics": tree()}, "text"):
+        with pytest.raises(ValueError, match="checkpointables"):
+            ocp.save_checkpointables(tmp_path / "a", given)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="register_handler"):
+        ocp.save_checkpointables(tmp_path / "a", {"fine": tree(), "odd": object()})
+    assert not list(tmp_path.iterdir())
+
+
+# Background saves
+
+
+def test_a_background_save_has_the_values_at_the_call(tmp_path: Path) -> None:
+    done, called = threading.Event(), []
+    context = ocp.Context()
+    context.asynchronous.post_finalization_callback = done.set
+    state = {"w": np.ones(4)}
+    with context:
+        response = ocp.save_async(tmp_path / "a", state)
+        state["w"][:] = 7
+        assert response.result() is None
+        assert done.wait(10)
+    both = threading.Event()
+    ocp.save_checkpointables_async(tmp_path / "b", {"x": state}).on_complete(
+        lambda got: (called.append(got), both.set())
+    )
+    assert both.wait(10) and called == [None]
+    assert_same(ocp.load(tmp_path / "a"), {"w": np.ones(4)})
+
+
+# Options
+
+
+def test_the_dtype_of_storage_is_honored(tmp_path: Path) -> None:
+    context = ocp.Context()
+    context.array.saving.storage_options.dtype = jnp.bfloat16
+    context.array.saving.scoped_storage_options_creator = lambda path, leaf: (
+        ocp.options.ArrayOptions.Saving.StorageOptions(dtype=np.float16) if "small" in str(path) else None
+    )
+    with context:
+        ocp.save(tmp_path / "a", {"small": jnp.ones(2), "rest": np.ones(2, np.float32)})
+    found = ocp.load(tmp_path / "a")
+    assert (found["small"].dtype, found["rest"].dtype) == (np.float16, jnp.bfloat16)
+
+
+def test_no_option_is_ignored_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    refused = {
+        "multiprocessing": {"primary_host": 1},
+        "file": {"path_permission_mode": 0o700},
+        "pathways": {"checkpointing_impl": "x"},
+        "memory": {"is_prioritized_key_fn": print},
+    }
+    for group, options in refused.items():
+        context = ocp.Context()
+        for name, value in options.items():
+            setattr(getattr(context, group), name, value)
+        with context, pytest.raises(UnsupportedError, match=f"{group}.{next(iter(options))}"):
+            ocp.save(tmp_path / "a", tree())
+    context = ocp.Context()
+    context.array.saving.use_zarr3 = False
+    context.array.saving.scoped_storage_options_creator = lambda path, leaf: None
+    with caplog.at_level(logging.WARNING), context:
+        ocp.save(tmp_path / "a", tree())
+    assert "array.saving.use_zarr3= has no effect" in caplog.text and "scoped" not in caplog.text
+    with pytest.raises(TypeError, match="expected one of"):
+        ocp.Context(arrays_options=None)
+    with pytest.raises(MismatchError, match="write="):
+        ocp.Context(write="zarr")
+
+
+def test_a_context_in_use_cannot_be_changed() -> None:
+    outer = ocp.Context(checkpoint_layout="safetensors", write="orbax")
+    outer.pytree.loading.partial_load = True
+    inner = ocp.Context(outer)
+    inner.pytree.loading.partial_load = False
+    assert outer.pytree.loading.partial_load and inner.write == "orbax"
+    assert inner.checkpoint_layout is ocp.options.CheckpointLayout.SAFETENSORS
+    with outer:
+        inner.array.saving.use_ocdbt = False
+        for change in (
+            lambda: setattr(outer.pytree.loading, "partial_load", False),
+            lambda: setattr(outer.pytree, "loading", None),
+            lambda: setattr(outer, "write", None),
+        ):
+            with pytest.raises(RuntimeError, match="in use"):
+                change()
+    outer.write = None
+
+
+def test_safetensors_are_loaded_on_request(tmp_path: Path) -> None:
+    tr.save(tmp_path / "a.safetensors", {"w": np.ones(3)})
+    with pytest.raises(ocp.errors.InvalidLayoutError, match="checkpoint_layout='auto'"):
+        ocp.load(tmp_path / "a.safetensors")
+    for layout in ("safetensors", "auto"):
+        with ocp.Context(checkpoint_layout=layout):
+            assert_same(ocp.load(tmp_path / "a.safetensors"), {"w": np.ones(3)})
+            about = ocp.metadata(tmp_path / "a.safetensors")
+            assert about.commit_timestamp is not None and about.metadata["w"].shape == (3,)
+    with ocp.Context(checkpoint_layout="safetensors"), pytest.raises(UnsupportedError, match=r"treering\.save"):
+        ocp.save(tmp_path / "b", tree())
+
+
+# Checkpointables
+
+
+@dataclasses.dataclass
+class Note:
+    text: str
+
+
+class AbstractNote:
+    pass
+
+
+class NoteHandler:
+    """A handler as programs write them for Orbax."""
+
+    async def save(self, directory: Any, checkpointable: Note) -> Awaitable[None]:
+        async def write() -> None:
+            path = await directory.await_creation()
+            (path / "note.json").write_text(json.dumps(checkpointable.text))
+
+        return write()
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Note]:
+        async def read() -> Note:
+            return Note(json.loads((directory / "note.json").read_text()))
+
+        return read()
+
+    async def metadata(self, directory: Any) -> AbstractNote:
+        return AbstractNote()
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, Note)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        return isinstance(abstract_checkpointable, AbstractNote)
+
+
+class Counter:
+    """An object that saves itself."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        async def write() -> None:
+            ((await directory.await_creation()) / "value").write_text(str(self.value))
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        async def read() -> None:
+            self.value = int((directory / "value").read_text())
+
+        return read()
+
+
+@contextlib.contextmanager
+def registered(module: Any, name: str | None = None, **options: Any) -> Any:
+    context = module.Context(**options)
+    registry = module.handlers.local_registry()
+    registry.add(NoteHandler, checkpointable_name=name)
+    context.checkpointables.registry = registry
+    with context:
+        yield
+
+
+@WRITES
+def test_checkpointables_of_ones_own(tmp_path: Path, write: str) -> None:
+    given = {"model": tree(), "note": Note("hi"), "counter": Counter(5)}
+    with registered(ocp, write=write):
+        ocp.save_checkpointables(tmp_path / "a", given)
+        for abstract in (None, AbstractNote()):
+            counter = Counter(0)
+            found = ocp.load_checkpointables(tmp_path / "a", {"note": abstract, "counter": counter})
+            assert found == {"note": Note("hi"), "counter": counter} and counter.value == 5
+        about = ocp.checkpointables_metadata(tmp_path / "a").metadata
+        assert (
+            isinstance(about["note"], AbstractNote) and about["counter"] is None and set(about["model"]) == set(tree())
+        )
+        with pytest.raises(KeyError, match="'other'"):
+            ocp.load_checkpointables(tmp_path / "a", {"other": None})
+        with pytest.raises(ValueError, match="the object that loads"):
+            ocp.load_checkpointables(tmp_path / "a", {"counter": None})
+    with pytest.raises(KeyError, match=r"handler such as .*NoteHandler"):
+        ocp.load_checkpointables(tmp_path / "a", {"note": None})
+    assert_same(ocp.load(tmp_path / "a"), tree())
+    with registered(ocp, "note"):
+        assert ocp.load_checkpointables(tmp_path / "a", {"note": None}) == {"note": Note("hi")}
+
+
+def test_checkpointables_go_to_orbax_and_back(tmp_path: Path) -> None:
+    given = {"model": tree(), "note": Note("hi"), "counter": Counter(5)}
+    with registered(ocp, "note", write="orbax"):
+        ocp.save_checkpointables(tmp_path / "ours", given)
+    with registered(real, "note"):
+        real.save_checkpointables(tmp_path / "theirs", given)
+        counter = Counter(0)
+        found = real.load_checkpointables(tmp_path / "ours", {"note": None, "counter": counter, "model": None})
+        assert found["note"] == Note("hi") and counter.value == 5
+        assert_same(found["model"], tree())
+    with registered(ocp):
+        counter = Counter(0)
+        found = ocp.load_checkpointables(tmp_path / "theirs", {"note": None, "counter": counter, "model": None})
+        assert found["note"] == Note("hi") and counter.value == 5
+        assert_same(found["model"], tree())
+
+
+class Both(NoteHandler):
+    """A handler that lets the handler of trees save a part."""
+
+    async def save(self, directory: Any, checkpointable: Note) -> Awaitable[None]:
+        return await ocp.handlers.PyTreeHandler().save(directory, {"text": checkpointable.text, "w": jnp.ones(2)})
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Note]:
+        async def read() -> Note:
+            loaded = await ocp.handlers.PyTreeHandler().load(directory, {"text": str, "w": ...})
+            return Note((await loaded)["text"])
+
+        return read()
+
+
+@WRITES
+def test_a_handler_may_use_the_handler_of_trees(tmp_path: Path, write: str) -> None:
+    context = ocp.Context(write=write)
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(Both)
+    with context:
+        ocp.save_checkpointables(tmp_path / "a", {"note": Note("hi")})
+        assert ocp.load_checkpointables(tmp_path / "a") == {"note": Note("hi")}
+    assert ocp.handlers.JsonHandler().is_handleable({"a": [1]}) and not ocp.handlers.JsonHandler().is_handleable({1})
+
+
+def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
+    import asyncio
+
+    async def cell() -> None:
+        ocp.save_checkpointables(tmp_path / "a", {"counter": Counter(5)})
+        ocp.load_checkpointables(tmp_path / "a", {"counter": counter})
+
+    counter = Counter(0)
+    asyncio.run(cell())
+    assert counter.value == 5
+
+
+@WRITES
+def test_an_iterator_continues_where_it_was_saved(tmp_path: Path, write: str) -> None:
+    import grain
+
+    def iterator() -> Any:
+        return iter(grain.MapDataset.range(10).to_iter_dataset())
+
+    data = iterator()
+    assert [next(data), next(data)] == [0, 1]
+    with ocp.Context(write=write):
+        ocp.save_checkpointables(tmp_path / "ours", {"state": tree(), "data": data})
+    real.save_checkpointables(tmp_path / "theirs", {"state": tree(), "data": data})
+    readings = [(ocp, "ours"), (ocp, "theirs"), *([(real, "ours")] if write == "orbax" else [])]
+    for library, path in readings:
+        other = iterator()
+        found = library.load_checkpointables(tmp_path / path, {"data": other})
+        assert found["data"] is other and next(other) == 2
+
+
+def test_registries_refuse_what_is_there() -> None:
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    registry.add(NoteHandler, "a", secondary_typestrs=["old.Name"])
+    assert registry.has("a") and registry.get("a") is NoteHandler and not registry.has("b")
+    assert registry.get_secondary_typestrs(NoteHandler) == ("old.Name",)
+    for again in (lambda: registry.add(Counter, "c"), lambda: registry.add(ocp.handlers.JsonHandler, "a")):
+        with pytest.raises(ValueError, match="expected"):
+            again()
+    with pytest.raises(KeyError):
+        registry.get("b")
+
+
+def test_damaged_checkpointables_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    real.save_checkpointables(tmp_path / "a", {"good": {"n": jnp.ones(2)}, "bad": tree()})
+    (tmp_path / "a/bad/manifest.ocdbt").unlink()
+    about = ocp.checkpointables_metadata(tmp_path / "a").metadata
+    assert about["bad"] is None and about["good"]["n"].shape == (2,) and "bad is damaged" in caplog.text
+    for call in (ocp.load, ocp.metadata):
+        with pytest.raises(CorruptError):
+            call(tmp_path / "a", checkpointable_name="bad")
+
+
+# A run
+
+
+def test_a_loop_saves_by_policies(tmp_path: Path) -> None:
+    save = policies.AnySavePolicy([policies.FixedIntervalPolicy(2), policies.SpecificStepsPolicy([5])])
+    keep = keeping.AnyPreservationPolicy([keeping.LatestN(2), keeping.CustomSteps([2])])
+    with ocp.training.Checkpointer(tmp_path, save_decision_policy=save, preservation_policy=keep) as ckpts:
+        took = [ckpts.save(step, tree(step), metrics={"loss": step / 2}) for step in range(9)]
+        assert took == [step % 2 == 0 or step == 5 for step in range(9)]
+        assert [one.step for one in ckpts.checkpoints] == [2, 6, 8]
+        latest = ckpts.latest
+        assert (
+            latest is not None and latest.metrics == {"loss": 4} and latest.path.name == "8" and latest.time is not None
+        )
+        assert not ckpts.should_save(8) and ckpts.should_save(10)
+        assert_same(ckpts.load(), tree(8))
+        assert_same(ckpts.load(latest, shapes(tree())), tree(8))
+        assert ckpts.save(9, tree(9), force=True)
+        assert ckpts.metadata(8).metrics == {"loss": 4}
+    assert sorted(one.name for one in tmp_path.iterdir() if one.is_dir()) == ["2", "8", "9"]
+    with v0.CheckpointManager(tmp_path) as manager:
+        assert_same(manager.restore(None), tree(9))
+
+
+def test_a_step_that_exists_is_replaced_only_on_request(tmp_path: Path) -> None:
+    with ocp.training.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, tree(1))
+        for kind in (ocp.training.errors.StepAlreadyExistsError, FileExistsError, ValueError):
+            with pytest.raises(kind, match="overwrite=True"):
+                ckpts.save(1, tree(2))
+        assert ckpts.save(1, tree(2), overwrite=True, metrics={"loss": 1}, custom_metadata={"a": 1})
+        assert_same(ckpts.load(1), tree(2))
+        assert ckpts.metadata(1).custom_metadata == {"a": 1} and ckpts.checkpoints[0].metrics == {"loss": 1}
+        for call in (ckpts.load, ckpts.metadata, ckpts.load_checkpointables, ckpts.delete):
+            with pytest.raises(FileNotFoundError):
+                call(7)
+        ckpts.delete(1)
+        assert ckpts.latest is None
+        with pytest.raises(ocp.training.errors.StepNotFoundError):
+            ckpts.load()
+
+
+def test_background_saves_of_a_run(tmp_path: Path) -> None:
+    with ocp.training.Checkpointer(tmp_path, custom_metadata={"run": 1}) as ckpts:
+        response = ckpts.save_async(3, tree(3))
+        assert response is not None and ckpts.latest is not None and ckpts.latest.step == 3
+        assert response.result(60) is True and not ckpts.is_saving_in_progress()
+        assert ckpts.save_checkpointables(4, {"model": tree(4), "counter": Counter(5)})
+        counter = Counter(0)
+        found = ckpts.load_checkpointables(4, {"model": None, "counter": counter})
+        assert_same(found["model"], tree(4))
+        assert counter.value == 5 and set(ckpts.checkpointables_metadata().metadata) == {"model", "counter"}
+    again = ocp.training.Checkpointer(tmp_path, custom_metadata={"run": 2})
+    assert again.root_metadata() == ocp.training.RootMetadata(directory=again.directory, custom_metadata={"run": 1})
+    tr.save(tmp_path / "9", tree(9))
+    assert again.latest is not None and again.latest.step == 9
+
+
+@WRITES
+def test_a_run_of_orbax_is_continued(tmp_path: Path, write: str) -> None:
+    """With Orbax's format, Orbax goes on where the run ended."""
+    names = real.path.step.standard_name_format(step_prefix="ckpt")
+    with real.training.Checkpointer(tmp_path, step_name_format=names) as theirs:
+        theirs.save(0, tree(0), metrics={"loss": 1.0})
+        theirs.save(1, tree(1))
+    keep = keeping.LatestN(2)
+    with (
+        ocp.Context(write=write),
+        ocp.training.Checkpointer(tmp_path, step_name_format=names, preservation_policy=keep) as ours,
+    ):
+        assert [(one.step, one.metrics) for one in ours.checkpoints] == [(0, {"loss": 1}), (1, None)]
+        assert_same(ours.load(0), tree(0))
+        assert ours.save(2, tree(2), metrics={"loss": 0.5})
+        assert [one.step for one in ours.checkpoints] == [1, 2]
+    assert {one.name for one in tmp_path.glob("ckpt_*")} == {"ckpt_1", "ckpt_2"}
+    if write == "orbax":
+        with real.training.Checkpointer(tmp_path, step_name_format=names) as theirs:
+            assert theirs.latest is not None and theirs.latest.step == 2 and theirs.latest.metrics == {"loss": 0.5}
+            assert_same(theirs.load(2, shapes(tree())), tree(2))
+            assert theirs.save(3, tree(3))
+
+
+def test_a_context_applies_to_the_checkpointer(tmp_path: Path) -> None:
+    partial = ocp.Context()
+    partial.pytree.loading.partial_load = True
+    with ocp.training.Checkpointer(tmp_path, context=partial) as ckpts:
+        ckpts.save(0, tree())
+        assert_same(ckpts.load(0, {"n": 0}), {"n": 3})
+        with ocp.Context(), pytest.raises(MismatchError):
+            ckpts.load(0, {"n": 0})
+    refused = ocp.Context()
+    refused.deletion.gcs_deletion_options.todelete_full_path = "trash"
+    with pytest.raises(UnsupportedError, match="todelete_full_path"):
+        ocp.training.Checkpointer(tmp_path, context=refused)
+
+
+def test_threads_load_at_the_same_time(tmp_path: Path) -> None:
+    with ocp.training.Checkpointer(tmp_path) as ckpts, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ckpts.save(0, tree())
+        for found in pool.map(lambda _: ckpts.load(0), range(16)):
+            assert_same(found, tree())
+
+
+def test_the_old_names_warn(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="Use `save`"):
+        ocp.save_pytree(tmp_path / "a", tree())
+    with pytest.warns(DeprecationWarning, match="Use `load`"):
+        assert_same(ocp.load_pytree(tmp_path / "a"), tree())
+    with pytest.warns(DeprecationWarning, match="Use `metadata`"):
+        ocp.pytree_metadata(tmp_path / "a")
+
+
+def test_steps_of_version_0_are_loaded(tmp_path: Path) -> None:
+    with real_v0.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=real_v0.args.StandardSave({"w": jnp.ones(2)}))
+    with v0.CheckpointManager(tmp_path) as manager:
+        args = v0.args.Composite(state=v0.args.StandardSave(tree()), config=v0.args.JsonSave({"lr": 1.5}))
+        manager.save(1, args=args)
+    with ocp.training.Checkpointer(tmp_path) as ckpts:
+        assert [one.step for one in ckpts.checkpoints] == [0, 1]
+        assert_same(ckpts.load(0), {"w": jnp.ones(2)})
+        assert_same(ckpts.load(1), tree())
+        assert ckpts.load_checkpointables(1, {"config": None}) == {"config": {"lr": 1.5}}
+    assert issubclass(ocp.errors.InvalidLayoutError, TreeringError)
+
+
+@pytest.mark.long
+def test_several_processes(tmp_path: Path) -> None:
+    """All processes save and load together, and see the same steps."""
+    body = """
+from treering.orbax import v1 as ocp
+value = np.arange(8, dtype=np.float32)
+def state(k):
+    return {"w": put(value * k, P("x")), "n": k}
+ocp.save(tmp / "one", state(2))
+one = ocp.load(tmp / "one", state(0))
+keep = ocp.training.preservation_policies.LatestN(2)
+with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_metadata={"a": 1}) as ckpts:
+    took = [ckpts.save(step, state(step), metrics={"loss": step}) for step in range(4)]
+    ckpts.save(3, state(7), overwrite=True)
+    response = ckpts.save_async(4, state(4))
+    newest = ckpts.latest.step
+    response.result()
+    found = ckpts.load(None, state(0))
+    steps = [ckpt.step for ckpt in ckpts.checkpoints]
+    report([took, newest, steps, same(one["w"], value * 2), same(found["w"], value * 4), found["n"],
+            same(ckpts.load(3, state(0))["w"], value * 7), ckpts.root_metadata().custom_metadata])
+"""
+    for one in run_job(tmp_path, body, processes=2):
+        assert one.report == [[True] * 4, 4, [3, 4], True, True, 4, True, {"a": 1}], one.output
