@@ -327,6 +327,22 @@ def recml(load: Callable[[str], Any], folder: pathlib.Path, saving: bool) -> Ite
         yield model.get_weights(), weights
 
 
+def tunix(load: Callable[[str], Any], folder: pathlib.Path, saving: bool) -> Iterator[Any]:
+    """Version 1: a `Context`, `training.Checkpointer` with checkpointables, and metadata of the program's own."""
+    checkpoint = load("tunix.sft.checkpoint_manager")
+    options = load("tunix.sft.checkpoint_options").TunixCheckpointingOptions(enable_async_checkpointing=True)
+    manager = checkpoint.CheckpointManager(str(folder), options)
+    model, optimizer = trained(4, 3)
+    if saving:
+        for step in (1, 2):
+            assert manager.save(step, model, optimizer, force=True, custom_metadata={"epoch": step})
+    else:
+        new = trained(5, 0)
+        assert manager.maybe_restore(*new) == (2, {"epoch": 2})
+        yield nnx.state(new), nnx.state((model, optimizer))
+    manager.close()
+
+
 PROGRAMS = {
     "Physical-Intelligence/openpi": Program(
         "15a9616a00943ada6c20a0f158e3adb39df2ccac",
@@ -358,6 +374,7 @@ PROGRAMS = {
     "AI-Hypercomputer/RecML": Program(
         "c1d33cb79cdc044fc70c781bdc9c82119be85c0b", recml, {"recml": "recml"}, ("tensorflow",)
     ),
+    "google/tunix": Program("c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3", tunix, {"tunix": "tunix"}),
 }
 
 

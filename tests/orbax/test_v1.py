@@ -610,6 +610,18 @@ def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path) -> None:
             assert jax.tree.all(jax.tree.map(np.array_equal, found, tree)), name
 
 
+def test_options_have_their_older_names(tmp_path: Path) -> None:
+    context = ocp.Context()
+    assert context.async_options is context.asynchronous and context.array_options is context.array
+    assert not hasattr(context, "write_options") and not hasattr(context, "other")
+    none = v0.pathways.CheckpointingImpl.from_options(use_colocated_python=False)
+    context.pathways_options.checkpointing_impl = none
+    with context:
+        ocp.save(tmp_path / "a", tree())
+    with pytest.raises(UnsupportedError, match=r"from_options\(use_colocated_python=True\) is not supported; use"):
+        v0.pathways.CheckpointingImpl.from_options(use_colocated_python=True)
+
+
 def test_the_old_names_warn(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="Use `save`"):
         ocp.save_pytree(tmp_path / "a", tree())

@@ -51,6 +51,7 @@ _MODULES = {
     "multihost": "multihost",
     "options": "options",
     "path": "path",
+    "pathways": "pathways",
     "step": "step",
     "type_handlers": "type_handlers",
     "utils": "utils",

@@ -28,6 +28,9 @@ class StandardNameFormat:
         return f"{prefix}{step:0{self.step_format_fixed_length or 1}}"
 
 
+NameFormat = StandardNameFormat  # A protocol in Orbax, of which this is the only class here.
+
+
 @dataclasses.dataclass(frozen=True)
 class Metadata:
     """A step, and its directory."""
