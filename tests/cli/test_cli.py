@@ -721,10 +721,10 @@ def test_migrate_prints_a_diff_and_what_is_left(
     assert found.out.endswith("\n1 file read; 1 would change; 0 places left to do by hand\n")
     assert treering("migrate", program, "--write").out == "1 file read; 1 changed; 0 places left to do by hand\n"
     assert program.read_text() == after and treering("migrate", program).code == 0
-    program.write_text(f"{before}# {ESCAPE}\nocp.type_handlers\n")
+    program.write_text(f"{before}# {ESCAPE}\nocp.serialization\n")
     os.symlink(program, tmp_path / "b.py")
     found = treering("migrate", tmp_path, "--native")
-    assert found.code == 1 and found.err.startswith(f"{program}:3: ocp.type_handlers is not in treering.orbax; ")
+    assert found.code == 1 and found.err.startswith(f"{program}:3: ocp.serialization is not in treering.orbax; ")
     assert "1 file read, 1 link not read; 1 would change; 1 place left" in found.out
     os.mkfifo(tmp_path / "pipe.py")
     found = treering("migrate", tmp_path, "--json")

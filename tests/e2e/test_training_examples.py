@@ -102,6 +102,30 @@ def test_killed_and_preempted_run_ends_with_same_bits(name: str, tmp_path: pathl
     assert not tr.diff(tmp_path / "peaceful", run)
 
 
+@pytest.mark.slow
+def test_killed_loop_of_orbax_ends_with_same_bits(tmp_path: pathlib.Path) -> None:
+    """A loop with the calls of Orbax continues its model, its optimizer and its data after SIGKILL."""
+    peaceful = finish("orbax_loop.py", tmp_path / "peaceful", "--steps", 60)
+    run = tmp_path / "killed"
+    with Job("orbax_loop.py", run, "--steps", 60) as started:
+        started.until("step 50 ")
+        started.end(signal.SIGKILL)
+    begin, *rest = finish("orbax_loop.py", run, "--steps", 60)
+    assert begin in ("begins after step 20", "begins after step 40")  # The save of step 40 may not have ended.
+    assert rest == peaceful[-len(rest) :] and rest[-1].startswith("digest ")
+    assert not tr.diff(tmp_path / "peaceful", run) and tr.steps(run)[-1] == 60
+
+
+@pytest.mark.rare
+@pytest.mark.slow
+def test_parameters_of_orbax_are_tuned_and_read_by_orbax(tmp_path: pathlib.Path) -> None:
+    pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
+    (encoder,) = finish("orbax_finetune.py", pretrained, "--pretrain")
+    found, restored, *_, trained = finish("orbax_finetune.py", pretrained, tuned)
+    assert (found, restored) == ("found opt_state params step", encoder)
+    assert finish("orbax_finetune.py", tuned, "--check") == [trained] and tr.open(tuned).format == "orbax"
+
+
 @pytest.mark.rare
 @pytest.mark.slow
 def test_adapters_are_saved_without_the_weights_that_they_adapt(tmp_path: pathlib.Path) -> None:

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treering.orbax as ocp
 from treering.errors import MismatchError, TreeringError, UnsupportedError
@@ -44,6 +47,8 @@ def test_every_name_that_is_listed_exists() -> None:
         "utils",
     ):
         assert getattr(ocp, name).__doc__
+    assert ocp.type_handlers.ArrayRestoreArgs is ocp.ArrayRestoreArgs and ocp.checkpoint_manager.FileOptions
+    assert ocp.checkpoint_manager.DEFAULT_ITEM_NAME == "default"
     assert ocp.PLACEHOLDER is ... and ocp.SaveArgs and ocp.Checkpointer and ocp.args.Composite
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = ocp.Nothing
@@ -59,6 +64,20 @@ def test_what_is_not_supported_says_so_when_it_is_used(name: str) -> None:
         ocp.Transform(original_key="a")
     with pytest.raises(UnsupportedError, match="handler of your own"):
         ocp.args.ProtoSave(object())
+
+
+def test_copies_on_all_devices_become_one_array() -> None:
+    devices = np.array(jax.local_devices())
+    everywhere = NamedSharding(Mesh(devices, ("data",)), PartitionSpec())
+    together = ocp.utils.fully_replicated_host_local_array_to_global_array
+    rows = jax.device_put(
+        jnp.tile(jnp.arange(3), (len(devices), 1)), NamedSharding(everywhere.mesh, PartitionSpec("data"))
+    )
+    for given in (jax.device_put(jnp.arange(3), everywhere), rows):
+        found = together(given)
+        assert found.is_fully_replicated and found.sharding.device_set == set(devices) and found.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError):
+        together(jnp.arange(3))
 
 
 def test_a_composite_is_a_constant_mapping_with_attributes() -> None:

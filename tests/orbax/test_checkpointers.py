@@ -46,6 +46,30 @@ def test_an_existing_checkpoint_is_replaced_only_by_force(tmp_path: Path, kind: 
     saver.close()
 
 
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_force_saves_into_an_empty_directory(tmp_path: Path, write: str) -> None:
+    """Programs make the directory before they save, because Orbax replaces it."""
+    (tmp_path / "a").mkdir()
+    ocp.PyTreeCheckpointer(write=write).save(tmp_path / "a", TREE, force=True)
+    assert not tr.diff(ocp.PyTreeCheckpointer().restore(tmp_path / "a"), TREE)
+
+
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_an_item_of_a_step_has_a_path_of_its_own(tmp_path: Path, write: str) -> None:
+    """Orbax has a directory for each item, and programs load parameters from that of a run."""
+    with ocp.CheckpointManager(tmp_path / "run", write=write) as run:
+        run.save(1, args=ocp.args.Composite(params=ocp.args.StandardSave(TREE), config=ocp.args.JsonSave({"a": 1})))
+    with ocp.CheckpointManager(tmp_path / "one", write=write) as run:
+        run.save(1, args=ocp.args.StandardSave(TREE))
+    for path in (tmp_path / "run" / "1" / "params", tmp_path / "one" / "1" / "default"):
+        assert not tr.diff(ocp.StandardCheckpointer().restore(path, TREE), TREE)
+        assert ocp.PyTreeCheckpointer().metadata(path).item_metadata["w"].shape == (4,)
+    assert ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(tmp_path / "run" / "1" / "config") == {"a": 1}
+    if write == "treering":
+        with pytest.raises(FileNotFoundError, match="expected the item 'state', found config, params"):
+            ocp.StandardCheckpointer().restore(tmp_path / "run" / "1" / "state")
+
+
 def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
     for call in (ocp.PyTreeCheckpointer().restore, ocp.StandardCheckpointer().metadata):
         with pytest.raises(FileNotFoundError) as error:
@@ -155,6 +179,24 @@ def test_a_handler_saves_into_a_directory_by_itself(
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_futures_of_a_handler_run_in_the_background(tmp_path: Path) -> None:
+    """The first one runs a coroutine, as an asynchronous handler of the program's own does."""
+    futures, text, ended = ocp.future, tmp_path / "text", []
+
+    async def write() -> None:
+        text.write_text("written")
+
+    one = futures.CommitFutureAwaitingContractedSignals(write(), name="text")
+    chain = futures.ChainedFuture([one, futures.NoopFuture()], lambda: ended.append(text.read_text()))
+    assert chain.result(10) is None and ended == ["written"]
+
+    async def fail() -> None:
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        futures.CommitFutureAwaitingContractedSignals(fail()).result()
+
+
 def test_checkpoints_go_from_orbax_and_to_orbax(tmp_path: Path) -> None:
     real = pytest.importorskip("orbax.checkpoint")
     with real.StandardCheckpointer() as theirs, ocp.StandardCheckpointer(write="orbax") as ours:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treering as tr
@@ -64,6 +65,22 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
         items.restore_item(ckpt, None, ocp.args.StandardRestore())
     with pytest.raises(MismatchError, match="at least one item"):
         items.save_items(ocp.args.Composite())
+
+
+@WRITES
+def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path, write: str) -> None:
+    """Each item is restored without the others, and Orbax also stores both."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    two = {"a": state, "b": {"kernel": model.kernel}}
+    given = {"model": nnx.state((model,)), "ema": state, "two": two, "object": model}
+    ckpt = _saved(tmp_path / "a", write, **{name: ocp.args.StandardSave(tree) for name, tree in given.items()})
+    for name, tree in given.items():
+        target = jax.tree.map(jnp.zeros_like, tree)  # Its Variables are not shared.
+        got = items.restore_item(ckpt, name, ocp.args.StandardRestore(target))
+        assert jax.tree.all(jax.tree.map(np.array_equal, got, tree)), name
+    got = items.restore_item(ckpt, "two", ocp.args.StandardRestore(two))
+    assert got["b"]["kernel"] is not got["a"]["kernel"] and model.kernel is state["kernel"]
 
 
 @WRITES

@@ -461,7 +461,7 @@ with ocp.CheckpointManager(tmp / "run", options=options, metadata={"a": 1}) as c
 # Other programs
 
 
-def test_an_evaluator_follows_a_run(tmp_path: Path) -> None:
+def test_an_evaluator_follows_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It gets the newest step each time, of either format, and ends after the timeout."""
     asked: list[int] = []
 
@@ -472,17 +472,23 @@ def test_an_evaluator_follows_a_run(tmp_path: Path) -> None:
     with manager(tmp_path, "orbax") as theirs:
         save(theirs, 1, 2)
     found: list[int] = []
-    for step in ocp.checkpoint_utils.checkpoints_iterator(tmp_path, timeout=0.05, timeout_fn=has_ended):
+    options = {"timeout": 0.05, "timeout_fn": has_ended, "snapshot_dir": tmp_path / "snapshots"}
+    for step in ocp.checkpoint_utils.checkpoints_iterator(tmp_path, **options):
         found.append(step)
         if step == 2:
             with manager(tmp_path) as ours:
                 save(ours, 3)
     assert found == [2, 3] and len(asked) == 2
+    assert "snapshot_dir= has no effect" in caplog.text
     assert ocp.utils.checkpoint_steps(tmp_path) == [1, 2, 3] and ocp.step.latest_step(tmp_path) == 3
     with ocp.checkpoint_utils.wait_for_new_checkpoint(tmp_path, until_step=2, timeout=0.05) as step:
         assert step == 3
     with ocp.checkpoint_utils.wait_for_new_checkpoint(tmp_path, until_step=9, timeout=0.05) as step:
         assert step == -1
+    named = ocp.path.step.standard_name_format()
+    newest = ocp.path.step.latest_step_metadata(tmp_path, named)
+    assert newest.step == 3 and newest.path == ocp.path.step.build_step_path(tmp_path, named, 3)
+    assert ocp.path.step.latest_step_metadata(tmp_path / "3" / "none", named) is None
     assert [path.name for path in ocp.utils.checkpoint_steps_paths(tmp_path)] == ["1", "2", "3"]
     assert ocp.utils.is_checkpoint_finalized(tmp_path / "3") and not ocp.utils.is_checkpoint_finalized(tmp_path)
 

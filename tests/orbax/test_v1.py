@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as real_v0
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treering as tr
@@ -597,6 +598,28 @@ def test_threads_load_at_the_same_time(tmp_path: Path) -> None:
         ckpts.save(0, tree())
         for found in pool.map(lambda _: ckpts.load(0), range(16)):
             assert_same(found, tree())
+
+
+def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path) -> None:
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    given = {"model": nnx.state((model,)), "ema": nnx.state(model), "two": {"a": model.kernel, "b": model.kernel}}
+    with ocp.training.Checkpointer(tmp_path) as ckpts:
+        ckpts.save_checkpointables(1, given)
+        for name, tree in given.items():
+            found = ckpts.load_checkpointables(1, {name: jax.tree.map(jnp.zeros_like, tree)})[name]
+            assert jax.tree.all(jax.tree.map(np.array_equal, found, tree)), name
+
+
+def test_options_have_their_older_names(tmp_path: Path) -> None:
+    context = ocp.Context()
+    assert context.async_options is context.asynchronous and context.array_options is context.array
+    assert not hasattr(context, "write_options") and not hasattr(context, "other")
+    none = v0.pathways.CheckpointingImpl.from_options(use_colocated_python=False)
+    context.pathways_options.checkpointing_impl = none
+    with context:
+        ocp.save(tmp_path / "a", tree())
+    with pytest.raises(UnsupportedError, match=r"from_options\(use_colocated_python=True\) is not supported; use"):
+        v0.pathways.CheckpointingImpl.from_options(use_colocated_python=True)
 
 
 def test_the_old_names_warn(tmp_path: Path) -> None:

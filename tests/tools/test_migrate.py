@@ -41,7 +41,8 @@ IMPORTS = [
 # Lines that a person must look at: the program, the line, and the beginning of the text.
 FINDINGS = [
     (f"{ALIAS}\n\nocp.type_handlers.X", 3, "ocp.type_handlers.X is not in"),
-    ("from orbax.checkpoint import args, type_handlers as t\nt.X", 1, "orbax.checkpoint.type_handlers is not in"),
+    ("from orbax.checkpoint import args, serialization as t\nt.X", 1, "orbax.checkpoint.serialization is not in"),
+    ("from orbax.checkpoint import type_handlers as t\nt.RestoreArgs, t.X", 2, "t.X is not in"),
     ("import os\nfrom orbax.checkpoint._src.path import step", 2, "orbax.checkpoint._src.path.step is private"),
     (f"{ALIAS}\nocp._src.x", 2, "ocp._src.x is private to Orbax"),
     ("from orbax.checkpoint.experimental.emergency import x", 1, "orbax.checkpoint.experimental.emergency.x is not in"),
@@ -52,7 +53,7 @@ FINDINGS = [
     ("m = __import__('orbax.checkpoint')", 1, "the text 'orbax.checkpoint' names a module of Orbax"),
     (f"{ALIAS}\nf(1,\n  ocp.args.PyTreeRestore(t, transforms={{'a': 1}}))", 3, "transforms= is not in"),
     (f"{ALIAS}\nx = (", 2, "not changed: '(' was never closed"),
-    ("import orbax.checkpoint.type_handlers\norbax.checkpoint.type_handlers.X", 1, "orbax.checkpoint.type_handlers is"),
+    ("import orbax.checkpoint.serialization\norbax.checkpoint.serialization.X", 1, "orbax.checkpoint.serialization is"),
     ("x = 1\n\x0cimport orbax", 1, "not changed: LibCST cannot reproduce this file exactly"),
     ("# coding: nosuch\nimport orbax", 1, "not changed: unknown encoding"),
     ("# orbax\n" + "(" * 300, 2, "not changed: too many nested parentheses"),
@@ -76,7 +77,7 @@ def test_imports_become_those_of_the_adapter(before: str, after: str, tmp_path: 
 def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pathlib.Path) -> None:
     text, done = migrated(tmp_path / "a.py", program)
     (found,) = done.findings
-    if "import orbax.checkpoint.type_handlers" in program or "_src.path" in program:  # no such module in the adapter
+    if "import orbax.checkpoint.serialization" in program or "_src.path" in program:  # no such module in the adapter
         assert text == program
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
 

@@ -95,6 +95,31 @@ def split(tree: Any) -> Split:
     return Split(outer.unflatten(leaves), join, graphdef, outer, graph)
 
 
+def unshare(tree: Any, *, objects: bool) -> Any:
+    """Returns a tree in which each place of an NNX Variable has a Variable of its own, with the same arrays.
+
+    objects: True to replace each NNX graph object by its state. Otherwise objects stay, with what they share.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return tree
+    import jax
+
+    kinds = nnx.Pytree, nnx.Variable
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, nnx.Pytree) and objects:
+            leaf = split(leaf).tree
+        return jax.tree.map(lambda x: x, leaf) if isinstance(leaf, nnx.Variable | nnx.State) else leaf
+
+    try:
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, kinds))
+        held = any(isinstance(leaf, kinds) for leaf in leaves)
+        return structure.unflatten(map(copy, leaves)) if held else tree
+    except _UNFIT:  # `walk` raises an error that says where.
+        return tree
+
+
 def _unchanged(restored: Any) -> Any:
     return restored
 

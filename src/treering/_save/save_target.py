@@ -84,6 +84,8 @@ def check_replaceable(target: SaveTarget) -> None:
     store, place = target.store, target.path
     if target.options.overwrite and is_folder(store, place, links=True):
         found = formats.detect(store, place).name if formats.is_known(store, place) else None
+        if found is None and not store.list(place):
+            return  # An empty directory, as programs make before they save.
         if found != target.format.name:
             what = "a directory that is not a checkpoint" if found is None else f"one of the format {found!r}"
             raise ExistsError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._run.follow import follow
 from .._run.run_layout import steps
-from .errors import UnsupportedValueError
+from .hints import warn_unused
 
 
 def checkpoints_iterator(
@@ -29,9 +29,10 @@ def checkpoints_iterator(
     seconds_to_sleep, step_prefix, step_format_fixed_length, step_name_format: not needed; Treering looks every half
         second, and finds the names of steps.
 
-    Raises `UnsupportedValueError` for options of snapshots: an open step can be read even after it is deleted.
+    snapshot_dir, set_immutable, ignore_snapshot_errors: have no effect, which is logged. An open step can be read even
+        after it is deleted.
     """
-    _refuse_snapshots(snapshots)
+    _warn_of_snapshots("checkpoints_iterator", snapshots)
     last: int | None = None
     while True:
         step = _next_step(checkpoint_dir, last, timeout)
@@ -59,7 +60,7 @@ def wait_for_new_checkpoint(
     **snapshots: Any,
 ) -> Iterator[int]:
     """Waits for the first step, or for one from `until_step` on, and yields it; -1 after the timeout."""
-    _refuse_snapshots(snapshots)
+    _warn_of_snapshots("wait_for_new_checkpoint", snapshots)
     after = None if until_step is None else until_step - 1
     while (step := _next_step(checkpoint_dir, after, timeout)) is None:
         if timeout_fn is None or timeout_fn():
@@ -75,9 +76,8 @@ def _next_step(run: str | os.PathLike[str], after: int | None, timeout: float | 
     return None
 
 
-def _refuse_snapshots(options: dict[str, Any]) -> None:
-    known = {"snapshot_dir", "set_immutable", "ignore_snapshot_errors"}
-    if unknown := options.keys() - known:
+def _warn_of_snapshots(owner: str, options: dict[str, Any]) -> None:
+    known = {"snapshot_dir": None, "set_immutable": None, "ignore_snapshot_errors": True}
+    if unknown := options.keys() - known.keys():
         raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
-    if options.get("snapshot_dir") is not None or options.get("set_immutable"):
-        raise UnsupportedValueError("snapshot_dir: leave it out; an open step can be read even after it is deleted")
+    warn_unused(owner, **{name: (value, known[name]) for name, value in options.items()})

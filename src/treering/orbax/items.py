@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core import skeleton
 from .._core.leaf_paths import join_names
-from .._pytree import variable_levels, walk
+from .._pytree import flax, variable_levels, walk
 from ..errors import MismatchError, UnsupportedError
 from . import handler_files, nodes
 from .arguments import tree_in
@@ -116,6 +116,7 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
         raise MismatchError("item: expected a tree to save, found None")
     if tree_in(item) is not item:
         raise MismatchError("item: expected a tree of arrays, found the metadata of one")
+    item = flax.unshare(item, objects=True)  # Orbax stores each place of a Variable, and items are restored one by one.
     flat = walk.flatten_tree(item)
     if not flat.leaves and len(flat.skeleton) == 1:
         raise MismatchError("item: expected a tree to save, found an empty item")

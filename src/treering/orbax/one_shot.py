@@ -15,6 +15,7 @@ from ..formats.orbax import removal
 from ..stores.file_io import is_folder
 from . import handler_files, items, registration
 from .errors import CheckpointExistsError
+from .item_restore import part_of
 from .kinds import handler_kind, handlers_in
 from .manager_items import agree
 from .metadata import StepMetadata, step_metadata
@@ -96,9 +97,19 @@ def metadata_at(directory: str | os.PathLike[str], handler: Any) -> StepMetadata
 
 
 def _open(directory: str | os.PathLike[str]) -> Checkpoint:
-    """Opens the checkpoint at a path. Raises `NotFoundError` for a run, of which `open_checkpoint` opens a step."""
-    ckpt = open_checkpoint(directory)
-    if ckpt.path != (path := stores.absolute(directory)):
+    """Opens the checkpoint at a path, or the item of one: Orbax has a directory for each item.
+
+    Raises `NotFoundError` for a run, of which `open_checkpoint` opens a step.
+    """
+    path = stores.absolute(directory)
+    try:
+        ckpt = open_checkpoint(directory)
+    except NotFoundError:
+        parent, name = posixpath.split(path)
+        if not formats.is_known(stores.get(parent), parent):
+            raise
+        return part_of(open_checkpoint(parent), name)
+    if ckpt.path != path:
         raise NotFoundError(f"{path}: expected a checkpoint, found a run; give the path of a step, such as {ckpt.path}")
     return ckpt
 

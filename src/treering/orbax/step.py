@@ -27,6 +27,17 @@ class StandardNameFormat:
         return f"{prefix}{step:0{self.step_format_fixed_length or 1}}"
 
 
+NameFormat = StandardNameFormat  # A protocol in Orbax, of which this is the only class here.
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """A step, and its directory."""
+
+    step: int
+    path: Any
+
+
 def standard_name_format(
     step_prefix: str | None = None,
     step_format_fixed_length: int | None = None,
@@ -60,6 +71,22 @@ def checkpoint_steps_paths(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
 
     root = stores.absolute_run(checkpoint_dir)
     return [as_path(path) for path in run_layout.all_steps(stores.get(root), root).values()]
+
+
+def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: int) -> Any:
+    """Returns the directory that a format of names has for a step. It need not exist."""
+    from .run import as_path
+
+    return as_path(stores.absolute_run(base_path)) / name_format.build_name(step)
+
+
+def latest_step_metadata(root_path: str | os.PathLike[str], name_format: Any = None) -> Metadata | None:
+    """Returns the newest complete step in a directory; None if there is none. All formats of names are found."""
+    from .run import as_path
+
+    root = stores.absolute_run(root_path)
+    found = run_layout.all_steps(stores.get(root), root)
+    return Metadata(max(found), as_path(found[max(found)])) if found else None
 
 
 def step_from_checkpoint_name(name: str) -> int:

@@ -8,7 +8,7 @@ from .._core.entries import Entry
 from .._core.leaf_paths import join_names, key_text, split
 from .._core.skeleton import Node
 from .._core.source import Source
-from .._pytree import variable_levels, walk
+from .._pytree import flax, variable_levels, walk
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError
 from .errors import UnsupportedValueError
@@ -74,7 +74,7 @@ def restore_by(
     template: makes the template of a leaf of `item` (or of an entry) and the entry at its path.
     """
     source = part._source
-    item = structure_of(source) if item is None else item
+    item = structure_of(source) if item is None else flax.unshare(item, objects=False)
     flat = walk.flatten_tree(item)
     entries = variable_levels.rename_to_tree(flat, source.entries)
     made = [

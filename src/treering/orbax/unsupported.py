@@ -23,8 +23,6 @@ _INSTEAD = {
     "Transform": "use rules= of treering.restore",
     "RestoreTransform": "use rules= of treering.restore",
     "tree": "use jax.tree",
-    "Future": "use the result of treering.save_async",
-    "future": "use the result of treering.save_async",
     "AbstractCheckpointManager": "use CheckpointManager",
     "partial": "save the entire tree at once, or each part as a checkpointable",
     "delete": "delete the directory, or Checkpointer.delete(step)",

@@ -22,6 +22,7 @@ __all__ = [
     "broadcast_one_to_all",
     "checkpoint_steps",
     "checkpoint_steps_paths",
+    "fully_replicated_host_local_array_to_global_array",
     "is_checkpoint_finalized",
     "is_primary_host",
     "is_scalar",
@@ -48,3 +49,17 @@ def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -
         return x if scalar_dtype is None else scalar_dtype(x)
     place = real_sharding(getattr(x, "sharding", None))
     return jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype, sharding=place)
+
+
+def fully_replicated_host_local_array_to_global_array(arr: jax.Array) -> jax.Array:
+    """Returns an array that each process has on all of its devices as one array, replicated on all devices of the job.
+
+    arr: its copies, or the result of `jax.pmap`, whose first axis counts the devices.
+
+    Raises `ValueError` if the array is not on all devices of this process.
+    """
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("x",)), jax.sharding.PartitionSpec())
+    copies = [shard.data for shard in sorted(arr.addressable_shards, key=lambda shard: shard.device.id)]
+    if copies[0].shape != arr.shape:
+        copies = [one[0] for one in copies]
+    return jax.make_array_from_single_device_arrays(copies[0].shape, place, copies)

@@ -29,6 +29,9 @@ def problem(inner: str) -> str | None:
     # The adapter is a layer above, and a program that has nothing to migrate does not need it.
     adapter, unsupported = (importlib.import_module(name) for name in (ADAPTER, f"{ADAPTER}.unsupported"))
     parts = inner.split(".")
+    in_part = parts[0] in dir(adapter) and unsupported.is_refused(parts[0])  # The adapter has a part of it.
+    if in_part and all(hasattr(getattr(adapter, parts[0]), part) for part in parts[1:2]):
+        return None
     refused = next((part for part in reversed(parts) if unsupported.is_refused(part)), None)
     if refused is not None:
         return f"is not in {ADAPTER}; {unsupported.advice(refused)}"

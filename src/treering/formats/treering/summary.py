@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import read_file
 from ...stores.read_errors import reading
@@ -38,6 +39,9 @@ def stat_manifest(store: Store, path: str) -> Stat | None:
 
 class _Step(msgspec.Struct):
     step: int | None = None
+
+
+preload_decoders(_Step)
 
 
 def saved_step(store: Store, path: str) -> int | None:

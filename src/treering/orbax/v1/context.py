@@ -107,6 +107,13 @@ class Context:
             raise RuntimeError(f"{name}: expected options to be set before `with context:`, found a context in use")
         self.__dict__[name] = _layout(value) if name == "checkpoint_layout" else value
 
+    def __getattr__(self, name: str) -> Any:
+        # The attributes had other names before, such as `array_options`.
+        kind = "asynchronous" if name == "async_options" else name.removesuffix("_options")
+        if kind == name or kind not in _KINDS or kind not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.__dict__[kind]
+
     def __enter__(self) -> Self:
         before = options.frozen.get()
         _entered.set((*_entered.get(), (self, before)))

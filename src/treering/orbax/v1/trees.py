@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from ..._core.entries import ArrayEntry, Entry
+from ..._pytree import flax, walk
 from ..._pytree import leaves as _leaves
-from ..._pytree import walk
 from ..._restore.checkpoint import Checkpoint
 from ...errors import MismatchError, UnsupportedError
 from .. import items, tree_restore
@@ -39,6 +39,7 @@ def tree_to_save(tree: Any, context: Context) -> Any:
         raise MismatchError("state: expected a tree to save, found None")
     if reason := unsupported_leaf(tree):
         raise UnsupportedValueError(f"state: expected leaves that can be saved, found {reason}")
+    tree = flax.unshare(tree, objects=True)  # Orbax stores each place of a Variable.
     flat = walk.flatten_tree(tree)
     if not flat.leaves and len(flat.skeleton) == 1:
         raise MismatchError("state: expected a tree to save, found an empty one")
