@@ -18,7 +18,7 @@ import pytest
 import treering as tr
 import treering.orbax as ocp
 from jobs import run_job
-from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
+from treering.errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Options = ocp.CheckpointManagerOptions

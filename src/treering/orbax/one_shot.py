@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import formats, stores
+from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
-from ..errors import ExistsError
+from ..errors import ExistsError, NotFoundError
 from ..formats.orbax import removal
 from ..stores.file_io import is_folder
 from . import handler_files, items, registration
@@ -80,16 +81,37 @@ def _replace(new: str, place: str) -> None:
     remove_old()
 
 
+def _opened(directory: str | os.PathLike[str]) -> tuple[Checkpoint, str | None]:
+    """Opens a checkpoint. For the path of an item, such as ``3/default``, returns also the name of the item.
+
+    In Orbax's format that path may be a directory, in Treering's it never is.
+    """
+    try:
+        return open_checkpoint(directory), None
+    except NotFoundError:
+        above, name = posixpath.split(stores.absolute(directory))
+        if not formats.is_known(stores.get(above), above):
+            raise
+        ckpt = open_checkpoint(above)
+        known = items.item_names(ckpt)
+        if name not in (known or (items.DEFAULT_ITEM,)):
+            raise
+        return ckpt, name if known else None
+
+
 def restore_at(
     directory: str | os.PathLike[str], handler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Restores a checkpoint. Raises the errors of `treering.restore`."""
-    return items.restore_item(open_checkpoint(directory), None, call_arguments(handler, False, args, kwargs), handler)
+    """Restores a checkpoint, or an item of one. Raises the errors of `treering.restore`."""
+    ckpt, name = _opened(directory)
+    return items.restore_item(ckpt, name, call_arguments(handler, False, args, kwargs), handler)
 
 
 def metadata_at(directory: str | os.PathLike[str], handler: Any) -> StepMetadata:
-    """Returns the metadata of a checkpoint and of its items."""
-    ckpt = open_checkpoint(directory)
+    """Returns the metadata of a checkpoint and of its items, or of one item."""
+    ckpt, name = _opened(directory)
+    if name is not None:
+        return step_metadata(ckpt, items.item_metadata(ckpt, name, {name: handler}))
     handlers = handler.handlers if handler_kind(handler) == "composite" else {None: handler}
     return step_metadata(ckpt, items.item_metadata(ckpt, None, handlers), items.item_handlers(ckpt, handlers))
 
