@@ -125,11 +125,19 @@ def sharded_arrays(w: Any, r: Any, path: Path) -> Any:
     other = NamedSharding(Mesh(np.array(devices), ("z",)), PartitionSpec("z"))
     target = [jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=other)] * len(what)
     one = r.ArrayRestoreArgs(mesh=other.mesh, mesh_axes=other.spec)
+    with w.StandardCheckpointer() as saver:
+        saver.save(path / "b", {"a": what[0], "n": jnp.int32(3)})
+    like = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with jax.set_mesh(meshes[0][0]):
+        found = r.StandardCheckpointer().restore(path / "b", {"a": like, "n": jax.ShapeDtypeStruct((), jnp.int32)})
+        values = [found["a"], int(found["n"])]
     return [
         r.StandardCheckpointer().restore(path / "a"),
         r.StandardCheckpointer().restore(path / "a", shapes(what)),
         r.StandardCheckpointer().restore(path / "a", target),
         r.PyTreeCheckpointer().restore(path / "a", restore_args=[one] * len(what)),
+        r.StandardCheckpointer().restore(path / "b", {"a": like, "n": jnp.int32(0)})["a"],
+        values,
     ]
 
 
