@@ -46,6 +46,15 @@ def test_an_existing_checkpoint_is_replaced_only_by_force(tmp_path: Path, kind: 
     saver.close()
 
 
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_force_deletes_nothing_but_checkpoints(tmp_path: Path, write: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes.txt").write_text("keep")
+    with pytest.raises(ValueError, match="found a directory"):
+        ocp.PyTreeCheckpointer(write=write).save(tmp_path / "a", TREE, force=True)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes.txt"]
+
+
 def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
     for call in (ocp.PyTreeCheckpointer().restore, ocp.StandardCheckpointer().metadata):
         with pytest.raises(FileNotFoundError) as error:
