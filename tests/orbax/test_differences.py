@@ -69,7 +69,7 @@ def described(found: Any) -> Any:
     """Returns a result as nested dicts and lists that can be compared."""
     name = type(found).__name__
     if isinstance(found, jax.Array):
-        values = jax.random.key_data(found) if jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key) else found
+        values = jax.random.key_data(found) if jnp.issubdtype(found.dtype, jax.dtypes.prng_key) else found
         where = found.sharding
         place = "one device" if len(where.device_set) == 1 else f"{where}"
         return Leaf("jax", str(found.dtype), found.shape, np.asarray(values).tolist(), place)
@@ -280,12 +280,15 @@ def a_loop_that_is_continued_twice(w: Any, r: Any, path: Path) -> Any:
         steps = library.CheckpointManager(str(path), options=options, item_names=("params", "loop"))
         begin, params, args = 0, jnp.zeros(()), library.args
         if (latest := steps.latest_step()) is not None:
-            like = {"params": args.StandardRestore({"p": params}), "loop": args.JsonRestore()}
+            like: dict[str, Any] = {"params": args.StandardRestore({"p": params}), "loop": args.JsonRestore()}
             found = steps.restore(latest, args=args.Composite(**like))
             begin, params = found.loop["next"], found["params"]["p"]
         for step in range(begin, begin + 5):
             params = params + 1
-            what = {"params": args.StandardSave({"p": params}), "loop": args.JsonSave({"next": step + 1})}
+            what: dict[str, Any] = {
+                "params": args.StandardSave({"p": params}),
+                "loop": args.JsonSave({"next": step + 1}),
+            }
             log.append((step, float(params), steps.save(step, args=args.Composite(**what)), steps.latest_step()))
         steps.wait_until_finished()
         log.append(list(steps.all_steps()))
@@ -318,7 +321,7 @@ def all_kinds_of_leaves_and_containers(w: Any, r: Any, path: Path) -> Any:
         "numbers": [3, 2.5, True, float("inf")],
         "bits": {1: jnp.ones(2, jnp.bfloat16), 10: jnp.ones(2, jnp.float8_e4m3fn), 2: jnp.ones(2, jnp.int4)},
         "tuple": (jnp.ones(1), (np.ones(2), [None, {}])),
-        "a.b": {"e f": np.uint8([1]), "empty": [], "none": None},
+        "a.b": {"e f": np.ones(1, np.uint8), "empty": [], "none": None},
         "scalars": [np.array(1.5), jnp.array(True), jnp.int32(3)],
         "keys": [jax.random.key(1), jax.random.split(jax.random.PRNGKey(2), 2), jax.random.key(3, impl="rbg")],
     }
