@@ -70,6 +70,15 @@ def test_an_item_of_a_step_has_a_path_of_its_own(tmp_path: Path, write: str) -> 
             ocp.StandardCheckpointer().restore(tmp_path / "run" / "1" / "state")
 
 
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_force_deletes_nothing_but_checkpoints(tmp_path: Path, write: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes.txt").write_text("keep")
+    with pytest.raises(ValueError, match="found a directory"):
+        ocp.PyTreeCheckpointer(write=write).save(tmp_path / "a", TREE, force=True)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes.txt"]
+
+
 def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
     for call in (ocp.PyTreeCheckpointer().restore, ocp.StandardCheckpointer().metadata):
         with pytest.raises(FileNotFoundError) as error:

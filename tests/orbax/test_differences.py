@@ -69,7 +69,7 @@ def described(found: Any) -> Any:
     """Returns a result as nested dicts and lists that can be compared."""
     name = type(found).__name__
     if isinstance(found, jax.Array):
-        values = jax.random.key_data(found) if jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key) else found
+        values = jax.random.key_data(found) if jnp.issubdtype(found.dtype, jax.dtypes.prng_key) else found
         where = found.sharding
         place = "one device" if len(where.device_set) == 1 else f"{where}"
         return Leaf("jax", str(found.dtype), found.shape, np.asarray(values).tolist(), place)
@@ -125,11 +125,19 @@ def sharded_arrays(w: Any, r: Any, path: Path) -> Any:
     other = NamedSharding(Mesh(np.array(devices), ("z",)), PartitionSpec("z"))
     target = [jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=other)] * len(what)
     one = r.ArrayRestoreArgs(mesh=other.mesh, mesh_axes=other.spec)
+    with w.StandardCheckpointer() as saver:
+        saver.save(path / "b", {"a": what[0], "n": jnp.int32(3)})
+    like = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with jax.set_mesh(meshes[0][0]):
+        found = r.StandardCheckpointer().restore(path / "b", {"a": like, "n": jax.ShapeDtypeStruct((), jnp.int32)})
+        values = [found["a"], int(found["n"])]
     return [
         r.StandardCheckpointer().restore(path / "a"),
         r.StandardCheckpointer().restore(path / "a", shapes(what)),
         r.StandardCheckpointer().restore(path / "a", target),
         r.PyTreeCheckpointer().restore(path / "a", restore_args=[one] * len(what)),
+        r.StandardCheckpointer().restore(path / "b", {"a": like, "n": jnp.int32(0)})["a"],
+        values,
     ]
 
 
@@ -239,6 +247,158 @@ def policies_by_module(w: Any, r: Any, path: Path) -> Any:
         took = [save(w, steps, step) for step in range(8)]
     with manager(r, path) as steps:
         return [took, steps.all_steps(), [steps.should_save(step) for step in (5, 6, 7)]]
+
+
+@program
+def an_item_by_its_path(w: Any, r: Any, path: Path) -> Any:
+    args = w.args.Composite(state=w.args.StandardSave(tree()), config=w.args.JsonSave({"a": 1}))
+    with manager(w, path / "several") as steps:
+        steps.save(5, args=args)
+    with manager(w, path / "one") as steps:
+        save(w, steps, 5)
+    with manager(w, path / "named") as steps:
+        steps.save(5, args=w.args.Composite(default=w.args.StandardSave(tree())))
+    w.Checkpointer(w.CompositeCheckpointHandler("state", "config")).save(path / "x", args=args)
+    reader = r.StandardCheckpointer()
+    places = [path / "several/5/state", path / "one/5/default", path / "named/5/default", path / "x/state"]
+    found = [reader.restore(place) for place in places] + [reader.restore(place, tree()) for place in places]
+    found += [reader.metadata(place).item_metadata for place in places]
+    found += [r.Checkpointer(r.JsonCheckpointHandler()).restore(path / "several/5/config")]
+    with manager(r, path / "named") as steps:
+        found += [
+            steps.restore(5, args=r.args.StandardRestore(tree())),
+            attempt(reader.restore, path / "one/5/nothing"),
+        ]
+    return found
+
+
+@program
+def a_loop_that_is_continued_twice(w: Any, r: Any, path: Path) -> Any:
+    log: list[Any] = []
+    for library in (w, r, r):
+        options = library.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=3)
+        steps = library.CheckpointManager(str(path), options=options, item_names=("params", "loop"))
+        begin, params, args = 0, jnp.zeros(()), library.args
+        if (latest := steps.latest_step()) is not None:
+            like: dict[str, Any] = {"params": args.StandardRestore({"p": params}), "loop": args.JsonRestore()}
+            found = steps.restore(latest, args=args.Composite(**like))
+            begin, params = found.loop["next"], found["params"]["p"]
+        for step in range(begin, begin + 5):
+            params = params + 1
+            what: dict[str, Any] = {
+                "params": args.StandardSave({"p": params}),
+                "loop": args.JsonSave({"next": step + 1}),
+            }
+            log.append((step, float(params), steps.save(step, args=args.Composite(**what)), steps.latest_step()))
+        steps.wait_until_finished()
+        log.append(list(steps.all_steps()))
+        steps.close()
+    return [*log, names(path)]
+
+
+@program
+def a_part_of_a_tree(w: Any, r: Any, path: Path) -> Any:
+    what = {"params": {"w": jnp.ones(2), "b": jnp.zeros(3)}, "opt": {"m": [jnp.ones(1), np.ones(2)]}, "step": 3}
+    with manager(w, path) as steps:
+        steps.save(0, args=w.args.PyTreeSave(what))
+    part, skipped = {"params": {"w": jnp.zeros(2)}}, r.PLACEHOLDER
+    rest = {"params": {"w": jnp.zeros(2), "b": skipped}, "opt": {"m": [skipped, skipped]}, "step": skipped}
+    with manager(r, path) as steps:
+        args = r.checkpoint_utils.construct_restore_args(part)
+        found = [
+            steps.restore(0, args=r.args.PyTreeRestore(item=part, transforms={}, restore_args=args)),
+            steps.restore(0, args=r.args.PyTreeRestore(item=part, partial_restore=True)),
+            steps.restore(0, args=r.args.PyTreeRestore(item=rest)),
+            attempt(steps.restore, 0, args=r.args.PyTreeRestore(item=part)),
+            attempt(steps.restore, 0, args=r.args.PyTreeRestore(item={**what, "more": jnp.ones(1)})),
+        ]
+        return [jax.tree.map(lambda leaf: 0 if leaf is ... else leaf, one) for one in found]
+
+
+@program
+def all_kinds_of_leaves_and_containers(w: Any, r: Any, path: Path) -> Any:
+    what = {
+        "numbers": [3, 2.5, True, float("inf")],
+        "bits": {1: jnp.ones(2, jnp.bfloat16), 10: jnp.ones(2, jnp.float8_e4m3fn), 2: jnp.ones(2, jnp.int4)},
+        "tuple": (jnp.ones(1), (np.ones(2), [None, {}])),
+        "a.b": {"e f": np.ones(1, np.uint8), "empty": [], "none": None},
+        "scalars": [np.array(1.5), jnp.array(True), jnp.int32(3)],
+        "keys": [jax.random.key(1), jax.random.split(jax.random.PRNGKey(2), 2), jax.random.key(3, impl="rbg")],
+    }
+    found = []
+    for kind in ("Standard", "PyTree"):
+        saver, reader = (getattr(one, f"{kind}Checkpointer")() for one in (w, r))
+        saver.save(path / kind, what)
+        saver.close()
+        found += [reader.restore(path / kind), reader.restore(path / kind, what)]
+        found.append(reader.metadata(path / kind).item_metadata)
+    return found
+
+
+@program
+def the_old_style(w: Any, r: Any, path: Path) -> Any:
+    def handlers(library: Any) -> Any:
+        return {"state": library.PyTreeCheckpointer(), "cfg": library.Checkpointer(library.JsonCheckpointHandler())}
+
+    options = w.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    steps = w.CheckpointManager(path, handlers(w), options)
+    kwargs = {"state": {"save_args": orbax_utils.save_args_from_target(tree())}}
+    took = [steps.save(n, {"state": tree(n), "cfg": {"n": n}}, kwargs, metrics={"loss": -n}) for n in range(4)]
+    steps = r.CheckpointManager(path, handlers(r), r.CheckpointManagerOptions())
+    like = {"state": {"restore_args": orbax_utils.restore_args_from_target(tree())}}
+    found = [steps.restore(3)[name] for name in ("state", "cfg")]
+    return [
+        took,
+        found,
+        dict(steps.restore(2, {"state": tree(), "cfg": None}, like)),
+        steps.metrics(3),
+        steps.all_steps(),
+    ]
+
+
+@program
+def metadata_make_a_target(w: Any, r: Any, path: Path) -> Any:
+    what = {"p": {"w": jnp.ones((2, 3), jnp.bfloat16)}, "l": [np.ones(2), 3, 2.5]}
+    w.PyTreeCheckpointer().save(path / "x", what)
+    found = r.PyTreeCheckpointer().metadata(path / "x").item_metadata
+    args = r.checkpoint_utils.construct_restore_args(found.tree)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree)
+    return [
+        r.PyTreeCheckpointer().restore(path / "x", restore_args=args),
+        r.StandardCheckpointer().restore(path / "x", like),
+        sorted(found.keys()),
+        jax.tree.map(lambda leaf: leaf.shape, found.tree),
+    ]
+
+
+@program
+def arrays_that_change_after_the_call(w: Any, r: Any, path: Path) -> Any:
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    donated, numpy = jnp.zeros(1000), np.zeros(1000)
+    with manager(w, path) as steps:
+        for step in range(3):
+            save(w, steps, step, {"a": donated, "n": numpy})
+            donated, numpy[:] = add(donated), step + 1
+    with manager(r, path) as steps:
+        found = [steps.restore(step, args=r.args.StandardRestore()) for step in range(3)]
+    return [(float(one["a"][7]), float(one["n"][7])) for one in found]
+
+
+@program
+def errors_within_a_run(w: Any, r: Any, path: Path) -> Any:
+    def interrupted() -> None:
+        with manager(w, path) as steps:
+            save(w, steps, 1)
+            raise RuntimeError("interrupted")
+
+    found = [attempt(interrupted)]
+    steps = manager(r, path)
+    found += [list(steps.all_steps()), save(r, steps, 3)]
+    steps.wait_until_finished()
+    steps.delete(3)
+    found += [steps.latest_step(), steps.should_save(2), save(r, steps, 2), attempt(save, r, steps, 2, force=True)]
+    steps.close()
+    return [*found, names(path)]
 
 
 @pytest.mark.parametrize("one", PROGRAMS, ids=lambda one: one.__name__)

@@ -296,6 +296,17 @@ def test_there_is_nothing_to_restore(tmp_path: Path) -> None:
         assert reader.latest_step() == 1
 
 
+def test_one_manager_of_a_directory_saves(tmp_path: Path) -> None:
+    with manager(tmp_path) as first, manager(tmp_path) as second:
+        save(first, 1)
+        first.wait_until_finished()
+        save(second, 2)
+        second.wait_until_finished()
+        with pytest.raises(ValueError, match="another Checkpointer of this process writes this run"):
+            save(first, 3)
+        assert same(first.restore(2, args=ocp.args.StandardRestore(tree())), 2)
+
+
 def test_the_directory_of_another_run(tmp_path: Path) -> None:
     with manager(tmp_path / "a") as ours:
         save(ours, 1, 2)

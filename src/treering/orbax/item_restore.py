@@ -75,6 +75,8 @@ def part_of(ckpt: Checkpoint, name: str | None) -> Checkpoint:
     """Returns an item, or the entire checkpoint for None. Raises `ItemNotFoundError` if there is no such item."""
     known = item_names(ckpt)
     if name is None:
+        if known == (DEFAULT_ITEM,):  # saved as an item with the name that Orbax gives an item without one
+            return ckpt.at(DEFAULT_ITEM)
         if known is not None:
             raise MismatchError(f"{ckpt.path}: expected one tree, found the items {join_names(known)}; use Composite")
         return ckpt
@@ -143,7 +145,7 @@ def item_metadata(ckpt: Checkpoint, name: str | None = None, handlers: Any = Non
     For several items and no name it is a mapping of the items' metadata.
     """
     known = item_names(ckpt)
-    if name is None and known is not None:
+    if name is None and known not in (None, (DEFAULT_ITEM,)):
         return Composite(**{one: item_metadata(ckpt, one, handlers) for one in known})
     part = part_of(ckpt, name)
     return metadata.tree_metadata(part) if _stored_kind(part, name, handlers) == "pytree" else None

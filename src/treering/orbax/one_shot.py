@@ -82,24 +82,10 @@ def _replace(new: str, place: str) -> None:
     remove_old()
 
 
-def restore_at(
-    directory: str | os.PathLike[str], handler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Restores a checkpoint. Raises the errors of `treering.restore`."""
-    return items.restore_item(_open(directory), None, call_arguments(handler, False, args, kwargs), handler)
+def _opened(directory: str | os.PathLike[str]) -> tuple[Checkpoint, str | None]:
+    """Opens a checkpoint. For the path of an item, such as ``3/default``, returns also the name of the item.
 
-
-def metadata_at(directory: str | os.PathLike[str], handler: Any) -> StepMetadata:
-    """Returns the metadata of a checkpoint and of its items."""
-    ckpt = _open(directory)
-    handlers = handlers_in(handler) if handler_kind(handler) == "composite" else {None: handler}
-    return step_metadata(ckpt, items.item_metadata(ckpt, None, handlers), items.item_handlers(ckpt, handlers))
-
-
-def _open(directory: str | os.PathLike[str]) -> Checkpoint:
-    """Opens the checkpoint at a path, or the item of one: Orbax has a directory for each item.
-
-    Raises `NotFoundError` for a run, of which `open_checkpoint` opens a step.
+    In Orbax's format that path may be a directory, in Treering's it never is. Raises `NotFoundError` for a run.
     """
     path = stores.absolute(directory)
     try:
@@ -108,10 +94,33 @@ def _open(directory: str | os.PathLike[str]) -> Checkpoint:
         parent, name = posixpath.split(path)
         if not formats.is_known(stores.get(parent), parent):
             raise
-        return part_of(open_checkpoint(parent), name)
+        ckpt = open_checkpoint(parent)
+        known = items.item_names(ckpt)
+        if known:
+            part_of(ckpt, name)  # The error names the items.
+        elif name != items.DEFAULT_ITEM:
+            raise
+        return ckpt, name if known else None
     if ckpt.path != path:
         raise NotFoundError(f"{path}: expected a checkpoint, found a run; give the path of a step, such as {ckpt.path}")
-    return ckpt
+    return ckpt, None
+
+
+def restore_at(
+    directory: str | os.PathLike[str], handler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Restores a checkpoint, or an item of one. Raises the errors of `treering.restore`."""
+    ckpt, name = _opened(directory)
+    return items.restore_item(ckpt, name, call_arguments(handler, False, args, kwargs), handler)
+
+
+def metadata_at(directory: str | os.PathLike[str], handler: Any) -> StepMetadata:
+    """Returns the metadata of a checkpoint and of its items, or of one item."""
+    ckpt, name = _opened(directory)
+    if name is not None:
+        return step_metadata(ckpt, items.item_metadata(ckpt, name, {name: handler}))
+    handlers = handlers_in(handler) if handler_kind(handler) == "composite" else {None: handler}
+    return step_metadata(ckpt, items.item_metadata(ckpt, None, handlers), items.item_handlers(ckpt, handlers))
 
 
 def call_arguments(handler: Any, for_save: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from .._zarr.leaves import ZarrReader, folder_size
 from . import run_metadata
 from .items import Items, numbers, read_items, read_tree_of
 from .iterators import HANDLERS
-from .schema import CHECKPOINT, SHARDINGS, read_checkpoint_metadata, read_json
+from .schema import CHECKPOINT, ONE_DEVICE, SHARDINGS, read_checkpoint_metadata, read_json
 
 _DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
@@ -120,7 +120,8 @@ def _read_shardings(store: Store, folder: str) -> dict[str, Any]:
         listed = read_json(store, posixpath.join(folder, SHARDINGS))
         for name, text in listed.items():
             about = json.loads(text)
-            if about["sharding_type"] == "NamedSharding":
+            # Treering writes a mesh with the axis `_` for an array without a mesh.
+            if about["sharding_type"] == "NamedSharding" and about["axis_names"] != ONE_DEVICE["axis_names"]:
                 mesh = dict(zip(about["axis_names"], about["shape"], strict=True))
                 place = {"mesh": mesh, "spec": about["partition_spec"]}
                 kinds = [kind.removeprefix("AxisType.").lower() for kind in about.get("axis_types") or ()]

@@ -26,6 +26,15 @@ DATABASE = "manifest.ocdbt"
 UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_METADATA_BYTES = 16 << 20  # bytes of the file about a checkpoint; it is read to decide whether a folder is one
 STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
+# With this sharding, Orbax restores a JAX array that has no mesh on the first device of any kind.
+ONE_DEVICE: dict[str, Any] = {
+    "sharding_type": "NamedSharding",
+    "shape": [1],
+    "axis_names": ["_"],
+    "axis_types": ["AxisType.Auto"],
+    "partition_spec": [],
+    "device_mesh": {"mesh": [{"id": 0}]},
+}
 
 
 def tree_file(store: Store, folder: str) -> str | None:

@@ -18,19 +18,10 @@ from .._zarr.chunks import Chunks
 from .._zarr.leaves import add_array, add_number
 from .._zarr.writer import Writer
 from .metadata import DICT, SEQUENCE, STRINGS
-from .schema import ARRAY_META, SHARDINGS, TREE
+from .schema import ARRAY_META, ONE_DEVICE, SHARDINGS, TREE
 from .tree import KEY, MAX_LEVELS
 
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # Orbax records "None" for empty containers of other kinds
-# With this sharding, Orbax restores a JAX array that has no mesh on the first device of any kind.
-_ONE_DEVICE = {
-    "sharding_type": "NamedSharding",
-    "shape": [1],
-    "axis_names": ["_"],
-    "axis_types": ["AxisType.Auto"],
-    "partition_spec": [],
-    "device_mesh": {"mesh": [{"id": 0}]},
-}
 
 
 class Leaf(NamedTuple):
@@ -82,7 +73,7 @@ def _encoded(name: str) -> str:
 def _sharding(place: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Returns a recorded place as Orbax records it."""
     if place is None or "mesh" not in place or "local" in place or "platform" in place:
-        return _ONE_DEVICE
+        return ONE_DEVICE
     mesh, devices = place["mesh"], place.get("devices")
     size, kinds = math.prod(mesh.values()), place.get("axis_types") or ["auto"] * len(mesh)
     found = {
