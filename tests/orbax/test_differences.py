@@ -201,7 +201,7 @@ def the_first_lines_of_tutorials(w: Any, r: Any, path: Path) -> Any:
 
 @program
 def a_checkpoint_that_is_replaced(w: Any, r: Any, path: Path) -> Any:
-    """What is there was written by the library that saves, by Orbax, or by the drop-in; or it is an empty folder."""
+    """Replaces checkpoints of the library that saves, of Orbax and of the drop-in, and an empty folder."""
     (path / "empty").mkdir()
     w.PyTreeCheckpointer().save(path / "own", tree())
     real.PyTreeCheckpointer().save(path / "theirs", tree())

@@ -78,7 +78,7 @@ assert not {"jax", "numpy", "orbax"} & set(sys.modules)
 
 
 def test_every_public_name_exists() -> None:
-    """What is not supported raises one line when it is used."""
+    """A name that is not supported raises one line when it is used."""
     used = []
     for name, value in vars(real).items():
         if name.startswith("_") or name == "orbax":
@@ -557,7 +557,7 @@ def test_background_saves_of_a_run(tmp_path: Path) -> None:
 
 @WRITES
 def test_a_run_of_orbax_is_continued(tmp_path: Path, write: str) -> None:
-    """With Orbax's format, Orbax goes on where the run ended."""
+    """With Orbax's format, Orbax continues where the run ended."""
     names = real.path.step.standard_name_format(step_prefix="ckpt")
     with real.training.Checkpointer(tmp_path, step_name_format=names) as theirs:
         theirs.save(0, tree(0), metrics={"loss": 1.0})

@@ -13,7 +13,7 @@ __all__ = ["erase_and_create_empty"]
 
 
 def erase_and_create_empty(directory: str | os.PathLike[str]) -> Any:
-    """Deletes a directory with everything in it, makes it anew, empty, and returns its path.
+    """Deletes a directory with everything in it, makes an empty one, and returns its path.
 
     Raises `UnsupportedError` for a directory in a bucket, and `FileNotFoundError` if its parent is missing.
     """

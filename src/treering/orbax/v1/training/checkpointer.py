@@ -139,7 +139,7 @@ class Checkpointer(StepReader):
         `UnsupportedValueError` for a `checkpointable_name`.
         """
         if checkpointable_name is not None:
-            raise UnsupportedValueError(f"checkpointable_name={checkpointable_name!r}: a step is deleted as a whole")
+            raise UnsupportedValueError(f"checkpointable_name={checkpointable_name!r}: only entire steps are deleted")
         if missing_ok and step_number(step) not in self._manager.all_steps():
             return False
         self._manager.delete(step_number(step))
