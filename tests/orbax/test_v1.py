@@ -27,6 +27,7 @@ import treering.orbax as v0
 from jobs import run_job
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
 from treering.orbax import v1 as ocp
+from treering.stores.posix import Disk
 
 real: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
 pytestmark = [
@@ -554,6 +555,31 @@ def test_background_saves_of_a_run(tmp_path: Path) -> None:
     assert again.latest is not None and again.latest.step == 9
 
 
+def test_a_load_waits_for_the_save_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, usual = threading.Event(), Disk.preallocate
+
+    def slow(disk: Disk, fd: int, size: int) -> None:
+        assert gate.wait(30)
+        usual(disk, fd, size)
+
+    monkeypatch.setattr(Disk, "preallocate", slow)
+    uses: list[Any] = [
+        lambda ckpts: ckpts.load(),
+        lambda ckpts: ckpts.load(1),
+        lambda ckpts: ckpts.load_checkpointables()["state"],
+        lambda ckpts: ckpts.metadata(),
+        lambda ckpts: ckpts.checkpointables_metadata(1).metadata["state"],
+    ]
+    with concurrent.futures.ThreadPoolExecutor(5) as pool, ocp.training.Checkpointer(tmp_path) as ckpts:
+        ckpts.save_async(1, tree(2))
+        found = [pool.submit(use, ckpts) for use in uses]
+        assert not concurrent.futures.wait(found, 0.2, concurrent.futures.FIRST_COMPLETED).done
+        gate.set()
+        for one in found[:3]:
+            assert_same(one.result(), tree(2))
+        assert found[3].result().metadata["w"] == found[4].result()["w"] and found[3].result().step == 1
+
+
 @WRITES
 def test_a_run_of_orbax_is_continued(tmp_path: Path, write: str) -> None:
     """With Orbax's format, Orbax goes on where the run ended."""
@@ -646,3 +672,30 @@ with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_met
 """
     for one in run_job(tmp_path, body, processes=2):
         assert one.report == [[True] * 4, 4, [3, 4], True, True, 4, True, {"a": 1}], one.output
+
+
+def test_all_processes_use_one_step(tmp_path: Path) -> None:
+    """A process may see the directory late, as on a network disk."""
+    body = """
+from treering._run.run_directory import RunDirectory
+from treering._run.step_catalog import StepCatalog
+from treering.orbax import v1 as ocp
+value = np.arange(8, dtype=np.float32)
+state = lambda k: {"w": put(value * k, P("x"))}
+ckpts = ocp.training.Checkpointer(tmp / "run")
+for step in (1, 2):
+    ckpts.save(step, state(step))
+if INDEX:
+    valid, located = StepCatalog.valid_steps, RunDirectory.located_steps
+    StepCatalog.valid_steps = lambda *args, **options: [one for one in valid(*args, **options) if one.step != 2]
+    RunDirectory.located_steps = lambda *args: {step: one for step, one in located(*args).items() if step != 2}
+ckpts.reload()
+known = [one.step for one in ckpts.checkpoints]
+loads = [same(ckpts.load(step, state(0))["w"], value * 2) for step in (None, 2)]
+loads.append(same(ckpts.load_checkpointables(None, {"state": state(0)})["state"]["w"], value * 2))
+missing = caught(ckpts.load, 3)[0]
+report([known, loads, missing])
+"""
+    for index, one in enumerate(run_job(tmp_path, body, processes=2)):
+        known = [1] if index else [1, 2]
+        assert one.report == [known, [True] * 3, "StepNotFoundError"], one.output
