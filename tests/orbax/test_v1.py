@@ -694,8 +694,12 @@ known = [one.step for one in ckpts.checkpoints]
 loads = [same(ckpts.load(step, state(0))["w"], value * 2) for step in (None, 2)]
 loads.append(same(ckpts.load_checkpointables(None, {"state": state(0)})["state"]["w"], value * 2))
 missing = caught(ckpts.load, 3)[0]
-report([known, loads, missing])
+exists = caught(ckpts.save, 2, state(3))[0]
+saved = [ckpts.save(2, state(3), overwrite=True), same(ckpts.load(2, state(0))["w"], value * 3)]
+deleted = [ckpts.delete(step, missing_ok=True) for step in (2, 3)]
+report([known, loads, missing, exists, saved, deleted])
 """
     for index, one in enumerate(run_job(tmp_path, body, processes=2)):
         known = [1] if index else [1, 2]
-        assert one.report == [known, [True] * 3, "StepNotFoundError"], one.output
+        errors = ["StepNotFoundError", "StepAlreadyExistsError"]
+        assert one.report == [known, [True] * 3, *errors, [True] * 2, [True, False]], one.output

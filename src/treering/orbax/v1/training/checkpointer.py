@@ -8,6 +8,7 @@ from typing import Any, Self
 from ...errors import UnsupportedValueError
 from ...hints import warn_unused
 from ...manager import CheckpointManager
+from ...manager_items import agree
 from ...manager_options import AsyncOptions, CheckpointManagerOptions
 from ...preservation import PreservationPolicy, PreserveAll
 from ...save_decisions import (
@@ -109,7 +110,7 @@ class Checkpointer(StepReader):
         """
         context = get_context(self._context).check()
         args = check_names(checkpointables)
-        exists = step in self._manager.all_steps()
+        exists = self._exists(step, "save")
         if exists and not overwrite:
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; pass overwrite=True")
         with context:
@@ -122,6 +123,10 @@ class Checkpointer(StepReader):
                 return None
         self._is_changing = True
         return AsyncResponse(self._wait)
+
+    def _exists(self, step: int, call: str) -> bool:
+        """Returns True in all processes if process 0 sees a step, or saves it."""
+        return agree(f"{call}({self._run.directory!r}, {step})", lambda: step in self._manager.all_steps())
 
     def _wait(self, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
@@ -140,7 +145,7 @@ class Checkpointer(StepReader):
         """
         if checkpointable_name is not None:
             raise UnsupportedValueError(f"checkpointable_name={checkpointable_name!r}: a step is deleted as a whole")
-        if missing_ok and step_number(step) not in self._manager.all_steps():
+        if missing_ok and not self._exists(step_number(step), "delete"):
             return False
         self._manager.delete(step_number(step))
         self._is_changing = True
