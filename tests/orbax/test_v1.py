@@ -539,6 +539,20 @@ def test_a_step_that_exists_is_replaced_only_on_request(tmp_path: Path) -> None:
             ckpts.load()
 
 
+@pytest.mark.parametrize(("first", "then"), [("treering", "orbax"), ("orbax", "treering")])
+def test_a_step_of_the_other_format_is_not_replaced(tmp_path: Path, first: str, then: str) -> None:
+    with ocp.Context(write=first), ocp.training.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, tree(1))
+    before = files(tmp_path)
+    with ocp.Context(write=then), ocp.training.Checkpointer(tmp_path) as ckpts:
+        text = f"expected a step in the format '{then}' to replace, found one in '{first}'; delete step 1 first"
+        with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match=text):
+            ckpts.save(1, tree(2), overwrite=True)
+        assert files(tmp_path) == before
+        assert ckpts.delete(1) and ckpts.save(1, tree(2), overwrite=True)
+        assert_same(ckpts.load(1), tree(2))
+
+
 def test_background_saves_of_a_run(tmp_path: Path) -> None:
     with ocp.training.Checkpointer(tmp_path, custom_metadata={"run": 1}) as ckpts:
         response = ckpts.save_async(3, tree(3))
