@@ -22,6 +22,8 @@ from jobs import run_job
 from treering import stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from treering.formats.orbax import removal
+from treering.orbax import preservation
+from treering.orbax.manager_options import preservation_policy
 from treering.stores import file_io
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -196,6 +198,15 @@ def test_which_steps_stay(tmp_path: Path) -> None:
     infos = [policies.PolicyCheckpointInfo(step, datetime.datetime.now(datetime.UTC), None) for step in (1, 5, 6, 9)]
     kept = policies.EveryNStepsClosest(4).should_preserve(infos, context=policies.PreservationContext())
     assert kept == [True, False, True, True] or kept == [True, True, False, True]
+
+
+def test_an_interval_of_time_may_be_shorter_than_a_second() -> None:
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, keep_time_interval=datetime.timedelta(milliseconds=1500))
+    begin = datetime.datetime.now(datetime.UTC)
+    times = [begin + datetime.timedelta(seconds=second) for second in (0, 1.2, 1.6, 3, 3.2, 3.3)]
+    infos = [preservation.CheckpointInfo(step, time, None) for step, time in enumerate(times)]
+    kept = preservation_policy(options).should_preserve(infos, context=preservation.PreservationContext())
+    assert kept == [True, False, True, False, True, True]
 
 
 def test_deleted_steps_can_move_to_a_directory(tmp_path: Path) -> None:

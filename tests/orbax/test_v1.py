@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ import treering.orbax as v0
 from jobs import run_job
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
 from treering.orbax import v1 as ocp
+from treering.orbax.v1 import own_files
+from treering.stores.posix import Disk
 
 real: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
 pytestmark = [
@@ -444,6 +447,39 @@ def test_a_handler_may_use_the_handler_of_trees(tmp_path: Path, write: str) -> N
     assert ocp.handlers.JsonHandler().is_handleable({"a": [1]}) and not ocp.handlers.JsonHandler().is_handleable({1})
 
 
+class BigHandler(NoteHandler):
+    """A handler that writes a large file. Its metadata has the first byte of it if `reads` is True."""
+
+    reads = False
+
+    async def save(self, directory: Any, checkpointable: Note) -> Awaitable[None]:
+        (directory.path / "big").write_bytes(b"B" * (2 << 20))
+        return await super().save(directory, checkpointable)
+
+    async def metadata(self, directory: Any) -> Any:
+        note, big = json.loads((directory / "note.json").read_text()), directory / "big"
+        return note, os.path.getsize(big), big.read_bytes()[:1] if self.reads else None
+
+
+def test_metadata_of_a_handler_reads_large_files_only_if_the_handler_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ocp.Context()
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(BigHandler)
+    with context:
+        ocp.save_checkpointables(tmp_path / "a", {"note": Note("hi")})
+        monkeypatch.setattr(BigHandler, "reads", True)
+        assert ocp.checkpointables_metadata(tmp_path / "a").metadata["note"] == ("hi", 2 << 20, b"B")
+        for file in tmp_path.glob("a/**/*"):  # Whoever reads the large file now finds the damage.
+            if file.is_file():
+                file.write_bytes(file.read_bytes().replace(b"B" * 1000, b"B" * 999 + b"C", 1))
+        assert ocp.checkpointables_metadata(tmp_path / "a").metadata["note"] is None
+        if own_files.can_see_reads(str(tmp_path)):
+            monkeypatch.setattr(BigHandler, "reads", False)
+            assert ocp.checkpointables_metadata(tmp_path / "a").metadata["note"] == ("hi", 2 << 20, None)
+
+
 def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
     import asyncio
 
@@ -539,6 +575,20 @@ def test_a_step_that_exists_is_replaced_only_on_request(tmp_path: Path) -> None:
             ckpts.load()
 
 
+@pytest.mark.parametrize(("first", "then"), [("treering", "orbax"), ("orbax", "treering")])
+def test_a_step_of_the_other_format_is_not_replaced(tmp_path: Path, first: str, then: str) -> None:
+    with ocp.Context(write=first), ocp.training.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, tree(1))
+    before = files(tmp_path)
+    with ocp.Context(write=then), ocp.training.Checkpointer(tmp_path) as ckpts:
+        text = f"expected a step in the format '{then}' to replace, found one in '{first}'; delete step 1 first"
+        with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match=text):
+            ckpts.save(1, tree(2), overwrite=True)
+        assert files(tmp_path) == before
+        assert ckpts.delete(1) and ckpts.save(1, tree(2), overwrite=True)
+        assert_same(ckpts.load(1), tree(2))
+
+
 def test_background_saves_of_a_run(tmp_path: Path) -> None:
     with ocp.training.Checkpointer(tmp_path, custom_metadata={"run": 1}) as ckpts:
         response = ckpts.save_async(3, tree(3))
@@ -553,6 +603,31 @@ def test_background_saves_of_a_run(tmp_path: Path) -> None:
     assert again.root_metadata() == ocp.training.RootMetadata(directory=again.directory, custom_metadata={"run": 1})
     tr.save(tmp_path / "9", tree(9))
     assert again.latest is not None and again.latest.step == 9
+
+
+def test_a_load_waits_for_the_save_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, usual = threading.Event(), Disk.preallocate
+
+    def slow(disk: Disk, fd: int, size: int) -> None:
+        assert gate.wait(30)
+        usual(disk, fd, size)
+
+    monkeypatch.setattr(Disk, "preallocate", slow)
+    uses: list[Any] = [
+        lambda ckpts: ckpts.load(),
+        lambda ckpts: ckpts.load(1),
+        lambda ckpts: ckpts.load_checkpointables()["state"],
+        lambda ckpts: ckpts.metadata(),
+        lambda ckpts: ckpts.checkpointables_metadata(1).metadata["state"],
+    ]
+    with concurrent.futures.ThreadPoolExecutor(5) as pool, ocp.training.Checkpointer(tmp_path) as ckpts:
+        ckpts.save_async(1, tree(2))
+        found = [pool.submit(use, ckpts) for use in uses]
+        assert not concurrent.futures.wait(found, 0.2, concurrent.futures.FIRST_COMPLETED).done
+        gate.set()
+        for one in found[:3]:
+            assert_same(one.result(), tree(2))
+        assert found[3].result().metadata["w"] == found[4].result()["w"] and found[3].result().step == 1
 
 
 @WRITES
@@ -669,3 +744,34 @@ with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_met
 """
     for one in run_job(tmp_path, body, processes=2):
         assert one.report == [[True] * 4, 4, [3, 4], True, True, 4, True, {"a": 1}], one.output
+
+
+def test_all_processes_use_one_step(tmp_path: Path) -> None:
+    """A process may see the directory late, as on a network disk."""
+    body = """
+from treering._run.run_directory import RunDirectory
+from treering._run.step_catalog import StepCatalog
+from treering.orbax import v1 as ocp
+value = np.arange(8, dtype=np.float32)
+state = lambda k: {"w": put(value * k, P("x"))}
+ckpts = ocp.training.Checkpointer(tmp / "run")
+for step in (1, 2):
+    ckpts.save(step, state(step))
+if INDEX:
+    valid, located = StepCatalog.valid_steps, RunDirectory.located_steps
+    StepCatalog.valid_steps = lambda *args, **options: [one for one in valid(*args, **options) if one.step != 2]
+    RunDirectory.located_steps = lambda *args: {step: one for step, one in located(*args).items() if step != 2}
+ckpts.reload()
+known = [one.step for one in ckpts.checkpoints]
+loads = [same(ckpts.load(step, state(0))["w"], value * 2) for step in (None, 2)]
+loads.append(same(ckpts.load_checkpointables(None, {"state": state(0)})["state"]["w"], value * 2))
+missing = caught(ckpts.load, 3)[0]
+exists = caught(ckpts.save, 2, state(3))[0]
+saved = [ckpts.save(2, state(3), overwrite=True), same(ckpts.load(2, state(0))["w"], value * 3)]
+deleted = [ckpts.delete(step, missing_ok=True) for step in (2, 3)]
+report([known, loads, missing, exists, saved, deleted])
+"""
+    for index, one in enumerate(run_job(tmp_path, body, processes=2)):
+        known = [1] if index else [1, 2]
+        errors = ["StepNotFoundError", "StepAlreadyExistsError"]
+        assert one.report == [known, [True] * 3, *errors, [True] * 2, [True, False]], one.output

@@ -58,7 +58,7 @@ ckpts.wait()
 """
 
 
-def _saved(run: pathlib.Path) -> object:
+def _saved(run: pathlib.Path) -> tr.Checkpointer:
     ckpts = tr.Checkpointer(run)
     ckpts.save(1, {"n": np.zeros(1)})
     ckpts.wait()
@@ -190,7 +190,10 @@ def many_switches() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_run_that_is_being_left_can_be_claimed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_run_that_is_being_left_can_be_claimed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """Another thread acquires the run during the release: the file is still locked, but names no owner."""
     leaving, usual = threading.Event(), Disk.unlink
 
@@ -201,15 +204,36 @@ def test_a_run_that_is_being_left_can_be_claimed(tmp_path: pathlib.Path, monkeyp
         usual(disk, path)
 
     monkeypatch.setattr(Disk, "unlink", slow)
-    first = tr.Checkpointer(tmp_path)
-    first.save(1, {"x": 1})
-    leaver = threading.Thread(target=first.close)
+    only = [_saved(tmp_path)]
+    leaver = threading.Thread(target=only[0].close if how == "closed" else only.clear)
     leaver.start()
     assert leaving.wait(10)
     with tr.Checkpointer(tmp_path) as second:
         second.save(2, {"x": 2})
     leaver.join()
     assert tr.steps(tmp_path) == [1, 2]
+
+
+def test_a_drop_waits_for_no_other_thread(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may drop a Checkpointer in a thread that the other one waits for."""
+    leaving, dropped, usual = threading.Event(), threading.Event(), Disk.unlink
+
+    def slow(disk: Disk, path: str) -> None:
+        if path.endswith("writer.lock") and not leaving.is_set():
+            leaving.set()
+            dropped.wait(10)
+        usual(disk, path)
+
+    first, others = _saved(tmp_path / "first"), [_saved(tmp_path / "second")]
+    monkeypatch.setattr(Disk, "unlink", slow)
+    leaver = threading.Thread(target=first.close)
+    leaver.start()
+    assert leaving.wait(10)
+    others.clear()
+    assert leaver.is_alive() and (tmp_path / "second/writer.lock").exists()
+    dropped.set()
+    leaver.join()
+    assert not (tmp_path / "second/writer.lock").exists(), "the other thread released it"
 
 
 @pytest.mark.usefixtures("many_switches")

@@ -25,6 +25,7 @@ IMPORTS = [
     ("from orbax.checkpoint import (args,  # one\n  utils)", "from treering.orbax import (args,  # one\n  utils)"),
     ("import orbax.checkpoint\nx = orbax . checkpoint.args", "import treering.orbax\nx = treering.orbax.args"),
     ("import orbax\nimport orbax.checkpoint as o", "import treering.orbax\nimport treering.orbax as o"),
+    ("import orbax.x, orbax.checkpoint\norbax.x.y", "import orbax.x, treering.orbax\norbax.x.y"),
     ("import orbax.checkpoint.v1 as ocp", "import treering.orbax.v1 as ocp"),
     ("from orbax.checkpoint import v1 as ocp", "from treering.orbax import v1 as ocp"),
     ("import orbax.checkpoint.experimental.v1 as ocp", "import treering.orbax.v1 as ocp"),
@@ -49,7 +50,7 @@ FINDINGS = [
     (f"{ALIAS}\nocp.NoSuch()", 2, "ocp.NoSuch is not in treering.orbax; see docs/migrate"),
     (f"{ALIAS}\nocp2 = ocp", 2, "ocp is used as a value; check by hand"),
     ("from orbax.checkpoint import *", 1, "from orbax.checkpoint import * hides the names"),
-    ("import orbax\norbax.export.x(orbax.checkpoint.args)", 1, "this import stays; import orbax.checkpoint"),
+    ("import orbax.checkpoint\norbax.export.x(orbax.checkpoint.args)", 2, "nothing imports orbax any more; add import"),
     ("m = __import__('orbax.checkpoint')", 1, "the text 'orbax.checkpoint' names a module of Orbax"),
     (f"{ALIAS}\nf(1,\n  ocp.args.PyTreeRestore(t, transforms={{'a': 1}}))", 3, "transforms= is not in"),
     (f"{ALIAS}\nx = (", 2, "not changed: '(' was never closed"),
@@ -80,6 +81,25 @@ def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pa
     if "import orbax.checkpoint.serialization" in program or "_src.path" in program:  # no such module in the adapter
         assert text == program
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
+
+
+@pytest.mark.parametrize(
+    "imports", ["import orbax", "import orbax\nimport orbax.export\nimport orbax.checkpoint as ocp"]
+)
+def test_full_names_stay_if_their_import_stays(imports: str, tmp_path: pathlib.Path) -> None:
+    """Otherwise nothing would bind the new name."""
+    local = "def f():\n    import orbax.checkpoint\n    return orbax.checkpoint.args"
+    use = "orbax.export.x(orbax.checkpoint.args)"
+    text, done = migrated(tmp_path / "a.py", f"{imports}\n{use}\n{local}\n")
+    assert text.startswith(imports.replace("import orbax.checkpoint as", "import treering.orbax as"))
+    assert text.endswith(f"{use}\n{local.replace('orbax.checkpoint', 'treering.orbax')}\n")
+    assert [(one.line, one.what) for one in done.findings] == [
+        (1, "this import stays; import orbax.checkpoint, so that migrate can change it"),
+        (
+            imports.count("\n") + 2,
+            "orbax.checkpoint.args stays; import orbax.checkpoint, so that migrate can change it",
+        ),
+    ]
 
 
 def base_names(paths: list[str]) -> list[str]:

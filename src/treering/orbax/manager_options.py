@@ -192,5 +192,5 @@ def preservation_policy(options: CheckpointManagerOptions) -> PreservationPolicy
     if options.keep_period is not None:
         policies.append(EveryNSteps(options.keep_period))
     if options.keep_time_interval is not None:
-        policies.append(EveryNSeconds(int(options.keep_time_interval.total_seconds())))
+        policies.append(EveryNSeconds(options.keep_time_interval.total_seconds()))
     return AnyPreservationPolicy(policies)

@@ -58,7 +58,7 @@ class LatestN:
 class EveryNSeconds:
     """Keeps the first step, and then each that came at least `interval_secs` after the one kept before."""
 
-    interval_secs: int
+    interval_secs: float
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: Any) -> list[bool]:
         interval = datetime.timedelta(seconds=self.interval_secs)

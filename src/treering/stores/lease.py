@@ -10,13 +10,12 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
 from .._threads.preload_decoders import preload_decoders
-from .._threads.weak_registry import WeakRegistry
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import lease_registry
 from .directories import make_dirs, trusted_folder
@@ -26,7 +25,6 @@ from .store import LOCK_NAME
 _VERSION = 1
 _MAX_VERSION_1_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes; a file of a later version may be larger
-_locks: "WeakRegistry[WriterLock]" = WeakRegistry()
 _log = logging.getLogger("treering")
 _acquire_lock = threading.RLock()  # held while any lock of this process is acquired or released
 
@@ -35,6 +33,17 @@ class _HeldLock(NamedTuple):
     fd: int
     path: str
     made: list[str]  # directories that were made for it
+
+
+class _Claim(NamedTuple):
+    """The file that a lock holds. It outlives the lock: a file may be held for a moment after its lock is gone."""
+
+    owner: "weakref.ref[WriterLock]"
+    disk: Disk
+    held: list[_HeldLock]
+
+
+_claims: dict[int, _Claim] = {}  # by the identity of `held`
 
 
 class _Envelope(msgspec.Struct):
@@ -58,8 +67,8 @@ class WriterLock:
         self.lost = False  # another WriterLock of this process has acquired the run
         # One element once the file is locked; a list, because the finalizer empties it
         self._held: list[_HeldLock] = []
-        weakref.finalize(self, _release, disk, self._held)
-        _locks.add(self)
+        _claims[id(self._held)] = claim = _Claim(weakref.ref(self), disk, self._held)
+        weakref.finalize(self, _on_drop, claim)
 
     def acquire(self) -> None:
         """Acquires the lock unless it is held, and makes the run's directory.
@@ -68,7 +77,7 @@ class WriterLock:
         `UnsupportedError` if a later release made the lock file, and `SaveError` for errors of the system. Where
         files cannot be locked, every process may write.
         """
-        with _acquire_lock:
+        with _exclusively():
             if self.lost:
                 raise lease_registry.lost_error(self._run)
             if self._held:
@@ -84,8 +93,8 @@ class WriterLock:
     def check_free(self) -> None:
         """Raises an `ExistsError` that names another process which holds the lock. Acquires nothing."""
         path = os.path.join(self._run, LOCK_NAME)
-        with _acquire_lock:  # Else a lock that this process is just acquiring would look like that of another process.
-            if any(one._is_held_on(path) for one in _locks.all()):
+        with _exclusively():  # Else a lock that this process is just acquiring would look like that of another process.
+            if any(one._is_held_on(path) for one in _existing_locks()):
                 return
             try:
                 fd = self._disk.open(path)
@@ -104,7 +113,7 @@ class WriterLock:
     def _take_from_this_process(self) -> None:
         """Releases the lock of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
         path = os.path.join(self._run, LOCK_NAME)
-        for other in _locks.all():
+        for other in _existing_locks():
             if other is self or not other._is_held_on(path):
                 continue
             if other._busy():
@@ -166,13 +175,55 @@ class WriterLock:
 
     def release(self) -> None:
         """Releases the lock."""
-        with _acquire_lock:  # Else another thread could find the file locked and no owner in this process.
+        with _exclusively():  # Else another thread could find the file locked and no owner in this process.
             _release(self._disk, self._held)
 
-    def close_after_fork(self) -> None:
-        """Leaves the lock to the process that this one was forked from."""
-        while self._held:
-            self._disk.close(self._held.pop().fd)
+
+@contextlib.contextmanager
+def _exclusively() -> Iterator[None]:
+    """Holds `_acquire_lock`, and then releases what was dropped meanwhile."""
+    try:
+        with _acquire_lock:
+            yield
+    finally:
+        _release_dropped()
+
+
+def _existing_locks() -> list[WriterLock]:
+    """Returns the locks of this process, and releases what dropped ones hold. The caller has `_acquire_lock`."""
+    # Listed first: a lock that is dropped after a release of the others would be in neither.
+    found = [one for claim in list(_claims.values()) if (one := claim.owner()) is not None]
+    _release_dropped()
+    return found
+
+
+def _release_dropped() -> None:
+    """Releases what dropped locks hold, unless another thread has `_acquire_lock`. That thread then does it."""
+    while dropped := [claim for claim in list(_claims.values()) if claim.owner() is None]:
+        if not _release_unless_busy(dropped):
+            return
+
+
+def _on_drop(claim: _Claim) -> None:
+    """Releases what a dropped lock holds, and at the end of the process what any lock holds."""
+    _release_unless_busy([claim])
+    _release_dropped()
+
+
+def _release_unless_busy(claims: list[_Claim]) -> bool:
+    """Releases what locks hold. Returns False, and does nothing, while another thread has `_acquire_lock`.
+
+    The garbage collector drops locks in any thread, also in one that the other thread waits for. So this never waits.
+    """
+    if not _acquire_lock.acquire(blocking=False):
+        return False
+    try:
+        for claim in claims:
+            _release(claim.disk, claim.held)
+            _claims.pop(id(claim.held), None)
+    finally:
+        _acquire_lock.release()
+    return True
 
 
 def _release(disk: Disk, held: list[_HeldLock]) -> None:
@@ -244,9 +295,10 @@ def _close_after_fork() -> None:
     """
     global _acquire_lock
     _acquire_lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
-    for lock in _locks.all():
-        with contextlib.suppress(OSError):
-            lock.close_after_fork()
+    for claim in list(_claims.values()):
+        while claim.held:
+            with contextlib.suppress(OSError):
+                claim.disk.close(claim.held.pop().fd)
 
 
 if hasattr(os, "register_at_fork"):

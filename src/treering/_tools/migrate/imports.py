@@ -6,9 +6,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import libcst as cst
+from libcst import metadata
 
 from . import names
 from .program import Import, Program, dotted
+
+_STAYS = "stays; import orbax.checkpoint, so that migrate can change it"
 
 
 def rewrite(program: Program, *, native: str | None) -> None:
@@ -19,6 +22,7 @@ def rewrite(program: Program, *, native: str | None) -> None:
     """
     found = [one for one in program.imports if one.module == "orbax" or names.relative(one.full_name) is not None]
     unused: set[cst.CSTNode] = set()
+    binding: set[cst.CSTNode] = set()  # the statements that bind the name `treering` now
     if native:
         found += [one for one in program.imports if one.name and f"{one.full_name}.".startswith(f"{names.FLAX}.")]
         unused = _unused(program, found)
@@ -27,11 +31,12 @@ def rewrite(program: Program, *, native: str | None) -> None:
         if all(one.alias in unused for one in mine) and not _has_other_names(statement, mine):
             program.remove(statement)
         elif isinstance(statement, cst.Import):
-            _rewrite_import(program, statement, mine, unused)
+            _rewrite_import(program, statement, mine, unused, binding)
         else:
             _rewrite_from(program, statement, mine, unused)
     _rewrite_stars(program)
-    _rewrite_full_names(program, found)
+    _rewrite_full_names(program, found, binding)
+    _report_unbound(program, binding)
     if native:
         _import_treering(program, native, found)
 
@@ -55,7 +60,11 @@ def _unused(program: Program, found: Sequence[Import]) -> set[cst.CSTNode]:
 
 
 def _rewrite_import(
-    program: Program, statement: cst.Import, mine: Sequence[Import], unused: Collection[cst.CSTNode]
+    program: Program,
+    statement: cst.Import,
+    mine: Sequence[Import],
+    unused: Collection[cst.CSTNode],
+    binding: set[cst.CSTNode],
 ) -> None:
     for one in mine:
         new = names.new_module(one.module)
@@ -64,11 +73,20 @@ def _rewrite_import(
             program.edit(statement, _without_last_comma)
         elif one.module == "orbax":
             if one.alias.asname or any(_is_other_use(program, node) for node in program.nodes):
-                program.report(one.alias, "this import stays; import orbax.checkpoint, so that migrate can change it")
-            else:
-                program.replace(one.alias.name, names.ADAPTER)
-        elif new:
+                program.report(one.alias, f"this import {_STAYS}")
+                continue
+            new = names.ADAPTER
+        if new and one.alias not in unused:
             program.replace(one.alias.name, new)
+            if not one.alias.asname:
+                binding.add(statement)
+
+
+def _imports_of(program: Program, node: cst.CSTNode) -> set[cst.CSTNode]:
+    """Returns the statements that bind the first name of a dotted one."""
+    scope = program.scope(node)
+    name = (dotted(node) or "").partition(".")[0]
+    return set() if scope is None else {one.node for one in scope[name] if isinstance(one, metadata.Assignment)}
 
 
 def _without_last_comma(updated: cst.Import) -> Any:
@@ -140,17 +158,33 @@ def _rewrite_stars(program: Program) -> None:
                     program.replace(node.module, new)
 
 
-def _rewrite_full_names(program: Program, found: Sequence[Import]) -> None:
+def _rewrite_full_names(program: Program, found: Sequence[Import], binding: set[cst.CSTNode]) -> None:
     staying = [one.module for one in found if one.name is None and not names.new_module(one.module)]
     for node, _ in program.references:
         text = dotted(node) or ""
         if any(f"{text}.".startswith(f"{module}.") for module in staying if module != "orbax"):
+            continue
+        if text.startswith(names.ORBAX) and not _imports_of(program, node) & binding:
+            if not program.is_consumed(node):
+                program.report(node, f"{text} {_STAYS}")
             continue
         while text.startswith(names.ORBAX) and text not in names.MODULES:
             node = cst.ensure_type(node, cst.Attribute).value
             text = dotted(node) or ""
         if text in names.MODULES:
             program.replace(node, names.MODULES[text])
+
+
+def _report_unbound(program: Program, binding: set[cst.CSTNode]) -> None:
+    """Reports other packages of `orbax` that a program used through its import of `orbax.checkpoint`."""
+    mixed = {one.statement for one in program.imports if one.bound_name == "orbax" and not names.new_module(one.module)}
+    for node in program.nodes:
+        if not _is_other_use(program, node) or not program.is_use(node):
+            continue
+        if _imports_of(program, node) <= binding - mixed:
+            above = program.parent(node)
+            text = program.code(above if isinstance(above, cst.Attribute) else node)
+            program.report(node, f"nothing imports orbax any more; add import {text}")
 
 
 def _import_treering(program: Program, name: str, found: Sequence[Import]) -> None:

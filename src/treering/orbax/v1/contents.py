@@ -33,18 +33,21 @@ class Part(NamedTuple):
 
 
 class Contents:
-    """The checkpointables of the checkpoint at a path.
+    """The checkpointables of the checkpoint at a path, or of one that is open.
 
     Raises `InvalidLayoutError`, which is a `FileNotFoundError` and a `ValueError`, if there is no checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str], context: Context):
-        self.path = stores.absolute_run(path)
+    def __init__(self, place: str | os.PathLike[str] | Checkpoint, context: Context):
+        opened = place if isinstance(place, Checkpoint) else None
+        self.path = stores.absolute_run(place.path if isinstance(place, Checkpoint) else place)
         safetensors = context.checkpoint_layout is CheckpointLayout.SAFETENSORS
         self.ckpt: Checkpoint | None = None
         self._own: dict[str, str | None] = {}  # the items of Orbax's format that handlers of programs wrote
         try:
-            self.ckpt = open_checkpoint(self.path, format="safetensors" if safetensors else None)
+            if opened is None or safetensors:
+                opened = open_checkpoint(self.path, format="safetensors" if safetensors else None)
+            self.ckpt = opened
         except NotFoundError as error:
             raise InvalidLayoutError(str(error)) from None
         except UnsupportedError as error:

@@ -37,8 +37,12 @@ def metadata(path: Path, checkpointable_name: str | None = "AUTO") -> Checkpoint
     """
     check_name(checkpointable_name)
     context = get_context().check()
-    contents = Contents(path, context)
-    return _described(contents, context, tree_metadata(tree_part(contents, checkpointable_name)))
+    return metadata_from(Contents(path, context), checkpointable_name, context)
+
+
+def metadata_from(contents: Contents, name: str | None, context: Context) -> CheckpointMetadata[Any]:
+    """Returns the metadata of the tree of an open checkpoint."""
+    return _described(contents, context, tree_metadata(tree_part(contents, name)))
 
 
 def checkpointables_metadata(path: Path) -> CheckpointMetadata[dict[str, Any]]:
@@ -51,7 +55,11 @@ def checkpointables_metadata(path: Path) -> CheckpointMetadata[dict[str, Any]]:
     context = get_context().check()
     if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
         raise NotImplementedError(f"{path}: a file of safetensors is one tree; use metadata()")
-    contents = Contents(path, context)
+    return checkpointables_metadata_from(Contents(path, context), context)
+
+
+def checkpointables_metadata_from(contents: Contents, context: Context) -> CheckpointMetadata[dict[str, Any]]:
+    """Returns the metadata of the checkpointables of an open checkpoint by name."""
     found: dict[str, Any] = {}
     for name in contents.names:
         try:
@@ -121,7 +129,7 @@ def _part_metadata(name: str, part: Part, context: Context) -> Any:
     if handler is None:
         return None
     if part.files is not None:
-        return own_files.metadata_of_files(part.files.restore(), handler)
+        return own_files.metadata_of_files(part.files, handler)
     assert part.directory is not None
     directory = handler_files.path_object(part.directory)
     return own_files.run(lambda: handler.metadata(directory))

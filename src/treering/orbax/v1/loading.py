@@ -37,7 +37,12 @@ def load_at(path: Path, name: str | None, abstract: Any, context: Context | None
     """Loads a tree with the options of a context."""
     check_name(name)
     context = (context or get_context()).check()
-    return load_tree(tree_part(Contents(path, context), name), plain(abstract), context)
+    return load_from(Contents(path, context), name, abstract, context)
+
+
+def load_from(contents: Contents, name: str | None, abstract: Any, context: Context) -> Any:
+    """Loads a tree of an open checkpoint."""
+    return load_tree(tree_part(contents, name), plain(abstract), context)
 
 
 def load_checkpointables(path: Path, abstract_checkpointables: Any = None) -> dict[str, Any]:
@@ -49,12 +54,22 @@ def load_checkpointables(path: Path, abstract_checkpointables: Any = None) -> di
     lacks a name.
     """
     context = get_context().check()
+    wanted = check_wanted(abstract_checkpointables)
+    return load_checkpointables_from(Contents(path, context), wanted, context)
+
+
+def check_wanted(abstract_checkpointables: Any) -> Mapping[str, Any] | None:
+    """Returns the abstract checkpointables by name. Raises `MismatchError` if they are not a dict with such names."""
     wanted = plain(abstract_checkpointables)
     if wanted is not None and not isinstance(wanted, Mapping):
         raise MismatchError(f"abstract_checkpointables: expected a dict, found a {type(wanted).__name__}")
     for name in wanted or ():
         check_name(name)
-    contents = Contents(path, context)
+    return wanted
+
+
+def load_checkpointables_from(contents: Contents, wanted: Mapping[str, Any] | None, context: Context) -> dict[str, Any]:
+    """Loads checkpointables of an open checkpoint."""
     wanted = dict.fromkeys(contents.names) if wanted is None else wanted
     parts = {name: contents.part(name) for name in wanted}
     return {name: _load(name, part, wanted[name], context) for name, part in parts.items()}

@@ -1,13 +1,17 @@
 """`Checkpointer`, with the calls of version 1: saves the steps of a run, keeps some of them, and loads them."""
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
 from typing import Any, Self
 
+from .... import formats, stores
+from ....errors import CorruptError, UnsupportedError
 from ...errors import UnsupportedValueError
 from ...hints import warn_unused
 from ...manager import CheckpointManager
+from ...manager_items import agree
 from ...manager_options import AsyncOptions, CheckpointManagerOptions
 from ...preservation import PreservationPolicy, PreserveAll
 from ...save_decisions import (
@@ -104,17 +108,19 @@ class Checkpointer(StepReader):
             durable.
         metrics: numbers by name. custom_metadata: JSON, recorded with the step.
 
-        Returns None if nothing is saved. Raises `StepAlreadyExistsError` for a step that exists, which is a
-        `FileExistsError` and a `ValueError`, and the errors of `save_checkpointables`.
+        Returns None if nothing is saved. Raises `StepAlreadyExistsError`, which is a `FileExistsError` and a
+        `ValueError`, for a step that exists, also with `overwrite` if it is in the other format, and the errors of
+        `save_checkpointables`.
         """
         context = get_context(self._context).check()
         args = check_names(checkpointables)
-        exists = step in self._manager.all_steps()
+        exists = self._exists(step, "save")
         if exists and not overwrite:
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; pass overwrite=True")
         with context:
             if exists:
                 self._run.wait()
+                self._check_replaceable(step)
                 given: dict[str, Any] = {"metrics": metrics, "metadata": custom_metadata, "on_exists": "overwrite"}
                 tree = self._items.tree(args, for_orbax=self._run.writes_orbax)
                 self._run.save(step, tree, force=True, **given)
@@ -122,6 +128,27 @@ class Checkpointer(StepReader):
                 return None
         self._is_changing = True
         return AsyncResponse(self._wait)
+
+    def _exists(self, step: int, call: str) -> bool:
+        """Returns True in all processes if process 0 sees a step, or saves it."""
+        return agree(f"{call}({self._run.directory!r}, {step})", lambda: step in self._manager.all_steps())
+
+    def _check_replaceable(self, step: int) -> None:
+        """Raises `StepAlreadyExistsError` for a step in another format than that of new steps."""
+        ours = "orbax" if self._run.writes_orbax else "treering"
+
+        def find() -> tuple[str, str]:
+            path = self._run.path(step)
+            with contextlib.suppress(UnsupportedError, CorruptError):  # It is missing or damaged: the save replaces it.
+                return path, formats.detect(stores.get(path), path).name
+            return path, ours
+
+        path, found = agree(f"format of step {step} in {self._run.directory!r}", find)
+        if found != ours:
+            raise StepAlreadyExistsError(
+                f"{path}: expected a step in the format {ours!r} to replace, found one in {found!r}; "
+                f"delete step {step} first"
+            )
 
     def _wait(self, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
@@ -140,7 +167,7 @@ class Checkpointer(StepReader):
         """
         if checkpointable_name is not None:
             raise UnsupportedValueError(f"checkpointable_name={checkpointable_name!r}: only entire steps are deleted")
-        if missing_ok and step_number(step) not in self._manager.all_steps():
+        if missing_ok and not self._exists(step_number(step), "delete"):
             return False
         self._manager.delete(step_number(step))
         self._is_changing = True

@@ -1,13 +1,17 @@
 """Reads the steps of a run, for `Checkpointer`."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ....errors import NotFoundError
 from ...manager import CheckpointManager
 from ...preservation import CheckpointInfo
 from ...unsupported import error as unsupported
+from ..contents import Contents
 from ..context import Context, get_context
-from ..describing import checkpointables_metadata, metadata
-from ..loading import load, load_checkpointables
+from ..describing import checkpointables_metadata_from, metadata_from
+from ..loading import check_name, check_wanted, load_checkpointables_from, load_from
 from ..metadata_types import as_nanoseconds
 from ..saving import STATE, deprecated
 from .errors import StepNotFoundError
@@ -62,15 +66,23 @@ class StepReader:
 
         Raises `StepNotFoundError`, which is a `FileNotFoundError`.
         """
-        found = self._existing(step)
-        with get_context(self._context):
-            return load(found.path, abstract_state, checkpointable_name=checkpointable_name)
+        check_name(checkpointable_name)
+        return self._use(step, lambda one, context: load_from(one, checkpointable_name, abstract_state, context))
 
     def load_checkpointables(self, step: Step = None, abstract_checkpointables: Any = None) -> dict[str, Any]:
         """Loads checkpointables of a step, by default the latest; see `treering.orbax.v1.load_checkpointables`."""
-        found = self._existing(step)
-        with get_context(self._context):
-            return load_checkpointables(found.path, abstract_checkpointables)
+        wanted = check_wanted(abstract_checkpointables)
+        return self._use(step, lambda contents, context: load_checkpointables_from(contents, wanted, context))
+
+    def _use(self, step: Step, use: Callable[[Contents, Context], Any]) -> Any:
+        """Returns the result of `use` for a step, the same in all processes. A step that is being saved is waited for.
+
+        Without a step it is the latest valid one.
+        """
+        with get_context(self._context).check() as context, _step_not_found():
+            return self._run.use_step(
+                None if step is None else step_number(step), lambda ckpt: use(Contents(ckpt, context), context)
+            )
 
     def load_async(self, step: Step = None, abstract_state: Any = None) -> Any:
         """Is not supported, as in Orbax itself. Raises `UnsupportedError`."""
@@ -82,32 +94,22 @@ class StepReader:
 
     def metadata(self, step: Step = None) -> CheckpointMetadata[Any]:
         """Returns the metadata of the tree of a step, by default the latest."""
-        return self._metadata(step, metadata)
+        return self._metadata(step, lambda contents, context: metadata_from(contents, "AUTO", context))
 
     def checkpointables_metadata(self, step: Step = None) -> CheckpointMetadata[dict[str, Any]]:
         """Returns the metadata of the checkpointables of a step, by default the latest."""
-        return self._metadata(step, checkpointables_metadata)
+        return self._metadata(step, checkpointables_metadata_from)
 
-    def _metadata(self, step: Step, describe: Any) -> CheckpointMetadata[Any]:
-        found = self._existing(step)
-        with get_context(self._context):
-            about = vars(describe(found.path))
-        return CheckpointMetadata(found.step, metrics=found.metrics, **about)
+    def _metadata(self, step: Step, describe: Callable[[Contents, Context], Any]) -> CheckpointMetadata[Any]:
+        with get_context(self._context).check() as context, _step_not_found():
+            ckpt = self._run.open(None if step is None else step_number(step))
+            about = vars(describe(Contents(ckpt, context), context))
+        assert ckpt.step is not None
+        return CheckpointMetadata(ckpt.step, metrics=ckpt.metrics or None, **about)
 
     def root_metadata(self) -> RootMetadata:
         """Returns the metadata of the run."""
         return RootMetadata(directory=self.directory, custom_metadata=self._manager.metadata().custom_metadata)
-
-    def _existing(self, step: Step) -> CheckpointMetadata[None]:
-        if step is None:
-            if self.latest is None:
-                raise StepNotFoundError(f"{self._run.directory}: expected a step, found none")
-            return self.latest
-        found = next((one for one in self.checkpoints if one.step == step_number(step)), None)
-        if found is None:
-            steps = [one.step for one in self.checkpoints]
-            raise StepNotFoundError(f"{self._run.directory}: expected step {step_number(step)}, found {steps}")
-        return found
 
     def load_pytree(self, *args: Any, **kwargs: Any) -> Any:
         """Does what `load` does. Deprecated."""
@@ -123,6 +125,17 @@ class StepReader:
         """Does what `metadata` does. Deprecated."""
         deprecated("metadata")
         return self.metadata(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _step_not_found() -> Iterator[None]:
+    """Turns the error for a step that does not exist into that of Orbax."""
+    try:
+        yield
+    except NotFoundError as error:
+        if type(error) is not NotFoundError:  # The step exists, and something in it does not.
+            raise
+        raise StepNotFoundError(str(error)) from None
 
 
 def step_number(step: Any) -> int:
