@@ -7,7 +7,6 @@ import importlib
 import inspect
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -29,7 +28,6 @@ import treering.orbax as v0
 from jobs import run_job
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
 from treering.orbax import v1 as ocp
-from treering.orbax.v1 import own_files
 from treering.stores.posix import Disk
 
 real: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
@@ -445,39 +443,6 @@ def test_a_handler_may_use_the_handler_of_trees(tmp_path: Path, write: str) -> N
         ocp.save_checkpointables(tmp_path / "a", {"note": Note("hi")})
         assert ocp.load_checkpointables(tmp_path / "a") == {"note": Note("hi")}
     assert ocp.handlers.JsonHandler().is_handleable({"a": [1]}) and not ocp.handlers.JsonHandler().is_handleable({1})
-
-
-class BigHandler(NoteHandler):
-    """A handler that writes a large file. Its metadata has the first byte of it if `reads` is True."""
-
-    reads = False
-
-    async def save(self, directory: Any, checkpointable: Note) -> Awaitable[None]:
-        (directory.path / "big").write_bytes(b"B" * (2 << 20))
-        return await super().save(directory, checkpointable)
-
-    async def metadata(self, directory: Any) -> Any:
-        note, big = json.loads((directory / "note.json").read_text()), directory / "big"
-        return note, os.path.getsize(big), big.read_bytes()[:1] if self.reads else None
-
-
-def test_metadata_of_a_handler_reads_large_files_only_if_the_handler_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = ocp.Context()
-    context.checkpointables.registry = ocp.handlers.local_registry()
-    context.checkpointables.registry.add(BigHandler)
-    with context:
-        ocp.save_checkpointables(tmp_path / "a", {"note": Note("hi")})
-        monkeypatch.setattr(BigHandler, "reads", True)
-        assert ocp.checkpointables_metadata(tmp_path / "a").metadata["note"] == ("hi", 2 << 20, b"B")
-        for file in tmp_path.glob("a/**/*"):  # Whoever reads the large file now finds the damage.
-            if file.is_file():
-                file.write_bytes(file.read_bytes().replace(b"B" * 1000, b"B" * 999 + b"C", 1))
-        assert ocp.checkpointables_metadata(tmp_path / "a").metadata["note"] is None
-        if own_files.can_see_reads(str(tmp_path)):
-            monkeypatch.setattr(BigHandler, "reads", False)
-            assert ocp.checkpointables_metadata(tmp_path / "a").metadata["note"] == ("hi", 2 << 20, None)
 
 
 def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _part_metadata(name: str, part: Part, context: Context) -> Any:
     if handler is None:
         return None
     if part.files is not None:
-        return own_files.metadata_of_files(part.files, handler)
+        return own_files.metadata_of_files(part.files.restore(), handler)
     assert part.directory is not None
     directory = handler_files.path_object(part.directory)
     return own_files.run(lambda: handler.metadata(directory))

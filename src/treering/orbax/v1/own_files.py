@@ -11,15 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..._core.lazy import LazyArray
-from ..._restore.checkpoint import Checkpoint
 from ...errors import MismatchError
 from .. import handler_files, nodes
-from ..tree_restore import structure_of
 from .protocols import StatefulCheckpointable
 from .registry import typestr
 
-_SMALL_FILE_BYTES = 1 << 16  # bytes of a file that is read whether the handler reads it or not
 HANDLER = ".handler"  # the file with the name of the class that wrote the others
 
 
@@ -81,59 +77,11 @@ def load_directory(directory: Any, handler: Any, abstract: Any) -> Any:
     return abstract
 
 
-def metadata_of_files(part: Checkpoint, handler: Any) -> Any:
-    """Returns what a handler says about its files. Reads large ones only if the handler reads them.
-
-    The handler first gets them with their sizes and without their contents. It is called again with the contents if
-    the times of access say that it read one of them.
-    """
-    structure = structure_of(part._source)
-    files = {name: LazyArray(part._source, entry) for name, entry in structure.items() if name != HANDLER}
+def metadata_of_files(files: Mapping[str, Any], handler: Any) -> Any:
+    """Returns what a handler says about files."""
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
-        large = {name: one.shape[0] for name, one in files.items() if one.shape[0] > _SMALL_FILE_BYTES}
-        empty = large if large and can_see_reads(folder) else {}
-        handler_files.write_files({name: one for name, one in files.items() if name not in empty}, folder)
-        handler_files.write_files(dict.fromkeys(empty, np.zeros(0, np.uint8)), folder)
-        for name, size in empty.items():
-            os.truncate(os.path.join(folder, name), size)
-            _forget_reads(os.path.join(folder, name))
-
-        def call() -> Any:
-            return run(lambda: handler.metadata(handler_files.path_object(folder)))
-
-        def has_read() -> bool:
-            return any(_is_read(os.path.join(folder, name)) for name in empty)
-
-        try:
-            found = call()
-        except Exception:
-            if not has_read():
-                raise
-        else:
-            if not has_read():
-                return found
-        handler_files.write_files({name: files[name] for name in empty}, folder)
-        return call()
-
-
-def can_see_reads(folder: str) -> bool:
-    """Returns True if the file system of a folder records when a file is read."""
-    with tempfile.NamedTemporaryFile(dir=folder) as probe:
-        probe.write(b"x")
-        probe.flush()
-        _forget_reads(probe.name)
-        with open(probe.name, "rb") as file:
-            file.read()
-        return _is_read(probe.name)
-
-
-def _forget_reads(path: str) -> None:
-    # A time of access before that of the last change is updated by the next read, also with `relatime`.
-    os.utime(path, ns=(0, os.stat(path).st_mtime_ns))
-
-
-def _is_read(path: str) -> bool:
-    return not os.path.exists(path) or os.stat(path).st_atime_ns != 0
+        handler_files.write_files({name: one for name, one in files.items() if name != HANDLER}, folder)
+        return run(lambda: handler.metadata(handler_files.path_object(folder)))
 
 
 def run(call: Callable[[], Awaitable[Any]]) -> Any:
