@@ -1,4 +1,4 @@
-"""Describes checkpoints without reading arrays."""
+"""Describes checkpoints of version 1. Reads no arrays, except the files of a handler that describes its own item."""
 
 import logging
 import os
