@@ -16,7 +16,7 @@ import treering as tr
 import treering.orbax as ocp
 from helpers import assert_same
 from treering.errors import MismatchError, UnsupportedError
-from treering.orbax import items
+from treering.orbax import handler_files, items, nodes
 
 Point = collections.namedtuple("Point", "x y")
 WRITES = pytest.mark.parametrize("write", ["treering", "orbax"])
@@ -290,6 +290,32 @@ def test_the_files_of_a_handler_of_ones_own_are_an_item(tmp_path: Path, write: s
         items.restore_item(ckpt, "state", _LinesRestore())
 
 
+_OUTSIDE = ("../../x", "/{}/x", "", ".", "..", "a/../../../x", "a//b", "a\\b", "a\0b", "a/")
+
+
+@pytest.mark.parametrize("files", [*({name: b"1"} for name in _OUTSIDE), {"a": b"1", "a/b": b"2"}])
+def test_no_file_of_a_handler_is_written_out_of_its_directory(tmp_path: Path, files: dict[str, bytes]) -> None:
+    """A checkpoint from elsewhere may have any names."""
+    found = {name.format(tmp_path): np.frombuffer(data, np.uint8) for name, data in files.items()}
+    tr.save(tmp_path / "evil", nodes.composite({"own": nodes.handler_files(found), "b": {"w": np.ones(2)}}))
+    before = sorted(tmp_path.rglob("*"))
+    for use in (
+        lambda: tr.convert(tmp_path / "evil", tmp_path / "to", format="orbax", composite=True),
+        lambda: items.restore_item(tr.open(tmp_path / "evil"), "own", _LinesRestore()),
+        lambda: handler_files.write_files(found, str(tmp_path / "evil")),
+    ):
+        with pytest.raises(UnsupportedError, match=r"relative path of a file within its folder|is a file, and so no"):
+            use()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("content", [np.ones(2), np.ones((2, 2), np.uint8), 3, {"b": np.ones(2, np.uint8)}])
+def test_files_of_handlers_are_bytes(tmp_path: Path, content: Any) -> None:
+    tree = nodes.composite({"own": nodes.handler_files({"a": content}), "b": {"w": np.ones(2)}})
+    with pytest.raises(UnsupportedError, match=r"own/a.*one-dimensional array of uint8"):
+        tr.save(tmp_path / "a", tree, format="orbax", composite=True)
+
+
 @pytest.mark.peers
 def test_what_orbax_wrote_is_read_by_the_same_arguments(tmp_path: Path) -> None:
     real = pytest.importorskip("orbax.checkpoint")
@@ -343,8 +369,6 @@ def test_the_format_is_chosen_by_an_argument_or_the_environment(monkeypatch: pyt
 
 
 def test_handlers_of_ones_own_refuse_jobs_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.orbax import handler_files
-
     monkeypatch.setattr(handler_files, "is_multi_process", lambda: True)
     with pytest.raises(UnsupportedError, match="one process only"):
         items.save_tree(_LinesSave(["a"]))

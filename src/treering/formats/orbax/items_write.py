@@ -9,6 +9,7 @@ from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
 from ..._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM, Source
 from ..._core.values import encode
+from .._shared.safety import problems_of_names
 from .items import METRICS
 from .owned_files import NAMES
 from .schema import UNFINISHED
@@ -55,7 +56,8 @@ def items_of(contents: Source) -> Items:
         if reason := _refused(name, part, may_be_empty=marked and is_json):
             problems.append(f"  {name or repr(name)}: {reason}")
         elif is_files(part):
-            files[name] = {leaf.keys[-1][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
+            files[name] = {leaf.keys[0][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
+            problems += _problems_of_files(leaves, name)
         elif is_json:
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
@@ -97,6 +99,16 @@ def _refused(name: str, part: Skeleton, *, may_be_empty: bool) -> str | None:
     if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _MAX_NAME_BYTES:
         return f"items are folders, whose names have {_MAX_NAME_BYTES} bytes at most and no slashes; rename it"
     return None
+
+
+def _problems_of_files(leaves: Sequence[Leaf], at: str) -> Iterator[str]:
+    """Yields a line for each leaf that cannot be a file, such as one whose name leads out of the item's folder."""
+    for leaf in leaves:
+        path, entry = "/".join(key for key, _ in leaf.keys), leaf.entry
+        if len(leaf.keys) != 1 or not isinstance(entry, ArrayEntry) or (entry.dtype, len(entry.shape)) != ("uint8", 1):
+            yield f"  {at}/{path}: expected the bytes of a handler's file, which are a one-dimensional array of uint8"
+    for name, reason in problems_of_names(leaf.keys[0][0] for leaf in leaves if leaf.keys):
+        yield f"  {at}/{name}: {reason}"
 
 
 def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:
