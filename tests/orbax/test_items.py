@@ -85,6 +85,20 @@ def test_json_stays_json_and_trees_of_numbers_stay_trees(tmp_path: Path, value: 
 
 
 @WRITES
+@pytest.mark.parametrize("name", ["Composite", "HandlerFiles", "Json"])
+def test_a_class_of_the_program_is_no_container_of_items(tmp_path: Path, name: str, write: str) -> None:
+    kind = jax.tree_util.register_dataclass(dataclasses.make_dataclass(name, ["a", "n"]), ["a", "n"], [])
+    tree = kind(a={"w": jnp.ones(2)}, n={"k": 3})
+    tr.save(tmp_path / "a", tree, **items.format_options(write, several=False))
+    assert_same(items.restore_item(tr.open(tmp_path / "a"), None, ocp.args.StandardRestore(tree)), tree)
+    ckpt = _saved(tmp_path / "b", write, state=ocp.args.StandardSave(tree))
+    assert items.item_names(ckpt) == ("state",) and items.item_metadata(ckpt).state is not None
+    assert_same(items.restore_item(ckpt, "state", ocp.args.StandardRestore(tree)), tree)
+    tr.save(tmp_path / "c", tree, format="orbax", composite=True)  # Numbers and text are JSON, as in any other class.
+    assert (tmp_path / "c" / "n" / "data.json").exists() or (tmp_path / "c" / "n" / "metadata").exists()
+
+
+@WRITES
 def test_a_target_says_the_kinds(tmp_path: Path, write: str) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     placed = NamedSharding(mesh, PartitionSpec("x"))

@@ -27,7 +27,7 @@ class _JsonList(list[Any]):
 
 
 _JsonDict.__name__ = _JsonList.__name__ = JSON_ITEM
-assert (Composite.__name__, HandlerFiles.__name__) == (COMPOSITE, HANDLER_FILES)
+Composite.__name__, HandlerFiles.__name__ = COMPOSITE, HANDLER_FILES
 
 
 def composite(items: Mapping[str, Any]) -> Composite:
