@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,19 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
 
 
 @WRITES
-@pytest.mark.parametrize("value", [{}, {"a": []}, [1, {"b": None}], {"n": 1}])
+@pytest.mark.parametrize(
+    "value", [{}, [], {"a": []}, [1, {"b": None}], {"n": 1}, {"z": {"y": 1, "b": {}}, "a": 2}, 3, "x", None, True]
+)
 def test_json_stays_json_and_trees_of_numbers_stay_trees(tmp_path: Path, value: Any, write: str) -> None:
     ckpt = _saved(tmp_path / "a", write, meta=ocp.args.JsonSave(value), state=ocp.args.StandardSave({"n": 1}))
-    assert items.restore_item(ckpt, "meta", ocp.args.JsonRestore()) == value
+    for found in (items.restore_item(ckpt, "meta", ocp.args.JsonRestore()), items.restore_items(ckpt).meta):
+        assert json.dumps(found) == json.dumps(value)  # The keys have the order that they were saved in.
     assert items.restore_item(ckpt, "state", ocp.args.StandardRestore({"n": 0})) == {"n": 1}
     if write == "orbax":
         assert (tmp_path / "a" / "state" / "_METADATA").exists() and not (
             tmp_path / "a" / "meta" / "_METADATA"
         ).exists()
-    else:
+    elif isinstance(value, dict | list):
         handlers = items.item_handlers(ckpt)
         assert handlers["meta"].endswith("JsonCheckpointHandler") and handlers["state"].endswith(
             "PyTreeCheckpointHandler"
@@ -351,12 +355,14 @@ def test_what_orbax_wrote_is_read_by_the_same_arguments(tmp_path: Path) -> None:
 @pytest.mark.peers
 def test_orbax_reads_the_items_that_are_written_for_it(tmp_path: Path) -> None:
     real = pytest.importorskip("orbax.checkpoint")
-    _saved(tmp_path / "a", "orbax", state=ocp.args.StandardSave({"w": jnp.ones(3)}), meta=ocp.args.JsonSave({"s": 2}))
+    values = {"meta": {"s": 2, "a": 1}, "list": [], "number": 3, "text": "x", "none": None}
+    saved = {name: ocp.args.JsonSave(value) for name, value in values.items()}
+    _saved(tmp_path / "a", "orbax", state=ocp.args.StandardSave({"w": jnp.ones(3)}), **saved)
     with real.Checkpointer(real.CompositeCheckpointHandler()) as reader:
-        wanted = real.args.Composite(state=real.args.StandardRestore(), meta=real.args.JsonRestore())
-        got = reader.restore(tmp_path / "a", wanted)
+        wanted = {name: real.args.JsonRestore() for name in values}
+        got = reader.restore(tmp_path / "a", real.args.Composite(state=real.args.StandardRestore(), **wanted))
     assert not tr.diff(got.state, {"w": jnp.ones(3)})
-    assert got.meta == {"s": 2}
+    assert json.dumps({name: got[name] for name in values}) == json.dumps(values)
 
 
 @pytest.mark.peers

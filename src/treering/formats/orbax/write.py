@@ -1,5 +1,6 @@
 """Writes Orbax: one tree in a folder or, with `composite=True`, an item for each key at the top of the tree."""
 
+import json
 import posixpath
 import time
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def write(
                 with file_of_new_folder(store, place) as opened:
                     opened.write(content.tobytes())
         for name, value in items.values.items():
-            put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), value)
+            put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), json.dumps(value))
         put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))
         for mark in marks:
             put(store, posixpath.join(folder, mark), "committed")
