@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,55 @@ def test_the_files_of_a_handler_of_ones_own_are_an_item(tmp_path: Path, write: s
         items.restore_item(ckpt, "notes", ocp.args.StandardRestore())
     with pytest.raises(MismatchError, match="not saved by a handler of its own"):
         items.restore_item(ckpt, "state", _LinesRestore())
+
+
+class _Files(ocp.CheckpointHandler):
+    """Runs a function in its directory, and restores the text of each file there."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        args.make(Path(directory))
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        return {one.name: one.read_text() for one in Path(directory).iterdir()}
+
+
+@ocp.args.register_with_handler(_Files, for_save=True)
+@dataclasses.dataclass
+class _FilesSave(ocp.args.CheckpointArgs):
+    make: Any
+
+
+@ocp.args.register_with_handler(_Files, for_restore=True)
+@dataclasses.dataclass
+class _FilesRestore(ocp.args.CheckpointArgs):
+    pass
+
+
+@WRITES
+@pytest.mark.parametrize("found", [{}, {"commit_success.txt": "mine", "a": "1"}])
+def test_a_handler_may_write_no_files_or_one_called_like_the_mark(tmp_path: Path, found: Any, write: str) -> None:
+    own = _FilesSave(lambda folder: [(folder / name).write_text(text) for name, text in found.items()])
+    ckpt = _saved(tmp_path / "a", write, own=own, state=ocp.args.StandardSave({"n": 1}))
+    got = items.restore_item(ckpt, "own", _FilesRestore())
+    if write == "orbax":  # As in Orbax, the handler sees the mark of completion of its item.
+        found = {"commit_success.txt": "committed", **found}
+    assert got == found
+    if write == "treering":  # The only item, without a name.
+        tr.save(tmp_path / "b", items.save_tree(own))
+        assert items.restore_item(tr.open(tmp_path / "b"), None, _FilesRestore()) == found
+
+
+@pytest.mark.parametrize("make", [
+    lambda folder: (folder / "empty" / "below").mkdir(parents=True),
+    lambda folder: (folder / "link").symlink_to(folder.parent, target_is_directory=True),
+    lambda folder: (folder / "link").symlink_to(folder / "nothing"),
+    lambda folder: os.mkfifo(folder / "pipe"),
+], ids=["empty", "link", "broken", "pipe"])  # fmt: skip
+def test_what_is_no_file_of_a_handler_is_refused(make: Any) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"(empty/below|link|pipe): expected files and directories that have some"
+    ):
+        items.save_tree(_FilesSave(make))
 
 
 _OUTSIDE = ("../../x", "/{}/x", "", ".", "..", "a/../../../x", "a//b", "a\\b", "a\0b", "a/")

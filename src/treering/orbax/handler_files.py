@@ -37,13 +37,19 @@ def save_files(handler: Any, args: Any) -> HandlerFiles:
 def files_in(folder: str) -> dict[str, Any]:
     """Returns the files in a folder, as arrays of bytes by their paths in it.
 
-    Raises `UnsupportedError` for a name that no restore could write on every system.
+    Raises `UnsupportedError` for anything else there, and for a name that a restore could not write on every system.
     """
     found: dict[str, Any] = {}
-    for base, _, names in os.walk(folder):
-        for name in names:
-            file = pathlib.Path(base, name)
-            found[file.relative_to(folder).as_posix()] = np.fromfile(file, np.uint8)
+    for base, folders, names in os.walk(folder):
+        for file in (pathlib.Path(base, name) for name in (*folders, *names)):
+            path = file.relative_to(folder).as_posix()
+            if file.is_file():
+                found[path] = np.fromfile(file, np.uint8)
+            elif file.is_symlink() or not file.is_dir() or not any(file.iterdir()):
+                raise UnsupportedError(
+                    f"{path}: expected files and directories that have some, because a checkpoint keeps nothing else, "
+                    "found an empty directory, a link or a special file; let the handler write files only"
+                )
     _check_names(found)
     return found
 

@@ -58,7 +58,7 @@ def items_of(contents: Source) -> Items:
             problems.append(f"  {name or repr(name)}: {reason}")
         elif is_files(part):
             files[name] = {leaf.keys[0][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
-            problems += _problems_of_files(leaves, name)
+            problems += _problems_of_files(leaves if entries else [], name)
         elif is_json:
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
@@ -93,7 +93,7 @@ def _refused(name: str, part: Skeleton, *, is_json: bool) -> str | None:
     """Returns the reason why the subtree below a key cannot be an item; None if it can. `is_json`: it is marked so."""
     if not is_json and not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
-    if not is_json and len(part) == 1:
+    if not is_json and len(part) == 1 and not is_files(part):
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"
@@ -108,7 +108,7 @@ def _problems_of_files(leaves: Sequence[Leaf], at: str) -> Iterator[str]:
         path, entry = "/".join(key for key, _ in leaf.keys), leaf.entry
         if len(leaf.keys) != 1 or not isinstance(entry, ArrayEntry) or (entry.dtype, len(entry.shape)) != ("uint8", 1):
             yield f"  {at}/{path}: expected the bytes of a handler's file, which are a one-dimensional array of uint8"
-    for name, reason in problems_of_names(leaf.keys[0][0] for leaf in leaves if leaf.keys):
+    for name, reason in problems_of_names(leaf.keys[0][0] for leaf in leaves):
         yield f"  {at}/{name}: {reason}"
 
 

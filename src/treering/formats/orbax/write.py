@@ -49,7 +49,9 @@ def write(
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
-    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""}]
+    # A handler may have written a file of that name itself.
+    own = [name for name, files in items.files.items() if COMMITTED in files]
+    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""} if name not in own]
     if "" not in handlers:  # without composite=True, the user chooses no names
         check_names(path, [CHECKPOINT, *marks], "orbax")
     chunks = chunks_of(call, layouts, (leaf.entry for leaves in items.trees.values() for leaf in leaves))
