@@ -4,10 +4,15 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+import treering as tr
+from treering.orbax import nodes
+
 from . import OUTSIDE, add
 
 _NAMES = (
-    f"../{OUTSIDE}/evil", "/tmp/evil", "..", ".", "a/../../../evil", "a//b", "a\0b", "\\..\\evil", "", "~", "a/", "c:evil",
+    f"../{OUTSIDE}/evil", f"../../../{OUTSIDE}/evil", "/tmp/evil", "..", ".", "a/../../../evil", "a//b", "a\0b", "\\..\\evil", "", "~", "a/", "c:evil",
     "metadata.json", ".zarray", "d/evil", "x" * 300, "/".join("a" * 400), "\n", "%2e%2e/evil", "treering.json",
 )  # fmt: skip
 
@@ -20,5 +25,18 @@ def _named(name: str, folder: Path) -> Path:
     return path
 
 
+def _file_of_handler(name: str, folder: Path) -> Path:
+    files = nodes.handler_files({name: np.zeros(4, np.uint8)})
+    tr.save(folder / "x", nodes.composite({"own": files, "b": {"w": np.ones(2)}}))
+    return folder / "x"
+
+
 for name in _NAMES:
+    add(
+        "names",
+        f"a handler's file called {name!r:.40}",
+        "is written elsewhere",
+        partial(_file_of_handler, name),
+        "harmless",
+    )
     add("names", f"a leaf called {name!r:.40}", "is written elsewhere", partial(_named, name), "harmless")

@@ -97,6 +97,7 @@ _DESTINATIONS = {
     "fjformer": "",
     "equinox": ".eqx",
     "orbax": "",
+    "composite": "",
     "t5x": "",
     "levanter": "",
 }
@@ -109,8 +110,12 @@ def restored(path: Path) -> Any:
 
 def converted(path: Path, to: Path, format: str) -> None:
     """Converts a checkpoint to another format."""
-    options = {} if format == "convert" else {"format": format}
-    tr.convert(path, to, **options)
+    if format == "composite":
+        tr.convert(path, to, format="orbax", composite=True)
+    elif format == "convert":
+        tr.convert(path, to)
+    else:
+        tr.convert(path, to, format=format)
 
 
 def _is_tree(found: Any) -> bool:

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import treering as tr
 import treering.orbax as ocp
 from helpers import assert_same
 from treering.errors import MismatchError, UnsupportedError
-from treering.orbax import items
+from treering.orbax import handler_files, items, nodes
 
 Point = collections.namedtuple("Point", "x y")
 WRITES = pytest.mark.parametrize("write", ["treering", "orbax"])
@@ -84,21 +86,38 @@ def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path, write: str) -
 
 
 @WRITES
-@pytest.mark.parametrize("value", [{}, {"a": []}, [1, {"b": None}], {"n": 1}])
+@pytest.mark.parametrize(
+    "value", [{}, [], {"a": []}, [1, {"b": None}], {"n": 1}, {"z": {"y": 1, "b": {}}, "a": 2}, 3, "x", None, True]
+)
 def test_json_stays_json_and_trees_of_numbers_stay_trees(tmp_path: Path, value: Any, write: str) -> None:
     ckpt = _saved(tmp_path / "a", write, meta=ocp.args.JsonSave(value), state=ocp.args.StandardSave({"n": 1}))
-    assert items.restore_item(ckpt, "meta", ocp.args.JsonRestore()) == value
+    for found in (items.restore_item(ckpt, "meta", ocp.args.JsonRestore()), items.restore_items(ckpt).meta):
+        assert json.dumps(found) == json.dumps(value)  # The keys have the order that they were saved in.
     assert items.restore_item(ckpt, "state", ocp.args.StandardRestore({"n": 0})) == {"n": 1}
     if write == "orbax":
         assert (tmp_path / "a" / "state" / "_METADATA").exists() and not (
             tmp_path / "a" / "meta" / "_METADATA"
         ).exists()
-    else:
+    elif isinstance(value, dict | list):
         handlers = items.item_handlers(ckpt)
         assert handlers["meta"].endswith("JsonCheckpointHandler") and handlers["state"].endswith(
             "PyTreeCheckpointHandler"
         )
         assert items.item_metadata(ckpt).meta is None and items.item_metadata(ckpt).state["n"].shape == ()
+
+
+@WRITES
+@pytest.mark.parametrize("name", ["Composite", "HandlerFiles", "Json"])
+def test_a_class_of_the_program_is_no_container_of_items(tmp_path: Path, name: str, write: str) -> None:
+    kind = jax.tree_util.register_dataclass(dataclasses.make_dataclass(name, ["a", "n"]), ["a", "n"], [])
+    tree = kind(a={"w": jnp.ones(2)}, n={"k": 3})
+    tr.save(tmp_path / "a", tree, **items.format_options(write, several=False))
+    assert_same(items.restore_item(tr.open(tmp_path / "a"), None, ocp.args.StandardRestore(tree)), tree)
+    ckpt = _saved(tmp_path / "b", write, state=ocp.args.StandardSave(tree))
+    assert items.item_names(ckpt) == ("state",) and items.item_metadata(ckpt).state is not None
+    assert_same(items.restore_item(ckpt, "state", ocp.args.StandardRestore(tree)), tree)
+    tr.save(tmp_path / "c", tree, format="orbax", composite=True)  # Numbers and text are JSON, as in any other class.
+    assert (tmp_path / "c" / "n" / "data.json").exists() or (tmp_path / "c" / "n" / "metadata").exists()
 
 
 @WRITES
@@ -307,6 +326,81 @@ def test_the_files_of_a_handler_of_ones_own_are_an_item(tmp_path: Path, write: s
         items.restore_item(ckpt, "state", _LinesRestore())
 
 
+class _Files(ocp.CheckpointHandler):
+    """Runs a function in its directory, and restores the text of each file there."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        args.make(Path(directory))
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        return {one.name: one.read_text() for one in Path(directory).iterdir()}
+
+
+@ocp.args.register_with_handler(_Files, for_save=True)
+@dataclasses.dataclass
+class _FilesSave(ocp.args.CheckpointArgs):
+    make: Any
+
+
+@ocp.args.register_with_handler(_Files, for_restore=True)
+@dataclasses.dataclass
+class _FilesRestore(ocp.args.CheckpointArgs):
+    pass
+
+
+@WRITES
+@pytest.mark.parametrize("found", [{}, {"commit_success.txt": "mine", "a": "1"}])
+def test_a_handler_may_write_no_files_or_one_called_like_the_mark(tmp_path: Path, found: Any, write: str) -> None:
+    own = _FilesSave(lambda folder: [(folder / name).write_text(text) for name, text in found.items()])
+    ckpt = _saved(tmp_path / "a", write, own=own, state=ocp.args.StandardSave({"n": 1}))
+    got = items.restore_item(ckpt, "own", _FilesRestore())
+    if write == "orbax":  # As in Orbax, the handler sees the mark of completion of its item.
+        found = {"commit_success.txt": "committed", **found}
+    assert got == found
+    if write == "treering":  # The only item, without a name.
+        tr.save(tmp_path / "b", items.save_tree(own))
+        assert items.restore_item(tr.open(tmp_path / "b"), None, _FilesRestore()) == found
+
+
+@pytest.mark.parametrize("make", [
+    lambda folder: (folder / "empty" / "below").mkdir(parents=True),
+    lambda folder: (folder / "link").symlink_to(folder.parent, target_is_directory=True),
+    lambda folder: (folder / "link").symlink_to(folder / "nothing"),
+    lambda folder: os.mkfifo(folder / "pipe"),
+], ids=["empty", "link", "broken", "pipe"])  # fmt: skip
+def test_what_is_no_file_of_a_handler_is_refused(make: Any) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"(empty/below|link|pipe): expected files and directories that have some"
+    ):
+        items.save_tree(_FilesSave(make))
+
+
+_OUTSIDE = ("../../x", "/{}/x", "", ".", "..", "a/../../../x", "a//b", "a\\b", "a\0b", "a/")
+
+
+@pytest.mark.parametrize("files", [*({name: b"1"} for name in _OUTSIDE), {"a": b"1", "a/b": b"2"}])
+def test_no_file_of_a_handler_is_written_out_of_its_directory(tmp_path: Path, files: dict[str, bytes]) -> None:
+    """A checkpoint from elsewhere may have any names."""
+    found = {name.format(tmp_path): np.frombuffer(data, np.uint8) for name, data in files.items()}
+    tr.save(tmp_path / "evil", nodes.composite({"own": nodes.handler_files(found), "b": {"w": np.ones(2)}}))
+    before = sorted(tmp_path.rglob("*"))
+    for use in (
+        lambda: tr.convert(tmp_path / "evil", tmp_path / "to", format="orbax", composite=True),
+        lambda: items.restore_item(tr.open(tmp_path / "evil"), "own", _LinesRestore()),
+        lambda: handler_files.write_files(found, str(tmp_path / "evil")),
+    ):
+        with pytest.raises(UnsupportedError, match=r"relative path of a file within its folder|is a file, and so no"):
+            use()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("content", [np.ones(2), np.ones((2, 2), np.uint8), 3, {"b": np.ones(2, np.uint8)}])
+def test_files_of_handlers_are_bytes(tmp_path: Path, content: Any) -> None:
+    tree = nodes.composite({"own": nodes.handler_files({"a": content}), "b": {"w": np.ones(2)}})
+    with pytest.raises(UnsupportedError, match=r"own/a.*one-dimensional array of uint8"):
+        tr.save(tmp_path / "a", tree, format="orbax", composite=True)
+
+
 @pytest.mark.peers
 def test_what_orbax_wrote_is_read_by_the_same_arguments(tmp_path: Path) -> None:
     real = pytest.importorskip("orbax.checkpoint")
@@ -328,12 +422,14 @@ def test_what_orbax_wrote_is_read_by_the_same_arguments(tmp_path: Path) -> None:
 @pytest.mark.peers
 def test_orbax_reads_the_items_that_are_written_for_it(tmp_path: Path) -> None:
     real = pytest.importorskip("orbax.checkpoint")
-    _saved(tmp_path / "a", "orbax", state=ocp.args.StandardSave({"w": jnp.ones(3)}), meta=ocp.args.JsonSave({"s": 2}))
+    values = {"meta": {"s": 2, "a": 1}, "list": [], "number": 3, "text": "x", "none": None}
+    saved = {name: ocp.args.JsonSave(value) for name, value in values.items()}
+    _saved(tmp_path / "a", "orbax", state=ocp.args.StandardSave({"w": jnp.ones(3)}), **saved)
     with real.Checkpointer(real.CompositeCheckpointHandler()) as reader:
-        wanted = real.args.Composite(state=real.args.StandardRestore(), meta=real.args.JsonRestore())
-        got = reader.restore(tmp_path / "a", wanted)
+        wanted = {name: real.args.JsonRestore() for name in values}
+        got = reader.restore(tmp_path / "a", real.args.Composite(state=real.args.StandardRestore(), **wanted))
     assert not tr.diff(got.state, {"w": jnp.ones(3)})
-    assert got.meta == {"s": 2}
+    assert json.dumps({name: got[name] for name in values}) == json.dumps(values)
 
 
 @pytest.mark.peers
@@ -360,8 +456,6 @@ def test_the_format_is_chosen_by_an_argument_or_the_environment(monkeypatch: pyt
 
 
 def test_handlers_of_ones_own_refuse_jobs_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.orbax import handler_files
-
     monkeypatch.setattr(handler_files, "is_multi_process", lambda: True)
     with pytest.raises(UnsupportedError, match="one process only"):
         items.save_tree(_LinesSave(["a"]))

@@ -54,6 +54,63 @@ def same(found: Any, step: int) -> bool:
 # A run of both libraries
 
 
+def _handler(library: Any) -> tuple[type, type]:
+    """Returns the arguments to save and to restore the text of a handler of a program."""
+
+    class Handler(library.CheckpointHandler):
+        def save(self, directory: Any, args: Any) -> None:
+            (directory / "text").write_text("own")
+
+        def restore(self, directory: Any, args: Any = None) -> Any:
+            return (directory / "text").read_text()
+
+        def finalize(self, directory: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+    class Save(library.args.CheckpointArgs): ...
+
+    class Restore(library.args.CheckpointArgs): ...
+
+    library.args.register_with_handler(Handler, for_save=True)(Save)
+    library.args.register_with_handler(Handler, for_restore=True)(Restore)
+    return Save, Restore
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("library", [ocp, real])
+def test_a_step_of_only_a_handlers_files_counts_and_is_restored(
+    tmp_path: Path, library: Any, several: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (saved, _), (_, restored) = _handler(library), _handler(ocp)
+    given = {"write": "orbax"} if library is ocp else {}
+    options = library.CheckpointManagerOptions(best_fn=lambda found: found["loss"])
+    with library.CheckpointManager(tmp_path, options=options, **given) as ckpts:
+        for step in (1, 2, 3):
+            args = library.args.Composite(own=saved()) if several else saved()
+            ckpts.save(step, args=args, metrics={"loss": float(step)})
+    with manager(tmp_path, "orbax", best_fn=lambda found: -found["loss"], max_to_keep=2) as ours:
+        assert ours.all_steps() == [1, 2, 3] and ours.best_step() == 1 and ours.metrics(2) == {"loss": 2.0}
+        if several:
+            assert ours.restore(3, args=ocp.args.Composite(own=restored())) == {"own": "own"}
+            assert dict(ours.item_metadata(3)) == {}
+            with pytest.raises(UnsupportedError, match="or by its handler with treering"):
+                ours.restore(3)
+        else:
+            assert ours.restore(3, args=restored()) == "own" and ours.item_metadata(3) is None
+    # Treering itself reads none of it: opening says so in the log, and nothing else takes it for an empty tree.
+    assert len(tr.open(tmp_path / "3")) == 0 and tr.open(tmp_path / "3").metrics == {"loss": 3.0}
+    assert f"left out, because it cannot be read here: {'own' if several else 'default'} (files" in caplog.text
+    for use in (tr.restore, tr.verify, lambda path: tr.convert(path, tmp_path / "to")):
+        with pytest.raises(UnsupportedError, match="expected leaves that Treering can read, found only"):
+            use(tmp_path / "3")
+    with manager(tmp_path, "orbax", best_fn=lambda found: -found["loss"], max_to_keep=2) as ours:
+        again = _handler(ocp)[0]
+        ours.save(4, args=ocp.args.Composite(own=again()) if several else again(), metrics={"loss": 4.0})
+        ours.wait_until_finished()
+        assert ours.all_steps() == [1, 2, 4]
+
+
 @pytest.mark.parametrize("write", ["treering", "orbax"])
 def test_a_run_that_orbax_began_is_continued(tmp_path: Path, write: str) -> None:
     """Retention counts and deletes the steps of both, and both formats are restored."""

@@ -174,9 +174,10 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
     return [origin(path) for path in paths] if origin else paths
 
 
-COMPOSITE = "Composite"  # the name of the class of a tree whose children are items, as Orbax has them
-HANDLER_FILES = "HandlerFiles"  # the same of an item whose leaves are the files of a handler of Orbax, as bytes
-JSON_ITEM = "Json"  # the same of an item that is a dict or a list of JSON
+# The names of the classes of `treering.orbax.nodes`. They have dots, so no class of a program has such a name.
+COMPOSITE = "treering.orbax.Composite"  # of a tree whose children are items, as Orbax has them
+HANDLER_FILES = "treering.orbax.HandlerFiles"  # of an item whose leaves are the files of a handler, as bytes
+JSON_ITEM = "treering.orbax.Json"  # of an item that is a dict or a list of JSON
 
 
 def item_names(source: Source) -> tuple[str, ...] | None:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from ..errors import UnsupportedError
 from .entries import Entry
 from .skeleton import Skeleton
-from .source import Source
+from .source import Source, left_out
 
 
 class Subtree:
@@ -36,6 +37,22 @@ def subtree_of(source: Source, entries: Mapping[str, Entry], skeleton: Skeleton 
 def full_source(source: Source) -> Source:
     """Returns the source that a part belongs to, or the source itself if it is not a part."""
     return source.full if isinstance(source, Subtree) else source
+
+
+def is_left_out(source: Source) -> bool:
+    """Returns True for (a part of) a source that has data, none of which can be read here."""
+    full = full_source(source)
+    return not full.entries and len(full.skeleton or ()) <= 1 and any(left_out(full))
+
+
+def check_not_left_out(source: Source) -> None:
+    """Raises `UnsupportedError` if a source has data, none of which can be read here."""
+    if is_left_out(source):
+        found = ", ".join(left_out(source))
+        raise UnsupportedError(
+            f"{source.path}: expected leaves that Treering can read, found only {found}; restore it with the library "
+            "that wrote it, or by its handler with treering.orbax"
+        )
 
 
 def subtree_path(source: Source) -> str:

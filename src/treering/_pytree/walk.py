@@ -208,7 +208,12 @@ def _describe(value: Any, keys: list[Any]) -> tuple[Node, Sequence[str]]:
     fields = getattr(value, "_fields", None)
     if isinstance(value, tuple) and fields is not None and _are_fields(keys, fields):
         return Node("namedtuple", name, list(fields)), key_texts(fields)
-    if keys and all(isinstance(key, FlattenedIndexKey | SequenceKey) for key in keys):
+    # Without children only the class says whether they would have names.
+    if (
+        all(isinstance(key, FlattenedIndexKey | SequenceKey) for key in keys)
+        if keys
+        else isinstance(value, list | tuple)
+    ):
         return Node("positional", name, len(keys)), [str(i) for i in range(len(keys))]
     plain = [_plain_key(key) for key in keys]
     of_dict = kind is dict or (keys and isinstance(keys[0], DictKey))

@@ -12,7 +12,7 @@ from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unr
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import closest, find_globs, find_path, join_names, relative_to
 from .._core.source import Source
-from .._core.subtree import full_source, subtree_of, subtree_path
+from .._core.subtree import check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError
 
@@ -274,6 +274,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from . import restore as _restore
         from .policy import Policy
 
+        check_not_left_out(self._source)
         view = self.at(at).apply(rules) if rules else self.at(at)
         policy = Policy(missing, extra, dtype, at, bool(rules))
         return _restore.restore(view._source, like, policy, call=call, **options)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from .. import formats, stores
 from .._core.source import EVERYTHING, Problem, Share, Source
+from .._core.subtree import check_not_left_out
 from .._run.step_fallback import check_format, detect_or_explain
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
@@ -153,6 +154,7 @@ def _check_one(
                 format = detect_or_explain(store, path) if known is None else formats.get(known)
                 file = summary.manifest_path(below) if format.name == "treering" else path
                 reader = format.open(store, path)
+            check_not_left_out(reader)
         except ReplacedError:
             continue
         except CorruptError as error:

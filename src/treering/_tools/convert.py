@@ -8,6 +8,7 @@ from .. import stores
 from .._core import expansion
 from .._core.entries import ArrayEntry
 from .._core.source import arrays_of
+from .._core.subtree import check_not_left_out
 from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from .._run import external_writes
@@ -96,6 +97,7 @@ def open_source(
 ) -> Checkpoint:
     """Opens the source of `convert`. Raises `ExistsError` if another process writes the run that `dst` belongs to."""
     ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
+    check_not_left_out(ckpt._source)
     expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
     place = stores.absolute(dst)
     if (run := external_writes.enclosing_run(stores.get(place), place)) is not None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from .._processes.coordinator import is_multi_process
 from ..errors import UnsupportedError
+from ..formats._shared.safety import problems_of_names
 from .nodes import HandlerFiles, handler_files
 
 
@@ -34,13 +35,28 @@ def save_files(handler: Any, args: Any) -> HandlerFiles:
 
 
 def files_in(folder: str) -> dict[str, Any]:
-    """Returns the files in a folder, as arrays of bytes by their paths in it."""
+    """Returns the files in a folder, as arrays of bytes by their paths in it.
+
+    Raises `UnsupportedError` for anything else there, and for a name that a restore could not write on every system.
+    """
     found: dict[str, Any] = {}
-    for base, _, names in os.walk(folder):
-        for name in names:
-            file = pathlib.Path(base, name)
-            found[file.relative_to(folder).as_posix()] = np.fromfile(file, np.uint8)
+    for base, folders, names in os.walk(folder):
+        for file in (pathlib.Path(base, name) for name in (*folders, *names)):
+            path = file.relative_to(folder).as_posix()
+            if file.is_file():
+                found[path] = np.fromfile(file, np.uint8)
+            elif file.is_symlink() or not file.is_dir() or not any(file.iterdir()):
+                raise UnsupportedError(
+                    f"{path}: expected files and directories that have some, because a checkpoint keeps nothing else, "
+                    "found an empty directory, a link or a special file; let the handler write files only"
+                )
+    _check_names(found)
     return found
+
+
+def _check_names(files: Mapping[str, Any]) -> None:
+    if problems := [f"{name!r:.100}: {reason}" for name, reason in problems_of_names(files)]:
+        raise UnsupportedError("a handler's files: " + "; ".join(problems))
 
 
 async def _saved(handler: Any, directory: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -61,10 +77,9 @@ def restore_files(files: Mapping[str, Any], handler: Any, args: Any) -> Any:
 
 def write_files(files: Mapping[str, Any], folder: str) -> None:
     """Writes files into a folder. Raises `UnsupportedError` for a name that leads out of it."""
+    _check_names(files)
     for name, content in files.items():
         file = pathlib.Path(folder, name)
-        if not file.resolve().is_relative_to(pathlib.Path(folder).resolve()):
-            raise UnsupportedError(f"{name!r}: expected a file within the handler's directory")
         file.parent.mkdir(parents=True, exist_ok=True)
         np.asarray(content).tofile(file)
 

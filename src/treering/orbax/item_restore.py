@@ -8,6 +8,7 @@ from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
 from .._core.source import HANDLER_FILES, JSON_ITEM, arrays_of
+from .._core.subtree import check_not_left_out, is_left_out
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
 from . import handler_files, metadata, registration, tree_restore
@@ -66,6 +67,8 @@ def restore_item(ckpt: Checkpoint, name: str | None, args: Any = None, handler: 
 def restore_items(ckpt: Checkpoint, args: Mapping[str, Any] | None = None, handlers: Any = None) -> Composite:
     """Restores the items that `args` name, or all items, as results by name."""
     known = item_names(ckpt)
+    if not args:
+        check_not_left_out(ckpt._source)
     wanted = dict(args.items()) if args else dict.fromkeys(known or (DEFAULT_ITEM,))
     found = {name: restore_item(ckpt, name, one, handler_of(name, one, handlers)) for name, one in wanted.items()}
     return Composite(**found)
@@ -93,8 +96,8 @@ def part_of(ckpt: Checkpoint, name: str | None) -> Checkpoint:
 
 
 def is_files(part: Checkpoint) -> bool:
-    """Returns True for the files that a handler of the program's own wrote."""
-    return _class_of(part) == HANDLER_FILES
+    """Returns True for the files that a handler of the program's own wrote, also if Treering cannot read them."""
+    return is_left_out(part._source) or _class_of(part) == HANDLER_FILES
 
 
 def _class_of(part: Checkpoint) -> str:

@@ -1,6 +1,5 @@
 """Translates the arguments of items into trees of Treering."""
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -74,7 +73,7 @@ def save_tree(args: Any, handler: Any = None) -> Any:
     if kind in ("standard", "pytree"):
         return _tree_to_save(kind, args)
     if kind == "json":
-        return nodes.json_item(json.loads(json.dumps(item)))
+        return nodes.json_item(item)
     if kind == "numpy-key":
         if not isinstance(item, tuple | dict):
             raise UnsupportedValueError(

@@ -4,7 +4,8 @@ The manifest records the names of these classes.
 """
 
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM
@@ -19,7 +20,7 @@ class HandlerFiles(dict[str, Any]):
 
 
 class _JsonDict(dict[str, Any]):
-    """An item that is a dict of JSON."""
+    """A dict of JSON, which has an order."""
 
 
 class _JsonList(list[Any]):
@@ -27,7 +28,7 @@ class _JsonList(list[Any]):
 
 
 _JsonDict.__name__ = _JsonList.__name__ = JSON_ITEM
-assert (Composite.__name__, HandlerFiles.__name__) == (COMPOSITE, HANDLER_FILES)
+Composite.__name__, HandlerFiles.__name__ = COMPOSITE, HANDLER_FILES
 
 
 def composite(items: Mapping[str, Any]) -> Composite:
@@ -43,20 +44,21 @@ def handler_files(files: Mapping[str, Any]) -> HandlerFiles:
 
 
 def json_item(value: Any) -> Any:
-    """Returns a value of JSON that is marked as such, if it is a dict or a list."""
+    """Returns a value as JSON has it, marked as such if it is a dict or a list. Its dicts keep their order."""
     _register()
-    return _JsonDict(value) if isinstance(value, dict) else _JsonList(value) if isinstance(value, list) else value
+    made = json.loads(json.dumps(value), object_hook=_JsonDict)
+    return _JsonList(made) if isinstance(made, list) else made
 
 
 @functools.cache
 def _register() -> None:
     """Registers the containers with JAX, once."""
-    from jax.tree_util import DictKey, SequenceKey, register_pytree_with_keys
+    from jax.tree_util import SequenceKey, register_pytree_with_keys
 
-    for kind in (Composite, HandlerFiles, _JsonDict):
+    for kind, order in ((Composite, sorted), (HandlerFiles, sorted), (_JsonDict, list)):
         register_pytree_with_keys(
             kind,
-            lambda node: ([(DictKey(name), node[name]) for name in sorted(node)], tuple(sorted(node))),
+            functools.partial(_children, order),
             functools.partial(lambda kind, names, children: kind(zip(names, children, strict=True)), kind),
         )
     register_pytree_with_keys(
@@ -64,3 +66,10 @@ def _register() -> None:
         lambda node: ([(SequenceKey(n), one) for n, one in enumerate(node)], None),
         lambda _, children: _JsonList(children),
     )
+
+
+def _children(order: Callable[[Iterable[str]], list[str]], node: dict[str, Any]) -> tuple[list[Any], tuple[str, ...]]:
+    from jax.tree_util import DictKey
+
+    names = tuple(order(node))
+    return [(DictKey(name), node[name]) for name in names], names

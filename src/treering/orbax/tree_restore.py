@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._core import skeleton as _skeleton
-from .._core.entries import Entry
+from .._core.entries import Entry, ValueEntry
 from .._core.leaf_paths import join_names, key_text, split
 from .._core.skeleton import Node
 from .._core.source import Source
@@ -17,6 +17,11 @@ from .leaf_templates import LeafTemplate, Leaves
 
 def restore_as_saved(part: Checkpoint) -> Any:
     """Returns nested dicts and lists, with the kinds and the places that were saved."""
+    entries = part._source.entries.values()
+    if all(
+        isinstance(entry, ValueEntry) for entry in entries
+    ):  # JAX would sort the dicts, and those of JSON have an order.
+        return _nested(part._source, [entry.decode() for entry in entries if isinstance(entry, ValueEntry)])
     leaves = Leaves(part._source)
     return restore_by(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
 
@@ -114,6 +119,12 @@ def none_for_empty(skeleton: Sequence[Node | int], leaves: Iterable[Any]) -> tup
         if not is_kept:
             found.append(None if isinstance(node, Node) else next(rest))
     return nodes, found
+
+
+def _nested(source: Source, leaves: Sequence[Any]) -> Any:
+    if source.skeleton is None:
+        return _skeleton.nest_by_path(source.entries, leaves)
+    return _skeleton.build([_plain(node) if isinstance(node, Node) else node for node in source.skeleton], leaves)
 
 
 def _plain(node: Node) -> Node:

@@ -1,7 +1,7 @@
 """Checks of names in files from others: no path may lead out of its folder, and no two leaves may have one path."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...errors import CorruptError, UnsafeError
 
@@ -10,8 +10,30 @@ _MAX_NAME_BYTES = 255  # of a file
 
 def check_inside(folder: str, name: str) -> None:
     """Raises `UnsafeError` for a name that cannot be that of a file in a folder, or that leads out of the folder."""
-    if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > _MAX_NAME_BYTES for part in name.split("/")):
+    if not _is_inside(name):
         raise UnsafeError(f"{folder}: expected the name of something in this folder, found {name!r:.100}")
+
+
+def problems_of_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields each name that cannot be that of a file in a new folder, and the reason, such as a path out of the folder.
+
+    A backslash is refused because it separates folders on Windows.
+    """
+    found = set(names)
+    for name in sorted(found):
+        above = next((name[:end] for end, one in enumerate(name) if one == "/" and name[:end] in found), None)
+        if not _is_inside(name) or "\\" in name:
+            yield name, f"expected the relative path of a file within its folder, in parts of {_MAX_NAME_BYTES} bytes"
+        elif above is not None:
+            yield name, f"{above!r:.100} is a file, and so no folder"
+
+
+def _is_inside(name: str) -> bool:
+    """Returns True for a relative path that stays in its folder."""
+    return all(
+        part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_NAME_BYTES
+        for part in name.split("/")
+    )
 
 
 def check_distinct(paths: Sequence[str], where: str) -> None:

@@ -9,7 +9,7 @@ from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_rea
 from ..._core.leaf_paths import join, key_text
 from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
-from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...errors import CorruptError, TreeringError, UnsafeError
 from ...stores.file_io import files_in, is_file
 from ...stores.store import Store
 from .._shared import data_iterators as _left_out
@@ -96,11 +96,9 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
             trees[name] = tree
     for name in gone:
         trees[name] = Tree.lost(key_text(name), f"{path}: expected the item {name!r}, found no folder of it")
-    if left_out and not trees:
-        raise UnsupportedError(
-            f"{path}: expected items that are trees of arrays, in JSON, or Grain's iterators, found "
-            f"{', '.join(left_out)}"
-        )
+    if left_out and not trees:  # The step counts, because handlers of a program can restore it.
+        level = names[0] if names[0] in _UNNAMED_ITEMS[version_1] and len(names) == 1 else ""
+        return Items(_merge_trees({}), metrics or {}, damage, level, left_out, None if level else ())
     made = _merge_trees({name: trees[name] for name in sorted(trees)})
     if all(isinstance(entry, LostEntry) for entry in made.entries):
         check_readable(made.entries)

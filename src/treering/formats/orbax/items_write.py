@@ -9,6 +9,7 @@ from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
 from ..._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM, Source
 from ..._core.values import encode
+from .._shared.safety import problems_of_names
 from .items import METRICS
 from .owned_files import NAMES
 from .schema import UNFINISHED
@@ -35,7 +36,7 @@ class Items(NamedTuple):
 def items_of(contents: Source) -> Items:
     """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
 
-    If the tree is a `COMPOSITE`, only an item of the class `JSON_ITEM` is JSON.
+    If the tree is a `COMPOSITE`, an item of the class `JSON_ITEM` is JSON, and one that is a number, text or None.
 
     The metrics become an item, too, because a `CheckpointManager` looks for them there.
     """
@@ -51,11 +52,13 @@ def items_of(contents: Source) -> Items:
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
         leaves = list(leaves_of(part, entries))
         plain = all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries)
-        is_json = _is_of(part, JSON_ITEM) if marked else plain
-        if reason := _refused(name, part, may_be_empty=marked and is_json):
+        is_value = not isinstance(part[0], Node) and all(entry.type in _JSON for entry in entries)
+        is_json = _is_of(part, JSON_ITEM) or is_value if marked else plain
+        if reason := _refused(name, part, is_json=marked and is_json):
             problems.append(f"  {name or repr(name)}: {reason}")
         elif is_files(part):
-            files[name] = {leaf.keys[-1][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
+            files[name] = {leaf.keys[0][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
+            problems += _problems_of_files(leaves if entries else [], name)
         elif is_json:
             values[name] = _value(part, entries)
             problems += _problems_of_values(leaves, name)
@@ -86,17 +89,27 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
         yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
 
 
-def _refused(name: str, part: Skeleton, *, may_be_empty: bool) -> str | None:
-    """Returns the reason why the subtree below a key cannot be an item; None if it can."""
-    if not isinstance(part[0], Node):
+def _refused(name: str, part: Skeleton, *, is_json: bool) -> str | None:
+    """Returns the reason why the subtree below a key cannot be an item; None if it can. `is_json`: it is marked so."""
+    if not is_json and not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
-    if not part[0].count() and not may_be_empty:
+    if not is_json and len(part) == 1 and not is_files(part):
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"
     if name in ("", ".", "..") or {*name} & {*"/\\\0"} or len(name.encode()) > _MAX_NAME_BYTES:
         return f"items are folders, whose names have {_MAX_NAME_BYTES} bytes at most and no slashes; rename it"
     return None
+
+
+def _problems_of_files(leaves: Sequence[Leaf], at: str) -> Iterator[str]:
+    """Yields a line for each leaf that cannot be a file, such as one whose name leads out of the item's folder."""
+    for leaf in leaves:
+        path, entry = "/".join(key for key, _ in leaf.keys), leaf.entry
+        if len(leaf.keys) != 1 or not isinstance(entry, ArrayEntry) or (entry.dtype, len(entry.shape)) != ("uint8", 1):
+            yield f"  {at}/{path}: expected the bytes of a handler's file, which are a one-dimensional array of uint8"
+    for name, reason in problems_of_names(leaf.keys[0][0] for leaf in leaves):
+        yield f"  {at}/{name}: {reason}"
 
 
 def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:

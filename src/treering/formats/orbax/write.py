@@ -1,5 +1,6 @@
 """Writes Orbax: one tree in a folder or, with `composite=True`, an item for each key at the top of the tree."""
 
+import json
 import posixpath
 import time
 from collections.abc import Mapping
@@ -48,7 +49,9 @@ def write(
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
-    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""}]
+    # A handler may have written a file of that name itself.
+    own = [name for name, files in items.files.items() if COMMITTED in files]
+    marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""} if name not in own]
     if "" not in handlers:  # without composite=True, the user chooses no names
         check_names(path, [CHECKPOINT, *marks], "orbax")
     chunks = chunks_of(call, layouts, (leaf.entry for leaves in items.trees.values() for leaf in leaves))
@@ -82,7 +85,7 @@ def write(
                 with file_of_new_folder(store, place) as opened:
                     opened.write(content.tobytes())
         for name, value in items.values.items():
-            put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), value)
+            put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), json.dumps(value))
         put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))
         for mark in marks:
             put(store, posixpath.join(folder, mark), "committed")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ... import stores
 from ..._core.leaf_paths import join_names
+from ..._core.subtree import check_not_left_out
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
@@ -47,6 +48,7 @@ class Contents:
         try:
             if opened is None or safetensors:
                 opened = open_checkpoint(self.path, format="safetensors" if safetensors else None)
+            check_not_left_out(opened._source)
             self.ckpt = opened
         except NotFoundError as error:
             raise InvalidLayoutError(str(error)) from None
