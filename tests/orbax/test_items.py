@@ -350,7 +350,7 @@ class _FilesRestore(ocp.args.CheckpointArgs):
 
 @WRITES
 @pytest.mark.parametrize("found", [{}, {"commit_success.txt": "mine", "a": "1"}])
-def test_a_handler_may_write_no_files_or_one_called_like_the_mark(tmp_path: Path, found: Any, write: str) -> None:
+def test_a_handler_may_write_no_files_or_one_named_as_the_mark(tmp_path: Path, found: Any, write: str) -> None:
     own = _FilesSave(lambda folder: [(folder / name).write_text(text) for name, text in found.items()])
     ckpt = _saved(tmp_path / "a", write, own=own, state=ocp.args.StandardSave({"n": 1}))
     got = items.restore_item(ckpt, "own", _FilesRestore())

@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -656,3 +657,30 @@ def test_a_step_of_a_later_release_is_not_moved(tmp_path: Path) -> None:
     assert names(tmp_path) == ["1", "2"]
     with pytest.raises(UnsupportedError, match="uses this name"):
         manager(tmp_path, todelete_subdir="ckpt_9", step_prefix="ckpt")
+
+
+def test_a_golden_run_is_restored(tmp_path: Path) -> None:
+    """Every later release restores the items of a step that this one saved."""
+
+    class Lines(ocp.CheckpointHandler):
+        def save(self, directory: Any, *args: Any, **kwargs: Any) -> None: ...
+
+        def restore(self, directory: Any, *args: Any, **kwargs: Any) -> list[str]:
+            return (directory / "sub" / "lines.txt").read_text().split("\n")
+
+    run = shutil.copytree(Path(__file__).parents[1] / "golden" / "v1-orbax-run", tmp_path / "run")
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(),
+        "config": ocp.JsonCheckpointHandler(),
+        "empty": ocp.JsonCheckpointHandler(),
+        "lines": Lines(),
+    }
+    with ocp.CheckpointManager(run, item_handlers=handlers) as ours:
+        found = ours.restore(1)
+        assert isinstance(found.state["w"], jnp.ndarray) and (found.state["w"] == jnp.arange(6.0).reshape(2, 3)).all()
+        assert found.state["n"] == 3 and (found.empty, found.lines) == ([], ["a", "b"])
+        assert found.config == {"z": 1, "a": [None, True, "x", {}]} and list(found.config) == ["z", "a"]
+        about = ours.metadata(1)
+        assert (about.metrics, about.custom_metadata) == ({"acc": 0.5}, {"lr": 0.1})
+        assert ours.metadata().custom_metadata == {"version": 1}
+    assert tr.open(run)["config/a/2"] == "x" and tr.steps(run) == [1]
