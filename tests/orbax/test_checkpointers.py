@@ -13,6 +13,7 @@ import treering as tr
 import treering.orbax as ocp
 from helpers import assert_same
 from treering.errors import NotFoundError
+from treering.stores import filesystem
 
 TREE = {"w": jnp.arange(4.0), "n": 3}
 
@@ -217,3 +218,23 @@ def test_checkpoints_go_from_orbax_and_to_orbax(tmp_path: Path) -> None:
         ours.save(tmp_path / "ours", TREE)
         ours.wait_until_finished()
         assert not tr.diff(theirs.restore(tmp_path / "ours", TREE), TREE)
+
+
+def test_force_over_the_other_format_touches_no_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other checkpoints stay. After an error the old one is in its place."""
+    tr.save(tmp_path / "a", {"w": np.zeros(2)})
+    tr.save(tmp_path / "a.new", {"w": np.ones(2)}, format="orbax")
+    with monkeypatch.context() as patch:
+        move = filesystem.Filesystem.move
+
+        def fail(store: Any, old: str, new: str, *, last: str) -> None:
+            if ".new-" in old:
+                raise OSError(28, "no space")
+            move(store, old, new, last=last)
+
+        patch.setattr(filesystem.Filesystem, "move", fail)
+        with pytest.raises(OSError, match="no space"):
+            ocp.PyTreeCheckpointer(write="orbax").save(tmp_path / "a", TREE, force=True)
+    assert (tr.restore(tmp_path / "a")["w"] == 0).all() and (tr.restore(tmp_path / "a.new")["w"] == 1).all()
+    ocp.PyTreeCheckpointer(write="orbax").save(tmp_path / "a", TREE, force=True)
+    assert tr.open(tmp_path / "a").format == "orbax" and (tr.restore(tmp_path / "a.new")["w"] == 1).all()

@@ -684,3 +684,71 @@ def test_a_golden_run_is_restored(tmp_path: Path) -> None:
         assert (about.metrics, about.custom_metadata) == ({"acc": 0.5}, {"lr": 0.1})
         assert ours.metadata().custom_metadata == {"version": 1}
     assert tr.open(run)["config/a/2"] == "x" and tr.steps(run) == [1]
+
+
+def test_directories_that_are_no_run_of_orbax(tmp_path: Path) -> None:
+    """Each is one error before anything is written, and never a new beginning beside what is saved."""
+    with tr.Checkpointer(tmp_path / "native") as ckpts:
+        ckpts.save(1, tree())
+    tr.save(tmp_path / "t5x" / "checkpoint_7", {"target": tree(), "state": {"step": 7}}, format="t5x")
+    ocp.PyTreeCheckpointer().save(tmp_path / "one", tree())
+    for name, found in (("native", "treering.Checkpointer"), ("t5x", "T5X"), ("one", "a checkpoint")):
+        before = sorted((tmp_path / name).rglob("*"))
+        with pytest.raises(ValueError, match=f"expected the directory of a CheckpointManager, found .*{found}"):
+            manager(tmp_path / name)
+        assert sorted((tmp_path / name).rglob("*")) == before
+
+
+def test_a_handler_without_a_method_to_save(tmp_path: Path) -> None:
+    class Lines:
+        def restore(self, directory: Any, args: Any = None) -> None: ...
+
+    ours = ocp.CheckpointManager(tmp_path, item_handlers=Lines())
+    with pytest.raises(ValueError, match="Lines: expected"):
+        ours.save(1, [1])
+    assert names(tmp_path) == []
+
+
+def test_a_step_whose_error_another_call_raised_is_saved_again(tmp_path: Path) -> None:
+    with manager(tmp_path) as ours:
+        save(ours, 1)
+        ours.wait_until_finished()
+        (tmp_path / "2" / "treering.json").mkdir(parents=True)
+        with pytest.raises((tr.errors.TreeringError, OSError)):
+            save(ours, 2)
+            ours.metrics(1)
+        os.rmdir(tmp_path / "2" / "treering.json")
+        assert save(ours, 2) == [True]
+    assert tr.steps(tmp_path) == [1, 2]
+
+
+def test_a_loop_that_skips_steps_lists_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        manager(tmp_path, save_interval_steps=100) as ours,
+        ocp.v1.training.Checkpointer(
+            tmp_path / "v1", save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(100)
+        ) as theirs,
+    ):
+        save(ours, 0)
+        theirs.save(0, tree())
+        ours.wait_until_finished()
+        ours.latest_step()
+        monkeypatch.setattr(stores.posix.Disk, "list", lambda *_: pytest.fail("listed"))
+        for step in range(1, 5):
+            assert save(ours, step) == [False] and ours.latest_step() == 0
+            assert not theirs.save(step, tree())
+        monkeypatch.undo()
+
+
+def test_steps_that_a_program_names_itself(tmp_path: Path) -> None:
+    """They are a run for all who list them, also if every one is damaged."""
+    for step in (1, 2):
+        ocp.PyTreeCheckpointer().save(tmp_path / str(step), tree(step))
+    assert ocp.utils.checkpoint_steps(tmp_path) == [1, 2] == tr.steps(tmp_path) == manager(tmp_path).all_steps()
+    for step in (1, 2):
+        file = tmp_path / str(step) / "treering.json"
+        os.chmod(file, 0o644)
+        file.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert tr.steps(tmp_path) == [1, 2]
+    with pytest.raises(CorruptError):
+        tr.open(tmp_path)

@@ -106,15 +106,21 @@ def _list_step_names(store: Store, run: str, prefix: str | None) -> list[tuple[i
 def _short_named_steps(store: Store, run: str, names: Sequence[str]) -> list[tuple[int, str]]:
     """Returns the steps with names as Orbax gives them. Separate checkpoints may have such names, too.
 
-    Their names have several prefixes, or they were not saved as these steps.
+    Their names have several prefixes, or they were not saved as these steps. Other libraries give their steps such
+    names, too, so a path that cannot be looked into is none.
     """
     found: dict[str, list[tuple[int, str]]] = {}
     for name in names:
-        if (match := _SHORT_STEP_NAME.fullmatch(name)) and is_committed(store, run, name):
-            found.setdefault(match[1], []).append((int(match[2]), name))
+        if match := _SHORT_STEP_NAME.fullmatch(name):
+            path = posixpath.join(run, name)
+            with contextlib.suppress(UnreadableError, PermissionError), reading(path):
+                if (manifest := summary.stat_manifest(store, path)) and manifest.is_file:
+                    found.setdefault(match[1], []).append((int(match[2]), name))
     steps = sorted(found.get("") or (next(iter(found.values())) if len(found) == 1 else []))
-    are_steps = any(summary.saved_step(store, posixpath.join(run, name)) == step for step, name in reversed(steps))
-    return steps if are_steps else []
+    for step, name in reversed(steps):  # The newest one that can be read decides.
+        if (known := summary.is_step(store, posixpath.join(run, name), step)) is not None:
+            return steps if known else []
+    return steps
 
 
 def find_prefix(store: Store, run: str) -> str:

@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 
 from .._processes.coordinator import is_multi_process
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 from ..formats._shared.safety import problems_of_names
 from .nodes import HandlerFiles, handler_files
 
 
 def save_files(handler: Any, args: Any) -> HandlerFiles:
-    """Returns the files that a handler writes for arguments."""
+    """Returns the files that a handler writes for arguments. Raises `MismatchError` for a handler without a save."""
     check_one_process(handler)
+    if not (hasattr(handler, "save") or hasattr(handler, "async_save")):
+        raise MismatchError(
+            f"{type(handler).__name__}: expected a handler with a method save or async_save, found none"
+        )
     with tempfile.TemporaryDirectory(prefix="treering-") as folder:
         directory = path_object(folder)
         given, named = call_of(args)

@@ -58,6 +58,7 @@ class CheckpointManager:
         self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=_on_commit(options))
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
+        self._run.check_layout()
         self._run.make_root(options.create)
         self._last_begun: preservation.CheckpointInfo | None = None
         self._steps: list[int] | None = None  # those at the last look; None after a change
@@ -121,7 +122,7 @@ class CheckpointManager:
         if self._options.read_only:
             _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
             return False
-        if self._latest is not None and step <= self._latest:
+        if not self._is_new(step):
             if not self._has_logged_skip:
                 self._has_logged_skip = True
                 _log.warning(
@@ -130,6 +131,10 @@ class CheckpointManager:
                 )  # fmt: skip
             return False
         return self._decide(step)
+
+    def _is_new(self, step: int) -> bool:
+        """Returns True for a step after the latest. All processes say the same."""
+        return self._latest is None or step > self._latest
 
     def _decide(self, step: int) -> bool:
         policy = self._save_policy
@@ -183,10 +188,13 @@ class CheckpointManager:
             _log.warning("%s: read_only=True, so step %d is not saved", self._run.directory, step)
             return False
         if not is_multi_process() and not self._run.is_saving:
-            self._wait()  # The last save may have failed, and then its step may be saved again.
+            self._wait()
+            if self._last_begun is not None and self._last_begun.step not in self.all_steps():
+                self._latest = self._latest_before  # The last save has failed, and another call has raised its error.
         if not force and not self.should_save(step):
             return False
         self._wait()
+        self._steps = None
         if agree(f"save({self._run.directory!r}, {step})", lambda: step in self.all_steps()):
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
@@ -196,6 +204,7 @@ class CheckpointManager:
         self._steps = None
         metadata = items_module.custom_metadata(args, custom_metadata)
         self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
+        self._steps = None
         self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
         self._latest_before, self._latest = self._latest, max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
@@ -208,11 +217,10 @@ class CheckpointManager:
         self._run.wait_for_deletions()
 
     def _wait(self) -> None:
-        self._steps = None
         try:
             self._run.wait()
         except Exception:
-            self._latest = self._latest_before
+            self._steps, self._latest = None, self._latest_before
             raise
 
     def check_for_errors(self) -> None:

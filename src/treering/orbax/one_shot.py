@@ -1,5 +1,6 @@
 """Saves and restores one checkpoint at a path, by a handler and the arguments of a call."""
 
+import logging
 import os
 import posixpath
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
 from ..formats.orbax import removal
+from ..formats.treering import pins, summary
+from ..formats.treering import removal as native_removal
 from ..stores.file_io import is_folder
 from . import handler_files, items, registration
 from .errors import CheckpointExistsError
@@ -19,6 +22,9 @@ from .item_restore import part_of
 from .kinds import handler_kind, handlers_in
 from .manager_items import agree
 from .metadata import StepMetadata, step_metadata
+from .step import step_or_none
+
+_log = logging.getLogger("treering")
 
 
 def save_at(
@@ -41,16 +47,17 @@ def save_at(
     metadata = items.custom_metadata(given, custom_metadata)
     options = items.format_options(write, several=handler_kind(handler) == "composite")
     place, format = stores.absolute(directory), options.get("format", "treering")
-    found = agree(f"save({place!r})", lambda: _found(place, format, force))
+    found, mark = agree(f"save({place!r})", lambda: (_found(place, format, force), os.urandom(3).hex()))
     if found and not force:
         raise CheckpointExistsError(f"{place}: expected a free path, found {found}; pass force=True to replace it")
     try:
         if found:  # Only a checkpoint of the same format is replaced in one operation, and so in the background.
-            save(new := f"{place}.new", tree, overwrite=True, metadata=metadata, **options)
-            return agree(f"replace({place!r})", lambda: _replace(new, place))
+            save(f"{place}.new-{mark}", tree, metadata=metadata, **options)
+            return agree(f"replace({place!r})", lambda: _replace(place, mark))
+        numbered = step_or_none(place)  # A program that names its steps itself has a run in the directory above.
         if background:
-            return save_async(directory, tree, overwrite=force, metadata=metadata, **options)
-        save(directory, tree, overwrite=force, metadata=metadata, **options)
+            return save_async(directory, tree, overwrite=force, step=numbered, metadata=metadata, **options)
+        save(directory, tree, overwrite=force, step=numbered, metadata=metadata, **options)
     except ExistsError as error:
         raise CheckpointExistsError(*error.args) from error
     return None
@@ -67,19 +74,26 @@ def _found(place: str, format: str, force: bool) -> str | None:
         return "a directory" if there.is_folder else "a file"
     if there is None or not is_folder(store, place):
         return None
-    if not store.list(place):
-        return "an empty directory" if format == "orbax" else None
+    if summary.stat_manifest(store, place) is not None:
+        pins.check_unpinned(store, place)
     found = formats.detect(store, place).name if formats.is_known(store, place) else None
     return f"a checkpoint in the format {found!r}" if found in {"treering", "orbax"} - {format} else None
 
 
-def _replace(new: str, place: str) -> None:
-    """Moves a complete checkpoint to a path, and removes what was there."""
-    store = stores.get(place)
-    remove_old = removal.unpublish(store, place)
-    store.move(new, place, last="")
+def _replace(place: str, mark: str) -> None:
+    """Moves a complete checkpoint to a path, and removes the checkpoint of the other format that was there."""
+    store, new, old = stores.get(place), f"{place}.new-{mark}", f"{place}.old-{mark}"
+    store.move(place, old, last="")
+    try:
+        store.move(new, place, last="")
+    except BaseException:
+        store.move(old, place, last="")
+        raise
     store.settle(posixpath.dirname(place))
-    remove_old()
+    native = summary.stat_manifest(store, old) is not None
+    (native_removal if native else removal).unpublish(store, old)()
+    if store.stat(old) is not None:
+        _log.warning("%s: it was replaced; files in it that are not part of a checkpoint are in %s", place, old)
 
 
 def _opened(directory: str | os.PathLike[str]) -> tuple[Checkpoint, str | None]:

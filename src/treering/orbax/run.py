@@ -1,18 +1,20 @@
 """A `treering.Checkpointer` whose run has the layout of Orbax: its names of steps, and steps in both formats."""
 
 import functools
+import importlib
 import json
 import logging
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .. import stores
+from .. import formats, stores
 from .._restore.checkpoint import Checkpoint
-from .._run import resume
+from .._run import resume, run_layout
 from .._run.checkpointer import Checkpointer
 from .._run.run_layout import RunLayout, parse_step_name
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 from ..formats.orbax import run_metadata
 from ..keep import Policy
 from .items import format_options
@@ -37,6 +39,21 @@ class OrbaxRun(Checkpointer):
             removes_unfinished=options.cleanup_tmp_directories,
         )
         super().__init__(run, prefix=self._layout.prefix, keep=keep, **given)
+
+    def check_layout(self) -> None:
+        """Raises `MismatchError` for a directory that is a checkpoint, or a run with other names or of T5X."""
+        store, root = stores.get(self.directory), self.directory
+        if self._directory.all_steps() or not store.list(root):
+            return
+        what = ""
+        if found := run_layout.list_step_names(store, root, run_layout.DEFAULT_PREFIX):
+            what = f"a run of treering.Checkpointer ({found[-1][1]} is in it); continue it with treering.Checkpointer"
+        elif t5x := formats.foreign_steps(store, root, only=formats.get("t5x")):
+            what = f"a run of T5X ({max(t5x)} is its newest step); restore it with treering.restore"
+        elif formats.is_known(store, root):
+            what = "a checkpoint; give the directory above it, or restore it with StandardCheckpointer"
+        if what:
+            raise MismatchError(f"{root}: expected the directory of a CheckpointManager, found {what}")
 
     @property
     def writes_orbax(self) -> bool:
@@ -111,12 +128,8 @@ def _step_names(options: CheckpointManagerOptions) -> tuple[str, int]:
 def as_path(path: str) -> Any:
     """Returns a path as Orbax does: of `etils.epath` if that is installed, else of `pathlib`."""
     try:
-        from etils import epath
-
-        return epath.Path(path)
+        return importlib.import_module("etils.epath").Path(path)
     except ImportError:
-        import pathlib
-
         return pathlib.Path(path)
 
 

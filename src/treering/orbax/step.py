@@ -91,10 +91,16 @@ def latest_step_metadata(root_path: str | os.PathLike[str], name_format: Any = N
 
 def step_from_checkpoint_name(name: str) -> int:
     """Returns the step in the name of a directory. Raises `ValueError` if there is none."""
-    found = _NAME.fullmatch(posixpath.basename(name))
+    found = step_or_none(name)
     if found is None:
         raise ValueError(f"{name!r}: expected the name of a step, such as 3 or ckpt_3")
-    return int(found[1])
+    return found
+
+
+def step_or_none(path: str) -> int | None:
+    """Returns the step that the name of a directory says; None for another name."""
+    found = _NAME.fullmatch(posixpath.basename(path))
+    return int(found[1]) if found and int(found[1]) <= run_layout.MAX_STEP else None
 
 
 def is_path_finalized(path: str | os.PathLike[str]) -> bool:

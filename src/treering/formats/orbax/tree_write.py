@@ -76,17 +76,15 @@ def _sharding(place: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return ONE_DEVICE
     mesh, devices = place["mesh"], place.get("devices")
     size, kinds = math.prod(mesh.values()), place.get("axis_types") or ["auto"] * len(mesh)
-    found = {
+    return {
         "sharding_type": "NamedSharding",
         "shape": [*mesh.values()],
         "axis_names": [*mesh],
         "axis_types": [f"AxisType.{kind.capitalize()}" for kind in kinds],
         "partition_spec": place["spec"],
+        # Orbax arranges them by the shape. Without this list, it would take all devices of the job that restores.
+        "device_mesh": {"mesh": [{"id": number} for number in devices or range(size)]},
     }
-    if devices is not None or place.get("job_devices", size) != size:
-        # Orbax arranges them by the shape. Without this list, it takes all devices of the job.
-        found["device_mesh"] = {"mesh": [{"id": number} for number in devices or range(size)]}
-    return found
 
 
 def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[Leaf]:

@@ -1,8 +1,9 @@
 """Quick facts about a checkpoint that is not opened: if it exists, its identity, its metrics and its size."""
 
+import functools
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -44,12 +45,21 @@ class _Step(msgspec.Struct):
 preload_decoders(_Step)
 
 
-def saved_step(store: Store, path: str) -> int | None:
-    """Returns the step that a checkpoint was saved with; None without one, or if the manifest cannot be read."""
+def is_step(store: Store, path: str, number: int) -> bool | None:
+    """Returns True if a checkpoint was saved as the step with a number; None if its manifest cannot be read."""
+    there = stat_manifest(store, path)
+    step = _saved_step(store, path, there.version) if there else None
+    return None if step is None else step == number
+
+
+@functools.lru_cache(maxsize=64)  # A program that follows a run asks for the same manifest again and again.
+def _saved_step(store: Store, path: str, version: Hashable) -> int | None:
+    """Returns the step in a manifest, -1 without one, or None if it cannot be read."""
     try:
-        return msgspec.json.decode(read_file(store, manifest_path(path)), type=_Step).step
-    except (CorruptError, FileNotFoundError, msgspec.DecodeError):
+        step = msgspec.json.decode(read_file(store, manifest_path(path)), type=_Step).step
+    except (CorruptError, OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
+    return -1 if step is None else step
 
 
 def identity(store: Store, path: str) -> str:

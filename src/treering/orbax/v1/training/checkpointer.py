@@ -114,6 +114,8 @@ class Checkpointer(StepReader):
         """
         context = get_context(self._context).check()
         args = check_names(checkpointables)
+        if not force and not overwrite and self._manager._is_new(step) and not self._manager.should_save(step):
+            return None  # A loop calls this at every step, so no directory is listed.
         exists = self._exists(step, "save")
         if exists and not overwrite:
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; pass overwrite=True")
