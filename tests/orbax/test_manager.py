@@ -687,7 +687,7 @@ def test_a_golden_run_is_restored(tmp_path: Path) -> None:
 
 
 def test_directories_that_are_no_run_of_orbax(tmp_path: Path) -> None:
-    """Each is one error before anything is written, and never a new beginning beside what is saved."""
+    """Each is one error before anything is written, and never a new beginning next to what is saved."""
     with tr.Checkpointer(tmp_path / "native") as ckpts:
         ckpts.save(1, tree())
     tr.save(tmp_path / "t5x" / "checkpoint_7", {"target": tree(), "state": {"step": 7}}, format="t5x")
