@@ -40,13 +40,13 @@ def full_source(source: Source) -> Source:
 
 
 def is_left_out(source: Source) -> bool:
-    """Returns True for (a part of) a source that has data, none of which can be read here."""
+    """Returns True for a source, or a part of one, with data of unknown kinds only."""
     full = full_source(source)
     return not full.entries and len(full.skeleton or ()) <= 1 and any(left_out(full))
 
 
 def check_not_left_out(source: Source) -> None:
-    """Raises `UnsupportedError` if a source has data, none of which can be read here."""
+    """Raises `UnsupportedError` for a source with data of unknown kinds only."""
     if is_left_out(source):
         found = ", ".join(left_out(source))
         raise UnsupportedError(

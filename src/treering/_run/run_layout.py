@@ -106,8 +106,8 @@ def _list_step_names(store: Store, run: str, prefix: str | None) -> list[tuple[i
 def _short_named_steps(store: Store, run: str, names: Sequence[str]) -> list[tuple[int, str]]:
     """Returns the steps with names as Orbax gives them. Separate checkpoints may have such names, too.
 
-    Their names have several prefixes, or they were not saved as these steps. Other libraries give their steps such
-    names, too, so a path that cannot be looked into is none.
+    Then the names have several prefixes, or the manifests have other steps. If the system cannot look up a manifest,
+    the directory is left out: it may be a step of another library, which gives such names, too.
     """
     found: dict[str, list[tuple[int, str]]] = {}
     for name in names:

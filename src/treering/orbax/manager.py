@@ -201,7 +201,6 @@ class CheckpointManager:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
         tree = self._items.tree(args, for_orbax=self._run.writes_orbax)
         saved = None if self._options.prevent_write_metrics else metrics
-        self._steps = None
         metadata = items_module.custom_metadata(args, custom_metadata)
         self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._steps = None
