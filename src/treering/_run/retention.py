@@ -4,7 +4,6 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, join_names
 from .._save.pending import PendingSave, SaveReport
@@ -20,9 +19,6 @@ from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
 from .step_catalog import SavedStep
 
-if TYPE_CHECKING:
-    from .two_places import TwoPlaces
-
 _log = logging.getLogger("treering")
 
 
@@ -31,7 +27,7 @@ class Retention:
 
     def __init__(
         self,
-        directory: "RunDirectory | TwoPlaces",
+        directory: RunDirectory,
         keep: Policy | None,
         on_save: Callable[[SaveReport], object] | None = None,
         on_commit: Callable[[SaveReport], None] = lambda report: None,
@@ -106,8 +102,9 @@ class Retention:
 
     def after_commit_all(self, report: SaveReport) -> None:
         """Follows a commit in all processes: begins an upload if each host has its own disk."""
-        if report.step is not None and (host_group := self._directory.host_group):
-            host_group.saved(report.step)
+        uploads = self._directory.uploads
+        if report.step is not None and uploads and uploads.together:
+            uploads.together.saved(report.step)
 
     def close(self) -> None:
         """Waits for all background jobs, and releases the lease of the run. After an interrupt this continues.

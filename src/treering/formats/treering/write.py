@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import datetime
 import functools
+import logging
 import os
 import posixpath
 import threading
@@ -29,15 +30,16 @@ from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Sink, Store
-from . import host_parts, layout, manifest
+from . import host_files, layout, manifest
 from .commit import Transaction
 from .layout import PlannedFile
 from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
-from .removal import logging_errors
 from .save_files import SaveFiles
 
+_log = logging.getLogger("treering")
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
+_PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
 _SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
 
 
@@ -76,6 +78,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     files: Any = None
     stopwatch = _Stopwatch()
     undurable: SaveError | None = None
+    committed = b""  # the manifest, in process 0
 
     def begin() -> list[Any]:
         nonlocal files
@@ -83,10 +86,10 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
-        nonlocal undurable
+        nonlocal undurable, committed
         listed = [[msgspec.convert(one, File) for one, _ in report] for report in reports]
         firsts = [[first for _, first in report] for report in reports]
-        data = _manifest(job, pieces, spread, listed, firsts)
+        committed = data = _manifest(job, pieces, spread, listed, firsts)
         try:
             others = [] if job.per_host_storage else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
@@ -97,7 +100,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             # as a failure, which would make them remove theirs.
             undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        return [nbytes, undurable and str(undurable), manifest.xxh3(data) if job.per_host_storage else ""]
+        return [nbytes, undurable and str(undurable), len(data)]
 
     try:
         call.set_activity("planning")
@@ -129,11 +132,12 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             store.settle(job.path)
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
-        nbytes, problem, identity = call.gather_and_decide(msgspec.to_builtins(report), commit)
-        if job.per_host_storage and call.index:
-            with logging_errors(job.path):
-                host_parts.note_part(store, job.path, identity)
-        files.close()
+        nbytes, problem, manifest_bytes = call.gather_and_decide(msgspec.to_builtins(report), commit)
+        try:
+            if job.per_host_storage:  # The locks protect the arrays until the manifest names them on every disk.
+                _share_manifest(store, job.path, call, committed, manifest_bytes)
+        finally:
+            files.close()
         stopwatch.lap("commit")
     except BaseException as error:
         if files and call.in_doubt:
@@ -151,6 +155,22 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
     return Written(nbytes, stopwatch.seconds["write"], stopwatch.seconds["sync"], stopwatch.seconds["commit"])
+
+
+def _share_manifest(store: Store, path: str, call: Call, data: bytes, nbytes: int) -> None:
+    """Sends the manifest that process 0 has committed to the other disks. A disk that misses it gets it later.
+
+    data: the manifest, in process 0. nbytes: its size.
+    """
+    try:
+        parts = [
+            call.broadcast(lambda begin=begin: data[begin : begin + _PART_BYTES].decode("latin-1"))
+            for begin in range(0, nbytes, _PART_BYTES)
+        ]
+        if call.index:
+            host_files.adopt_manifest(store, path, "".join(parts).encode("latin-1"))
+    except (TreeringError, OSError) as error:
+        _log.warning("%s: the manifest is not on the disk of this host yet: %s", path, error)
 
 
 _last_plan: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
