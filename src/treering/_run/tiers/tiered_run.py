@@ -308,8 +308,8 @@ class TieredRun(TierReads):
             missing = [step for step in missing if step in wanted]
         return missing[::-1]
 
-    def upload(self, step: int, moved: Callable[[int], None]) -> bool:
-        """Uploads a step. Returns False if the remote tier has it already. Calls `moved` with bytes to be sent."""
+    def upload(self, step: int, on_progress: Callable[[int], None]) -> bool:
+        """Uploads a step. Returns False if the remote tier has it already. Calls `on_progress` with bytes to be sent."""
         local, remote = self.local.steps.store, self.remote.steps.store
         self._mark_remote()
         self._ever_remote.add(step)
@@ -327,7 +327,7 @@ class TieredRun(TierReads):
                 removal.delete(remote, there)  # Its files may have the names of the uploaded ones.
             seen = summary.stat_manifest(local, path)
             overwrite = summary.stat_manifest(remote, to) is not None
-            identity = copy.copy(local, path, remote, to, overwrite=overwrite, on_progress=moved, others=others)
+            identity = copy.copy(local, path, remote, to, overwrite=overwrite, on_progress=on_progress, others=others)
         except CorruptError:
             if others:  # No restore would find the damage: it would read the remote copy.
                 self.local.steps.mark_damaged(step, path)
