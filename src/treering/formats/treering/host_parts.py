@@ -106,10 +106,15 @@ def give_up_manifest(store: Store, path: str) -> None:
     """Demotes the manifest on this disk: moves its bytes into a mark, because another disk has the manifest now."""
     if data := manifest_of(store, path):
         # The mark comes before the removal: without both, the arrays here would be taken for leftovers.
-        with store.new_file(posixpath.join(path, PART + manifest.xxh3(data)), overwrite=True) as file:
-            file.write(data)
+        keep_manifest(store, path, data)
         store.delete(summary.manifest_path(path))
         store.settle(path)
+
+
+def keep_manifest(store: Store, path: str, data: bytes) -> None:
+    """Writes the bytes of a manifest that another disk has into its mark, durably."""
+    with store.new_file(posixpath.join(path, PART + manifest.xxh3(data)), overwrite=True) as file:
+        file.write(data)
 
 
 def note_part(store: Store, path: str, identity: str) -> None:

@@ -62,6 +62,17 @@ def plan(
     return [_file(entries, pieces[a:b], a) for a, b in groups]
 
 
+def plan_groups(
+    entries: Sequence[Entry], pieces: Sequence[Piece], lengths: Iterable[int], file_bytes: int | None = None
+) -> list[PlannedFile]:
+    """Returns the files for groups of successive pieces of these lengths. No file has pieces of two groups."""
+    found: list[PlannedFile] = []
+    for first, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        files = plan(entries, pieces[first:end], file_bytes=file_bytes)
+        found += [file._replace(first=file.first + first) for file in files]
+    return found
+
+
 def names(token: str, files: int, index: int = 0, count: int = 1) -> list[str]:
     """Returns the names of the files that process `index` of `count` writes.
 
