@@ -8,7 +8,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from .._core import dtypes
 from .._core.boxes import box_shape
 from .._pytree.leaves import Catalogue
 from .assignment import NO_KEEPER, Assignment, held_layout
+from .layouts import Holders
 
 _MIN_KEPT_PART = 8  # Pieces with a keeper get a file of their own from an eighth of the bytes without one.
 
@@ -27,31 +28,45 @@ def with_keepers(catalogue: Catalogue, shares: Mapping[int, Assignment], hosts: 
     next disk, in a ring, among those whose processes hold the piece; on that disk it has the least to write so far.
     """
     classes: dict[tuple[int, ...], int] = {}  # the numbers of the distinct sets of holders
-    of_layout: dict[int, np.ndarray] = {}  # by the identity of a `Holders`: the class of each box
-    of_leaf: dict[int, np.ndarray] = {}  # the class of each box of the share, and its writer, as one number
-    nbytes: dict[int, int] = {}
+    of_holders: dict[Holders, np.ndarray] = {}  # the class of each box
+    patterns: dict[Any, _Pattern] = {}
+    of_leaf: dict[int, Any] = {}  # the name of the pattern of each leaf
     count, everyone = len(hosts), tuple(range(len(hosts)))
     for leaf, share in shares.items():
         entry: Any = catalogue.entries[leaf]
         layout, _ = held_layout(catalogue, leaf, everyone)
-        if (own := of_layout.get(id(layout.holders))) is None:
+        if (of_boxes := of_holders.get(layout.holders)) is None:
             numbers = [classes.setdefault(holders, len(classes)) for holders in layout.holders]
-            own = of_layout[id(layout.holders)] = np.array(numbers, np.int64)
+            of_boxes = of_holders[layout.holders] = np.array(numbers, np.int64)
         if share.layout is None:  # The boxes are parts of those of the layout.
-            own = own[[next(layout.boxes.overlapping(box), 0) for box in share.boxes]]
-            sizes = np.array([math.prod(box_shape(box)) for box in share.boxes], np.int64)
+            of_boxes = of_boxes[[next(layout.boxes.overlapping(box), 0) for box in share.boxes]]
+            sizes, name = np.array([math.prod(box_shape(box)) for box in share.boxes], np.int64), leaf
         else:
-            sizes = layout.elements
-        of_leaf[leaf] = own * count + np.asarray(share.writers)
-        keys, at = np.unique(of_leaf[leaf], return_inverse=True)
-        sums = np.bincount(at, sizes * dtypes.itemsize(entry.dtype))
-        for key, size in zip(keys.tolist(), sums.tolist(), strict=True):
-            nbytes[key] = nbytes.get(key, 0) + int(size)
+            sizes, name = layout.elements, (layout.holders, share.turn)
+        if name not in patterns:
+            patterns[name] = _Pattern(of_boxes * count + np.asarray(share.writers), np.zeros(len(of_boxes), np.int64))
+        of_leaf[leaf] = name
+        patterns[name].nbytes[:] += sizes * dtypes.itemsize(entry.dtype)
+    nbytes: dict[int, int] = {}
+    for keys, sizes in patterns.values():
+        distinct, at = np.unique(keys, return_inverse=True)
+        sums = np.bincount(at, sizes).astype(np.int64)
+        for key, size in zip(distinct.tolist(), sums.tolist(), strict=True):
+            nbytes[key] = nbytes.get(key, 0) + size
     found = _keeper_of_each(nbytes, list(classes), hosts)
-    return {
-        leaf: share._replace(keepers=np.array([found[key] for key in of_leaf[leaf].tolist()], np.int64))
-        for leaf, share in shares.items()
-    }
+    keepers = {name: np.array([found[key] for key in own.keys.tolist()], np.int64) for name, own in patterns.items()}
+    return {leaf: share._replace(keepers=keepers[of_leaf[leaf]]) for leaf, share in shares.items()}
+
+
+class _Pattern(NamedTuple):
+    """The boxes of arrays with the same holders and writers.
+
+    keys: the class of the holders and the writer of each box, as one number.
+    nbytes: the bytes of each box, of all these arrays together.
+    """
+
+    keys: np.ndarray[Any, np.dtype[np.int64]]
+    nbytes: np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _keeper_of_each(
