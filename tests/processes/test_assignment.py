@@ -550,6 +550,12 @@ def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data:
         left = {name: one for disk, own in disks.items() if disk != lost for name, one in own.items()}
         assert left.keys() == {file.name for file in files}
         assert all(one == left[name] for name, one in disks[lost].items())  # bit for bit
+        # The next job has an empty disk instead of the lost one, and sends the files that lack a copy again.
+        there = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
+        there[lost] = {}
+        for process, missing in complete_copies.missing_copies(files, there, hosts).items():
+            there[hosts[process]].update({one.file.name: one.file.size for one in missing})
+        assert all(sum(file.name in own for own in there.values()) == 2 for file in files)
 
 
 def test_keepers_follow_the_replicas() -> None:

@@ -26,7 +26,7 @@ _log = logging.getLogger("treering")
 
 
 class Missing(NamedTuple):
-    """A file that a process is to fetch, and a process whose disk has it."""
+    """A file that a process is to fetch, and the first process of a host whose disk has it."""
 
     file: File
     source: int
@@ -46,17 +46,16 @@ def missing_copies(
     for process, disk in enumerate(hosts):
         processes.setdefault(disk, []).append(process)
     ring = sorted(processes)
-    received, sent = [0] * len(hosts), [0] * len(hosts)
+    received = [0] * len(hosts)
     found: dict[int, list[Missing]] = {}
     for file in files:
         here = [disk for disk in ring if disks.get(disk, {}).get(file.name) == file.size]
         if len(here) != 1 or len(ring) < 2:
             continue
         to = ring[bisect.bisect_right(ring, here[0]) % len(ring)]
-        source, target = min(processes[here[0]], key=sent.__getitem__), min(processes[to], key=received.__getitem__)
-        sent[source] += file.size
+        target = min(processes[to], key=received.__getitem__)
         received[target] += file.size
-        found.setdefault(target, []).append(Missing(file, source))
+        found.setdefault(target, []).append(Missing(file, processes[here[0]][0]))
     return found
 
 
