@@ -309,7 +309,7 @@ class TieredRun(TierReads):
         return missing[::-1]
 
     def upload(self, step: int, on_progress: Callable[[int], None]) -> bool:
-        """Uploads a step. Returns False if the remote tier has it already. Calls `on_progress` with bytes to be sent."""
+        """Uploads a step. Returns False if the remote tier has it already. `on_progress`: see `copy.copy`."""
         local, remote = self.local.steps.store, self.remote.steps.store
         self._mark_remote()
         self._ever_remote.add(step)

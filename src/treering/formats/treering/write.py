@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import datetime
 import functools
+import itertools
 import logging
 import os
 import posixpath
@@ -29,13 +30,14 @@ from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.nfs import refresh_dir_cache, wait_until
-from ...stores.store import Sink, Store
-from . import host_files, layout, manifest
+from ...stores.store import Store
+from . import host_files, layout, manifest, second_copies
 from .commit import Transaction
 from .layout import PlannedFile
 from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
 from .save_files import SaveFiles
+from .second_copies import FileWriter, PlannedCopy
 
 _log = logging.getLogger("treering")
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
@@ -56,8 +58,8 @@ class Info(NamedTuple):
 class Job(NamedTuple):
     """The contents and the path of a save.
 
-    `shares` names the processes that write each array. It is None if this process writes all of them. With
-    `per_host_storage`, each host has a disk of its own at the path.
+    `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has the
+    number of the disk of each process, if each host has a disk of its own at the path; else it is None.
     """
 
     path: str
@@ -66,16 +68,18 @@ class Job(NamedTuple):
     catalogue: Catalogue
     shares: Mapping[int, Assignment] | None
     info: Info
-    per_host_storage: bool = False
+    hosts: tuple[int, ...] | None = None
 
 
 def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: Call) -> Written:
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits the save. A process that fails removes its files. If the commit of process 0 is in
-    doubt, it keeps them: the next `collect_garbage` removes them if no manifest names them.
+    doubt, it keeps them: the next `collect_garbage` removes them if no manifest names them. A second copy that cannot
+    be written is logged and does not fail the save.
     """
     files: Any = None
+    holders: dict[str, tuple[int, ...]] = {}
     stopwatch = _Stopwatch()
     undurable: SaveError | None = None
     committed = b""  # the manifest, in process 0
@@ -87,11 +91,12 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
 
     def commit(reports: Sequence[Any]) -> list[Any]:
         nonlocal undurable, committed
-        listed = [[msgspec.convert(one, File) for one, _ in report] for report in reports]
-        firsts = [[first for _, first in report] for report in reports]
+        listed = [[msgspec.convert(one, File) for one, _ in report] for report, _ in reports]
+        firsts = [[first for _, first in report] for report, _ in reports]
+        copies = [[msgspec.convert(one, File) for one in report] for _, report in reports]
         committed = data = _manifest(job, pieces, spread, listed, firsts)
         try:
-            others = [] if job.per_host_storage else listed[1:]
+            others = [] if job.hosts else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
         except SaveError as error:
             if not files.must_stay:
@@ -100,42 +105,54 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             # as a failure, which would make them remove theirs.
             undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        return [nbytes, undurable and str(undurable), len(data)]
+        if job.hosts:
+            holders.update(second_copies.holders(listed, copies))
+        return [nbytes, undurable and str(undurable), len(data), second_copies.different(listed, copies)]
 
     try:
         call.set_activity("planning")
         token, made = call.broadcast(begin)
-        if files is None and job.per_host_storage:
+        if files is None and job.hosts:
             files = SaveFiles.join_per_host(store, job.path, token)
         elif files is None:
             made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
             files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
-            entries, most = job.catalogue.entries, store.object_bytes
-            if job.shares is None:
+            entries, shares, most = job.catalogue.entries, job.shares, store.object_bytes
+            copies: Sequence[PlannedCopy] = ()
+            if shares is None:
                 pieces, planned = _plan_single_process(entries, staging.shards, most)
             else:
                 if most:
-                    job = job._replace(shares=assignment.cut_assignments(entries, job.shares, most))
-                pieces = assignment.pieces(entries, staging.shards, job.shares, call.index)
-                staging.plan_reads([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
-                planned = layout.plan(entries, pieces, file_bytes=most)
+                    shares = assignment.cut_assignments(entries, shares, most)
+                    job = job._replace(shares=shares)
+                pieces, planned = _plan(entries, staging.shards, shares, call.index, most)
+                copies = second_copies.plan(entries, staging.shards, shares, call.index, call.count, token)
+                taken = [*pieces, *itertools.chain(*(copy.pieces for copy in copies))]
+                staging.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
             spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
             names = layout.names(token, len(planned), call.index, call.count)
         call.set_activity("writing")
         stopwatch.begin()
         report = [
-            (_write_file(files, name, file, pieces, staging, pool, stopwatch), file.first)
+            (_write_file(files.create(name), name, file, pieces, staging, pool, stopwatch), file.first)
             for name, file in zip(names, planned, strict=True)
         ]
+        copied: list[File] = []
+        for copy in copies:
+            sink = second_copies.LenientSink(files, copy.name)
+            file = _write_file(sink, copy.name, copy.file, copy.pieces, staging, pool, stopwatch)
+            copied += [file] if sink.end() else []
         if call.index:
             store.settle(job.path)
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
-        nbytes, problem, manifest_bytes = call.gather_and_decide(msgspec.to_builtins(report), commit)
+        message = msgspec.to_builtins([report, copied])
+        nbytes, problem, manifest_bytes, different = call.gather_and_decide(message, commit)
         try:
-            if job.per_host_storage:  # The locks protect the arrays until the manifest names them on every disk.
+            if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
                 _share_manifest(store, job.path, call, committed, manifest_bytes)
+            second_copies.remove(files, {file.name for file in copied}.intersection(different))
         finally:
             files.close()
         stopwatch.lap("commit")
@@ -154,7 +171,21 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    return Written(nbytes, stopwatch.seconds["write"], stopwatch.seconds["sync"], stopwatch.seconds["commit"])
+    seconds = stopwatch.seconds
+    return Written(nbytes, seconds["write"], seconds["sync"], seconds["commit"], holders)
+
+
+def _plan(
+    entries: Sequence[Entry],
+    shards: Sequence[LocalShard],
+    shares: Mapping[int, Assignment],
+    index: int,
+    most: int | None,
+) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
+    """Returns the pieces that process `index` writes, and its files of at most `most` bytes."""
+    pieces = assignment.pieces(entries, shards, shares, index)
+    sizes = assignment.sizes_by_keeper(entries, shares, index)
+    return pieces, layout.plan_groups(entries, pieces, map(len, sizes.values()), most)
 
 
 def _share_manifest(store: Store, path: str, call: Call, data: bytes, nbytes: int) -> None:
@@ -307,7 +338,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
 
 
 def _write_file(
-    files: SaveFiles,
+    sink: FileWriter,
     name: str,
     file: PlannedFile,
     pieces: Sequence[Piece],
@@ -315,7 +346,6 @@ def _write_file(
     pool: ThreadPool,
     stopwatch: _Stopwatch,
 ) -> File:
-    sink = files.create(name)
     size = len(file.header) + file.nbytes
     room = sink.preallocate(round_up(size))
     checksums = _write_buffer(sink, room, file, pieces, staging, pool)
@@ -330,7 +360,7 @@ def _write_file(
 
 
 def _write_buffer(
-    sink: Sink,
+    sink: FileWriter,
     room: memoryview | None,
     file: PlannedFile,
     pieces: Sequence[Piece],
