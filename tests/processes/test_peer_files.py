@@ -1,6 +1,7 @@
 """Tests that processes read the files of other hosts' local tiers: over real sockets, and in jobs of real processes."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import socket
@@ -171,6 +172,22 @@ def test_a_peer_that_stands_still_is_an_error_in_time(step: pathlib.Path) -> Non
         assert "timed out" in str(error_of(files, "a", 1))
 
 
+class FullListener:
+    """A listening socket that fails twice, because the process has no file descriptor for a connection."""
+
+    def __init__(self, listening: socket.socket):
+        self._listening, self.refused = listening, 0
+
+    def accept(self) -> Any:
+        if self.refused < 2:
+            self.refused += 1
+            raise OSError(errno.EMFILE, "no descriptors")
+        return self._listening.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listening, name)
+
+
 def test_a_server_with_too_many_connections_makes_them_wait(
     step: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,8 +195,11 @@ def test_a_server_with_too_many_connections_makes_them_wait(
     monkeypatch.setattr(peer_server, "_IDLE_SECONDS", 0.05)
     (step / "a").write_text("served")
     server = serve(step.parent)
-    for _ in range(3):
-        assert read(PeerFiles(9, 9, {0: (LOCALHOST, server.port)}, SECRET, 5, None), "a", 6) == b"served"
+    files = [PeerFiles(9, 9, {0: (LOCALHOST, server.port)}, SECRET, 5, None) for _ in range(3)]
+    monkeypatch.setattr(server, "_listening", FullListener(server._listening))
+    for one in files:
+        assert read(one, "a", 6) == b"served"
+    assert server._listening.refused == 2
     server.close()
 
 
@@ -197,14 +217,14 @@ def test_a_forked_child_keeps_no_connection(step: pathlib.Path) -> None:
     if child == 0:
         os.close(writer)
         os.read(reader, 1)
-        os._exit(0)
+        os._exit(server._listening.fileno() != -1)  # Otherwise the child of a killed parent would keep it open.
     try:
         assert read(other, "a", 6) == b"served"
         files.close()
         assert "refused" in str(error_of(other, "a", 1))
     finally:
         os.close(writer)
-        os.waitpid(child, 0)
+        assert os.waitpid(child, 0)[1] == 0
         os.close(reader)
 
 
@@ -220,12 +240,12 @@ def scattered(tmp_path: pathlib.Path, value: Any, *holders: pathlib.Path) -> Map
     return {"small": {"treering.json": manifest}, "held": held}
 
 
-def view(files: PeerFiles, root: pathlib.Path, **options: Any) -> NearestCopyStore:
+def view(files: Any, root: pathlib.Path, **options: Any) -> NearestCopyStore:
     return NearestCopyStore(files, stores.get(str(root)), str(root / "step-1"), **options)
 
 
-def restored(store: Any, root: pathlib.Path) -> Any:
-    return Checkpoint(Reader(store, str(root / "step-1"))).restore()
+def restored(store: Any, root: pathlib.Path, **options: Any) -> Any:
+    return Checkpoint(Reader(store, str(root / "step-1"))).restore(**options)
 
 
 def damage_file(file: pathlib.Path, damage: str) -> None:
@@ -234,7 +254,7 @@ def damage_file(file: pathlib.Path, damage: str) -> None:
         data[20 if "header" in damage else len(data) // 2] ^= 1
         file.write_bytes(data)
     elif damage == "cut short":
-        file.write_bytes(data[:-1000])
+        file.write_bytes(data[:-1_500_000])
     else:
         file.unlink()
 
@@ -278,17 +298,48 @@ def test_damage_on_this_host_is_found_and_a_peer_read(
     given = scattered(tmp_path, VALUE, a, b)
     (name,) = given["held"]
     with reading_from(a, b) as files:
-        files.index = files.host = 0
+        files.host = 0
         store = view(files, a, **given)
         np.testing.assert_array_equal(restored(store, a)["w"], VALUE["w"])
         assert store.read_bytes[Place.HERE] > 0 and not store.read_bytes[Place.PEERS] and not caplog.text
         damage_file(a / "step-1" / name, damage)
-        for prefer in (0, 2):
+        for prefer, mmap in ((0, True), (0, False), (2, True)):
             store = view(files, a, prefer=prefer, **given)
-            np.testing.assert_array_equal(restored(store, a)["w"], VALUE["w"])
+            np.testing.assert_array_equal(restored(store, a, mmap=mmap)["w"], VALUE["w"])
             assert store.read_bytes[Place.PEERS] > 0
             assert ("this host" in caplog.text) == (prefer == 0)
             caplog.clear()
+        if not damage.startswith("flipped"):
+            found = restored(view(files, a, **given), a, mmap=True, verify=False)
+            np.testing.assert_array_equal(found["w"], VALUE["w"])
+
+
+class FewPeers:
+    """Peers of which some cannot be reached. `asked` are the processes that were asked."""
+
+    index = host = 9
+
+    def __init__(self, *ended: int):
+        self.ended, self.asked = set(ended), list[int]()
+
+    def read_into(self, process: int, *args: Any, **options: Any) -> None:
+        self.asked.append(process)
+        if process in self.ended:
+            raise PeerError(f"process {process} has ended")
+
+
+def test_a_peer_that_ended_is_asked_once(tmp_path: pathlib.Path) -> None:
+    """After an error, a peer is asked again only if it alone has a file. A file that failed may be read again."""
+    asked = FewPeers(0)
+    held = {name: HeldFile(4, holders) for name, holders in {"a": [1, 0], "b": [1, 0], "c": [0]}.items()}
+    store = view(asked, tmp_path, small={}, held=held)
+    a, b, c = (store.open(f"{tmp_path}/step-1/{name}") for name in held)
+    assert [a.read(0, 4), a.read(0, 4), b.read(0, 4)] == [bytes(4)] * 3 and asked.asked == [0, 1, 1, 1]
+    for _ in range(2):
+        with pytest.raises(PeerError, match="process 0 has ended"):
+            c.read(0, 4)
+    asked.ended.clear()
+    assert c.read(0, 4) == bytes(4) and asked.asked[4:] == [0, 0, 0]
 
 
 def test_a_file_that_no_host_has_is_missing(tmp_path: pathlib.Path) -> None:
