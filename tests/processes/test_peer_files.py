@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import pathlib
 import socket
@@ -18,7 +19,8 @@ import pytest
 import treering as tr
 from jobs import run_job
 from treering import stores
-from treering._processes import peer_server
+from treering._processes import peer_server, peers
+from treering._processes.calls import SINGLE_PROCESS
 from treering._processes.peer_files import PeerFiles
 from treering._processes.peer_server import PeerServer
 from treering._restore.checkpoint import Checkpoint
@@ -228,6 +230,63 @@ def test_a_forked_child_keeps_no_connection(step: pathlib.Path) -> None:
         os.close(reader)
 
 
+class OneOf:
+    """The call of process 0 of a job of two. `found` are the values that process 1 sends."""
+
+    index, count, timeout = 0, 2, 5.0
+
+    def __init__(self, *found: Any):
+        self._found = list(found)
+
+    def gather_and_decide(self, value: Any, decide: Any) -> Any:
+        return decide([value, self._found.pop(0)])
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "other", "listening"),
+    [
+        ("127.0.0.1:99", LOCALHOST, LOCALHOST),
+        ("192.0.2.1:99", "same", LOCALHOST),  # one machine
+        ("192.0.2.1:99", "192.0.2.7", "public"),
+        ("localhost:99", "192.0.2.7", "public"),  # only its peer knows an address that others reach
+        ("[::1]:99", "::1", "::1"),
+        (None, LOCALHOST, None),
+        ("unknown.invalid:99", LOCALHOST, None),
+    ],
+)
+def test_a_process_listens_where_its_peers_can_reach_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, coordinator: Any, other: str, listening: Any
+) -> None:
+    public = peers._address_towards("192.0.2.1", 99)
+    if (public is None and "192.0.2" in f"{coordinator} {other}") or (other == "::1" and not has_ipv6()):
+        pytest.skip("this machine has no such network")
+    monkeypatch.setattr(peers, "coordinator_address", lambda: coordinator)
+    call: Any = OneOf([True, public if other == "same" else other], "it has no disk")
+    files = peers.join(call, stores.get(str(tmp_path)), str(tmp_path), 0)
+    address = files._addresses[0]
+    files.close()
+    if listening is None:
+        assert address == "it cannot serve its files: found no address by which this host reaches process 0"
+    else:
+        assert address[0] == (public if listening == "public" else listening)
+    assert files._addresses[1] == "it has no disk"
+
+
+def test_a_single_host_serves_nothing(tmp_path: pathlib.Path) -> None:
+    call: Any = OneOf([False, None], None)
+    for one in (call, SINGLE_PROCESS):
+        files = peers.join(one, stores.get(str(tmp_path)), str(tmp_path), 0)
+        assert files._addresses == {}
+        with pytest.raises(PeerError, match=r"process 1 .*it serves no files"):
+            files.read_into(1, "step-1", "a", memoryview(bytearray(1)), 0)
+
+
 def scattered(tmp_path: pathlib.Path, value: Any, *holders: pathlib.Path) -> Mapping[str, Any]:
     """Saves a value, and copies its array file to these local tiers. Returns arguments of `NearestCopyStore`."""
     tr.save(tmp_path / "saved", value)
@@ -302,6 +361,10 @@ def test_damage_on_this_host_is_found_and_a_peer_read(
         store = view(files, a, **given)
         np.testing.assert_array_equal(restored(store, a)["w"], VALUE["w"])
         assert store.read_bytes[Place.HERE] > 0 and not store.read_bytes[Place.PEERS] and not caplog.text
+        with caplog.at_level(logging.INFO, "treering"):
+            store.log_reads()
+        assert "step-1: read 2.80 MB from this host, 0 B from peers, 0 B from the remote tier" in caplog.text
+        caplog.clear()
         damage_file(a / "step-1" / name, damage)
         for prefer, mmap in ((0, True), (0, False), (2, True)):
             store = view(files, a, prefer=prefer, **given)
