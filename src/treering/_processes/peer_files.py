@@ -48,7 +48,10 @@ class PeerFiles:
         _alive.add(self)
 
     def close(self) -> None:
-        """Stops serving files and reading those of others. Garbage collection and the end of the process do too."""
+        """Stops serving files and reading those of others. Garbage collection and the end of the process do too.
+
+        Peers that still read from this host raise `PeerError`, so all processes first end their reads together.
+        """
         self._finalizer()
 
     def read_into(

@@ -25,7 +25,7 @@ class PeerServer:
     """Serves byte ranges of the plain files in the folders directly below `root`, as process `index` of the job.
 
     Daemon threads do the work: one accepts connections, and each connection has one of its own. They end with `close`
-    or with the process. Each request takes at most `timeout` seconds.
+    or with the process. A connection whose other end takes no bytes for `timeout` seconds ends too.
     """
 
     def __init__(self, root: ServedRoot, secret: bytes, index: int, address: str, timeout: float):
