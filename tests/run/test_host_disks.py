@@ -399,6 +399,32 @@ def test_steps_are_restored_from_the_disks_alone(
         assert all("0 B from the remote tier" in line for line in lines if "from peers" in line)
 
 
+COPIED = """
+ckpts = run(upload_limit=1, local_copies=2)
+save(ckpts, 1, 2)
+ckpts._directory.together._copies.wait()
+sync("copied")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("first", "lost", "hosts"), [("ab", "a", "bc"), ("ab", "b", "a"), ("abcd", "c", "dba"), ("aabb", "b", "aca")]
+)
+def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str, hosts: str) -> None:
+    """With two copies, any other hosts restore the newest step although a disk is gone and nothing was uploaded."""
+    job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    shutil.rmtree(tmp_path / f"local-{lost}")
+    body = GOES_ON.replace("run()", "run(local_copies=2)")
+    for result in job(tmp_path, body, hosts=hosts):
+        step, good, after, last, _ = result.report
+        assert step == 2 and good and not after and last == [1, 2, 3]
+    assert tr.verify(tmp_path / "remote").ok
+    for step in (1, 2, 3):
+        _check(tmp_path / "remote", step)
+
+
 @pytest.mark.long
 def test_other_jobs_come_between(tmp_path: pathlib.Path) -> None:
     """Jobs on some of the hosts, in any order: deleted and replaced steps and abandoned branches do not come back."""

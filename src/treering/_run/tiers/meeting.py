@@ -170,7 +170,7 @@ class Meeting:
     def _is_complete(self, name: str) -> bool:
         listed = host_files.listed_files(self._local.store, self._local.path(name))
         sizes = [one.steps[name].sizes for one in self._reports.values() if name in one.steps]
-        return listed is not None and all(any(own.get(file) == size for own in sizes) for file, size in listed.items())
+        return listed is not None and all(any(own.get(one.name) == one.size for own in sizes) for one in listed)
 
     def orders(self, generation: int, found: Generations | None) -> Orders:
         """Returns the orders for all disks when the job claims the run.

@@ -13,6 +13,7 @@ from ...keep import Policy, Saved
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
+from .host_copies import HostCopies
 from .joint_changes import JointChanges
 from .journal import Claim, Generations, read_generations, write_generations
 from .tier_reads import TierReads
@@ -32,9 +33,10 @@ class TieredRun(TierReads):
         bytes_per_second: float | None,
         notify: Callable[[BaseException], None],
         timeout: float,
+        copies: int,
     ):
         super().__init__(local, remote)
-        self._keep = keep
+        self._keep, self._timeout, self._copies = keep, timeout, copies
         self._process = os.getpid()
         self._seen_remote: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
@@ -74,8 +76,18 @@ class TieredRun(TierReads):
 
     def discover_hosts(self, call: Call) -> None:
         super().discover_hosts(call)
-        if self.host_group:
-            self.together = JointChanges(self, self.host_group, self._uploader)
+        group, host_copies = self.host_group, None
+        if self._copies > 1 and (group is None or len(set(group.hosts)) < 2):
+            if not self.index:
+                _log.warning(
+                    "%s: local_copies=%d: expected hosts with disks of their own, found one; if it is lost, so are the "
+                    "steps that are not uploaded",
+                    self.local.root, self._copies,
+                )  # fmt: skip
+        elif self._copies > 1 and group:
+            host_copies = HostCopies(self.tier, group.exchange, group.hosts, self.root, self._timeout)
+        if group:
+            self.together = JointChanges(self.root, self.local.root, group, self._uploader, host_copies, self.retain)
 
     # Writing
 
