@@ -40,6 +40,7 @@ class Closing:
     def upload(self) -> None:
         """Waits, if there is a local tier, until every save is over and every step is uploaded. Does so once."""
         if isinstance(self._directory, TwoPlaces) and not self._collective.closed:
+            self._directory.lift_limit()
             claim = self._directory.acquire_for_upload
 
             def settle_and_upload(call: Call) -> None:
@@ -57,6 +58,8 @@ class Closing:
     def release(self) -> None:
         """Waits for the saves. Releases the lease of the run and the handler of SIGTERM even after an error."""
         self._collective.closed = self._late_metrics.closed = True
+        if isinstance(self._directory, TwoPlaces):
+            self._directory.lift_limit()
         try:
             self._pending_saves.reap()
         finally:

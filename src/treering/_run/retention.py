@@ -70,6 +70,20 @@ class Retention:
         except OSError:
             _log.exception("removing leftovers of earlier jobs failed; the next save tries again")
 
+    def wait_for_room(self, problem: str, step: int | None, check: Callable[[], None]) -> str | None:
+        """Waits until old steps were deleted; see `formats.treering.room.RoomMaker`."""
+        if self._deletion_queue.busy:
+            self._deletion_queue.wait()
+            return None
+        reason = self._directory.wait_for_room(problem, lambda: self.retain(step), check)
+        self._deletion_queue.wait()
+        return reason
+
+    def free_on_all_hosts(self) -> None:
+        """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
+        if host_group := self._directory.host_group:
+            host_group.free_room()
+
     def collect_garbage(self) -> None:
         """Removes the leftovers of killed jobs, once."""
         if not self._has_cleaned:

@@ -283,6 +283,10 @@ class RunDirectory:
         """
         return False
 
+    def wait_for_room(self, problem: str, retain: Callable[[], None], check: Callable[[], None]) -> str | None:
+        """Waits until `retain` has deleted an uploaded step. Returns the reason if nothing under way frees room."""
+        return "nothing under way frees room"
+
     def on_commit(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         """Follows the commit of a step: calls `retain`, which deletes old steps except this one."""
         retain(step)

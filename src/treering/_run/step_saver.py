@@ -158,6 +158,7 @@ class StepSaver:
             layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
             layout.format_options,
             per_host_storage=self._directory.host_group is not None,
+            room_maker=self._retention,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
         return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited)

@@ -55,6 +55,11 @@ class Together:
         self._archive_after(step)
         self._copy("the rewind" if step < 0 else f"the rewind to step {step}")
 
+    def free_room(self) -> None:
+        """Waits for a round, in which the hosts delete the files of steps that process 0 has deleted."""
+        self._copy("a save found a disk full")
+        self._copies.wait()
+
     def _archive_after(self, step: int) -> None:
         self._disks.archive([path for one, path in steps_in_part(self._places.local.steps).items() if one > step])
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import posixpath
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from .._core.entries import step_number
@@ -19,6 +20,8 @@ from .tier_pair import TierPair
 from .together import Together
 
 _log = logging.getLogger("treering")
+_POLL_SECONDS = 0.1
+_ROUNDS_TO_FREE = 2  # The other hosts delete only files that they had in the round before too.
 
 
 class TwoPlaces(TierPair):
@@ -45,6 +48,8 @@ class TwoPlaces(TierPair):
         self.remote_retention = Retention(remote, keep)
         self._copies = Copies(self, self.remote_retention, bytes_per_second, notify, timeout)
         self.host_group: Together | None = None
+        self._deletions = 0  # the number of local steps that were deleted
+        self._rounds_to_free = 0  # rounds after which the other hosts have deleted their files of these steps
 
     @property
     def claimed(self) -> bool:
@@ -64,6 +69,10 @@ class TwoPlaces(TierPair):
     @property
     def busy(self) -> bool:
         return self._copies.busy
+
+    def lift_limit(self) -> None:
+        """Ends the limit of bytes a second. A save may wait for room that an upload frees."""
+        self._copies.lift_limit()
 
     def discover_hosts(self, call: Call) -> None:
         super().discover_hosts(call)
@@ -161,6 +170,27 @@ class TwoPlaces(TierPair):
         self._retain = retain
         retain(None)  # No save is running now. This deletes the steps that were uploaded since the last save.
         return True  # A local disk may not have room for another step.
+
+    def wait_for_room(self, problem: str, retain: Callable[[], None], check: Callable[[], None]) -> str | None:
+        deletions, logged = self._deletions, False
+        while True:
+            busy, step = self.busy, self.uploading_step  # Read first: an upload may end during `retain`.
+            retain()
+            if self._deletions != deletions:
+                return None
+            if not busy or not self.claimed:
+                break
+            if step is not None and not logged:
+                _log.info("%s; the save waits until step %d is uploaded and an old step is deleted", problem, step)
+                logged = True
+            while self.busy and self.claimed and self.uploading_step == step:
+                check()
+                time.sleep(_POLL_SECONDS)
+        if self.disks and self._rounds_to_free:  # Other hosts have not deleted their files yet.
+            self._rounds_to_free -= 1
+            return None
+        error = self._copies.error
+        return f"uploading steps failed: {error}" if error else "no upload under way frees room"
 
     def on_commit(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
@@ -346,6 +376,8 @@ class TwoPlaces(TierPair):
 
     def _on_local_delete(self, path: str) -> None:
         """Marks a local step that is about to be deleted, so that the other hosts delete their files of it."""
+        self._deletions += 1
+        self._rounds_to_free = _ROUNDS_TO_FREE
         if self.disks and not self.index:
             deleted.note(self.local.steps.store, self.local.root, path)
             # Another job on this disk, which lost the run to this one, may have marked a part next to the manifest.

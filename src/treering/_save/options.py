@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
+from ..formats.treering.room import RoomMaker
 from ..rules import Rule
 
 
@@ -22,7 +23,7 @@ class SaveOptions(NamedTuple):
 
     `given` names those of step, metrics and metadata that the caller passed; the rest come from a copied checkpoint.
     With `per_host_storage` each host has its own disk at the path: process 0 writes the manifest, and each process
-    writes its own arrays on the disk of its host.
+    writes its own arrays on the disk of its host. `room_maker` frees room if a disk is full.
     """
 
     format: str | None
@@ -35,3 +36,4 @@ class SaveOptions(NamedTuple):
     format_options: Mapping[str, Any]
     explicit_info: frozenset[str] = frozenset()
     per_host_storage: bool = False
+    room_maker: RoomMaker | None = None

@@ -35,6 +35,7 @@ from .layout import PlannedFile
 from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
 from .removal import logging_errors
+from .room import Room, RoomMaker
 from .save_files import SaveFiles
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
@@ -55,7 +56,7 @@ class Job(NamedTuple):
     """The contents and the path of a save.
 
     `shares` names the processes that write each array. It is None if this process writes all of them. With
-    `per_host_storage`, each host has a disk of its own at the path.
+    `per_host_storage`, each host has a disk of its own at the path. `room_maker` frees room if the disk is full.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Job(NamedTuple):
     shares: Mapping[int, Assignment] | None
     info: Info
     per_host_storage: bool = False
+    room_maker: RoomMaker | None = None
 
 
 def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: Call) -> Written:
@@ -76,10 +78,12 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     files: Any = None
     stopwatch = _Stopwatch()
     undurable: SaveError | None = None
+    room = Room(call, job.room_maker, job.info.step, staging.check)
 
     def begin() -> list[Any]:
         nonlocal files
-        files = Transaction(store, job.path, overwrite=job.overwrite)
+        files = room.retry(job.path, 0, lambda: Transaction(store, job.path, overwrite=job.overwrite))
+        files.retry_when_full = room.retry
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
@@ -101,9 +105,9 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
 
     try:
         call.set_activity("planning")
-        token, made = call.broadcast(begin)
+        token, made = call.broadcast(lambda: room.decide(begin))
         if files is None and job.per_host_storage:
-            files = SaveFiles.join_per_host(store, job.path, token)
+            files = room.retry(job.path, 0, lambda: SaveFiles.join_per_host(store, job.path, token))
         elif files is None:
             made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
             files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
@@ -122,14 +126,14 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         call.set_activity("writing")
         stopwatch.begin()
         report = [
-            (_write_file(files, name, file, pieces, staging, pool, stopwatch), file.first)
+            (_write_file(files, name, file, pieces, staging, pool, stopwatch, room), file.first)
             for name, file in zip(names, planned, strict=True)
         ]
         if call.index:
             store.settle(job.path)
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
-        nbytes, problem, identity = call.gather_and_decide(msgspec.to_builtins(report), commit)
+        nbytes, problem, identity = room.gather_and_decide(msgspec.to_builtins(report), commit)
         if job.per_host_storage and call.index:
             with logging_errors(job.path):
                 host_parts.note_part(store, job.path, identity)
@@ -294,15 +298,17 @@ def _write_file(
     staging: ShardSupply,
     pool: ThreadPool,
     stopwatch: _Stopwatch,
+    room: Room,
 ) -> File:
-    sink = files.create(name)
     size = len(file.header) + file.nbytes
-    room = sink.preallocate(round_up(size))
-    checksums = _write_buffer(sink, room, file, pieces, staging, pool)
+    nbytes = round_up(size)
+    sink = room.retry(posixpath.join(files.path, name), nbytes, lambda: files.create(name))
+    memory = room.retry(sink.path, nbytes, lambda: sink.preallocate(nbytes))
+    checksums = _write_buffer(sink, memory, file, pieces, staging, pool, room)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
-    sink.write(buffer, 0)
+    room.retry(sink.path, len(buffer), lambda: sink.write(buffer, 0))
     stopwatch.lap("write")
     sink.finish(size, read_only=True)
     stopwatch.lap("sync")
@@ -311,22 +317,23 @@ def _write_file(
 
 def _write_buffer(
     sink: Sink,
-    room: memoryview | None,
+    memory: memoryview | None,
     file: PlannedFile,
     pieces: Sequence[Piece],
     staging: ShardSupply,
     pool: ThreadPool,
+    room: Room,
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads. Returns the checksum of every block.
 
-    room: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
+    memory: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
     """
     checksums = [""] * file.blocks
     chunks = iter(range(0, file.nbytes, CHUNK_BYTES))
     turn = threading.Lock()
 
     def work() -> None:
-        buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if room is None else room[len(file.header) :]
+        buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if memory is None else memory[len(file.header) :]
         target = np.frombuffer(buffer, np.uint8)
         try:
             while True:
@@ -335,12 +342,13 @@ def _write_buffer(
                 if begin is None:
                     return
                 end = min(begin + CHUNK_BYTES, file.nbytes)
-                chunk = target if room is None else target[begin:end]
+                chunk = target if memory is None else target[begin:end]
                 _fill(chunk, file, pieces, staging, begin, end)
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
-                if room is None:
-                    sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
+                if memory is None:
+                    data, offset = buffer[: round_up(end - begin)], len(file.header) + begin
+                    room.retry(sink.path, len(data), functools.partial(sink.write, data, offset))
                 staging.on_progress(end - begin)
         except BaseException as error:
             staging.fail(error)  # This stops the other threads at once, which may wait for staged bytes.
