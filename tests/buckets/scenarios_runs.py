@@ -215,7 +215,7 @@ def check_no_leftovers(place: str, reports: Reports) -> None:
     assert steps[-1] == LAST and read_value(place, LAST) == LAST, steps
     assert read_file(stores.get(place), f"{place}/writer.lock") == b'{"version":1}'
     names = set(stores.get(place).list(place)) - {"writer.lock"}
-    assert all(name.startswith(("step-", "rewound-", "origin")) for name in names), names
+    assert all(name.startswith(("step-", "rewound-", "generations")) for name in names), names
     for name in names:
         if name.startswith("step-"):
             there = set(stores.get(place).list(f"{place}/{name}")) - {"pinned"}

@@ -22,12 +22,13 @@ from treering._core import boxes as _sharding
 from treering._core import dtypes, skeleton
 from treering._core.boxes import Box, Cells, box_shape, full_box, slices
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
-from treering._processes import assignment, layouts
-from treering._processes.assignment import Assignment
+from treering._processes import assignment, keepers, layouts
+from treering._processes.assignment import Assignment, Piece
 from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, alignment
 from treering.formats.safetensors import header as safetensors
-from treering.formats.treering import layout, manifest
+from treering.formats.treering import complete_copies, layout, manifest, second_copies
+from treering.formats.treering.layout import PlannedFile
 from treering.formats.treering.manifest import piece_key
 from treering.formats.treering.manifest_fields import ArrayRow, File, Manifest
 
@@ -474,6 +475,102 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
             header, buffer = buffers[number]
             begin, end = header.tensors[key].data_offsets
             assert buffer[begin:end] == value[slices(box, full_box(value.shape))].tobytes()
+
+
+# Second copies on the disks of other hosts
+
+
+def with_keepers(state: State, hosts: Sequence[int]) -> dict[int, Assignment]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keepers, "held_layout", lambda catalogue, leaf, everyone: (state.layouts[leaf], False))
+        return keepers.with_keepers(state.described(0, False).catalogue, state.shares(), hosts)
+
+
+class Part(NamedTuple):
+    """An array file as one process plans it, with the bytes that it would write."""
+
+    name: str
+    header: bytes
+    begins: Sequence[int]
+    data: bytes
+
+
+def part_of(name: str, file: PlannedFile, pieces: Sequence[Piece], arrays: Sequence[Any]) -> Part:
+    own = pieces[file.first :][: len(file.begins)]
+    data = b"".join(handed_bytes(arrays[p.shard])[p.begin : p.begin + p.nbytes] for p in own)
+    assert len(data) == file.nbytes
+    return Part(name, file.header, file.begins, data)
+
+
+@settings(deadline=None, max_examples=60)
+@given(states(), st.data())
+def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data: st.DataObject) -> None:
+    """Two disks have each file, bit for bit, once the files that only one host can write are sent."""
+    hosts = data.draw(st.lists(st.integers(0, 4), min_size=state.count, max_size=state.count))
+    shares, entries = with_keepers(state, hosts), state.entries()
+    disks: dict[int, dict[str, Part]] = {disk: {} for disk in hosts}
+    files: list[File] = []
+    sent = held_elsewhere = 0
+    for process in range(state.count):
+        shards, arrays = assignment.select_shards(state.described(process, False), shares, process)
+        pieces = assignment.pieces(entries, shards, shares, process)
+        assert [p.shard for p in pieces if state.together[p.leaf]] == sorted(
+            p.shard for p in pieces if state.together[p.leaf]
+        )
+        sizes = assignment.sizes_by_keeper(entries, shares, process)
+        planned = layout.plan_groups(entries, pieces, map(len, sizes.values()))
+        names = layout.names("7f3a9c", len(planned), process, state.count)
+        own = [part_of(name, file, pieces, arrays) for name, file in zip(names, planned, strict=True)]
+        files += [File(one.name, len(one.data), 0, "") for one in own]
+        copies = second_copies.plan(entries, shards, shares, process, state.count, "7f3a9c")
+        kept = [p.shard for copy in copies for p in copy.pieces]
+        assert kept == sorted(set(kept))  # They can be staged, and freed, in the order in which they are written.
+        own += [part_of(copy.name, copy.file, copy.pieces, arrays) for copy in copies]
+        for one in own:
+            assert one.name not in disks[hosts[process]]
+            disks[hosts[process]][one.name] = one
+        for keeper, group in sizes.items():
+            assert keeper == keepers.NO_KEEPER or hosts[keeper] != hosts[process]
+            sent += sum(nbytes for *_, nbytes in group) if keeper == keepers.NO_KEEPER else 0
+    for leaf, share in shares.items():
+        assert share.keepers is not None
+        for box, writer, keeper in zip(share.boxes, share.writers, share.keepers, strict=True):
+            one = state.layouts[leaf]
+            holders = next(own for outer, own in zip(one.boxes, one.holders, strict=True) if within(box, outer))
+            assert keeper == keepers.NO_KEEPER or keeper in holders
+            if keeper == keepers.NO_KEEPER and any(hosts[n] != hosts[writer] for n in holders):
+                held_elsewhere += math.prod(box_shape(box)) * state.values[leaf].itemsize
+    assert held_elsewhere * 8 <= sent  # More is never sent of what another host holds.
+    sizes_on = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
+    for process, missing in complete_copies.missing_copies(files, sizes_on, hosts).items():
+        for one in missing:
+            assert one.file.name not in disks[hosts[process]]
+            disks[hosts[process]][one.file.name] = disks[hosts[one.source]][one.file.name]
+    for lost in disks if len(disks) > 1 else ():
+        left = {name: one for disk, own in disks.items() if disk != lost for name, one in own.items()}
+        assert left.keys() == {file.name for file in files}
+        assert all(one == left[name] for name, one in disks[lost].items())  # bit for bit
+        # The next job has an empty disk instead of the lost one, and sends the files that lack a copy again.
+        there = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
+        there[lost] = {}
+        for process, missing in complete_copies.missing_copies(files, there, hosts).items():
+            there[hosts[process]].update({one.file.name: one.file.size for one in missing})
+        assert all(sum(file.name in own for own in there.values()) == 2 for file in files)
+
+
+def test_keepers_follow_the_replicas() -> None:
+    """Replicas keep each other's pieces, and the processes of a disk share the work."""
+    hosts = [0, 0, 1, 1, 2, 2, 3, 3]
+    catalogue = catalogue_of({"w": ((8, 1 << 20), "float32", NamedSharding(mesh_of(4, 2), P("y")))}, 0)
+    shares = keepers.with_keepers(catalogue, assignment.assign(catalogue, 8), hosts)
+    (share,) = shares.values()
+    assert share.keepers is not None
+    pairs = set(zip(np.asarray(share.writers).tolist(), share.keepers.tolist(), strict=True))
+    assert pairs == {(n, (n + 2) % 8) for n in range(8)}
+    for spec in (P(("x", "y")), P("x", "y")):  # No other process holds these pieces.
+        catalogue = catalogue_of({"w": ((8, 1 << 20), "float32", NamedSharding(mesh_of(4, 2), spec))}, 0)
+        (share,) = keepers.with_keepers(catalogue, assignment.assign(catalogue, 8), hosts).values()
+        assert share.keepers is not None and set(share.keepers.tolist()) == {keepers.NO_KEEPER}
 
 
 def located(row: ArrayRow, listed: Manifest) -> Iterator[tuple[int, Box, str]]:

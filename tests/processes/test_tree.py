@@ -95,7 +95,7 @@ def test_tree_spreads_failures_and_names_dead_process(tmp_path: pathlib.Path) ->
 
 @pytest.mark.rare
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "role"), [(1, "_Listening"), (4, "_Telling")])
+@pytest.mark.parametrize(("victim", "role"), [(1, "_Speaker"), (4, "_Relayed")])
 def test_tree_relays_signs_of_life_of_a_host(tmp_path: pathlib.Path, victim: int, role: str) -> None:
     """One process of a host passes on the signs of all, and the death of either kind of process is noticed."""
     body = """

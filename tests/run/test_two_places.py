@@ -24,7 +24,7 @@ import treering as tr
 from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
-from treering._run import copies
+from treering._run.tiers import uploader as copies
 from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
 from treering.formats.treering import removal
 from treering.stores.objects.store import ObjectStore
@@ -191,7 +191,7 @@ def test_a_step_becomes_the_best_before_it_is_copied(local: str, tmp_path: pathl
     ckpts.save(1, _state(1), metrics={"loss": 0.5})
     _save(ckpts, 2, 3)
     _until(lambda: tr.steps(remote) == [1, 3] and not places.busy)
-    places._copies._copy_all = lambda: None
+    places._uploader._upload_all = lambda: None
     tr.record(local, 2, {"loss": 0.1})
     _save(ckpts, 4, 5)
     ckpts.close()
@@ -211,7 +211,7 @@ def test_a_step_is_wanted_again_when_newer_ones_are_gone(local: str, tmp_path: p
         _until(lambda step=step: step == 2 or step in tr.steps(remote))
     _until(lambda: not places.busy)
     assert [one.step for one in places._seen_remote] == [3, 4, 5] and 2 in tr.steps(local)
-    places._copies._copy_all = lambda: None
+    places._uploader._upload_all = lambda: None
     if change == "rewind":
         ckpts.rewind(2)
     else:
@@ -238,7 +238,7 @@ def test_copying_is_tried_again_without_another_save(
             between.fault = lambda request: "503 SlowDown"
             _save(ckpts, 2)
             places: Any = ckpts._directory
-            _until(lambda: places._copies._wait > 0.15)  # The upload has failed more than once.
+            _until(lambda: places._uploader._wait > 0.15)  # The upload has failed more than once.
             between.fault = lambda request: None
             _until(lambda: ckpts.uncopied == [])
             assert tr.steps(remote) == [1, 2]
@@ -398,7 +398,7 @@ def test_a_change_does_not_wait_for_a_slow_copy(local: str, remote: str) -> None
     begun = time.monotonic()
     ckpts.delete(1)
     assert time.monotonic() - begun < 10 and ckpts.steps == [2]
-    ckpts._directory._copies._pace._rate = None  # type: ignore[attr-defined]
+    ckpts._directory._uploader._pace._rate = None  # type: ignore[attr-defined]
     ckpts.close()
     assert tr.steps(remote) == [2]
 
@@ -507,7 +507,7 @@ def test_an_interrupt_while_a_change_waits_for_a_copy(local: str, tmp_path: path
     ckpts.save(1, _state(1))
     ckpts.wait()
     _until(lambda: tr.steps(tmp_path / "remote") == [1])
-    with ckpts._directory._copies._one:  # type: ignore[attr-defined] # a copy that takes long
+    with ckpts._directory._uploader._one:  # type: ignore[attr-defined] # a copy that takes long
         thread = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         thread.start()
         with pytest.raises(KeyboardInterrupt):
@@ -533,7 +533,7 @@ def test_one_that_was_taken_over_copies_nothing(local: str, remote: str) -> None
     """A Checkpointer that lost its run to another one of this process names the steps that are not uploaded."""
     old = tr.Checkpointer(remote, local=local, upload_limit=1, keep=tr.keep.last(1))
     _save(old, 1)
-    old._directory._copies._stopped = True  # type: ignore[attr-defined] # It uploads nothing.
+    old._directory._uploader._stopped = True  # type: ignore[attr-defined] # It uploads nothing.
     _until(lambda: not old._directory.busy)
     with tr.Checkpointer(remote, local=local + "-of-another", keep_local=None) as new:
         new.save(1, _state(10))
@@ -596,7 +596,7 @@ def test_what_vanishes_before_it_is_copied_is_named(local: str, tmp_path: pathli
     ckpts = tr.Checkpointer(tmp_path / "remote", local=local, upload_limit=1)
     _save(ckpts, 1)
     assert ckpts.uncopied == [1]
-    with ckpts._directory._copies.paused():  # type: ignore[attr-defined]
+    with ckpts._directory._uploader.paused():  # type: ignore[attr-defined]
         shutil.rmtree(f"{local}/step-00000001")
         if more:
             _save(ckpts, 2)
@@ -611,7 +611,7 @@ def test_an_overwritten_step_is_judged_by_its_own_metrics(local: str, remote: st
         ckpts.save(1, _state(1), metrics={"loss": 4})
         ckpts.save(2, _state(2), metrics={"loss": 5})
         _until(lambda: 2 in tr.steps(remote))
-        with ckpts._directory._copies._one:  # type: ignore[attr-defined] # a copy that takes long
+        with ckpts._directory._uploader._one:  # type: ignore[attr-defined] # a copy that takes long
             ckpts.save(2, _state(20), metrics={"loss": 0.1}, on_exists="overwrite")
             ckpts.save(3, _state(3), metrics={"loss": 3})
             ckpts.wait()
@@ -633,7 +633,7 @@ def test_a_local_run_that_was_written_alone_meanwhile_goes_on(local: str, remote
         _until(lambda: ckpts.uncopied == [] and tr.steps(remote) == [1, 2, 3])
         shutil.rmtree(local)
         _save(ckpts, 4)
-        assert "copied-to.json" in os.listdir(local)
+        assert "journal.json" in os.listdir(local)
     assert tr.steps(remote) == [1, 2, 3, 4]
 
 
@@ -684,7 +684,7 @@ def test_local_step_stays_while_damaged_remote_is_replaced(local: str, tmp_path:
     ckpts.wait()
     _until(lambda: ckpts.uncopied == [] and not ckpts._directory.busy)
     next((remote / "step-00000001").glob("arrays-*")).unlink()
-    pace = ckpts._directory._copies._pace  # type: ignore[attr-defined]
+    pace = ckpts._directory._uploader._pace  # type: ignore[attr-defined]
     pace._rate = 100_000  # bytes a second: the first step takes four
     try:
         _save(ckpts, 2)

@@ -22,6 +22,7 @@ from .layouts import Layout, held_by, layout_of, owner
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
 _MAX_LOOPED_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
+NO_KEEPER = -1
 _CELLS_PER_WRITER = 8  # cells per part; with eight, a process writes at most an eighth more than its fair share
 
 
@@ -39,12 +40,18 @@ class Assignment(NamedTuple):
     """The writers of an array: process `writers[i]` writes the piece `boxes[i]`.
 
     With a `layout`, the boxes are the boxes of the layout, and the writers are row `turn` of its `holders.turns`.
+    `keepers[i]` is the process that writes a second copy of the piece on another disk, or `NO_KEEPER`. None: no piece
+    has one.
     """
 
     boxes: Sequence[Box]
     writers: Sequence[int] | np.ndarray  # processes
     layout: Layout | None = None
     turn: int = 0
+    keepers: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+
+Sizes = list[tuple[int, Box, int]]  # pieces: the leaf, the box and the size in bytes of each
 
 
 def assign(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = None) -> dict[int, Assignment]:
@@ -61,20 +68,29 @@ def assign(catalogue: Catalogue, count: int, single: Mapping[int, int] | None = 
     everyone = tuple(range(count))
     for n in leaves:
         entry: Any = catalogue.entries[n]
-        layout = layout_of(catalogue.shardings[n], entry.shape) if n in catalogue.shardings else None
-        itemsize = dtypes.itemsize(entry.dtype)
-        if layout and n in catalogue.global_leaves and owner(layout) is None:
-            together[n] = layout, itemsize
-        else:
-            boxes = layout.boxes if layout else Cells.of([full_box(entry.shape)])[0]
-            holders = (single[n],) if single and n in single else everyone
-            copied[n] = held_by(boxes, holders), itemsize
+        layout, is_joint = held_layout(catalogue, n, everyone, single)
+        (together if is_joint else copied)[n] = layout, dtypes.itemsize(entry.dtype)
     loads = np.zeros(count, np.int64)
     total = sum(layout.nbytes(itemsize) for layout, itemsize in (*together.values(), *copied.values()))
     shares: dict[int, Assignment] = {}
     for group in (together, copied):
         shares.update(zip(group, balance(list(group.values()), loads, total // count), strict=True))
     return shares
+
+
+def held_layout(
+    catalogue: Catalogue, leaf: int, everyone: tuple[int, ...], single: Mapping[int, int] | None = None
+) -> tuple[Layout, bool]:
+    """Returns the pieces of an array and the processes that hold each, and True if the processes hold it jointly.
+
+    The parameters are as in `assign`; `everyone` are all processes.
+    """
+    entry: Any = catalogue.entries[leaf]
+    layout = layout_of(catalogue.shardings[leaf], entry.shape) if leaf in catalogue.shardings else None
+    if layout and leaf in catalogue.global_leaves and owner(layout) is None:
+        return layout, True
+    boxes = layout.boxes if layout else Cells.of([full_box(entry.shape)])[0]
+    return held_by(boxes, (single[leaf],) if single and leaf in single else everyone), False
 
 
 def assign_states(entries: Sequence[Any], count: int) -> dict[int, Assignment]:
@@ -161,7 +177,8 @@ def select_shards(
     """Returns the shards that process `index` stages, in the order in which it writes them, and their arrays.
 
     If `shares` is None, it stages all shards. Otherwise it stages the parts of global arrays that it writes, and all of
-    the arrays that each process has its own copy of, because `check_consistent` compares these copies.
+    the arrays that each process has its own copy of, because `check_consistent` compares these copies. Last it stages
+    the pieces of which it writes second copies: by themselves, so that the shards of its own files can be freed before.
     """
     catalogue, shards, data = described
     if shares is None:
@@ -176,7 +193,12 @@ def select_shards(
             else:
                 chosen[n] = shard, data[n]
     compared = (n for n, shard in enumerate(shards) if shard.leaf not in catalogue.global_leaves)
-    staged = {**chosen, **{n: (shards[n], data[n]) for n in compared}}.values()
+    staged = list({**chosen, **{n: (shards[n], data[n]) for n in compared}}.values())
+    for leaf, box, _ in itertools.chain(*kept_sizes(catalogue.entries, shares, index).values()):
+        if leaf in own:
+            n, shard = _containing(own[leaf], box)
+            part, array = (shard, data[n]) if shard.box == box else _part(shard, data[n], box)
+            staged.append((msgspec.structs.replace(part, again=True), array))
     return [shard for shard, _ in staged], [array for _, array in staged]
 
 
@@ -203,15 +225,56 @@ def pieces(
     return found
 
 
-def piece_sizes(entries: Sequence[Any], shares: Mapping[int, Assignment], index: int) -> list[tuple[int, Box, int]]:
-    """Returns leaf, box and size in bytes of each piece that process `index` writes, in the order of `alignment`."""
-    found: list[tuple[int, Box, int]] = []
+def kept_pieces(
+    entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Assignment], index: int
+) -> dict[int, list[Piece]]:
+    """Returns the pieces of which process `index` writes a second copy, by writer, each in the writer's order."""
+    places = {(shard.leaf, shard.box): n for n, shard in enumerate(shards) if shard.again}
+    return {
+        writer: [Piece(leaf, box, places[leaf, box], 0, nbytes) for leaf, box, nbytes in sizes]
+        for writer, sizes in kept_sizes(entries, shares, index).items()
+    }
+
+
+def piece_sizes(entries: Sequence[Any], shares: Mapping[int, Assignment], index: int) -> Sizes:
+    """Returns leaf, box and size in bytes of each piece that process `index` writes, in the order of writing.
+
+    Pieces with the same keeper are together, because they are in files of their own, in the order of `alignment`.
+    """
+    return list(itertools.chain(*sizes_by_keeper(entries, shares, index).values()))
+
+
+def sizes_by_keeper(entries: Sequence[Any], shares: Mapping[int, Assignment], index: int) -> dict[int, Sizes]:
+    """Returns the pieces of `piece_sizes` by the process that writes their second copy; `NO_KEEPER` comes first."""
+    found: dict[int, Sizes] = {}
     for leaf in sorted(shares):
         share, itemsize = shares[leaf], dtypes.itemsize(entries[leaf].dtype)
-        boxes = [share.boxes[n] for n in np.flatnonzero(np.asarray(share.writers) == index).tolist()]
-        found += [(leaf, box, itemsize * math.prod(box_shape(box))) for box in boxes]
-    found.sort(key=lambda one: alignment(one[2]))
-    return found
+        numbers = np.flatnonzero(np.asarray(share.writers) == index)
+        sizes = [(leaf, box := share.boxes[n], itemsize * math.prod(box_shape(box))) for n in numbers.tolist()]
+        if share.keepers is None:
+            found.setdefault(NO_KEEPER, []).extend(sizes)
+            continue
+        for keeper, size in zip(share.keepers[numbers].tolist(), sizes, strict=True):
+            found.setdefault(keeper, []).append(size)
+    return _in_order_of_writing(found)
+
+
+def kept_sizes(entries: Sequence[Any], shares: Mapping[int, Assignment], index: int) -> dict[int, Sizes]:
+    """Returns the pieces of which process `index` writes a second copy, by the process that writes the first."""
+    found: dict[int, Sizes] = {}
+    for leaf, share in sorted(shares.items()):
+        if share.keepers is None:
+            continue
+        itemsize = dtypes.itemsize(entries[leaf].dtype)
+        for n in np.flatnonzero(share.keepers == index).tolist():
+            box = share.boxes[n]
+            size = leaf, box, itemsize * math.prod(box_shape(box))
+            found.setdefault(int(share.writers[n]), []).append(size)
+    return _in_order_of_writing(found)
+
+
+def _in_order_of_writing(groups: Mapping[int, Sizes]) -> dict[int, Sizes]:
+    return {key: sorted(groups[key], key=lambda one: alignment(one[2])) for key in sorted(groups)}
 
 
 def _by_leaf(shards: Sequence[LocalShard]) -> dict[int, list[tuple[int, LocalShard]]]:

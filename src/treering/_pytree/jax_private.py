@@ -21,6 +21,11 @@ def imported_job_state() -> Any:
     return job_state() if "jax._src.distributed" in sys.modules else None
 
 
+def coordinator_address() -> str | None:
+    """Returns the address of process 0 as ``host:port``, as this process was given it; None if this JAX lacks it."""
+    return getattr(job_state(), "coordinator_address", None)
+
+
 def put_shards() -> Callable[..., Any] | None:
     """Returns the function that `jax.device_put` calls last, or None if this JAX lacks it.
 

@@ -51,6 +51,7 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
         dtype, or the caller may change them.
     piece: the piece that this shard is a part of, if the piece is too large to be read at once. Its shards follow each
         other.
+    again: True if it is staged once more, for the second copy of a file that another process writes.
     """
 
     leaf: int
@@ -59,6 +60,7 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
     copies: bool
     piece: Box | None = None
+    again: bool = False
 
 
 class Catalogue(NamedTuple):

@@ -19,7 +19,7 @@ from .._save.pending import PendingSave, SaveReport
 from .._threads.reentry import non_reentrant, refuse_reentry
 from ..keep import Policy
 from ..rules import Rule
-from . import arguments, metrics, resume, tiers
+from . import arguments, metrics, resume
 from .closing import Closing
 from .collective import CollectiveCalls
 from .failures import Failures, OnError, log_failure
@@ -29,6 +29,7 @@ from .retention import Retention
 from .run_layout import RunLayout
 from .schedule import SaveEvery, Schedule
 from .step_saver import StepSaver
+from .tiers.make import late_metrics, make_directory
 
 T = TypeVar("T")
 
@@ -114,13 +115,15 @@ class Checkpointer:
         failures = self._failures = Failures(on_error)
         pending_saves = self._pending_saves = PendingSaves(failures)
         schedule = Schedule(save_every, mtbf, lambda: not pending_saves.all_done())
-        directory = self._directory = tiers.make_directory(
+        directory = self._directory = make_directory(
             self._root, local, layout=self._layout or RunLayout(prefix), tensorboard=tensorboard, keep=keep,
             upload_limit=upload_limit, failures=failures, pending_saves=pending_saves, timeout=timeout,
         )  # fmt: skip
         retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.on_commit)
-        self._late_metrics = tiers.late_metrics(directory, retention, pending_saves)
-        self._collective = CollectiveCalls(self._root, timeout, directory.discover_hosts, pending_saves)
+        self._late_metrics = late_metrics(directory, retention, pending_saves)
+        self._collective = CollectiveCalls(
+            self._root, timeout, directory.uploads.discover_hosts if directory.uploads else None, pending_saves
+        )
         self._last_state = LastState(enabled=save_on_error)
         preemption = Preemption() if save_on_preemption else None
         if preemption:  # If the user does not close this object, SIGTERM must still end the process.
@@ -148,7 +151,8 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         """Shows what the Checkpointer is doing, without reading anything."""
-        restored, copying, closed = self.restored_step, self._directory.uploading_step, self._collective.closed
+        restored, uploads, closed = self.restored_step, self._directory.uploads, self._collective.closed
+        copying = uploads and uploads.uploading_step
         state = [
             *([] if restored is None else [f"restored step {restored}"]),
             *[f"saving step {step}" for step in sorted(self._pending_saves.pending_steps())],
@@ -221,7 +225,8 @@ class Checkpointer:
     @property
     def uncopied(self) -> list[int]:
         """The steps that are only in `local`, or not known to be uploaded, ascending; none without a `local`."""
-        return self._directory.uncopied()
+        uploads = self._directory.uploads
+        return uploads.uncopied() if uploads else []
 
     # Saving
 
@@ -370,21 +375,34 @@ class Checkpointer:
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
         refuse_reentry(f"pin({step})", self)
-        self._collective.once_settled(f"pin({step})", lambda: self._directory.pin(step, True))
+        self._pin(step, True)
 
     @non_reentrant
     def unpin(self, step: int) -> None:
         """Removes the mark that `pin` has set."""
         refuse_reentry(f"unpin({step})", self)
-        self._collective.once_settled(f"unpin({step})", lambda: self._directory.pin(step, False))
+        self._pin(step, False)
+
+    def _pin(self, step: int, wanted: bool) -> None:
+        resume.change(
+            f"{'' if wanted else 'un'}pin({step})",
+            self._collective,
+            self._directory,
+            lambda: self._directory.pin(step, wanted),
+            lambda together: together.pinned(step_number(step), wanted),
+        )
 
     @non_reentrant
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` if it is pinned, is a link, or a link in the run leads to it."""
         refuse_reentry(f"delete({step})", self)
-        self._collective.once_settled(f"delete({step})", lambda: self._directory.delete(step))
-        if host_group := self._directory.host_group:
-            host_group.deleted(step_number(step))
+        resume.change(
+            f"delete({step})",
+            self._collective,
+            self._directory,
+            lambda: self._directory.delete(step),
+            lambda together: together.deleted(step_number(step)),
+        )
         if self._last_state.step == step:
             self._last_state.forget()
 

@@ -9,7 +9,6 @@ from .late_metrics import LateMetrics
 from .pending_saves import PendingSaves
 from .retention import Retention
 from .run_directory import RunDirectory
-from .two_places import TwoPlaces
 
 
 class Closing:
@@ -17,7 +16,7 @@ class Closing:
 
     def __init__(
         self,
-        directory: RunDirectory | TwoPlaces,
+        directory: RunDirectory,
         collective: CollectiveCalls,
         pending_saves: PendingSaves,
         retention: Retention,
@@ -39,27 +38,29 @@ class Closing:
 
     def upload(self) -> None:
         """Waits, if there is a local tier, until every save is over and every step is uploaded. Does so once."""
-        if isinstance(self._directory, TwoPlaces) and not self._collective.closed:
-            self._directory.lift_limit()
-            claim = self._directory.acquire_for_upload
+        uploads = self._directory.uploads
+        if uploads and not self._collective.closed:
+            uploads.lift_limit()
+            claim = uploads.acquire_for_upload
 
             def settle_and_upload(call: Call) -> None:
                 self._collective.settle(call)
                 self._upload(call, claim)
 
             # All processes wait for the one that uploads: launchers may stop a job once some of its processes end.
-            self._collective.run_on_process_0("close()", self._directory.upload_all, on_all_processes=settle_and_upload)
+            self._collective.run_on_process_0("close()", uploads.upload_all, on_all_processes=settle_and_upload)
 
     def _upload(self, call: Call, claim: Callable[[], bool]) -> None:
         """Begins the last upload from each host's disk, if each host has its own."""
-        if host_group := self._directory.host_group:
-            host_group.copy_last(call, claim)
+        uploads = self._directory.uploads
+        if uploads and (together := uploads.together):
+            together.upload_last(call, claim)
 
     def release(self) -> None:
         """Waits for the saves. Releases the lease of the run and the handler of SIGTERM even after an error."""
         self._collective.closed = self._late_metrics.closed = True
-        if isinstance(self._directory, TwoPlaces):
-            self._directory.lift_limit()
+        if uploads := self._directory.uploads:
+            uploads.lift_limit()
         try:
             self._pending_saves.reap()
         finally:

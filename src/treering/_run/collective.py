@@ -11,14 +11,19 @@ from .pending_saves import PendingSaves, PendingStatus
 class CollectiveCalls:
     """Begins the collective calls of one run. An error in one process ends the call in all processes.
 
-    The first call also calls `discover_hosts`. `closed` is True when the Checkpointer no longer writes.
+    The first call also calls `discover_hosts`, if there is a local tier. `closed` is True when the Checkpointer no
+    longer writes.
     """
 
     def __init__(
-        self, root: str, timeout: float, discover_hosts: Callable[[coordinator.Call], None], pending_saves: PendingSaves
+        self,
+        root: str,
+        timeout: float,
+        discover_hosts: Callable[[coordinator.Call], None] | None,
+        pending_saves: PendingSaves,
     ) -> None:
         self._root, self._timeout, self._pending_saves = root, timeout, pending_saves
-        self._discover_hosts: Callable[[coordinator.Call], None] | None = discover_hosts
+        self._discover_hosts = discover_hosts
         self.closed = False
 
     def check_open(self) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from ..stores.store import LOCK_NAME, Store
 from . import run_layout
 from .new_run import parent
-from .origin import check_not_local
-from .run_directory import RunDirectory
+from .plain_run import PlainRun
 from .step_catalog import StepCatalog
+from .tiers.journal import check_not_local
 
 
 def enclosing_run(store: Store, path: str) -> str | None:
@@ -21,7 +21,7 @@ def enclosing_run(store: Store, path: str) -> str | None:
     root = parent(path)
     if root is None or not path[-1].isdecimal():
         return None
-    marks = (posixpath.join(root, name) for name in (LOCK_NAME, run_layout.LOCAL_MARK, run_layout.REMOTE_MARK))
+    marks = (posixpath.join(root, name) for name in (LOCK_NAME, run_layout.JOURNAL, run_layout.GENERATIONS))
     return root if any(store.stat(mark) is not None for mark in marks) else None
 
 
@@ -43,7 +43,7 @@ def locked_run(store: Store, root: str, prefix: str = run_layout.DEFAULT_PREFIX,
         upload the old step again. Adding steps leaves the local tiers valid.
     """
     check_not_local(store, root)
-    directory = RunDirectory(StepCatalog(store, root, run_layout.RunLayout(prefix)), lambda: True)
+    directory = PlainRun(StepCatalog(store, root, run_layout.RunLayout(prefix)), lambda: True)
     try:
         if replaces:
             directory.acquire_run()

@@ -14,8 +14,8 @@ from .._processes import coordinator
 from .._threads.weak_registry import WeakRegistry
 from ..errors import ExistsError
 from .pending_saves import PendingSaves
+from .plain_run import PlainRun
 from .retention import Retention
-from .run_directory import RunDirectory
 
 _log = logging.getLogger("treering")
 
@@ -30,7 +30,7 @@ class LateMetrics:
 
     def __init__(
         self,
-        directory: RunDirectory,
+        directory: PlainRun,
         retention: Retention,
         pending_saves: PendingSaves,
         start_upload: Callable[[], None] | None,

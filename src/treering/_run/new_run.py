@@ -46,7 +46,7 @@ def warn_of_other_runs(store: Store, root: str, *, local: bool = False, knows_lo
     if not local:
         archived = _archived_steps(store, root)
         found += [*archived, *_runs_within(store, root), *_runs_around(store, root)]
-        if not (knows_local or archived) and store.stat(posixpath.join(root, run_layout.REMOTE_MARK)):
+        if not (knows_local or archived) and store.stat(posixpath.join(root, run_layout.GENERATIONS)):
             found.append("it was written from another local= directory, which may have steps that are not uploaded")
     if found:
         _log.warning("%s: starts over, but %s", root, "; ".join(found))

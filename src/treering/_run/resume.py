@@ -13,16 +13,15 @@ from .._save.pending import wait_for_saves_in
 from ..formats.treering import summary
 from ..stores.nfs import refresh_dir_cache
 from .collective import CollectiveCalls
-from .run_directory import RunDirectory
+from .run_directory import RunDirectory, Together
 from .run_layout import BEFORE_FIRST_STEP
 from .step_fallback import first_valid, retry_if_replaced
-from .two_places import TwoPlaces
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
 
 
-def has_steps(directory: RunDirectory | TwoPlaces) -> bool:
+def has_steps(directory: RunDirectory) -> bool:
     """Returns True if the run has a step.
 
     Raises `MismatchError` if the directory is a checkpoint and therefore not a run, and `UnsupportedError` if
@@ -34,7 +33,7 @@ def has_steps(directory: RunDirectory | TwoPlaces) -> bool:
     return False
 
 
-def has_begun_for_all(collective: CollectiveCalls, directory: RunDirectory | TwoPlaces) -> bool:
+def has_begun_for_all(collective: CollectiveCalls, directory: RunDirectory) -> bool:
     """Returns the same as `has_steps` in all processes, once every save is over."""
     wait_for_saves_in(directory.steps.root)
     with collective.call("restore_or_init()") as call:
@@ -62,7 +61,7 @@ def _check(options: Mapping[str, Any]) -> None:
     expansion.check_bound(options.get("max_expansion", expansion.MAX_RATIO))
 
 
-def open_step(directory: RunDirectory | TwoPlaces, step: int | None) -> Checkpoint:
+def open_step(directory: RunDirectory, step: int | None) -> Checkpoint:
     """Opens a step, by default the latest valid one. See `Checkpointer.open`."""
     wait_for_saves_in(directory.steps.root)
 
@@ -75,7 +74,7 @@ def open_step(directory: RunDirectory | TwoPlaces, step: int | None) -> Checkpoi
 def restore(
     what: str,
     collective: CollectiveCalls,
-    directory: RunDirectory | TwoPlaces,
+    directory: RunDirectory,
     like: Any,
     step: int | None,
     fallback: bool,
@@ -96,7 +95,7 @@ def restore(
 def use_step(
     what: str,
     collective: CollectiveCalls,
-    directory: RunDirectory | TwoPlaces,
+    directory: RunDirectory,
     step: int | None,
     fallback: bool,
     use: Callable[[Checkpoint, Call], T],
@@ -110,8 +109,8 @@ def use_step(
     with collective.call(what) as call:
         collective.settle(call)
         call.set_activity("restoring")
-        if host_group := directory.host_group:
-            host_group.copy_before(call, step)
+        if (uploads := directory.uploads) and (together := uploads.together):
+            together.upload_before(call, step)
         number, result = _use_valid(call, directory, step, fallback, use)
         call.close()
     return number, result
@@ -119,7 +118,7 @@ def use_step(
 
 def _use_valid(
     call: Call,
-    directory: RunDirectory | TwoPlaces,
+    directory: RunDirectory,
     step: int | None,
     fallback: bool,
     use: Callable[[Checkpoint, Call], T],
@@ -146,11 +145,25 @@ def _use_valid(
     return number, result
 
 
-def rewind(what: str, collective: CollectiveCalls, directory: RunDirectory | TwoPlaces, step: int | None) -> None:
+def rewind(what: str, collective: CollectiveCalls, directory: RunDirectory, step: int | None) -> None:
     """Waits for every save, then archives the steps after a step, or all. See `Checkpointer.rewind`."""
     number = BEFORE_FIRST_STEP if step is None else step
     collective.check_open()
-    collective.once_settled(what, lambda: directory.rewind(number))
-    if host_group := directory.host_group:
-        host_group.rewound(number)
+    change(what, collective, directory, lambda: directory.rewind(number), lambda together: together.rewound(number))
     directory.back_to = None
+
+
+def change(
+    what: str,
+    collective: CollectiveCalls,
+    directory: RunDirectory,
+    action: Callable[[], object],
+    on_other_disks: Callable[[Together], None],
+) -> None:
+    """Waits for every save, and changes steps: calls `action` in process 0, and `on_other_disks` in all processes.
+
+    `on_other_disks` is called only if each host has its own disk. All processes raise the error of `action`.
+    """
+    collective.once_settled(what, action)
+    if (uploads := directory.uploads) and uploads.together:
+        on_other_disks(uploads.together)

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from .._core.leaf_paths import closest, join_names
 from .._save.pending import PendingSave, SaveReport
@@ -20,9 +19,6 @@ from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
 from .step_catalog import SavedStep
 
-if TYPE_CHECKING:
-    from .two_places import TwoPlaces
-
 _log = logging.getLogger("treering")
 
 
@@ -31,7 +27,7 @@ class Retention:
 
     def __init__(
         self,
-        directory: "RunDirectory | TwoPlaces",
+        directory: RunDirectory,
         keep: Policy | None,
         on_save: Callable[[SaveReport], object] | None = None,
         on_commit: Callable[[SaveReport], None] = lambda report: None,
@@ -75,14 +71,17 @@ class Retention:
         if self._deletion_queue.busy:
             self._deletion_queue.wait()
             return None
-        reason = self._directory.wait_for_room(problem, lambda: self.retain(step), check)
-        self._deletion_queue.wait()
-        return reason
+        if uploads := self._directory.uploads:
+            reason = uploads.wait_for_room(problem, lambda: self.retain(step), check)
+            self._deletion_queue.wait()
+            return reason
+        return "nothing under way frees room"
 
     def free_on_all_hosts(self) -> None:
         """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
-        if host_group := self._directory.host_group:
-            host_group.free_room()
+        uploads = self._directory.uploads
+        if uploads and uploads.together:
+            uploads.together.free_room()
 
     def collect_garbage(self) -> None:
         """Removes the leftovers of killed jobs, once."""
@@ -120,8 +119,9 @@ class Retention:
 
     def after_commit_all(self, report: SaveReport) -> None:
         """Follows a commit in all processes: begins an upload if each host has its own disk."""
-        if report.step is not None and (host_group := self._directory.host_group):
-            host_group.saved(report.step)
+        uploads = self._directory.uploads
+        if report.step is not None and uploads and uploads.together:
+            uploads.together.saved(report.step)
 
     def close(self) -> None:
         """Waits for all background jobs, and releases the lease of the run. After an interrupt this continues.

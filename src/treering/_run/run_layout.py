@@ -26,8 +26,8 @@ DEFAULT_PREFIX = "step-"  # of the names of a run's steps, unless `prefix=` give
 _ANY_STEP_NAME = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
 _SHORT_STEP_NAME = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)  # a step's name in a run that Orbax began
 FINISHED_MARK = "finished"  # an empty file in the run's directory: no more steps will come
-REMOTE_MARK = "origin"  # the token of the last job with a local tier that wrote the run
-LOCAL_MARK = "copied-to.json"  # a file in the local tier: the run that it belongs to, and tokens
+GENERATIONS = "generations.json"  # a file in the remote tier: see `tiers.journal`
+JOURNAL = "journal.json"  # a file in the local tier: see `tiers.journal`
 ARCHIVE_NAME = re.compile(r"rewound-(\d+)")  # an archived run: a directory of steps of an abandoned branch
 BEFORE_FIRST_STEP = -1  # the number before every step, to which `rewind(None)` goes back
 MIN_STEP_DIGITS = 8  # of a step in a name; shorter numbers are padded with zeros

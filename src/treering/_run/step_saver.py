@@ -18,9 +18,8 @@ from .failures import Failures
 from .last_state import LastState, StepOptions
 from .pending_saves import PendingSaves, PendingStatus
 from .retention import Retention
-from .run_directory import RunDirectory
+from .run_directory import RunDirectory, Together
 from .schedule import Schedule
-from .two_places import TwoPlaces
 
 
 class StepSaver:
@@ -32,7 +31,7 @@ class StepSaver:
 
     def __init__(
         self,
-        directory: RunDirectory | TwoPlaces,
+        directory: RunDirectory,
         collective: CollectiveCalls,
         pending_saves: PendingSaves,
         schedule: Schedule,
@@ -82,7 +81,7 @@ class StepSaver:
             return None
         self._collective.check_open()
         with self._collective.call(f"save({step})") as call:
-            status_fields, destination, run_state = call.broadcast(
+            status_fields, destination, orders = call.broadcast(
                 lambda: self._decide_save(step, options.on_exists, force, several)
             )
             status = PendingStatus(*status_fields)
@@ -97,8 +96,8 @@ class StepSaver:
             waited = time.perf_counter() - deciding
             path, overwrite = destination
             try:
-                if host_group := self._directory.host_group:
-                    path = host_group.prepare(path, run_state, self._directory.back_to)
+                if together := self._together:
+                    path = together.prepare(path, orders, self._directory.back_to)
                 pending = self._start(call, path, overwrite, step, tree, options, started_at, waited)
             except BaseException as error:
                 if several:  # All processes must have the same list of saves.
@@ -128,15 +127,19 @@ class StepSaver:
         with as_save_error(self._directory.root):
             self._look()
             place = self._directory.reserve_step(step, on_exists, self._pending_saves.steps_of(status.calls))
-            host_group = self._directory.host_group
-            return status, place, host_group and host_group.run_state()
+            return status, place, self._together and self._together.orders()
+
+    @property
+    def _together(self) -> Together | None:
+        uploads = self._directory.uploads
+        return uploads.together if uploads else None
 
     def _look(self) -> None:
         """Logs similar steps and runs, once, if the run has no steps.
 
         Does nothing with a local tier, or in a bucket, where it takes requests.
         """
-        if self.has_looked or isinstance(self._directory, TwoPlaces) or not self._directory.steps.store.has_folders:
+        if self.has_looked or self._directory.uploads or not self._directory.steps.store.has_folders:
             return
         with contextlib.suppress(MismatchError, UnsupportedError):  # `restore_or_init` raises these.
             resume.has_steps(self._directory)  # called for what it logs
@@ -157,7 +160,7 @@ class StepSaver:
         requested = SaveOptions(
             layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
             layout.format_options,
-            per_host_storage=self._directory.host_group is not None,
+            hosts=tuple(range(call.count)) if self._together is not None else None,
             room_maker=self._retention,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))

@@ -49,7 +49,7 @@ def choose(target: SaveTarget, contents: Contents) -> Way:
         if contents.live is None:
             return Way.COPIED_BY_PROCESS_0
         if not _can_write_in_parts(target, contents.view, contents.live):
-            if target.options.per_host_storage:
+            if target.options.hosts:
                 raise UnsupportedError(
                     f"{target.path}: expected a save in which each process writes its own part, because the hosts' "
                     "disks are not shared; found rules for which one process needs arrays of its peers: make those "

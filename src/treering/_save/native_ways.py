@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .._core.skeleton import Skeleton
 from .._core.source import Written
-from .._processes import assignment, progress_bar
+from .._processes import assignment, keepers, progress_bar
 from .._processes.consistency import check_consistent
 from .._pytree.lazy_supply import LazySupply, ShardSupply
 from .._pytree.leaves import SLICE_BYTES, Catalogue, Described
@@ -48,11 +48,13 @@ def staged(target: SaveTarget, contents: Unchanged) -> Prepared:
 
 def stage_parts(target: SaveTarget, skeleton: Skeleton, described: Described) -> Parts:
     """Assigns the arrays of a live tree to the processes. The supply that it returns stages this process's parts."""
-    call, catalogue = target.call, described.catalogue
+    call, catalogue, options = target.call, described.catalogue, target.options
     with gc_paused():
         shares = assignment.assign(catalogue, call.count) if call.count > 1 else None
+        if shares and options.copies > 1 and options.hosts and not target.store.object_bytes:
+            shares = keepers.with_keepers(catalogue, shares, options.hosts)
         shards = assignment.select_shards(described, shares, call.index)
-        staging = StagedSupply(*shards, target.options.memory_limit, target.memory_ok)
+        staging = StagedSupply(*shards, options.memory_limit, target.memory_ok)
     return Parts(skeleton, catalogue, shares, staging)
 
 
@@ -60,7 +62,8 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
     """Plans the save of a view, which the writers read box by box.
 
     A live tree is staged first, unless its copies take too much memory. The reader calls `check` before it reads more;
-    `check` raises if the save has failed elsewhere.
+    `check` raises if the save has failed elsewhere. No process writes second copies, because it would read twice as
+    much of the view: these files are sent after the commit.
     """
     call, limit, (view, live, _) = target.call, target.options.memory_limit, contents
     staging = staged_if_it_fits(target, live) if live else None
@@ -95,7 +98,7 @@ def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
     call, options, (skeleton, catalogue, shares, supply) = target.call, target.options, parts
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested_options(target))
-    if single:
+    if single:  # The staged second copies may not fit these shares. They are left to the transfer after the commit.
         shares = assignment.assign(catalogue, call.count, single)
     if shares is not None:
         shares = {**shares, **assignment.assign_states(catalogue.entries, call.count)}
@@ -105,9 +108,8 @@ def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
         places = [_SINGLE_PROCESS_PLACE if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)
     job = native.Job(
-        target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.per_host_storage,
-        options.room_maker,
-    )  # fmt: skip
+        target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker
+    )
     with progress_bar.bar(
         f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress
     ) as supply.on_progress:

@@ -22,8 +22,11 @@ class SaveOptions(NamedTuple):
     """The arguments of `treering.save`, which documents them.
 
     `given` names those of step, metrics and metadata that the caller passed; the rest come from a copied checkpoint.
-    With `per_host_storage` each host has its own disk at the path: process 0 writes the manifest, and each process
-    writes its own arrays on the disk of its host. `room_maker` frees room if a disk is full.
+    hosts: the number of the disk of each process, if each host has its own disk at the path. Process 0 then writes the
+        manifest, and each process writes its own arrays on the disk of its host. None if all processes share one place.
+    copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
+        memory. `second_copies.missing_copies` finds the files that still lack one after the commit.
+    room_maker: frees room if a disk is full.
     """
 
     format: str | None
@@ -35,5 +38,6 @@ class SaveOptions(NamedTuple):
     progress: bool
     format_options: Mapping[str, Any]
     explicit_info: frozenset[str] = frozenset()
-    per_host_storage: bool = False
+    hosts: tuple[int, ...] | None = None
+    copies: int = 1
     room_maker: RoomMaker | None = None

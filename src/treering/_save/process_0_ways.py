@@ -7,6 +7,7 @@ processes save first.
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from .. import formats
 from .._core.source import Written
@@ -61,7 +62,7 @@ def _write_via_native(
             check_path_free(target)
             return scratch.enter_context(target.store.scratch_folder(target.path))
 
-        def copy() -> list[float]:
+        def copy() -> list[Any]:
             saved = Checkpoint(formats.get("treering").open(target.store, folder))
             return list(_copying(target, change(saved), parts.supply.check).write(pool))
 

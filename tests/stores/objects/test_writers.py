@@ -154,7 +154,11 @@ def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str
             assert last == max(tr.steps(local), default=None)
             ckpts.save(9, {"w": np.full(70_000, 9)})
         assert tr.steps(remote) == [*([last] if last else []), 9]
-        assert set(_names(remote)) == {"origin", "writer.lock", *(f"step-{step:08}" for step in tr.steps(remote))}
+        assert set(_names(remote)) == {
+            "generations.json",
+            "writer.lock",
+            *(f"step-{step:08}" for step in tr.steps(remote)),
+        }
         for step in tr.steps(remote):
             assert tr.verify(tr.Checkpointer(remote).path(step)).ok and len(_names(f"{remote}/step-{step:08}")) == 2
 

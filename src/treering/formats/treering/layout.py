@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, full_box, sharding_to_json
 from ..._core.entries import Entry, StatesEntry, ValueEntry
@@ -60,6 +62,17 @@ def plan(
     if pieces:
         groups.append((first, len(pieces)))
     return [_file(entries, pieces[a:b], a) for a, b in groups]
+
+
+def plan_groups(
+    entries: Sequence[Entry], pieces: Sequence[Piece], lengths: Iterable[int], file_bytes: int | None = None
+) -> list[PlannedFile]:
+    """Returns the files for groups of successive pieces of these lengths. No file has pieces of two groups."""
+    found: list[PlannedFile] = []
+    for first, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        files = plan(entries, pieces[first:end], file_bytes=file_bytes)
+        found += [file._replace(first=file.first + first) for file in files]
+    return found
 
 
 def names(token: str, files: int, index: int = 0, count: int = 1) -> list[str]:
@@ -118,6 +131,9 @@ class FileIndex:
         self._firsts = firsts
         self._before = list(itertools.accumulate(map(len, firsts), initial=0))
         self._one_each = self._before[-1] == len(firsts) and all(firsts)
+        self._only = np.array(
+            [n if len(own) == 1 else -1 for n, own in zip(self._before, firsts, strict=False)], np.int64
+        )
         self._order = functools.cache(lambda process: {piece: n for n, piece in enumerate(order(process))})
 
     def of(self, process: int, leaf: int, box: Box) -> int:
@@ -125,6 +141,13 @@ class FileIndex:
         firsts = self._firsts[process]
         n = 0 if len(firsts) == 1 else bisect.bisect_right(firsts, self._order(process)[leaf, box]) - 1
         return self._before[process] + n
+
+    def of_share(self, leaf: int, share: Assignment) -> list[int]:
+        """Returns the number of the file with each piece of an array. There may be 100,000 pieces."""
+        files = self._only[np.asarray(share.writers)]
+        for n in np.flatnonzero(files < 0).tolist():
+            files[n] = self.of(int(share.writers[n]), leaf, share.boxes[n])
+        return files.tolist()
 
     def of_all(self, holders: LeafFiles) -> LeafFiles | None:
         """Replaces each process by the number of its only file. Returns None unless each has exactly one file."""
@@ -191,8 +214,8 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIn
             return numbers.of(share.writers[0], leaf, share.boxes[0])
         if (found := by_turns(share, sharding)) is not None:
             return found, share.turn
-        files = [numbers.of(writer, leaf, box) for writer, box in zip(share.writers, share.boxes, strict=True)]
-        key = (sharding, *share.boxes, *files)
+        files = numbers.of_share(leaf, share)
+        key = (sharding, share.boxes if isinstance(share.boxes, Cells) else tuple(share.boxes), tuple(files))
         if key not in known:
             cells, order = Cells.of(share.boxes)
             known[key] = add(cells, holding(tuple((files[n],) for n in order)), sharding)

@@ -22,7 +22,7 @@ from ...stores.store import Store
 from ...stores.temporary_names import final_name
 from . import manifest, metrics
 from .manifest import file_names
-from .schema import MANIFEST, OWN_FILES, PIN, identity_of, token_of
+from .schema import MANIFEST, OWN_FILES, PIN, token_of
 
 _MAX_PAUSE_SECONDS = 24 * 3600.0  # a save that has been stopped for longer does not continue
 _log = logging.getLogger("treering")
@@ -81,7 +81,7 @@ def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
     """Removes the temporary files, among `names`, that killed writers of single files have left in a directory."""
     for name in names:
         place = final_name(name)
-        if place in (MANIFEST, PIN) or (place and (identity_of(place) or token_of(place))):
+        if place in (MANIFEST, PIN) or (place and token_of(place)):
             with contextlib.suppress(FileNotFoundError):
                 store.remove_leftover(posixpath.join(path, name))
 
@@ -108,7 +108,7 @@ def revoke_stale_saves(store: Store, path: str) -> list[str]:
 def _unnamed_files(store: Store, path: str) -> list[str]:
     """Returns the files of saves in a directory that belong to no checkpoint.
 
-    A file belongs to one if the manifest here names it, or if a mark says that the manifest is on another host's disk.
+    A file belongs to one if the manifest here names it.
     """
     names = store.list(path)
     try:
@@ -116,8 +116,6 @@ def _unnamed_files(store: Store, path: str) -> list[str]:
         keep, metrics = set(file_names(data)), f"metrics-{xxhash.xxh3_64_hexdigest(data)}-"
     except FileNotFoundError:
         keep, metrics = set(), "/"
-        if any(map(identity_of, names)):
-            keep = {name for name in names if token_of(name) or identity_of(name)}
     found = [name for name in names if OWN_FILES.fullmatch(name) and name not in keep]
     return [name for name in found if not name.startswith(metrics)]
 

@@ -8,6 +8,7 @@ that precedes the commit, and asks there. The other processes take part once the
 import contextlib
 import errno
 import os
+import posixpath
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..._processes.calls import Call, error_watcher
 from ...errors import SaveError
+from .save_files import SaveFiles
 
 _FULL_ERRNOS = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 T = TypeVar("T")
@@ -82,7 +84,8 @@ class Room:
         return decision
 
     def _wait(self, path: str, nbytes: int, error: OSError) -> None:
-        problem = f"{path}: expected room for {nbytes} bytes, found {_free(path)} ({error.strerror})"
+        needed = f"{nbytes} bytes" if nbytes else "a new file"
+        problem = f"{path}: expected room for {needed}, found {_free(path)} ({error.strerror})"
         try:
             if self._decides or self._maker is None:
                 self._wait_for_room(problem)
@@ -123,6 +126,26 @@ class Room:
         reason = self._maker.wait_for_room(problem, self._step, check) if self._maker else "nothing frees room"
         if reason is not None:
             raise SaveError(f"{problem}; {reason}; delete files there or save to a larger disk, then save again")
+
+
+class PatientSink:
+    """Writes an array file. Waits for room where the disk is full."""
+
+    def __init__(self, room: Room, files: SaveFiles, name: str):
+        self._room, self._path = room, posixpath.join(files.path, name)
+        self._sink = room.retry(self._path, 0, lambda: files.create(name))
+
+    def preallocate(self, nbytes: int) -> memoryview | None:
+        """See `Sink`."""
+        return self._room.retry(self._path, nbytes, lambda: self._sink.preallocate(nbytes))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """See `Sink`."""
+        self._room.retry(self._path, len(data), lambda: self._sink.write(data, offset))
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        """See `Sink`."""
+        self._sink.finish(nbytes, read_only=read_only)
 
 
 def _not_yet(_: Sequence[Any]) -> Any:

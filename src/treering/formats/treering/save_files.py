@@ -101,6 +101,15 @@ class SaveFiles:
         why = "do locks work here?" if self.store.has_locks else "does another job write there?"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
 
+    def discard(self, name: str) -> None:
+        """Removes one of the files."""
+        path = posixpath.join(self.path, name)
+        with contextlib.suppress(OSError):
+            self.store.delete(path)
+        if sink := self._sinks.pop(path, None):
+            with contextlib.suppress(OSError):
+                sink.close()
+
     def close(self) -> None:
         """Closes the files, which releases their locks."""
         # Each file leaves the list before it is closed. A child that is forked in between would otherwise close the

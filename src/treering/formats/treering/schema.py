@@ -1,16 +1,13 @@
-"""The names of the files in a checkpoint, and the tokens and identities in them."""
+"""The names of the files in a checkpoint, and the tokens in them."""
 
 import re
 
 MANIFEST = "treering.json"
 PIN = "pinned"  # an empty file next to the manifest: this checkpoint is never deleted
-PART = "part-of-"  # followed by the identity of a manifest on another disk: see `host_parts`
 _ARRAYS = re.compile(r"arrays-([0-9a-f]{6})-\d{5,}-of-\d{5,}\.safetensors")
-_PART = re.compile(rf"{PART}([0-9a-f]{{16}})")
 METRICS = re.compile(r"metrics-([0-9a-f]{16})-([0-9]{20})-[0-9a-f]{6}\.json")  # an identity, and nanoseconds
 _TEMPORARY = re.compile(r"(?:treering|metrics)\.json\.([0-9a-f]{6})\.tmp")
-_KEYED = (_ARRAYS, _PART, METRICS, _TEMPORARY)
-OWN_FILES = re.compile("|".join(pattern.pattern for pattern in _KEYED))
+OWN_FILES = re.compile("|".join(pattern.pattern for pattern in (_ARRAYS, METRICS, _TEMPORARY)))
 
 
 def token_of(name: str) -> str | None:
@@ -19,17 +16,6 @@ def token_of(name: str) -> str | None:
     return found and found[1]
 
 
-def key_of(name: str) -> str | None:
-    """Returns the token or the identity in the name of one of the `OWN_FILES`, or None for other names."""
-    return next((found[1] for pattern in _KEYED if (found := pattern.fullmatch(name))), None)
-
-
 def is_of_save(name: str) -> bool:
     """Returns True for a name of a file that a running save locks: an array file or a temporary manifest or metrics."""
     return bool(_ARRAYS.fullmatch(name) or _TEMPORARY.fullmatch(name))
-
-
-def identity_of(name: str) -> str | None:
-    """Returns the identity in the name of a mark (see `host_parts`), or None for other names."""
-    found = _PART.fullmatch(name)
-    return found and found[1]

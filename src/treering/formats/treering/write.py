@@ -4,6 +4,8 @@ import bisect
 import contextlib
 import datetime
 import functools
+import itertools
+import logging
 import os
 import posixpath
 import threading
@@ -28,17 +30,19 @@ from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
 from ...stores.buffers import aligned, round_up
 from ...stores.nfs import refresh_dir_cache, wait_until
-from ...stores.store import Sink, Store
-from . import host_parts, layout, manifest
+from ...stores.store import Store
+from . import host_files, layout, manifest, second_copies
 from .commit import Transaction
 from .layout import PlannedFile
 from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
-from .removal import logging_errors
-from .room import Room, RoomMaker
+from .room import PatientSink, Room, RoomMaker
 from .save_files import SaveFiles
+from .second_copies import FileWriter, PlannedCopy
 
+_log = logging.getLogger("treering")
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
+_PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
 _SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
 
 
@@ -55,8 +59,9 @@ class Info(NamedTuple):
 class Job(NamedTuple):
     """The contents and the path of a save.
 
-    `shares` names the processes that write each array. It is None if this process writes all of them. With
-    `per_host_storage`, each host has a disk of its own at the path. `room_maker` frees room if the disk is full.
+    `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has the
+    number of the disk of each process, if each host has a disk of its own at the path; else it is None. `room_maker`
+    frees room if a disk is full.
     """
 
     path: str
@@ -65,7 +70,7 @@ class Job(NamedTuple):
     catalogue: Catalogue
     shares: Mapping[int, Assignment] | None
     info: Info
-    per_host_storage: bool = False
+    hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
 
 
@@ -73,11 +78,14 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     """Writes a checkpoint durably, together with the other processes of the call.
 
     Process 0 begins and commits the save. A process that fails removes its files. If the commit of process 0 is in
-    doubt, it keeps them: the next `collect_garbage` removes them if no manifest names them.
+    doubt, it keeps them: the next `collect_garbage` removes them if no manifest names them. A second copy that cannot
+    be written is logged and does not fail the save.
     """
     files: Any = None
+    holders: dict[str, tuple[int, ...]] = {}
     stopwatch = _Stopwatch()
     undurable: SaveError | None = None
+    committed = b""  # the manifest, in process 0
     room = Room(call, job.room_maker, job.info.step, staging.check)
 
     def begin() -> list[Any]:
@@ -87,12 +95,13 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
-        nonlocal undurable
-        listed = [[msgspec.convert(one, File) for one, _ in report] for report in reports]
-        firsts = [[first for _, first in report] for report in reports]
-        data = _manifest(job, pieces, spread, listed, firsts)
+        nonlocal undurable, committed
+        listed = [[msgspec.convert(one, File) for one, _ in report] for report, _ in reports]
+        firsts = [[first for _, first in report] for report, _ in reports]
+        copies = [[msgspec.convert(one, File) for one in report] for _, report in reports]
+        committed = data = _manifest(job, pieces, spread, listed, firsts)
         try:
-            others = [] if job.per_host_storage else listed[1:]
+            others = [] if job.hosts else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
         except SaveError as error:
             if not files.must_stay:
@@ -101,43 +110,56 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             # as a failure, which would make them remove theirs.
             undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        return [nbytes, undurable and str(undurable), manifest.xxh3(data) if job.per_host_storage else ""]
+        if job.hosts:
+            holders.update(second_copies.holders(listed, copies))
+        return [nbytes, undurable and str(undurable), len(data), second_copies.different(listed, copies)]
 
     try:
         call.set_activity("planning")
         token, made = call.broadcast(lambda: room.decide(begin))
-        if files is None and job.per_host_storage:
+        if files is None and job.hosts:
             files = room.retry(job.path, 0, lambda: SaveFiles.join_per_host(store, job.path, token))
         elif files is None:
             made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
             files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
-            entries, most = job.catalogue.entries, store.object_bytes
-            if job.shares is None:
+            entries, shares, most = job.catalogue.entries, job.shares, store.object_bytes
+            copies: Sequence[PlannedCopy] = ()
+            if shares is None:
                 pieces, planned = _plan_single_process(entries, staging.shards, most)
             else:
                 if most:
-                    job = job._replace(shares=assignment.cut_assignments(entries, job.shares, most))
-                pieces = assignment.pieces(entries, staging.shards, job.shares, call.index)
-                staging.plan_reads([piece.shard for piece in pieces], [piece.nbytes for piece in pieces])
-                planned = layout.plan(entries, pieces, file_bytes=most)
+                    shares = assignment.cut_assignments(entries, shares, most)
+                    job = job._replace(shares=shares)
+                pieces, planned = _plan(entries, staging.shards, shares, call.index, most)
+                copies = second_copies.plan(entries, staging.shards, shares, call.index, call.count, token)
+                taken = [*pieces, *itertools.chain(*(copy.pieces for copy in copies))]
+                staging.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
             spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
             names = layout.names(token, len(planned), call.index, call.count)
         call.set_activity("writing")
         stopwatch.begin()
         report = [
-            (_write_file(files, name, file, pieces, staging, pool, stopwatch, room), file.first)
+            (_write_file(PatientSink(room, files, name), name, file, pieces, staging, pool, stopwatch), file.first)
             for name, file in zip(names, planned, strict=True)
         ]
+        copied: list[File] = []
+        for copy in copies:
+            sink = second_copies.LenientSink(files, copy.name)
+            file = _write_file(sink, copy.name, copy.file, copy.pieces, staging, pool, stopwatch)
+            copied += [file] if sink.end() else []
         if call.index:
             store.settle(job.path)
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
-        nbytes, problem, identity = room.gather_and_decide(msgspec.to_builtins(report), commit)
-        if job.per_host_storage and call.index:
-            with logging_errors(job.path):
-                host_parts.note_part(store, job.path, identity)
-        files.close()
+        message = msgspec.to_builtins([report, copied])
+        nbytes, problem, manifest_bytes, different = room.gather_and_decide(message, commit)
+        try:
+            if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
+                _share_manifest(store, job.path, call, committed, manifest_bytes)
+            second_copies.remove(files, {file.name for file in copied}.intersection(different))
+        finally:
+            files.close()
         stopwatch.lap("commit")
     except BaseException as error:
         if files and call.in_doubt:
@@ -154,7 +176,37 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    return Written(nbytes, stopwatch.seconds["write"], stopwatch.seconds["sync"], stopwatch.seconds["commit"])
+    seconds = stopwatch.seconds
+    return Written(nbytes, seconds["write"], seconds["sync"], seconds["commit"], holders)
+
+
+def _plan(
+    entries: Sequence[Entry],
+    shards: Sequence[LocalShard],
+    shares: Mapping[int, Assignment],
+    index: int,
+    most: int | None,
+) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
+    """Returns the pieces that process `index` writes, and its files of at most `most` bytes."""
+    pieces = assignment.pieces(entries, shards, shares, index)
+    sizes = assignment.sizes_by_keeper(entries, shares, index)
+    return pieces, layout.plan_groups(entries, pieces, map(len, sizes.values()), most)
+
+
+def _share_manifest(store: Store, path: str, call: Call, data: bytes, nbytes: int) -> None:
+    """Sends the manifest that process 0 has committed to the other disks. A disk that misses it gets it later.
+
+    data: the manifest, in process 0. nbytes: its size.
+    """
+    try:
+        parts = [
+            call.broadcast(lambda begin=begin: data[begin : begin + _PART_BYTES].decode("latin-1"))
+            for begin in range(0, nbytes, _PART_BYTES)
+        ]
+        if call.index:
+            host_files.adopt_manifest(store, path, "".join(parts).encode("latin-1"))
+    except (TreeringError, OSError) as error:
+        _log.warning("%s: the manifest is not on the disk of this host yet: %s", path, error)
 
 
 _last_plan: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
@@ -291,24 +343,21 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
 
 
 def _write_file(
-    files: SaveFiles,
+    sink: FileWriter,
     name: str,
     file: PlannedFile,
     pieces: Sequence[Piece],
     staging: ShardSupply,
     pool: ThreadPool,
     stopwatch: _Stopwatch,
-    room: Room,
 ) -> File:
     size = len(file.header) + file.nbytes
-    nbytes = round_up(size)
-    sink = room.retry(posixpath.join(files.path, name), nbytes, lambda: files.create(name))
-    memory = room.retry(sink.path, nbytes, lambda: sink.preallocate(nbytes))
-    checksums = _write_buffer(sink, memory, file, pieces, staging, pool, room)
+    room = sink.preallocate(round_up(size))
+    checksums = _write_buffer(sink, room, file, pieces, staging, pool)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
-    room.retry(sink.path, len(buffer), lambda: sink.write(buffer, 0))
+    sink.write(buffer, 0)
     stopwatch.lap("write")
     sink.finish(size, read_only=True)
     stopwatch.lap("sync")
@@ -316,24 +365,23 @@ def _write_file(
 
 
 def _write_buffer(
-    sink: Sink,
-    memory: memoryview | None,
+    sink: FileWriter,
+    room: memoryview | None,
     file: PlannedFile,
     pieces: Sequence[Piece],
     staging: ShardSupply,
     pool: ThreadPool,
-    room: Room,
 ) -> Sequence[str]:
     """Fills, hashes and writes the buffer chunk by chunk in all threads. Returns the checksum of every block.
 
-    memory: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
+    room: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
     """
     checksums = [""] * file.blocks
     chunks = iter(range(0, file.nbytes, CHUNK_BYTES))
     turn = threading.Lock()
 
     def work() -> None:
-        buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if memory is None else memory[len(file.header) :]
+        buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if room is None else room[len(file.header) :]
         target = np.frombuffer(buffer, np.uint8)
         try:
             while True:
@@ -342,13 +390,12 @@ def _write_buffer(
                 if begin is None:
                     return
                 end = min(begin + CHUNK_BYTES, file.nbytes)
-                chunk = target if memory is None else target[begin:end]
+                chunk = target if room is None else target[begin:end]
                 _fill(chunk, file, pieces, staging, begin, end)
                 for block in range(begin, end, BLOCK):
                     checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
-                if memory is None:
-                    data, offset = buffer[: round_up(end - begin)], len(file.header) + begin
-                    room.retry(sink.path, len(data), functools.partial(sink.write, data, offset))
+                if room is None:
+                    sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
                 staging.on_progress(end - begin)
         except BaseException as error:
             staging.fail(error)  # This stops the other threads at once, which may wait for staged bytes.

@@ -2,16 +2,17 @@
 
 import os
 
-from .. import stores
-from ..keep import Policy
-from .failures import Failures
-from .late_metrics import LateMetrics
-from .pending_saves import PendingSaves
-from .retention import Retention
-from .run_directory import RunDirectory
-from .run_layout import RunLayout
-from .step_catalog import StepCatalog
-from .two_places import TwoPlaces
+from ... import stores
+from ...keep import Policy
+from ..failures import Failures
+from ..late_metrics import LateMetrics
+from ..pending_saves import PendingSaves
+from ..plain_run import PlainRun
+from ..retention import Retention
+from ..run_directory import RunDirectory
+from ..run_layout import RunLayout
+from ..step_catalog import StepCatalog
+from .tiered_run import TieredRun
 
 
 def make_directory(
@@ -25,28 +26,29 @@ def make_directory(
     failures: Failures,
     pending_saves: PendingSaves,
     timeout: float,
-) -> RunDirectory | TwoPlaces:
+) -> RunDirectory:
     """Returns the directory that a run is saved to. `keep` and `upload_limit` apply only to a remote tier."""
-    made: list[TwoPlaces] = []
+    made: list[TieredRun] = []
 
     def busy() -> bool:
         # This function must not refer to the `Checkpointer`, nor to the only directory. A cycle would delay the
         # finalizers of a dropped `Checkpointer`: they restore the handler of SIGTERM and release the lease.
         return pending_saves.busy() or any(one.busy for one in made)
 
-    def directory_at(root: str) -> RunDirectory:
-        return RunDirectory(StepCatalog(stores.get(root), root, layout, tensorboard), busy)
+    def directory_at(root: str) -> PlainRun:
+        return PlainRun(StepCatalog(stores.get(root), root, layout, tensorboard), busy)
 
-    directory: RunDirectory | TwoPlaces = directory_at(root)
-    if local is not None:
-        local_directory = directory_at(stores.absolute(local))
-        directory = TwoPlaces(local_directory, directory, keep, upload_limit, failures.notify, timeout)
-        made.append(directory)
-    return directory
+    plain = directory_at(root)
+    if local is None:
+        return plain
+    tiered = TieredRun(directory_at(stores.absolute(local)), plain, keep, upload_limit, failures.notify, timeout)
+    made.append(tiered)
+    return tiered
 
 
-def late_metrics(directory: RunDirectory | TwoPlaces, retention: Retention, pending_saves: PendingSaves) -> LateMetrics:
+def late_metrics(directory: RunDirectory, retention: Retention, pending_saves: PendingSaves) -> LateMetrics:
     """Returns the object that applies the policy to late metrics: in the remote tier, or by `retention` without one."""
-    if isinstance(directory, TwoPlaces):
+    if isinstance(directory, TieredRun):
         return LateMetrics(directory.remote, directory.remote_retention, pending_saves, directory.start_upload)
+    assert isinstance(directory, PlainRun)
     return LateMetrics(directory, retention, pending_saves, None)

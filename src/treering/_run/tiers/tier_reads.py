@@ -6,41 +6,43 @@ import os
 import posixpath
 from collections.abc import Iterator, Mapping
 
-from .._core.entries import step_number
-from .._core.leaf_paths import join_names
-from .._processes.calls import Call
-from .._save.pending import as_save_error
-from ..errors import CorruptError, MismatchError, NotFoundError
-from ..formats.treering import host_parts, summary
-from ..keep import Saved
-from ..stores.read_errors import is_momentary
-from . import host_meeting
-from .host_disks import HostDisks, steps_in_part
-from .origin import Origin
-from .run_directory import RunDirectory
-from .step_fallback import StepCopy
+from ..._core.entries import step_number
+from ..._core.leaf_paths import join_names
+from ..._processes.calls import Call
+from ..._save.pending import as_save_error
+from ...errors import CorruptError, MismatchError, NotFoundError
+from ...formats.treering import host_files, summary
+from ...keep import Saved
+from ...stores.read_errors import is_momentary
+from ..plain_run import PlainRun
+from ..step_fallback import StepCopy
+from . import step_states
+from .host_group import HostGroup
+from .journal import read_generations
+from .local_tier import LocalTier
+from .meeting import Meeting, find_leaders
 
 _log = logging.getLogger("treering")
 
 
-class TierPair:
+class TierReads:
     """The local and the remote directory of one run. See `RunDirectory` for the methods.
 
     Both copies of a step have the same manifest, byte for byte. Local steps belong to the run as long as no other job
-    has written the remote tier, which `Origin` knows. Otherwise only local steps that are also remote are used.
+    has written the remote tier, which the journal knows. Otherwise only local steps that are also remote are used.
 
-    `disks` is set if each host has its own local disk, which the first call of all processes finds out. Each host then
-    reads the files on its own disk locally and all others remotely. A step that is not in the remote tier cannot be
-    read.
+    `host_group` is set if each host has its own local disk, which the first call of all processes finds out. Each host
+    then reads the files on its own disk locally and all others remotely. A step that is not in the remote tier cannot
+    be read.
     """
 
-    def __init__(self, local: RunDirectory, remote: RunDirectory):
+    def __init__(self, local: PlainRun, remote: PlainRun):
         if local.steps.store.real_path(local.root) == remote.steps.store.real_path(remote.root):
             raise MismatchError(f"local={local.root!r}: expected another directory, found that of the run")
         self.local, self.remote = local, remote
         self.steps, self.root = local.steps, remote.root
-        self.origin = Origin(local.steps, remote.steps)
-        self.disks: HostDisks | None = None
+        self.tier = LocalTier(local.steps, remote.root)
+        self.host_group: HostGroup | None = None
         self.index = 0  # of this process
         self._claimed = False
         self._copied: dict[int, tuple[object, str]] = {}  # version and identity of the uploaded steps
@@ -68,18 +70,26 @@ class TierPair:
         return self.local.lost or self.remote.lost
 
     def discover_hosts(self, call: Call) -> None:
+        """Finds out which processes share a disk, and what the disks have. Every process calls it first."""
         self.index = call.index
         with as_save_error(self.local.root):
-            self.disks = host_meeting.discover_hosts(
-                call, self.local.steps, self.remote.steps, self.origin, self._locked
-            )
-        if self.disks and self.disks.missing and not self.index:
+            leaders = find_leaders(call, self.local.steps.store, self.local.root)
+            # The other files of the steps may be on hosts that this job lacks.
+            had_others = call.broadcast(lambda: any(len(one.disks) > 1 for one in self.tier.journal.contents.claims))
+            if leaders == [0] and not had_others:
+                return
+            if call.index == 0:
+                _log.info("%s: the hosts have disks of their own, %d in all", self.local.root, len(leaders))
+            self.local.steps.allow_missing_files()
+            meeting = Meeting(self.tier, self.remote.steps, self._locked)
+            leads = call.index in leaders
+            self.host_group = HostGroup(self.tier, self.remote.steps, meeting, call, leads=leads)
+        if self.host_group.missing and not self.index:
             _log.warning(
                 "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "
                 "or another job held the run when this one began",
-                self.local.root,
-                join_names(tuple(map(str, sorted(self.disks.missing)))),
-            )
+                self.local.root, join_names(tuple(map(str, sorted(self.host_group.missing)))),
+            )  # fmt: skip
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -108,16 +118,16 @@ class TierPair:
         return places
 
     def copy_at(self, step: int, path: str, format: str | None = None) -> StepCopy:
-        if self.disks and self._side(path) is self.local:
+        if self.host_group and self._side(path) is self.local:
             local, remote = self.local, self.remote
-            both = host_parts.local_first(local.steps.store, local.root, remote.steps.store, remote.root)
+            both = host_files.local_first(local.steps.store, local.root, remote.steps.store, remote.root)
             return StepCopy(step, both, posixpath.join(local.root, posixpath.basename(path)))
         return self._side(path).copy_at(step, path, format)
 
     def readable_copies(self, step: int | None = None) -> list[StepCopy]:
         """Returns the candidates that can be read. If each host has its own disk, they are remote."""
         places = self.step_copies(step)
-        if not self.disks:
+        if not self.host_group:
             return places
         there = {place.step for place in places if self._side(place.path) is self.remote}
         if missing := sorted({place.step for place in places if place.step > max(there, default=-1)}):
@@ -141,13 +151,13 @@ class TierPair:
 
     def mark_damaged(self, place: StepCopy) -> None:
         side = self._side(place.path)
-        if self.disks and side is self.local:
+        if self.host_group and side is self.local:
             return  # The damage may be in a file that was read from the remote tier.
         side.mark_damaged(place)
 
     def check_new(self) -> None:
-        if self.disks and self.disks.missing:
-            missing = join_names(tuple(map(str, sorted(self.disks.missing))))
+        if self.host_group and self.host_group.missing:
+            missing = join_names(tuple(map(str, sorted(self.host_group.missing))))
             raise CorruptError(
                 f"{self.root}: expected a step, found none, and in {self.local.root} only parts of {missing}: "
                 "the other "
@@ -155,8 +165,8 @@ class TierPair:
                 "with the missing hosts, or end the other job; if they are lost, remove that directory on all hosts to "
                 "start over"
             )
-        standing = self.origin.standing()
-        self.remote.check_new(knows_local=standing is not None and standing.rank > 0)
+        knows_local = bool(self.tier.journal.contents.claims) and self._is_heir()
+        self.remote.check_new(knows_local=knows_local)
         self.local.check_new(local=True)
 
     def path(self, step: int) -> str:
@@ -170,6 +180,7 @@ class TierPair:
         return sorted({*self.remote.pinned(), *(step for step in self.local.pinned() if step in local)})
 
     def uncopied(self) -> list[int]:
+        """Returns the steps that are not uploaded yet, or not known to be."""
         local = self._known_local()  # Listed once, because another job may archive steps meanwhile.
         unknown = self._not_known_remote(local)
         if not unknown:
@@ -188,16 +199,27 @@ class TierPair:
     def _known_local(self) -> dict[int, str]:
         return self.local.steps.committed() if self._claimed else self.local_steps()
 
-    def _side(self, path: str) -> RunDirectory:
+    def _side(self, path: str) -> PlainRun:
         return self.remote if os.path.dirname(path) == self.remote.root else self.local
+
+    def _is_heir(self) -> bool:
+        """Returns True if the steps on this disk belong to the run: no later job has written the remote tier.
+
+        Raises the errors of `Journal.read`.
+        """
+        self.tier.journal.read()
+        generations = read_generations(self.remote.steps.store, self.remote.root)
+        is_empty = generations is None and not self.remote.steps.committed()
+        disks = {0: step_states.Disk(self.tier.journal.contents, {})}
+        claim = step_states.last_claim(disks, generations, is_empty=is_empty)
+        return bool(step_states.heirs_of(disks, claim, is_new=is_empty))
 
     def local_steps(self) -> dict[int, str]:
         """Returns the local steps that belong to the run, and their paths."""
-        if self.disks and self.index:
-            return {} if self.disks.stale else dict(sorted(steps_in_part(self.local.steps).items()))
-        missing = self.disks.missing if self.disks else ()
-        own = {step: path for step, path in self.local.steps.committed().items() if step not in missing}
-        if not own or self._claimed or self.origin.is_newest():
+        own = self.local.steps.committed()
+        if self.host_group:
+            return {step: path for step, path in own.items() if self.host_group.is_of_run(step, path)}
+        if not own or self._claimed or self._is_heir():
             return own
         remote = self.remote.steps.committed()
         found = {step: path for step, path in own.items() if step in remote and not self._differ(path, remote[step])}
@@ -211,15 +233,9 @@ class TierPair:
     def _differ(self, path: str, other: str) -> bool:
         """Returns True if a local step is surely another than the remote one. A damaged manifest may be the same."""
         try:
-            return self._identity(path) != summary.identity(self.remote.steps.store, other)
+            return summary.identity(self.local.steps.store, path) != summary.identity(self.remote.steps.store, other)
         except (CorruptError, FileNotFoundError):
             return False
-
-    def _identity(self, path: str) -> str:
-        """Returns the identity of a local step. Raises `FileNotFoundError` if it was deleted."""
-        if self.disks and self.index and (found := host_parts.part_of(self.local.steps.store, path)):
-            return found[0]
-        return summary.identity(self.local.steps.store, path)
 
     def _known_copied(self, step: int, path: str) -> bool:
         seen = summary.stat_manifest(self.local.steps.store, path)
@@ -232,7 +248,7 @@ class TierPair:
         if not self._known_copied(step, path):
             try:
                 seen = summary.stat_manifest(self.local.steps.store, path)
-                identity = self._identity(path)
+                identity = summary.identity(self.local.steps.store, path)
                 if identity != summary.identity(self.remote.steps.store, remote):
                     return False
             except (CorruptError, FileNotFoundError):

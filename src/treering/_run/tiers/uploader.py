@@ -7,18 +7,45 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from .._threads.pool import start_threads
-from ..errors import MismatchError, PeerError, SaveError, TreeringError
-from ..stores.lease_registry import LeaseLostError
-from ..stores.read_errors import is_momentary
-from .background_queue import BackgroundQueue
-from .retention import Retention
+from ..._threads.pool import start_threads
+from ...errors import MismatchError, PeerError, SaveError, TreeringError
+from ...stores.lease_registry import LeaseLostError
+from ...stores.read_errors import is_momentary
+from ..background_queue import BackgroundQueue
+from ..plain_run import PlainRun
+from ..retention import Retention
+from .host_group import HostGroup
 
-if TYPE_CHECKING:
-    from .host_disks import HostDisks
-    from .two_places import TwoPlaces
+
+class Uploadable(Protocol):
+    """A run in two tiers, as its uploads see it."""
+
+    root: str
+    remote: PlainRun
+    host_group: HostGroup | None
+
+    @property
+    def claimed(self) -> bool:
+        """True if this process holds the leases of both tiers, and the local steps belong to the run."""
+        ...
+
+    def to_upload(self) -> list[int]:
+        """Returns the steps to upload, the newest first."""
+        ...
+
+    def upload(self, step: int, on_progress: Callable[[int], None]) -> bool:
+        """Uploads a step. Returns False if the remote tier has it already.
+
+        on_progress: called with the number of bytes that are about to be sent.
+        """
+        ...
+
+    def upload_metrics(self) -> None:
+        """Uploads the metrics that steps got after their upload."""
+        ...
+
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.2
@@ -35,7 +62,7 @@ class _PausedError(Exception):
         return "the upload was interrupted"
 
 
-class Copies:
+class Uploader:
     """Uploads the missing steps one after the other, the newest first.
 
     `step` is the step that is being uploaded. A failure is logged, and the upload is tried again: after a while, with
@@ -44,7 +71,7 @@ class Copies:
 
     def __init__(
         self,
-        places: "TwoPlaces",
+        run: Uploadable,
         remote: Retention,
         bytes_per_second: float | None,
         notify: Callable[[BaseException], None],
@@ -53,7 +80,7 @@ class Copies:
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise MismatchError(f"upload_limit={bytes_per_second!r}: expected a number of bytes a second above 0")
         self.step: int | None = None
-        self._places, self._remote, self._notify, self._timeout = places, remote, notify, timeout
+        self._run, self._remote, self._notify, self._timeout = run, remote, notify, timeout
         self._queue = BackgroundQueue()
         self._pace = _Pace(bytes_per_second)
         self._one = threading.Lock()  # held by the thread that uploads or otherwise changes the run
@@ -80,12 +107,12 @@ class Copies:
 
     def begin(self) -> None:
         """Begins to upload the missing steps, unless each host has its own disk: then all processes must begin it."""
-        if self._places.claimed and not self._places.disks:
-            self._queue.add("uploading steps", self._copy_all)
+        if self._run.claimed and not self._run.host_group:
+            self._queue.add("uploading steps", self._upload_all)
 
     def begin_together(
         self,
-        disks: "HostDisks",
+        group: HostGroup,
         after: str,
         process: int,
         *,
@@ -97,13 +124,13 @@ class Copies:
         only: uploads just this step, without the limit, even if the policy does not keep it.
         then: process 0 calls it before the other processes delete files.
         """
-        what, timeout = f"{self._places.root}: uploading steps after {after}", self._timeout
+        what, timeout = f"{self._run.root}: uploading steps after {after}", self._timeout
         if process == 0:
-            meeting = functools.partial(disks.round, what, timeout)
-            self._queue.add(what, lambda: self._copy_all(meeting, only, then))
+            meeting = functools.partial(group.round, what, timeout)
+            self._queue.add(what, lambda: self._upload_all(meeting, only, then))
         else:
             moved = self._moved if only is None else lambda nbytes, look: look()
-            self._queue.add(what, lambda: disks.follow(what, timeout, moved))
+            self._queue.add(what, lambda: group.follow(what, timeout, moved))
 
     def interrupt(self, process: int) -> None:
         """Cancels the upload in which all hosts take part. Process 0 waits until it has ended."""
@@ -116,8 +143,8 @@ class Copies:
 
     def _stop(self) -> None:
         self._stopped = True
-        if disks := self._places.disks:
-            disks.give_up(_PausedError())
+        if group := self._run.host_group:
+            group.cancel(_PausedError())
 
     def wait(self) -> None:
         """Waits until the uploads and deletions that have begun are over."""
@@ -163,7 +190,7 @@ class Copies:
         self.wait()
         return self._error
 
-    def _copy_all(
+    def _upload_all(
         self,
         meeting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         only: int | None = None,
@@ -172,25 +199,25 @@ class Copies:
         try:
             with meeting(), self._one:
                 if not self.taken_over:  # Final: the other job may have replaced remote steps.
-                    self._copy_missing(only)
+                    self._upload_missing(only)
                     then()
         except _PausedError as error:  # The upload starts over once the change is done.
             self._error = error
         except BaseException as error:  # Any error: `finish` must not report success.
             self._report(error)
 
-    def _copy_missing(self, only: int | None) -> None:
+    def _upload_missing(self, only: int | None) -> None:
         self._error = None
         tried: set[int] = set()
         self._check()
         self._remote.collect_garbage()
         if only is not None:
             self._remote.wait()  # Retention may still be deleting the files of this step.
-            self._copy(only, at_once=True)
+            self._upload(only, at_once=True)
             return
         while todo := [step for step in self._missing() if step not in tried]:
             tried.add(todo[0])
-            self._copy(todo[0])
+            self._upload(todo[0])
         if self._remote.knows_valid_step:
             self._remote.retain(None)
         self._wait = _MIN_RETRY_SECONDS if self._error is None else self._wait
@@ -198,17 +225,17 @@ class Copies:
     def _missing(self) -> list[int]:
         """Returns the steps to upload. Also uploads the metrics that were added to other steps."""
         self._check()
-        remote = self._places.remote.steps
+        remote = self._run.remote.steps
         with remote.store.glance(remote.root):
-            todo = self._places.to_copy()
-            self._places.copy_metrics()
+            todo = self._run.to_upload()
+            self._run.upload_metrics()
         return todo
 
-    def _copy(self, step: int, *, at_once: bool = False) -> None:
+    def _upload(self, step: int, *, at_once: bool = False) -> None:
         begun = time.monotonic()
         self.step = step
         try:
-            copied = self._places.copy(step, (lambda nbytes: self._check()) if at_once else self._moved)
+            copied = self._run.upload(step, (lambda nbytes: self._check()) if at_once else self._moved)
         except (TreeringError, OSError) as error:
             if is_momentary(error) or isinstance(error, LeaseLostError | PeerError):
                 raise
@@ -217,20 +244,20 @@ class Copies:
         finally:
             self.step = None
         if copied:
-            _log.info("%s: step %d uploaded in %.1f s", self._places.root, step, time.monotonic() - begun)
+            _log.info("%s: step %d uploaded in %.1f s", self._run.root, step, time.monotonic() - begun)
         self._remote.retain(step)
 
     def _report(self, error: BaseException) -> None:
         self._error = error
-        when = "with the next save" if self._places.disks else "after a while, and with the next save"
+        when = "with the next save" if self._run.host_group else "after a while, and with the next save"
         about = f"%s: uploading steps failed; it is tried again {when}: %s"
-        _log.error(about, self._places.root, error, exc_info=not isinstance(error, TreeringError | OSError))
+        _log.error(about, self._run.root, error, exc_info=not isinstance(error, TreeringError | OSError))
         if not isinstance(error, LeaseLostError):
             self._begin_later()
 
     def _begin_later(self) -> None:
         """Schedules another attempt, unless one is scheduled."""
-        if self._timer or self._places.disks:
+        if self._timer or self._run.host_group:
             return
 
         def again() -> None:
@@ -255,10 +282,10 @@ class Copies:
             look()
 
     def _check(self) -> None:
-        if self._stopped or not self._places.claimed:
+        if self._stopped or not self._run.claimed:
             raise _PausedError
-        if disks := self._places.disks:
-            disks.look()
+        if group := self._run.host_group:
+            group.check()
 
 
 class _Pace:

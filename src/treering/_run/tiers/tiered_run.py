@@ -6,31 +6,30 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from .._core.entries import step_number
-from .._processes.calls import Call
-from ..errors import CorruptError, ExistsError, SaveError
-from ..formats.treering import copy, host_parts, metrics, pins, removal, summary
-from ..keep import Policy, Saved
-from . import deleted, run_layout
-from .copies import Copies
-from .host_disks import steps_in_part
-from .retention import Retention
-from .run_directory import RunDirectory
-from .tier_pair import TierPair
-from .together import Together
+from ..._core.entries import step_number
+from ..._processes.calls import Call
+from ...errors import CorruptError, ExistsError, SaveError
+from ...formats.treering import copy, host_files, metrics, pins, removal, summary
+from ...keep import Policy, Saved
+from .. import run_layout
+from ..plain_run import PlainRun
+from ..retention import Retention
+from .joint_changes import JointChanges
+from .journal import Claim, Generations, read_generations, write_generations
+from .tier_reads import TierReads
+from .uploader import Uploader
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.1
-_ROUNDS_TO_FREE = 2  # The other hosts delete only files that they had in the round before too.
 
 
-class TwoPlaces(TierPair):
+class TieredRun(TierReads):
     """Saves steps locally and uploads them. The next save archives local steps of abandoned branches."""
 
     def __init__(
         self,
-        local: RunDirectory,
-        remote: RunDirectory,
+        local: PlainRun,
+        remote: PlainRun,
         keep: Policy | None,
         bytes_per_second: float | None,
         notify: Callable[[BaseException], None],
@@ -42,14 +41,20 @@ class TwoPlaces(TierPair):
         self._seen_remote: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
         self._dropped: dict[int, str] = {}  # steps that the policy has deleted remotely, and their identities
+        self._replaced: dict[int, str] = {}  # steps that are being overwritten, and the identities of the old ones
         local.on_delete, remote.on_delete = self._on_local_delete, self._on_remote_delete
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_remote: set[int] = set()  # A save looks at the remote tier only for these steps.
+        self._generation = 0  # of this job, once it has claimed the run
+        self._has_written_remote = False
         self.remote_retention = Retention(remote, keep)
-        self._copies = Copies(self, self.remote_retention, bytes_per_second, notify, timeout)
-        self.host_group: Together | None = None
-        self._deletions = 0  # the number of local steps that were deleted
-        self._rounds_to_free = 0  # rounds after which the other hosts have deleted their files of these steps
+        self._has_deleted = False  # True if local steps were deleted since a save last waited for room
+        self.together: JointChanges | None = None
+        self._uploader = Uploader(self, self.remote_retention, bytes_per_second, notify, timeout)
+
+    @property
+    def uploads(self) -> "TieredRun":
+        return self
 
     @property
     def claimed(self) -> bool:
@@ -60,24 +65,24 @@ class TwoPlaces(TierPair):
 
     def start_upload(self) -> None:
         """Uploads missing steps in the background, and deletes the steps that the policy does not keep."""
-        self._copies.begin()
+        self._uploader.begin()
 
     @property
     def uploading_step(self) -> int | None:
-        return self._copies.step
+        return self._uploader.step
 
     @property
     def busy(self) -> bool:
-        return self._copies.busy
+        return self._uploader.busy
 
     def lift_limit(self) -> None:
         """Ends the limit of bytes a second. A save may wait for room that an upload frees."""
-        self._copies.lift_limit()
+        self._uploader.lift_limit()
 
     def discover_hosts(self, call: Call) -> None:
         super().discover_hosts(call)
-        if self.disks:
-            self.host_group = Together(self, self.disks, self._copies)
+        if self.host_group:
+            self.together = JointChanges(self, self.host_group, self._uploader)
 
     # Writing
 
@@ -87,59 +92,41 @@ class TwoPlaces(TierPair):
         if self._claimed:
             if self.remote.lost:
                 self.remote.acquire()  # This raises the error.
-            self._copies.check()
-            self.origin.keep_local_mark()
+            self._uploader.check()
+            self.tier.journal.write()
             return
         self.remote.acquire()
-        # Archive first: the mark declares that all local steps belong to the run.
-        self._archive(self._of_no_use())
-        self._forget_copied_parts()
-        self.origin.set_local_mark(own_disks=self.disks is not None)
+        found = read_generations(self.remote.steps.store, self.remote.root)
+        is_heir = self.host_group is None and self._is_heir()
+        base = found or Generations()
+        self._generation = base.next
+        self._write_generations(Generations(base.next + 1, base.written_by))
+        if self.host_group:
+            self.host_group.claim(self._generation, found)
+        else:
+            # Archive first: the claim declares that all local steps belong to the run.
+            self.tier.archive(() if is_heir else self._abandoned())
+            disk = (self.tier.journal.disk,)
+            self.tier.journal.claim(Claim(self._generation, base.written_by, disk, disk if is_heir else ()), {})
         self._ever_remote.update(self.remote.steps.committed())
         self._claimed = True
-        self._copies.begin()
+        self._uploader.begin()
 
-    def _of_no_use(self) -> dict[int, str]:
-        """Returns the local steps, and their paths, that do not belong to the run and are not in the remote tier."""
+    def _abandoned(self) -> list[str]:
+        """Returns the paths of the local steps that are not in the remote tier, in which other jobs have continued."""
         local = self.local.steps.committed()
-        found = {**local, **steps_in_part(self.local.steps)}
-        if self.origin.is_newest():
-            missing = self.disks.missing if self.disks else set()
-            if not self.disks and self.origin.may_have_parts():  # The other files are on hosts that this job lacks.
-                missing = {
-                    step for step, path in found.items() if not host_parts.is_complete(self.local.steps.store, path)
-                }
-            found = {step: path for step, path in found.items() if step in missing or step not in local}
-        remote = self.remote.steps.committed() if found else {}
-        return {
-            step: path for step, path in found.items() if step not in remote or not self._may_be(path, remote[step])
-        }
+        remote = self.remote.steps.committed() if local else {}
+        return [path for step, path in local.items() if step not in remote or self._differ(path, remote[step])]
 
-    def _may_be(self, path: str, other: str) -> bool:
-        """Returns True if the local step may be the remote step or a part of it. Its manifest may be damaged."""
-        return host_parts.identities(self.local.steps.store, path) <= host_parts.identities(
-            self.remote.steps.store, other
-        )
+    def _write_generations(self, found: Generations) -> None:
+        write_generations(self.remote.steps.store, self.remote.root, found)
 
-    def _forget_copied_parts(self) -> None:
-        """Forgets parts of steps without a local manifest that are complete remotely: no upload needs them."""
-        if parts := steps_in_part(self.local.steps):
-            local, remote = self.local.steps.committed(), self.remote.steps.committed()
-            complete = {one.step for one in self.remote.valid_steps()}
-            for step, path in parts.items():
-                if step in complete and step not in local and self._may_be(path, remote[step]):
-                    host_parts.forget(self.local.steps.store, path)
-
-    def _archive(self, others: dict[int, str]) -> None:
-        if others:
-            newest_first = [others[step] for step in sorted(others, reverse=True)]
-            if self.disks:
-                local = self.local.steps.store
-                self.disks.to_archive.update(*(host_parts.identities(local, path) for path in newest_first))
-            place = run_layout.archive_steps(self.local.steps.store, self.local.root, newest_first)
-            _log.warning("%s: steps that do not belong to the run were archived in %s", self.local.root, place)
-        if self.disks:
-            self.disks.missing.clear()
+    def _mark_remote(self) -> None:
+        """Records that this job changes the remote tier. Call it before the first change."""
+        if not self._has_written_remote:
+            found = read_generations(self.remote.steps.store, self.remote.root) or Generations()
+            self._write_generations(Generations(max(found.next, self._generation + 1), self._generation))
+            self._has_written_remote = True
 
     def reserve_step(self, step: int, on_exists: str, pending_steps: Collection[int | None]) -> tuple[str, bool] | None:
         self._claim()
@@ -152,9 +139,8 @@ class TwoPlaces(TierPair):
             one for one in remote if not (one > step and self.remote.steps.is_damaged(one, self.remote.step_path(one)))
         ]
         found = self.local.reserve_step(step, on_exists, pending_steps, complete)
-        if self.disks and found and found[1]:
-            # Other hosts may have parts of the replaced step for a while: they are to be deleted, not archived.
-            self.disks.known |= host_parts.identities(self.local.steps.store, found[0])
+        if self.host_group and found and found[1]:
+            self._replaced[step] = host_files.identity(self.local.steps.store, found[0])
         return found
 
     def acquire_for_save(self) -> None:
@@ -172,32 +158,33 @@ class TwoPlaces(TierPair):
         return True  # A local disk may not have room for another step.
 
     def wait_for_room(self, problem: str, retain: Callable[[], None], check: Callable[[], None]) -> str | None:
-        deletions, logged = self._deletions, False
+        logged = False
         while True:
             busy, step = self.busy, self.uploading_step  # Read first: an upload may end during `retain`.
             retain()
-            if self._deletions != deletions:
+            if self._has_deleted:  # Other hosts have perhaps not deleted their files yet.
+                self._has_deleted = False
                 return None
             if not busy or not self.claimed:
-                break
+                error = self._uploader.error
+                return f"uploading steps failed: {error}" if error else "no upload under way frees room"
             if step is not None and not logged:
                 _log.info("%s; the save waits until step %d is uploaded and an old step is deleted", problem, step)
                 logged = True
             while self.busy and self.claimed and self.uploading_step == step:
                 check()
                 time.sleep(_POLL_SECONDS)
-        if self.disks and self._rounds_to_free:  # Other hosts have not deleted their files yet.
-            self._rounds_to_free -= 1
-            return None
-        error = self._copies.error
-        return f"uploading steps failed: {error}" if error else "no upload under way frees room"
 
     def on_commit(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
             self._saved.add(step)
             self._copied.pop(step, None)
+            if self.host_group:
+                self.host_group.committed()
+                if replaced := self._replaced.pop(step, ""):  # The other disks may have it for a while.
+                    self.tier.journal.retire({replaced: "deleted"})
         self._ended = False
-        self._copies.begin()
+        self._uploader.begin()
 
     def protected_steps(self) -> set[int]:
         """Returns the local steps that must stay: those that the policy keeps and that may not be uploaded yet."""
@@ -215,10 +202,10 @@ class TwoPlaces(TierPair):
 
     def end_writing(self) -> SaveError | None:
         if self.index:
-            self._copies.lift_limit()
-            self._copies.wait()  # Process 0 leads the upload and waits for it there.
+            self._uploader.lift_limit()
+            self._uploader.wait()  # Process 0 leads the upload and waits for it there.
         own = self._claimed and os.getpid() == self._process and not self._ended
-        problem = self._problem(self._copies.finish() if self.claimed else self._copies.taken_over) if own else None
+        problem = self._problem(self._uploader.finish() if self.claimed else self._uploader.taken_over) if own else None
         self._claimed = False
         for one in (self.remote, self.local):
             try:
@@ -235,7 +222,7 @@ class TwoPlaces(TierPair):
             pins.pin(self.remote.steps.store, path, wanted)
 
     def delete(self, step: int) -> None:
-        with self._copies.paused():
+        with self._uploader.paused():
             self._seen_remote = []
             places = self.step_copies(step)
             for place in places:
@@ -252,12 +239,15 @@ class TwoPlaces(TierPair):
         self._archive_after(step)
 
     def _archive_after(self, step: int) -> None:
-        with self._copies.paused():
+        with self._uploader.paused():
             self._seen_remote = []
             for one in (self.local, self.remote):
                 one.check_movable_after(step)
+            if self.host_group:
+                later = [path for one, path in self.local.steps.committed().items() if one > step]
+                self.tier.retire(later, "archived")
             self.local.archive_after(step)
-            self.origin.set_remote_mark()
+            self._mark_remote()
             self.remote.archive_after(step)
             self._saved = {one for one in self._saved if one <= step}
             self._ever_remote = {one for one in self._ever_remote if one <= step}
@@ -265,7 +255,7 @@ class TwoPlaces(TierPair):
     def finish(self) -> None:
         self._claim()
         self.upload_all()
-        self.origin.set_remote_mark()
+        self._mark_remote()
         for one in (self.local, self.remote):
             one.mark_finished()
 
@@ -296,7 +286,7 @@ class TwoPlaces(TierPair):
             return
         if self.acquire_for_upload():
             self._ended = True  # `leave` does not try again.
-            error = self._copies.finish() if self.claimed else self._copies.taken_over
+            error = self._uploader.finish() if self.claimed else self._uploader.taken_over
             self._retain(None)
             if problem := self._problem(error):
                 raise problem
@@ -304,7 +294,7 @@ class TwoPlaces(TierPair):
     def _problem(self, error: BaseException | None) -> SaveError | None:
         """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
         local = self.local.steps.committed()
-        missing = self._saved.union(self.to_copy() if self.claimed and not error else self.uncopied())
+        missing = self._saved.union(self.to_upload() if self.claimed and not error else self.uncopied())
         gone = sorted(step for step in missing if step not in local or self.local.steps.is_damaged(step, local[step]))
         if error is None and not gone and (self.claimed or not missing):
             return None
@@ -320,7 +310,7 @@ class TwoPlaces(TierPair):
         problem.__cause__ = error
         return problem
 
-    def to_copy(self) -> list[int]:
+    def to_upload(self) -> list[int]:
         """Returns the valid local steps to upload, newest first: the policy keeps them, and no valid copy is remote."""
         local, remote = self.local.steps.committed(), self.remote.steps.committed()
         self._seen_remote = self.remote.valid_steps()
@@ -343,10 +333,10 @@ class TwoPlaces(TierPair):
             missing = [step for step in missing if step in wanted]
         return missing[::-1]
 
-    def copy(self, step: int, moved: Callable[[int], None]) -> bool:
-        """Uploads a step. Returns False if the remote tier has it already. Calls `moved` with bytes to be sent."""
+    def upload(self, step: int, on_progress: Callable[[int], None]) -> bool:
+        """Uploads a step. Returns False if the remote tier has it already. `on_progress`: see `copy.copy`."""
         local, remote = self.local.steps.store, self.remote.steps.store
-        self.origin.set_remote_mark()
+        self._mark_remote()
         self._ever_remote.add(step)
         there = self.remote.steps.committed().get(step)
         path, to = self.local.step_path(step), there or self.remote.step_path(step)
@@ -354,7 +344,7 @@ class TwoPlaces(TierPair):
             # An earlier request failed, so the upload seemed to be missing. Uploading a step over itself would remove
             # its files.
             return False
-        others = self.disks and self.disks.copying(path, to)
+        others = self.host_group and self.host_group.joint_upload(path, to)
         try:
             if there and self.remote.steps.is_damaged(step, there):
                 copy.check(local, path, others)  # Otherwise the damaged remote step may be the better one.
@@ -362,7 +352,7 @@ class TwoPlaces(TierPair):
                 removal.delete(remote, there)  # Its files may have the names of the uploaded ones.
             seen = summary.stat_manifest(local, path)
             overwrite = summary.stat_manifest(remote, to) is not None
-            identity = copy.copy(local, path, remote, to, overwrite=overwrite, on_progress=moved, others=others)
+            identity = copy.copy(local, path, remote, to, overwrite=overwrite, on_progress=on_progress, others=others)
         except CorruptError:
             if others:  # No restore would find the damage: it would read the remote copy.
                 self.local.steps.mark_damaged(step, path)
@@ -375,13 +365,10 @@ class TwoPlaces(TierPair):
         self._side(path).prepare_delete(path)
 
     def _on_local_delete(self, path: str) -> None:
-        """Marks a local step that is about to be deleted, so that the other hosts delete their files of it."""
-        self._deletions += 1
-        self._rounds_to_free = _ROUNDS_TO_FREE
-        if self.disks and not self.index:
-            deleted.note(self.local.steps.store, self.local.root, path)
-            # Another job on this disk, which lost the run to this one, may have marked a part next to the manifest.
-            host_parts.forget(self.local.steps.store, path)
+        """Records that a local step is about to be deleted, so that the other hosts delete their files of it."""
+        self._has_deleted = True
+        if self.host_group and not self.index:
+            self.tier.retire([path], "deleted")
 
     def _on_remote_delete(self, path: str) -> None:
         """Notes a remote step that is about to be deleted. Keeps its metrics: local steps are ranked by them."""
@@ -391,7 +378,7 @@ class TwoPlaces(TierPair):
             metrics.copy(self.remote.steps.store, path, self.local.steps.store, local, self._copied[step][1])
             self._dropped[step] = self._copied[step][1]
 
-    def copy_metrics(self) -> None:
+    def upload_metrics(self) -> None:
         """Uploads the metrics that steps got after their upload."""
         local, remote = self.local.steps.store, self.remote.steps.store
         there = self.remote.steps.committed()

@@ -1,0 +1,109 @@
+"""Chooses keepers: processes that write second copies of their peers' pieces on the disk of another host.
+
+A keeper holds the piece in memory, so its copy takes no traffic. A piece that only one host holds has no keeper: its
+file is sent after the commit. All functions are pure: every process computes the same answer.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._core import dtypes
+from .._core.boxes import box_shape
+from .._pytree.leaves import Catalogue
+from .assignment import NO_KEEPER, Assignment, held_layout
+from .layouts import Holders
+
+_MIN_KEPT_PART = 8  # Pieces with a keeper get a file of their own from an eighth of the bytes without one.
+
+
+def with_keepers(catalogue: Catalogue, shares: Mapping[int, Assignment], hosts: Sequence[int]) -> dict[int, Assignment]:
+    """Returns the shares of `assign` with keepers. `hosts` has the number of the disk of each process.
+
+    Each writer gets as few keepers as its pieces allow, because each keeper takes a file of its own. A keeper is on the
+    next disk, in a ring, among those whose processes hold the piece; on that disk it has the least to write so far.
+    """
+    classes: dict[tuple[int, ...], int] = {}  # the numbers of the distinct sets of holders
+    of_holders: dict[Holders, np.ndarray] = {}  # the class of each box
+    patterns: dict[Any, _Pattern] = {}
+    of_leaf: dict[int, Any] = {}  # the name of the pattern of each leaf
+    count, everyone = len(hosts), tuple(range(len(hosts)))
+    for leaf, share in shares.items():
+        entry: Any = catalogue.entries[leaf]
+        layout, _ = held_layout(catalogue, leaf, everyone)
+        if (of_boxes := of_holders.get(layout.holders)) is None:
+            numbers = [classes.setdefault(holders, len(classes)) for holders in layout.holders]
+            of_boxes = of_holders[layout.holders] = np.array(numbers, np.int64)
+        if share.layout is None:  # The boxes are parts of those of the layout.
+            of_boxes = of_boxes[[next(layout.boxes.overlapping(box), 0) for box in share.boxes]]
+            sizes, name = np.array([math.prod(box_shape(box)) for box in share.boxes], np.int64), leaf
+        else:
+            sizes, name = layout.elements, (layout.holders, share.turn)
+        if name not in patterns:
+            patterns[name] = _Pattern(of_boxes * count + np.asarray(share.writers), np.zeros(len(of_boxes), np.int64))
+        of_leaf[leaf] = name
+        patterns[name].nbytes[:] += sizes * dtypes.itemsize(entry.dtype)
+    nbytes: dict[int, int] = {}
+    for keys, sizes in patterns.values():
+        distinct, at = np.unique(keys, return_inverse=True)
+        sums = np.bincount(at, sizes).astype(np.int64)
+        for key, size in zip(distinct.tolist(), sums.tolist(), strict=True):
+            nbytes[key] = nbytes.get(key, 0) + size
+    found = _keeper_of_each(nbytes, list(classes), hosts)
+    keepers = {name: np.array([found[key] for key in own.keys.tolist()], np.int64) for name, own in patterns.items()}
+    return {leaf: share._replace(keepers=keepers[of_leaf[leaf]]) for leaf, share in shares.items()}
+
+
+class _Pattern(NamedTuple):
+    """The boxes of arrays with the same holders and writers.
+
+    keys: the class of the holders and the writer of each box, as one number.
+    nbytes: the bytes of each box, of all these arrays together.
+    """
+
+    keys: np.ndarray[Any, np.dtype[np.int64]]
+    nbytes: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _keeper_of_each(
+    nbytes: Mapping[int, int], classes: Sequence[tuple[int, ...]], hosts: Sequence[int]
+) -> dict[int, int]:
+    """Returns the keeper for each set of holders and writer, given as one number; `nbytes` has their bytes."""
+    count = len(hosts)
+    by_disk = [_by_disk(holders, hosts) for holders in classes]
+    loads = [0] * count
+    found: dict[int, int] = {}
+    order = sorted(nbytes, key=lambda key: (key % count, len(by_disk[key // count]), -nbytes[key], key))
+    for writer, keys in itertools.groupby(order, lambda key: key % count):
+        groups: dict[int, list[int]] = {NO_KEEPER: []}
+        for key in keys:  # The fewest holders come first; the rest may follow to the same keepers.
+            holders = by_disk[key // count]
+            again = (q for q in groups if q != NO_KEEPER and q in holders.get(hosts[q], ()))
+            keeper = next(again, None)
+            if keeper is None:
+                keeper = _next_on_another_disk(holders, hosts[writer], loads)
+            groups.setdefault(keeper, []).append(key)
+            if keeper != NO_KEEPER:
+                loads[keeper] += nbytes[key]
+        sizes = {keeper: sum(nbytes[key] for key in own) for keeper, own in groups.items()}
+        for keeper, own in groups.items():
+            is_small = sizes[keeper] * _MIN_KEPT_PART < sizes[NO_KEEPER]
+            found.update(dict.fromkeys(own, NO_KEEPER if is_small else keeper))
+    return found
+
+
+def _by_disk(holders: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for process in holders:
+        found.setdefault(hosts[process], []).append(process)
+    return dict(sorted(found.items()))
+
+
+def _next_on_another_disk(by_disk: Mapping[int, Sequence[int]], disk: int, loads: Sequence[int]) -> int:
+    disks = list(by_disk)
+    chosen = disks[bisect.bisect_right(disks, disk) % len(disks)]
+    return NO_KEEPER if chosen == disk else min(by_disk[chosen], key=loads.__getitem__)

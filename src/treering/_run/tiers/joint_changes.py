@@ -1,0 +1,121 @@
+"""Collective changes of a run in which each host has its own disk, with a part of each step."""
+
+import functools
+import posixpath
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..._processes.calls import Call
+from ..._save.pending import as_save_error
+from ...errors import SaveError
+from .host_group import HostGroup
+from .uploader import Uploader
+
+if TYPE_CHECKING:
+    from .tiered_run import TieredRun
+
+
+class JointChanges:
+    """Does on the other hosts' disks what process 0 does on its own disk, and begins uploads from all disks.
+
+    Every process of the job calls each of these methods in the same order, except `orders`, which process 0 calls.
+    """
+
+    def __init__(self, run: "TieredRun", group: HostGroup, uploader: Uploader):
+        self._run, self._group, self._uploader = run, group, uploader
+
+    def orders(self) -> Any:
+        """Returns what the other disks have to do before a save. Process 0 sends it to them."""
+        return self._group.orders()
+
+    def prepare(self, path: str, orders: Any, back_to: int | None) -> str:
+        """Obeys the orders, and archives the steps after `back_to`. Returns the path of the new step on this disk."""
+        self._group.obey(orders)
+        if back_to is not None:
+            self._group.archive_after(back_to)
+        return posixpath.join(self._run.local.root, posixpath.basename(path))
+
+    def claim(self, call: Call, claim: Callable[[], bool]) -> bool:
+        """Claims the run on all disks before it is changed. Returns False if `claim` in process 0 does."""
+
+        def claimed() -> bool:
+            with as_save_error(self._run.root):
+                return claim()
+
+        return self._group.claim_together(call, claimed)
+
+    def saved(self, step: int) -> None:
+        """Begins an upload after a step was committed."""
+        self._upload(f"step {step}")
+
+    def deleted(self, step: int) -> None:
+        """Deletes the parts of a step that process 0 has deleted."""
+        self._group.delete(step)
+        self._upload(f"the deletion of step {step}")
+
+    def pinned(self, step: int, wanted: bool) -> None:
+        """Marks a step never to be deleted, or removes the mark, as process 0 has done on its disk."""
+        with as_save_error(self._run.local.root):
+            self._group.pin(step, wanted)
+
+    def rewound(self, step: int) -> None:
+        """Archives the parts of later steps after a rewind."""
+        self._group.archive_after(step)
+        self._upload("the rewind" if step < 0 else f"the rewind to step {step}")
+
+    def free_room(self) -> None:
+        """Waits for a round, in which the hosts delete the files of steps that process 0 has deleted."""
+        self._upload("a save found a disk full")
+        self._uploader.wait()
+
+    def _upload(self, after: str, **options: Any) -> None:
+        self._uploader.begin_together(self._group, after, self._run.index, **options)
+
+    def upload_last(self, call: Call, claim: Callable[[], bool]) -> None:
+        """Begins to upload the remaining steps, without the limit, if `claim` returns True in process 0."""
+        if self.claim(call, claim):
+            self._uploader.lift_limit()
+            self._upload("the last one", then=self._run.retain)
+
+    def upload_before(self, call: Call, step: int | None) -> None:
+        """Uploads the step to be restored: only the remote tier has it for all processes. Raises `SaveError`."""
+        copied = begun = False
+        while not copied:
+            wanted, orders = call.broadcast(lambda: self._claim_uncopied(step))
+            if wanted is None:
+                break
+            begun = True
+            self._group.obey(orders)
+            self._uploader.interrupt(self._run.index)
+            self._upload(f"a restore of step {wanted}", only=wanted)
+            self._uploader.wait()
+            copied = call.broadcast(functools.partial(self._check_copied, wanted))
+        if begun:
+            self._upload("what was restored")
+
+    def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
+        """Returns the step to restore if only local disks have it. Acquires the leases, if no other job has them."""
+        run = self._run
+        remote = {one.step for one in run.remote.valid_steps()}
+        valid = {one.step for one in run.local.valid_steps()}
+        wanted = {*run.uncopied(), *(run.local_steps().keys() - remote)} & valid
+        newest = max((one for one in wanted if one >= max(remote, default=-1)), default=None)
+        chosen = newest if step is None else step
+        if chosen not in wanted or not run.acquire_if_free():
+            return None, None
+        run.remote.step_to_restore = chosen  # Otherwise retention may delete it while it is read.
+        return chosen, self.orders()
+
+    def _check_copied(self, step: int) -> bool:
+        """Returns True if the step to restore is uploaded, False if it is damaged. Otherwise raises `SaveError`."""
+        run = self._run
+        local, remote = run.local.steps.committed().get(step), run.remote.steps.committed().get(step)
+        if local is None or run.local.steps.is_damaged(step, local):
+            return False
+        if run.is_copied(step, local, remote):
+            return True
+        error = self._uploader.error
+        raise SaveError(
+            f"{run.root}: step {step} is on the disks of the hosts, and could not be uploaded to be restored: "
+            f"{error}; try again, or restore an earlier one with step="
+        ) from error

@@ -1,0 +1,129 @@
+"""The local tier on this host's disk: its journal, its folders of steps, and the steps that leave the run."""
+
+import contextlib
+import logging
+import posixpath
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ...formats.treering import host_files, removal
+from .. import run_layout
+from ..step_catalog import StepCatalog
+from .journal import Claim, Contents, Journal
+
+_log = logging.getLogger("treering")
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """What a disk has when a job begins: the journal, and by the names of the folders their files."""
+
+    journal: Contents
+    steps: dict[str, host_files.Inventory]
+
+
+class Orders(msgspec.Struct, frozen=True, array_like=True):
+    """What every disk does so that all agree with process 0.
+
+    claim: to be recorded in the journal, once the other orders are obeyed.
+    retired: the identities of steps that are not of the run, and if they are "archived" or "deleted".
+    manifests: by name, those of steps of which a disk may have array files alone.
+    archives_unnamed: True to archive folders of array files without any manifest.
+    """
+
+    claim: Claim | None = None
+    retired: dict[str, str] = {}
+    manifests: dict[str, str] = {}
+    archives_unnamed: bool = False
+
+
+class LocalTier:
+    """The steps on one disk. One process of each host changes it; its threads take turns."""
+
+    def __init__(self, steps: StepCatalog, run: str):
+        self.steps, self.store, self.root = steps, steps.store, steps.root
+        self.journal = Journal(self.store, self.root, run)
+        self._turn = threading.RLock()
+
+    def report(self) -> Report:
+        """Returns what this disk has. Raises the errors of `Journal.read`."""
+        self.journal.read()
+        found = {name: host_files.inventory(self.store, self.path(name)) for name in self.folders()}
+        return Report(self.journal.contents, found)
+
+    def identities(self) -> dict[str, str]:
+        """Returns the identities of the manifests by the names of their folders; "" without a manifest."""
+        return {name: host_files.identity(self.store, self.path(name)) for name in self.folders()}
+
+    def folders(self) -> list[str]:
+        """Returns the names of the folders of steps, committed or not. A link is not part of the run."""
+        prefix = self.steps.prefix
+        names = [name for name in self.store.list(self.root) if run_layout.parse_step_name(name, prefix) is not None]
+        return [name for name in names if not self.store.is_link(self.path(name))]
+
+    def path(self, name: str) -> str:
+        """Returns the path of a folder of this disk."""
+        return posixpath.join(self.root, name)
+
+    def obey(self, orders: Orders) -> None:
+        """Archives, deletes and completes steps as ordered, and then records the claim."""
+        with self._turn:
+            to_archive: list[str] = []
+            for name in self.folders():
+                path = self.path(name)
+                if host_files.is_in_use(self.store, path):
+                    continue
+                own, text = host_files.identity(self.store, path), orders.manifests.get(name)
+                if text and host_files.has_files_of(self.store, path, text):
+                    host_files.adopt_manifest(self.store, path, text.encode("latin-1"))
+                elif orders.retired.get(own) == "deleted":
+                    with removal.logging_errors(path):
+                        removal.delete(self.store, path)
+                elif own in orders.retired or (not own and orders.archives_unnamed):
+                    to_archive.append(path)
+            self.archive(to_archive)
+            if orders.claim:
+                # Last: the claim says that all steps here belong to the run.
+                self.journal.claim(orders.claim, {**self.journal.contents.retired, **orders.retired})
+
+    def archive(self, paths: Iterable[str]) -> None:
+        """Archives the steps at these paths."""
+        if newest_first := sorted(paths, reverse=True):
+            with self._turn:
+                place = run_layout.archive_steps(self.store, self.root, newest_first)
+            _log.warning(
+                "%s: %d steps that do not belong to the run were archived in %s", self.root, len(newest_first), place
+            )
+
+    def retire(self, paths: Iterable[str], why: str) -> None:
+        """Records, before anything is removed, that the steps at these paths leave the run."""
+        found = {identity: why for path in paths if (identity := host_files.identity(self.store, path))}
+        if found:
+            self.journal.retire(found)
+
+    def clear(self) -> None:
+        """Deletes what killed saves have left: temporary files, and arrays that no manifest names."""
+        with self._turn:
+            for name in self.folders():
+                removal.collect_garbage(self.store, self.path(name), remove_empty=True)
+
+    def manifest_of(self, name: str) -> dict[str, str]:
+        """Returns the manifest of a step by its name, as `Orders` have it; empty without one."""
+        text = host_files.manifest_text(self.store, self.path(name))
+        return {name: text} if text else {}
+
+    def adopt(self, name: str, notes: Mapping[str, str], *, unpin: bool) -> None:
+        """Writes the manifest, the pin and the metrics of a step, which another disk has sent."""
+        path = self.path(name)
+        with self._turn, contextlib.suppress(FileNotFoundError):
+            own = host_files.identity(self.store, path)
+            if own and own != host_files.identity_in(notes):
+                self.archive([path])
+            host_files.adopt(self.store, path, notes, unpin=unpin)
+
+
+def encode(struct: msgspec.Struct) -> Any:
+    """Returns a struct as the JSON values that processes exchange."""
+    return msgspec.to_builtins(struct)

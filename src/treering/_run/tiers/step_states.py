@@ -1,0 +1,104 @@
+"""Decides which steps on the disks of a job belong to its run. All functions are pure.
+
+The journals and manifests of the disks are merged by union, so their order does not matter, and a job that was killed
+at any moment leaves disks that a later job merges in the same way.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .journal import Claim, Contents, Generations
+
+
+class Disk(NamedTuple):
+    """The report of one disk when a job begins: its journal, and the manifests in its folders of steps.
+
+    manifests: by the name of the folder, the identity of the manifest there, or "" for a folder with arrays alone.
+    """
+
+    journal: Contents
+    manifests: Mapping[str, str]
+
+
+class Verdict(NamedTuple):
+    """The steps of a run.
+
+    heirs: the disks whose steps belong to the run, the disk of the process 0 of their job first.
+    lost_first: True if the disk of that process 0 is not here.
+    steps: by name, the identity of the step that belongs to the run, and a disk that has its manifest.
+    retired: the identities of all other steps on the disks, and why they do not belong to the run.
+    """
+
+    heirs: tuple[int, ...]
+    lost_first: bool
+    steps: dict[str, tuple[str, int]]
+    retired: dict[str, str]
+
+
+def last_claim(disks: Mapping[int, Disk], generations: Generations | None, *, is_empty: bool) -> Claim | None:
+    """Returns the newest claim that the remote tier confirms: no later job has changed it. None if there is none.
+
+    is_empty: True if the remote tier has no steps. Without its file of generations every claim counts then.
+    """
+    claims = [claim for disk in disks.values() for claim in disk.journal.claims]
+    if generations is None:
+        confirmed = claims if is_empty else []
+    else:
+        confirmed = [one for one in claims if generations.written_by in (one.generation, one.base)]
+    return max(confirmed, key=lambda claim: claim.generation, default=None)
+
+
+def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) -> tuple[int, ...]:
+    """Returns the disks whose steps belong to the run: those that the job of the last claim used.
+
+    A disk that the job was going to use may lack the claim, because the job was killed. It counts if its steps belonged
+    to the run before. `is_new`: True for a run that no job has claimed and that has no remote steps: all disks count.
+    """
+    if claim is None:
+        return tuple(sorted(disks)) if is_new and not any(one.journal.claims for one in disks.values()) else ()
+    found = [
+        index
+        for index, (journal, _) in disks.items()
+        if journal.disk in claim.heirs or any(one.generation == claim.generation for one in journal.claims)
+    ]
+    return tuple(sorted(found, key=lambda index: (disks[index].journal.disk != claim.disks[0], index)))
+
+
+def merge(
+    disks: Mapping[int, Disk],
+    generations: Generations | None,
+    remote_identity: Callable[[str], str | None],
+    *,
+    is_empty: bool,
+) -> Verdict:
+    """Returns the steps of the run that the disks have.
+
+    disks: by the index of a process that reads the disk.
+    remote_identity: returns the identity of the remote step with a name. A disk whose job another one has overtaken
+        may still serve copies of remote steps.
+    """
+    claim = last_claim(disks, generations, is_empty=is_empty)
+    heirs = heirs_of(disks, claim, is_new=generations is None and is_empty)
+    lost_first = claim is not None and bool(heirs) and disks[heirs[0]].journal.disk != claim.disks[0]
+    # A disk that has both the manifest and the record was killed before it removed the step.
+    recorded = {
+        identity: why
+        for index in heirs
+        for identity, why in disks[index].journal.retired.items()
+        if identity not in disks[index].manifests.values()
+    }
+    steps: dict[str, tuple[str, int]] = {}
+    for index in heirs:
+        for name, identity in disks[index].manifests.items():
+            if identity and identity not in recorded:
+                steps.setdefault(name, (identity, index))
+    retired: dict[str, str] = {}
+    for index, disk in disks.items():
+        for name, identity in disk.manifests.items():
+            if not identity or steps.get(name, ("",))[0] == identity:
+                continue
+            if identity not in recorded and name not in steps and remote_identity(name) == identity:
+                steps[name] = identity, index
+            else:
+                retired[identity] = recorded.get(identity, "archived")
+    return Verdict(heirs, lost_first, steps, retired)

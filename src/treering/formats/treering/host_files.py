@@ -1,0 +1,137 @@
+"""The files of a checkpoint on one host's disk, where each host has a disk of its own.
+
+Each disk has the manifest, and those array files that the processes of its host wrote.
+"""
+
+import contextlib
+import logging
+import posixpath
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
+from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import read_file
+from ...stores.local_first import LocalFirstStore
+from ...stores.store import Store
+from . import manifest, metrics, pins, removal, summary
+from .schema import MANIFEST, PIN, is_of_save, token_of
+
+_log = logging.getLogger("treering")
+Notes = Mapping[str, str]  # files that are sent as JSON, by name: text with one Latin-1 character per byte
+
+
+class Inventory(NamedTuple):
+    """The files of a checkpoint on one disk: the identity of the manifest ("" without one), and the array files.
+
+    sizes: in bytes, of the array files.
+    """
+
+    identity: str
+    sizes: dict[str, int]
+
+
+def inventory(store: Store, path: str) -> Inventory:
+    """Returns what this disk has of the checkpoint at a path."""
+    names = [name for name in store.list(path) if token_of(name)]
+    found = {name: there.nbytes for name in names if (there := store.stat(posixpath.join(path, name)))}
+    return Inventory(identity(store, path), found)
+
+
+def identity(store: Store, path: str) -> str:
+    """Returns the identity of the manifest at a path, or "" without one that can be read."""
+    data = _manifest(store, path)
+    return manifest.xxh3(data) if data else ""
+
+
+def manifest_text(store: Store, path: str) -> str:
+    """Returns the manifest at a path as in `Notes`, or "" without one that can be read."""
+    return _manifest(store, path).decode("latin-1")
+
+
+def notes(store: Store, path: str) -> dict[str, str]:
+    """Returns the files that another disk needs to know this checkpoint: metrics, a pin, and last the manifest."""
+    data = _manifest(store, path)
+    if not data:
+        return {}
+    found = {PIN: b""} if pins.is_pinned(store, path) else {}
+    for name in metrics.names(store, path, manifest.xxh3(data)):
+        try:
+            found[name] = read_file(store, posixpath.join(path, name))
+        except (CorruptError, OSError) as error:
+            _log.warning("%s: metrics ignored; they cannot be read and sent to process 0: %s", name, error)
+    return {name: text.decode("latin-1") for name, text in {**found, MANIFEST: data}.items()}
+
+
+def adopt(store: Store, path: str, found: Notes, *, unpin: bool = False) -> None:
+    """Writes the notes that another disk has sent. The manifest comes last, because it commits the step on this disk.
+
+    unpin: removes a pin on this disk unless the other disk has it too. False if the other disk may be out of date.
+    """
+    store.make_folders(path, [])
+    if unpin and PIN not in found and pins.is_pinned(store, path):
+        store.delete(posixpath.join(path, PIN))
+    for name, text in found.items():
+        with store.new_file(posixpath.join(path, name), overwrite=True) as file:
+            file.write(text.encode("latin-1"))
+    store.settle(path)
+
+
+def adopt_manifest(store: Store, path: str, data: bytes) -> None:
+    """Writes the manifest of a checkpoint that process 0 has committed on its disk. The files that it replaces go.
+
+    Does nothing if the manifest is here, because another process of this host has written it.
+    """
+    if identity(store, path) == manifest.xxh3(data):
+        return
+    replaced = removal.member_files(store, path)
+    with store.new_file(summary.manifest_path(path), overwrite=True) as file:
+        file.write(data)
+    store.settle(path)
+    store.delete_all(path, [name for name in replaced if name not in manifest.file_names(data)])
+
+
+def identity_in(found: Notes) -> str:
+    """Returns the identity of the manifest in notes."""
+    return manifest.xxh3(found[MANIFEST].encode("latin-1"))
+
+
+def has_files_of(store: Store, path: str, text: str) -> bool:
+    """Returns True if this disk has array files of a manifest, given as in `Notes`."""
+    try:
+        return not set(manifest.file_names(text.encode("latin-1"))).isdisjoint(store.list(path))
+    except (CorruptError, UnsupportedError):
+        return False
+
+
+def listed_files(store: Store, path: str) -> dict[str, int] | None:
+    """Returns the array files that the manifest at a path lists, with their sizes in bytes; None without a manifest."""
+    try:
+        return {file.name: file.size for file in manifest.summarize(_manifest(store, path), path).files}
+    except (CorruptError, UnsupportedError):
+        return None
+
+
+def local_first(local_store: Store, local: str, remote_store: Store, remote: str) -> Store:
+    """Returns a store that shows, below the path `local`, the checkpoints of the remote tier below `remote`.
+
+    It reads an array file from the local tier if that has it.
+    """
+    return cast(
+        Store, LocalFirstStore(local_store, local, remote_store, remote, lambda name: token_of(name) is not None)
+    )
+
+
+def is_in_use(store: Store, path: str) -> bool:
+    """Returns True if a running save writes to a path."""
+    for name in filter(is_of_save, store.list(path)):
+        with contextlib.suppress(FileNotFoundError):
+            if store.is_in_use(posixpath.join(path, name)):
+                return True
+    return False
+
+
+def _manifest(store: Store, path: str) -> bytes:
+    try:
+        return read_file(store, summary.manifest_path(path))
+    except (CorruptError, FileNotFoundError, NotADirectoryError):
+        return b""

@@ -1,0 +1,146 @@
+"""Second copies of array files during a save, where each host has a disk of its own.
+
+A keeper (see `_processes.keepers`) writes the same bytes as the process whose file it copies, from its own memory.
+"""
+
+import contextlib
+import logging
+import posixpath
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ..._core.entries import Entry
+from ..._processes import assignment
+from ..._processes.assignment import Assignment, Piece
+from ..._pytree.leaves import LocalShard
+from ...stores.store import Sink
+from . import layout
+from .layout import PlannedFile
+from .manifest_fields import File
+from .removal import logging_errors
+from .save_files import SaveFiles
+
+_log = logging.getLogger("treering")
+
+
+class PlannedCopy(NamedTuple):
+    """A second copy before it is written: the name and the plan of a file of another process, and its pieces here."""
+
+    name: str
+    file: PlannedFile
+    pieces: Sequence[Piece]
+
+
+def plan(
+    entries: Sequence[Entry],
+    shards: Sequence[LocalShard],
+    shares: Mapping[int, Assignment],
+    index: int,
+    count: int,
+    token: str,
+) -> list[PlannedCopy]:
+    """Returns the second copies that process `index` of `count` writes."""
+    found: list[PlannedCopy] = []
+    for writer, pieces in assignment.kept_pieces(entries, shards, shares, index).items():
+        files: dict[int, list[PlannedFile]] = {}
+        for keeper, sizes in assignment.sizes_by_keeper(entries, shares, writer).items():
+            own = pieces if keeper == index else [Piece(leaf, box, -1, 0, nbytes) for leaf, box, nbytes in sizes]
+            files[keeper] = layout.plan(entries, own)
+        names = iter(layout.names(token, sum(map(len, files.values())), writer, count))
+        named = [(keeper, next(names), file) for keeper, own in files.items() for file in own]
+        found += [PlannedCopy(name, file, pieces) for keeper, name, file in named if keeper == index]
+    return found
+
+
+class FileWriter(Protocol):
+    """The methods of a `Sink` that write an array file."""
+
+    def preallocate(self, nbytes: int) -> memoryview | None:
+        """See `Sink`."""
+        ...
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """See `Sink`."""
+        ...
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        """See `Sink`."""
+        ...
+
+
+class LenientSink:
+    """Writes a second copy. An `OSError` ends the copy and not the save: later calls do nothing."""
+
+    def __init__(self, files: SaveFiles, name: str):
+        self._files, self._name = files, name
+        self._sink: Sink | None = None
+        self._problem: OSError | None = None
+        with self._giving_up():
+            self._sink = files.create(name)
+
+    def preallocate(self, nbytes: int) -> memoryview | None:
+        """See `Sink`."""
+        if sink := self._sink:
+            with self._giving_up():
+                return sink.preallocate(nbytes)
+        return None
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """See `Sink`."""
+        if sink := self._sink:
+            with self._giving_up():
+                sink.write(data, offset)
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        """See `Sink`."""
+        if sink := self._sink:
+            with self._giving_up():
+                sink.finish(nbytes, read_only=read_only)
+
+    def end(self) -> bool:
+        """Returns True if the copy is complete. Otherwise removes it and logs the error."""
+        if self._problem is None:
+            return True
+        self._files.discard(self._name)
+        path = posixpath.join(self._files.path, self._name)
+        _log.warning("%s: this second copy cannot be written; it is sent later: %s", path, self._problem)
+        return False
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._sink, self._problem = None, error
+
+
+def different(listed: Sequence[Sequence[File]], copies: Sequence[Sequence[File]]) -> list[str]:
+    """Returns the names of the copies whose bytes differ from the files that they copy.
+
+    listed: the files that each process has written. copies: the second copies that each process has written.
+    """
+    files = {file.name: file for own in listed for file in own}
+    return [copy.name for own in copies for copy in own if files.get(copy.name) != copy]
+
+
+def holders(listed: Sequence[Sequence[File]], copies: Sequence[Sequence[File]]) -> dict[str, tuple[int, ...]]:
+    """Returns the processes that have each file on their disks: its writer, and then the keeper of an equal copy."""
+    found: dict[str, tuple[int, ...]] = {file.name: (n,) for n, own in enumerate(listed) for file in own}
+    wrong = set(different(listed, copies))
+    for process, own in enumerate(copies):
+        found.update({copy.name: (*found[copy.name], process) for copy in own if copy.name not in wrong})
+    return found
+
+
+def remove(files: SaveFiles, names: Collection[str]) -> None:
+    """Removes the copies with these names, which differ from the files that they copy."""
+    for name in names:
+        files.discard(name)
+        _log.warning(
+            "%s: this second copy differs from the file of another process and is removed: the processes hold different"
+            " values of a replicated array",
+            posixpath.join(files.path, name),
+        )
+    if names:
+        with logging_errors(files.path):
+            files.store.settle(files.path)

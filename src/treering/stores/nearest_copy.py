@@ -1,0 +1,131 @@
+"""Shows the files of one step, of which several hosts and a remote store may have copies. Reads the nearest copy."""
+
+import collections
+import contextlib
+import functools
+import logging
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .._core import units
+from .copied_file import CopiedFile
+from .file_copies import FileCopy, PeerCopy, Peers, Place, StoredCopy
+from .memory import MemoryStore
+from .store import Blob, Stat, Store
+
+_log = logging.getLogger("treering")
+
+
+class HeldFile(NamedTuple):
+    """The size of a file in bytes, and the processes on whose hosts it is, in the same order in all processes."""
+
+    nbytes: int
+    holders: Sequence[int]
+
+
+class NearestCopyStore:
+    """The files of the step at `path`. It has only those methods of `stores.store.Store` that read.
+
+    local: the store of this host's local tier, where the folder `path` has some of the files.
+    small: the contents of small files, such as the manifest. They are answered from memory.
+    held: the files that hosts have.
+    remote: the store and the folder that have every file too. They are read last.
+    prefer: the copy to read first. 0 is the copy on this host, and after it the other hosts in an order that differs
+        between the processes, so that they share the load. With 1, 2, … every process first reads the first, second, …
+        holder of each file: after damage, one of these numbers avoids the damaged copy in all processes.
+
+    A host that cannot be reached is tried again only when no other copy is left.
+    """
+
+    has_folders, object_bytes = True, None
+
+    def __init__(
+        self,
+        peers: Peers,
+        local: Store,
+        path: str,
+        small: Mapping[str, bytes],
+        held: Mapping[str, HeldFile],
+        remote: tuple[Store, str] | None = None,
+        prefer: int = 0,
+    ):
+        self.has_locks = local.has_locks
+        self._peers, self._local, self._path, self._held, self._prefer = peers, local, path, held, prefer
+        self._remote, self._small = remote, MemoryStore()
+        for name, data in small.items():
+            with self._small.new_file(posixpath.join(path, name), overwrite=False) as file:
+                file.write(data)
+        self._unreachable: set[int] = set()
+        # Appending is atomic. An interrupt could leave a lock held.
+        self._reads: dict[Place, collections.deque[int]] = {place: collections.deque() for place in Place}
+
+    @property
+    def read_bytes(self) -> dict[Place, int]:
+        """The number of bytes that were read from each place so far."""
+        return {place: sum(counts.copy()) for place, counts in self._reads.items()}
+
+    def stat(self, path: str) -> Stat | None:
+        if (found := self._small.stat(path)) or not (held := self._held.get(self._name(path))):
+            return found
+        nbytes, holders = held
+        return Stat("file", nbytes, 0.0, nbytes) if holders or self._remote else None
+
+    def list(self, path: str) -> "list[str]":
+        if self._name(path):
+            return []
+        return sorted({*self._small.list(path), *(name for name in self._held if self.stat(f"{path}/{name}"))})
+
+    def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> Blob:
+        name = self._name(path)
+        if not self._small.stat(path) and name in self._held and (copies := self._copies(path, name)):
+            return CopiedFile(path, self._held[name].nbytes, copies, self._count)
+        return self._small.open(path)
+
+    def glance(self, path: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_local(self, path: str) -> bool:
+        return all(self._peers.host in one.holders for one in self._held.values())
+
+    def is_link(self, path: str) -> bool:
+        return False
+
+    def real_path(self, path: str) -> str:
+        return self._local.real_path(path)
+
+    def log_reads(self) -> None:
+        """Logs how many bytes were read from which place."""
+        amounts = ", ".join(f"{units.nbytes(count)} from {place.value}" for place, count in self.read_bytes.items())
+        _log.info("%s: read %s", self._path, amounts)
+
+    def _copies(self, path: str, name: str) -> "list[FileCopy]":
+        """Returns the copies of a file in the order in which they are to be read."""
+        nbytes, holders = self._held[name]
+        begin = (self._prefer - 1 if self._prefer else self._peers.index) % max(len(holders), 1)
+        order = [*holders[begin:], *holders[:begin]]
+        if not self._prefer:
+            order.sort(key=lambda process: process != self._peers.host)
+        folder = posixpath.basename(self._path)
+        copies: list[FileCopy] = [
+            StoredCopy(Place.HERE, functools.partial(self._local.open, path), nbytes)
+            if process == self._peers.host
+            else PeerCopy(self._peers, process, folder, name, self._unreachable)
+            for process in order
+        ]
+        if self._remote:
+            copies.append(
+                StoredCopy(Place.REMOTE, functools.partial(self._remote[0].open, self._remote_path(name)), nbytes)
+            )
+        return copies
+
+    def _count(self, place: Place, nbytes: int) -> None:
+        self._reads[place].append(nbytes)
+
+    def _name(self, path: str) -> str:
+        """Returns the name of a file of the step, or "" for the step itself."""
+        return "" if path == self._path else posixpath.relpath(path, self._path)
+
+    def _remote_path(self, name: str) -> str:
+        assert self._remote
+        return posixpath.join(self._remote[1], name)
