@@ -417,6 +417,38 @@ report([found, error, ckpts.steps])
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_peer_may_remove_the_empty_folder_of_a_run(tmp_path: pathlib.Path, hosts: str) -> None:
+    """At the end of the first call a process removes the folder that it made. Process 0 may be about to use it."""
+    body = """
+class Emptied(stores.posix.Disk):
+    tried = []
+    def _remove(self, name):
+        if name not in self.tried:
+            until(lambda: COUNT_HERE == 1 or not list(local.glob(".process-*")))
+            self.tried.append(name)
+            if local.exists():
+                local.rmdir()
+    def create(self, path):
+        if path.startswith(f"{local}/.process-0") and COUNT_HERE == 1:
+            self._remove("mark")
+        return super().create(path)
+    def open_shared(self, path):
+        if path == f"{local}/writer.lock":
+            self._remove("lease")
+        return super().open_shared(path)
+COUNT_HERE = HOSTS.count(HOST)
+if INDEX == 0:
+    stores.register(stores.Filesystem(Emptied()))
+with run() as ckpts:
+    save(ckpts, 1)
+report([ckpts.steps, Emptied.tried])
+"""
+    first, _ = job(tmp_path, body, hosts=hosts)
+    assert first.report == [[1], ["lease"] if hosts == "aa" else ["mark", "lease"]]
+
+
+@pytest.mark.long
 def test_other_jobs_come_between(tmp_path: pathlib.Path) -> None:
     """Jobs on some of the hosts, in any order: deleted and replaced steps and abandoned branches do not come back."""
     small = """
