@@ -90,12 +90,15 @@ class LocalTier:
 
     def archive(self, paths: Iterable[str]) -> None:
         """Archives the steps at these paths."""
-        if newest_first := sorted(paths, reverse=True):
-            with self._turn:
+        with self._turn:
+            # Another thread may have archived or deleted some of them before its turn ended.
+            newest_first = [path for path in sorted(paths, reverse=True) if self.store.stat(path)]
+            if newest_first:
                 place = run_layout.archive_steps(self.store, self.root, newest_first)
-            _log.warning(
-                "%s: %d steps that do not belong to the run were archived in %s", self.root, len(newest_first), place
-            )
+                _log.warning(
+                    "%s: %d steps that do not belong to the run were archived in %s",
+                    self.root, len(newest_first), place,
+                )  # fmt: skip
 
     def retire(self, paths: Iterable[str], why: str) -> None:
         """Records, before anything is removed, that the steps at these paths leave the run."""
