@@ -57,9 +57,10 @@ report([ckpts.restored_step, begun is None or is_state(begun, ckpts.restored_ste
             assert (
                 restored == (3 if again else None) and good and set(steps) == {*([3] if again else []), last - 1, last}
             )
-            # A process reads arrays that only it needs from its own disk, and never from another host's disk.
-            assert all(path.startswith(str(hosts["aabb"[n]])) for path in read) and bool(read) == again
+            # A process opens files on its own disk, and never those on another host's disk.
+            assert all(path.startswith(str(hosts["aabb"[n]])) for path in read)
             assert n or any("the hosts have disks of their own, 2 in all" in line for line in lines)
+        assert any(result.report[2] for result in results) == again
         assert tr.verify(bucket).ok
         for step in (last - 1, last):
             _check(bucket, step)
@@ -96,11 +97,11 @@ report([step, good, after, tr.steps(remote), Lines.text])
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["bbaa", "abab"])
 def test_next_job_uploads_and_restores_after_kill(tmp_path: pathlib.Path, hosts: str) -> None:
-    """The next job, on any order of hosts, uploads and restores the steps that a killed job did not upload."""
+    """The next job, on any order of hosts, restores the steps that a killed job did not upload, and uploads them."""
     job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
     for result in job(tmp_path, GOES_ON, hosts=hosts):
         step, good, after, last, _ = result.report
-        assert step == 3 and good and 3 in after and last == [1, 2, 3, 4]
+        assert step == 3 and good and after == [1] and last == [1, 2, 3, 4]
     assert tr.verify(tmp_path / "remote").ok
     for step in (1, 2, 3, 4):
         _check(tmp_path / "remote", step)
@@ -162,7 +163,7 @@ def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: t
     results = job(tmp_path, GOES_ON, hosts=hosts)
     for result in results:
         step, good, after, last, _ = result.report
-        assert good and step >= max(committed, default=1) and after[-1] == step and last[-1] == step + 1
+        assert good and step >= max(committed, default=1) and after[-1] <= step and last[-1] == step + 1
     assert tr.verify(tmp_path / "remote").ok
     for step in tr.steps(tmp_path / "remote"):
         _check(tmp_path / "remote", step)
@@ -223,7 +224,7 @@ def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
     _flip(next(tmp_path.glob("local-b/step-00000003/arrays-*")))
     for result in job(tmp_path, GOES_ON, hosts="ab"):
         step, good, after, last, _ = result.report
-        assert step == 2 and good and after == [1, 2] and last == [1, 2, 3]
+        assert step == 2 and good and after == [1] and last == [1, 2, 3]
     body = "ckpts = run()\nreport([is_state(ckpts.restore(template), 3), Lines.text])\nckpts.close()"
     _flip(next(tmp_path.glob("local-b/step-00000003/arrays-*")))
     results = job(tmp_path, body, hosts="ab")
@@ -290,7 +291,7 @@ def test_the_first_job_of_all_is_killed(tmp_path: pathlib.Path, hosts: str) -> N
     job(tmp_path, KILLED_AT_ONCE, hosts="ab", expect=ANY, recoverable=True)
     for result in job(tmp_path, GOES_ON, hosts=hosts):
         step, good, after, last, _ = result.report
-        assert step == 2 and good and 2 in after and last == [1, 2, 3]
+        assert step == 2 and good and not after and last == [1, 2, 3]
     assert tr.verify(tmp_path / "remote").ok
 
 
@@ -343,14 +344,14 @@ report(0)
 
 @pytest.mark.long
 def test_local_only_step_is_restored_by_number(tmp_path: pathlib.Path) -> None:
-    """A local step that the remote policy does not keep is uploaded and restored if `step=` names it."""
+    """A local step that the remote policy does not keep is restored from the disks if `step=` names it."""
     body = """
 with run(keep=tr.keep.last(1), keep_local=None, upload_limit=1) as ckpts:
     save(ckpts, 1, 2)
     ckpts.restore(template)
     save(ckpts, 3)
     found = [ckpts.steps, ckpts.latest_step, ckpts.uncopied]
-    opened = ckpts.open(2)["n"]
+    opened = caught(ckpts.open, 2)
     older = ckpts.restore(template, step=1)
     good = is_state(older, 1)
     newest = is_state(ckpts.restore(template), 3)
@@ -358,31 +359,44 @@ report([found, opened, good, newest, Lines.text])
 """
     for result in job(tmp_path, body, hosts="ab"):
         found, opened, good, newest, lines = result.report
-        assert found == [[1, 2, 3], 3, [1, 3]] and opened == 2 and good and newest
+        assert found == [[1, 2, 3], 3, [1, 2, 3]] and good and newest
+        assert opened[0] == "NotFoundError" and "restore it in all processes together" in opened[1]
         assert not any("damaged" in line for line in lines)
 
 
-@pytest.mark.long
-def test_what_cannot_be_copied_is_not_passed_over(tmp_path: pathlib.Path) -> None:
-    """If the step that a restore needs cannot be uploaded, all processes raise the error. No older step is taken."""
-    job(tmp_path, KILLED_EARLY, hosts="ab", expect=ANY, recoverable=True)
-    body = """
-class Full(stores.posix.Disk):
-    def write(self, fd, data, offset):
-        if "/remote/" in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(28, "No space left on device")
-        super().write(fd, data, offset)
-if INDEX == 1:
-    stores.register(stores.Filesystem(Full()))
-error = caught(run().restore, template)
-stores.register(stores.Filesystem(stores.posix.Disk()))
-with run() as ckpts:
-    good = is_state(ckpts.restore(template), 3)
-report([error, good])
+RESHAPED = """
+class Closed(stores.posix.Disk):
+    def open(self, path, *args, **options):
+        assert "/remote/" not in str(path) or "arrays-" not in str(path), path
+        return super().open(path, *args, **options)
+stores.register(stores.Filesystem(Closed()))
+layout = jax.sharding.NamedSharding(mesh(*SHAPE), P(*SPEC))
+made = jax.make_array_from_callback((SIZE,), layout, lambda at: np.zeros(SIZE, np.float32)[at])
+template = {"w": made, "b": np.zeros(300_000, np.float32), "n": 0}
+ckpts = run()
+tree = ckpts.restore(template)
+full = np.arange(SIZE, dtype=np.float32) + 3
+good = all(np.array_equal(one.data, full[one.index]) for one in tree["w"].addressable_shards)
+report([ckpts.restored_step, good and tree["n"] == 3 and bool((tree["b"] == 3).all()), tr.steps(remote), Lines.text])
+sync("over")
+os._exit(0)
 """
-    for result in job(tmp_path, body, hosts="ab"):
-        error, good = result.report
-        assert error[0] == "SaveError" and "step 3" in error[1] and "No space left" in error[1] and good
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("hosts", "shape", "spec"),
+    [("bbaa", [4], ["x"]), ("baba", [2, 2], ["y"]), ("abc", [3], ["x"]), ("cba", [3], [None]), ("ba", [2], ["x"])],
+)
+def test_steps_are_restored_from_the_disks_alone(
+    tmp_path: pathlib.Path, hosts: str, shape: list[int], spec: list[str | None]
+) -> None:
+    """Any number of processes, any mesh and any order of hosts restores a step that was not uploaded."""
+    job(tmp_path, KILLED_EARLY, expect=ANY, recoverable=True)
+    for result in job(tmp_path, RESHAPED, hosts=hosts, expect=ANY, recoverable=True, SHAPE=shape, SPEC=spec):
+        step, good, remote, lines = result.report
+        assert step == 3 and good and remote == [1]
+        assert all("0 B from the remote tier" in line for line in lines if "from peers" in line)
 
 
 @pytest.mark.long
@@ -689,7 +703,7 @@ report([failed, closed])
 
 @pytest.mark.long
 def test_run_lock_held_at_start_and_released_before_save(tmp_path: pathlib.Path) -> None:
-    """The steps whose manifests the job could not adopt are archived completely, on all disks."""
+    """Another job holds the run while this one begins: it restores a step that is only on the disks."""
     body = "with run() as ckpts: save(ckpts, 1)\nckpts = run(upload_limit=1)\nsave(ckpts, 2, 3)"
     _broken_off(tmp_path, body + KILL, "ab")
     body = """
@@ -711,9 +725,8 @@ ckpts.close()
 report([ckpts.restored_step, tr.steps(remote)])
 """
     for result in job(tmp_path, body, hosts="ba"):
-        assert result.report == [1, [1, 11, 12]]
-    for name in "ab":
-        assert len(list(tmp_path.glob(f"local-{name}/rewound-1/step-*/arrays-*"))) == 2
+        assert result.report == [3, [1, 2, 3, 11, 12]]
+    assert not list(tmp_path.glob("local-*/rewound-1"))
 
 
 @pytest.mark.long
@@ -721,16 +734,16 @@ def test_upload_with_lost_reply_is_not_repeated_onto_itself(tmp_path: pathlib.Pa
     """A request about the remote copy fails once. Another upload would delete its files, which have the same names."""
     job(tmp_path, "with run() as ckpts: save(ckpts, 1, 2)", hosts="ab", remote=bucket)
     body = """
-from treering._run.tiers import tier_reads as tier_pair
-looks, identity = [], tier_pair.summary.identity
+from treering._run.tiers import tier_reads
+looks, identity = [], tier_reads.summary.identity
 def flaky(store, path):
     if str(remote) in path and not looks:
         looks.append(path)
         raise TimeoutError(110, "no answer", path)
     return identity(store, path)
-tier_pair.summary.identity = flaky
 with run() as ckpts:
     back = ckpts.restore(template)
+    tier_reads.summary.identity = flaky
 report([ckpts.restored_step, is_state(back, 2), bool(looks)])
 """
     results = job(tmp_path, body, hosts="ba", remote=bucket)

@@ -14,7 +14,7 @@ from .output import FAILED, PATH, as_json, say, say_json
 from .runs import open_run
 
 if TYPE_CHECKING:
-    from .._run.run_directory import RunDirectory
+    from .._run.plain_run import PlainRun
     from .._tools.deletion import Inspection, RemovalResult
     from .._tools.listing import Row
 
@@ -124,7 +124,7 @@ class _Deletion:
 
     def __init__(
         self,
-        directory: "RunDirectory",
+        directory: "PlainRun",
         inspection: "Inspection",
         dry_run: bool,
         json_: bool,

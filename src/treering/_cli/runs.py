@@ -9,7 +9,7 @@ from .arguments import PREFIX, STEP
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
-    from .._run.run_directory import RunDirectory
+    from .._run.plain_run import PlainRun
 
 
 @click.command()
@@ -78,16 +78,16 @@ def rewind(run: str, step: int | None, all_: bool, dry_run: bool, prefix: str | 
         say(f"{count(len(later), 'step')} would be archived: {steps}" if later else "nothing to archive")
 
 
-def open_run(run: str, prefix: str | None) -> "RunDirectory":
+def open_run(run: str, prefix: str | None) -> "PlainRun":
     """Opens the directory of a run in order to change it.
 
     Raises `NotFoundError` if it is not a run, and `MismatchError` for a ``local=`` directory or several prefixes.
     """
     from .. import stores
-    from .._run.origin import check_not_local
-    from .._run.run_directory import RunDirectory
+    from .._run.plain_run import PlainRun
     from .._run.run_layout import RunLayout, find_prefix
     from .._run.step_catalog import StepCatalog
+    from .._run.tiers.journal import check_not_local
     from .._tools.listing import check_run
 
     place = stores.absolute(run)
@@ -95,7 +95,7 @@ def open_run(run: str, prefix: str | None) -> "RunDirectory":
     check_run(store, place, prefix)
     check_not_local(store, place)
     layout = RunLayout(find_prefix(store, place) if prefix is None else prefix)
-    return RunDirectory(StepCatalog(store, place, layout), lambda: True)
+    return PlainRun(StepCatalog(store, place, layout), lambda: True)
 
 
 COMMANDS = (pin, unpin, rewind)

@@ -252,6 +252,11 @@ class View:
         ((source, _),) = leaf.plan_of(full_box(leaf.array.shape)).needs
         return self._reader.sharding(source)
 
+    @property
+    def is_local(self) -> bool | None:
+        """True if all files are on disks of this host; None if the source does not know."""
+        return getattr(self._reader, "is_local", None)
+
     def can_mmap(self, requested: bool | None) -> bool:
         plain = all(leaf.plain or leaf.plan is None for leaf in self.leaves.values())
         return plain and self._reader.can_mmap(requested)

@@ -63,7 +63,7 @@ def collective_reader(
     }
     how = _plan(source, found, call.count)
     elsewhere = [path for path, (_, layout) in found.items() if layout and owner(layout) not in (None, call.index)]
-    is_local = read is None and stores.get(source.path).is_local(source.path)
+    is_local = read is None and _is_local(source)
     state = {
         "plan": xxhash.xxh3_128_hexdigest(msgspec.json.encode([*must_match, room, *_rows(source, found, how)])),
         "read": read or ("each" if is_local else None),
@@ -82,6 +82,12 @@ def collective_reader(
     for path in chosen["left out"]:
         how.pop(path, None)
     return CollectiveReader(call, source, how, room) if any(how.values()) else None
+
+
+def _is_local(source: Source) -> bool:
+    """Returns True if a checkpoint is on a local disk. Only a source of the native format may be on several hosts."""
+    known: bool | None = getattr(source, "is_local", None)
+    return stores.get(source.path).is_local(source.path) if known is None else known
 
 
 def _choose(path: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

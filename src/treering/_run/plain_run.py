@@ -23,15 +23,14 @@ _log = logging.getLogger("treering")
 class PlainRun:
     """The steps of a run in one directory; see `RunDirectory`.
 
-    `busy` returns True while the lease of the run's one writer is needed. `step_to_restore` is a step that is about to
-    be restored. `on_delete` is called with the path of a step that is about to be deleted.
+    `busy` returns True while the lease of the run's one writer is needed.
+    `on_delete` is called with the path of a step that is about to be deleted.
     """
 
     def __init__(self, steps: StepCatalog, busy: Callable[[], bool]):
         self.steps, self.root = steps, steps.root
         self.back_to: int | None = None
         self.restored_step: int | None = None
-        self.step_to_restore: int | None = None
         self.on_delete: Callable[[str], None] = lambda path: None
         self._has_invalidated_local_tiers = self._has_warned_of_later = False
         self._starts_over = False  # True if this job has archived all steps
@@ -272,7 +271,7 @@ class PlainRun:
 
     def protected_steps(self) -> set[int]:
         """Returns the steps that retention must not delete, whatever the policy says."""
-        return {step for step in (self.restored_step, self.step_to_restore) if step is not None}
+        return set() if self.restored_step is None else {self.restored_step}
 
     def end_writing(self) -> SaveError | None:
         """Ends the writing once all background jobs are done. Returns the error of a failed upload, or None."""

@@ -109,9 +109,14 @@ def use_step(
     with collective.call(what) as call:
         collective.settle(call)
         call.set_activity("restoring")
-        if (uploads := directory.uploads) and (together := uploads.together):
-            together.upload_before(call, step)
-        number, result = _use_valid(call, directory, step, fallback, use)
+        uploads = directory.uploads
+        if uploads:
+            uploads.begin_restore(call)
+        try:
+            number, result = _use_valid(call, directory, step, fallback, use)
+        finally:
+            if uploads:
+                uploads.end_restore()
         call.close()
     return number, result
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .. import formats, stores
-from .._run.run_directory import RunDirectory
+from .._run.plain_run import PlainRun
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import removal, summary
 from ..stores.store import Store
@@ -72,7 +72,7 @@ class Inspection:
                 f"{row.path}: expected the valid step that stays, found it gone or replaced; {_STOPPED_TEXT}"
             )
 
-    def accept_newer_step(self, directory: RunDirectory) -> None:
+    def accept_newer_step(self, directory: PlainRun) -> None:
         """Chooses a newer step to stay if the job has saved one and deleted the chosen one.
 
         Raises `ChangedError` if no newer step is valid.
@@ -107,7 +107,7 @@ class Inspection:
 
 
 def select_steps(
-    directory: RunDirectory,
+    directory: PlainRun,
     rows: Sequence[Row],
     steps: Collection[int],
     *,
@@ -150,7 +150,7 @@ class RemovalResult:
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-def listed_identities(directory: RunDirectory) -> dict[str, str | None]:
+def listed_identities(directory: PlainRun) -> dict[str, str | None]:
     """Returns the identities of the committed steps of a run by path.
 
     Call it before the run is listed: then a step that is replaced in between is not mistaken for the listed one.
@@ -161,7 +161,7 @@ def listed_identities(directory: RunDirectory) -> dict[str, str | None]:
 
 
 def remove_steps(
-    directory: RunDirectory,
+    directory: PlainRun,
     rows: Sequence[Row],
     known: Mapping[str, str | None],
     inspection: Inspection,
@@ -204,7 +204,7 @@ def remove_steps(
 
 
 def _remove_one(
-    directory: RunDirectory, row: Row, known: str | None, inspection: Inspection, to: str | None, pinned: bool
+    directory: PlainRun, row: Row, known: str | None, inspection: Inspection, to: str | None, pinned: bool
 ) -> bool:
     """Deletes a step. Returns False if another process deleted it at the same time."""
     check_copy: Callable[[], None] = lambda: None  # noqa: E731

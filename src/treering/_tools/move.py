@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from .. import stores
 from .._run import external_writes
 from .._run import run_layout as _run
-from .._run.run_directory import RunDirectory
+from .._run.plain_run import PlainRun
 from ..errors import CorruptError, ExistsError, MismatchError
 from ..formats.treering import metrics, summary
 from ..stores.store import Store
@@ -16,7 +16,7 @@ from .copy import check_target, copy_checkpoints
 from .verify import verify
 
 
-def check_target_run(run: RunDirectory, paths: Iterable[str], to: str) -> None:
+def check_target_run(run: PlainRun, paths: Iterable[str], to: str) -> None:
     """Checks the target of a move before anything is moved.
 
     Raises `MismatchError` for a target within the run itself or with another prefix of step names. Raises

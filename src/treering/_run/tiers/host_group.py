@@ -11,8 +11,6 @@ import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from ..._processes import coordinator
 from ..._processes.calls import Call
 from ..._save.pending import as_save_error
@@ -20,9 +18,10 @@ from ...errors import TreeringError
 from ...formats.treering import host_files, pins, removal
 from .. import run_layout
 from ..step_catalog import StepCatalog
+from .exchange import Exchange
 from .joint_upload import JointUpload, Progress, only_process_0, take_part
 from .journal import Generations
-from .local_tier import LocalTier, Orders, encode
+from .local_tier import LocalTier, Orders, decode, encode
 from .meeting import Meeting
 
 _log = logging.getLogger("treering")
@@ -31,14 +30,17 @@ _log = logging.getLogger("treering")
 class HostGroup:
     """The disks of the job. `missing`: steps of the run that lack files which no disk of the job has.
 
-    Every process makes one, in a call of all. `leads`: True in the process that changes the disk of its host.
+    Every process makes one, in a call of all. `hosts`: the process that leads the host of each process: it changes the
+    disk of the host, and serves its files.
     """
 
-    def __init__(self, local: LocalTier, remote: StepCatalog, meeting: Meeting, call: Call, *, leads: bool):
+    def __init__(self, local: LocalTier, remote: StepCatalog, meeting: Meeting, call: Call, hosts: Sequence[int]):
+        self.hosts, leads = tuple(hosts), hosts[call.index] == call.index
         self._local, self._remote, self._meeting = local, remote, meeting
         self._index, self._leads = call.index, leads
         self._begun: dict[str, str] | None  # until the claim: the names and identities of the steps of the run
         self._begun, self.missing = meeting.hold(call, leads=leads)
+        self.exchange = Exchange(local, call, hosts)
         self._orders: Orders | None = None  # of the claim, until a commit shows that all disks have obeyed
         self._call: Call | None = None  # the round that process 0 leads
 
@@ -62,7 +64,7 @@ class HostGroup:
         if orders is not None:
             with as_save_error(self._local.root):
                 if self._leads and self._index:
-                    self._local.obey(msgspec.convert(orders, Orders, strict=False))
+                    self._local.obey(decode(orders, Orders))
             self._on_claim()
 
     def _on_claim(self) -> None:
@@ -212,7 +214,7 @@ class HostGroup:
                 orders = call.broadcast(only_process_0)
                 if self._leads:
                     with removal.logging_errors(self._local.root):
-                        self._local.obey(msgspec.convert(orders, Orders, strict=False))
+                        self._local.obey(decode(orders, Orders))
                         self._local.clear()
                 call.gather_and_decide(None, only_process_0)
                 call.close()

@@ -1,13 +1,11 @@
 """Collective changes of a run in which each host has its own disk, with a part of each step."""
 
-import functools
 import posixpath
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..._processes.calls import Call
 from ..._save.pending import as_save_error
-from ...errors import SaveError
 from .host_group import HostGroup
 from .uploader import Uploader
 
@@ -76,46 +74,3 @@ class JointChanges:
         if self.claim(call, claim):
             self._uploader.lift_limit()
             self._upload("the last one", then=self._run.retain)
-
-    def upload_before(self, call: Call, step: int | None) -> None:
-        """Uploads the step to be restored: only the remote tier has it for all processes. Raises `SaveError`."""
-        copied = begun = False
-        while not copied:
-            wanted, orders = call.broadcast(lambda: self._claim_uncopied(step))
-            if wanted is None:
-                break
-            begun = True
-            self._group.obey(orders)
-            self._uploader.interrupt(self._run.index)
-            self._upload(f"a restore of step {wanted}", only=wanted)
-            self._uploader.wait()
-            copied = call.broadcast(functools.partial(self._check_copied, wanted))
-        if begun:
-            self._upload("what was restored")
-
-    def _claim_uncopied(self, step: int | None) -> tuple[int | None, Any]:
-        """Returns the step to restore if only local disks have it. Acquires the leases, if no other job has them."""
-        run = self._run
-        remote = {one.step for one in run.remote.valid_steps()}
-        valid = {one.step for one in run.local.valid_steps()}
-        wanted = {*run.uncopied(), *(run.local_steps().keys() - remote)} & valid
-        newest = max((one for one in wanted if one >= max(remote, default=-1)), default=None)
-        chosen = newest if step is None else step
-        if chosen not in wanted or not run.acquire_if_free():
-            return None, None
-        run.remote.step_to_restore = chosen  # Otherwise retention may delete it while it is read.
-        return chosen, self.orders()
-
-    def _check_copied(self, step: int) -> bool:
-        """Returns True if the step to restore is uploaded, False if it is damaged. Otherwise raises `SaveError`."""
-        run = self._run
-        local, remote = run.local.steps.committed().get(step), run.remote.steps.committed().get(step)
-        if local is None or run.local.steps.is_damaged(step, local):
-            return False
-        if run.is_copied(step, local, remote):
-            return True
-        error = self._uploader.error
-        raise SaveError(
-            f"{run.root}: step {step} is on the disks of the hosts, and could not be uploaded to be restored: "
-            f"{error}; try again, or restore an earlier one with step="
-        ) from error

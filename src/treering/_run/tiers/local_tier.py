@@ -5,7 +5,7 @@ import logging
 import posixpath
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from .. import run_layout
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
 
+T = TypeVar("T", bound=msgspec.Struct)
 _log = logging.getLogger("treering")
 
 
@@ -125,6 +126,11 @@ class LocalTier:
             if own and own != host_files.identity_in(notes):
                 self.archive([path])
             host_files.adopt(self.store, path, notes, unpin=unpin)
+
+
+def decode(data: Any, kind: type[T]) -> T:
+    """Returns the struct that another process has encoded."""
+    return msgspec.convert(data, kind, strict=False)
 
 
 def encode(struct: msgspec.Struct) -> Any:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from ..._processes.calls import Call
 from ...errors import ExistsError, SaveError
 from ...formats.treering import host_files, summary
@@ -24,15 +22,15 @@ from .. import run_layout
 from ..step_catalog import StepCatalog
 from . import step_states
 from .journal import Claim, Generations, read_generations
-from .local_tier import LocalTier, Orders, Report, encode
+from .local_tier import LocalTier, Orders, Report, decode, encode
 
 _log = logging.getLogger("treering")
 _OLD_SECONDS = 3600.0  # No discovery takes longer than this.
 _LOOK_SECONDS = 2.5  # to wait for the marks of other processes on a network file system
 
 
-def find_leaders(call: Call, store: Store, root: str) -> list[int]:
-    """Returns, for each local directory, the lowest index of the processes that share it.
+def find_hosts(call: Call, store: Store, root: str) -> list[int]:
+    """Returns, for each process, the lowest index of the processes that share its local directory.
 
     Each process makes a file there for a moment, and looks which files of other processes it sees. Raises `SaveError`
     if this process cannot write there.
@@ -56,7 +54,7 @@ def find_leaders(call: Call, store: Store, root: str) -> list[int]:
         call.gather_and_decide(None, lambda _: None)  # All files exist now.
         if not store.is_local(root):  # Over a network, new files of other hosts may show later.
             wait_until(lambda: first() == 0, lambda: refresh_dir_cache(store, root), _LOOK_SECONDS)
-        return call.gather_and_decide(first(), lambda firsts: sorted(set(firsts)))
+        return call.gather_and_decide(first(), list)
     finally:
         with contextlib.suppress(OSError):
             store.delete(own)
@@ -107,7 +105,7 @@ class Meeting:
 
     def _decide(self, reports: Sequence[Any]) -> dict[str, list[str]]:
         """Merges the reports. Returns the names of the steps whose notes each process is to send."""
-        self._reports = {n: msgspec.convert(one, Report, strict=False) for n, one in enumerate(reports) if one}
+        self._reports = {n: decode(one, Report) for n, one in enumerate(reports) if one}
         self._merge(read_generations(self._remote.store, self._remote.root))
         heirs, own = self._verdict.heirs, self._reports[0].steps
         asked: dict[str, list[str]] = {}

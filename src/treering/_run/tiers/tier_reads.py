@@ -14,13 +14,14 @@ from ...errors import CorruptError, MismatchError, NotFoundError
 from ...formats.treering import host_files, summary
 from ...keep import Saved
 from ...stores.read_errors import is_momentary
+from ...stores.store import Store
 from ..plain_run import PlainRun
 from ..step_fallback import StepCopy
 from . import step_states
 from .host_group import HostGroup
 from .journal import read_generations
 from .local_tier import LocalTier
-from .meeting import Meeting, find_leaders
+from .meeting import Meeting, find_hosts
 
 _log = logging.getLogger("treering")
 
@@ -32,8 +33,7 @@ class TierReads:
     has written the remote tier, which the journal knows. Otherwise only local steps that are also remote are used.
 
     `host_group` is set if each host has its own local disk, which the first call of all processes finds out. Each host
-    then reads the files on its own disk locally and all others remotely. A step that is not in the remote tier cannot
-    be read.
+    then reads the files on its own disk, those on the disks of other hosts over the network, and all others remotely.
     """
 
     def __init__(self, local: PlainRun, remote: PlainRun):
@@ -63,7 +63,6 @@ class TierReads:
     @restored_step.setter
     def restored_step(self, step: int | None) -> None:
         self.local.restored_step = self.remote.restored_step = step
-        self.remote.step_to_restore = None
 
     @property
     def lost(self) -> bool:
@@ -73,17 +72,16 @@ class TierReads:
         """Finds out which processes share a disk, and what the disks have. Every process calls it first."""
         self.index = call.index
         with as_save_error(self.local.root):
-            leaders = find_leaders(call, self.local.steps.store, self.local.root)
+            hosts = find_hosts(call, self.local.steps.store, self.local.root)
             # The other files of the steps may be on hosts that this job lacks.
             had_others = call.broadcast(lambda: any(len(one.disks) > 1 for one in self.tier.journal.contents.claims))
-            if leaders == [0] and not had_others:
+            if len(set(hosts)) == 1 and not had_others:
                 return
             if call.index == 0:
-                _log.info("%s: the hosts have disks of their own, %d in all", self.local.root, len(leaders))
+                _log.info("%s: the hosts have disks of their own, %d in all", self.local.root, len(set(hosts)))
             self.local.steps.allow_missing_files()
             meeting = Meeting(self.tier, self.remote.steps, self._locked)
-            leads = call.index in leaders
-            self.host_group = HostGroup(self.tier, self.remote.steps, meeting, call, leads=leads)
+            self.host_group = HostGroup(self.tier, self.remote.steps, meeting, call, hosts)
         if self.host_group.missing and not self.index:
             _log.warning(
                 "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "
@@ -118,26 +116,53 @@ class TierReads:
         return places
 
     def copy_at(self, step: int, path: str, format: str | None = None) -> StepCopy:
-        if self.host_group and self._side(path) is self.local:
-            local, remote = self.local, self.remote
-            both = host_files.local_first(local.steps.store, local.root, remote.steps.store, remote.root)
-            return StepCopy(step, both, posixpath.join(local.root, posixpath.basename(path)))
+        name = posixpath.basename(path)
+        if self.host_group and self._side(path) is self.local and (found := self.host_group.exchange.find(name)):
+            path = self.tier.path(name)
+            remote = None if found.is_complete else self._remote_copy(step, path)
+            return StepCopy(step, self.host_group.exchange.store(name, remote), path)
         return self._side(path).copy_at(step, path, format)
 
+    def _remote_copy(self, step: int, path: str) -> tuple[Store, str] | None:
+        """Returns the store and the path of the remote step, if it is the same as the local step at a path."""
+        remote = self.remote.steps
+        to = remote.committed().get(step)
+        if to is None or remote.is_damaged(step, to) or not self.is_copied(step, path, to):
+            return None
+        return remote.store, to
+
     def readable_copies(self, step: int | None = None) -> list[StepCopy]:
-        """Returns the candidates that can be read. If each host has its own disk, they are remote."""
+        """Returns the candidates that can be read: if each host has its own disk, those whose files are all there.
+
+        Without `locate`, which all processes call together, these are the files on the disk of this host.
+        """
         places = self.step_copies(step)
         if not self.host_group:
             return places
-        there = {place.step for place in places if self._side(place.path) is self.remote}
-        if missing := sorted({place.step for place in places if place.step > max(there, default=-1)}):
+        all_steps = {place.step for place in places}
+        remote = {place.step for place in places if self._side(place.path) is self.remote}
+        local = {place.step for place in places if self._side(place.path) is self.local and self._is_readable(place)}
+        places = [one for one in places if one.step in (remote if self._side(one.path) is self.remote else local)]
+        there = {*remote, *local}
+        if missing := sorted(one for one in all_steps if one > max(there, default=-1)):
             _log.warning(
-                "%s: steps %s are only on the disks of the hosts, and cannot be read before they are uploaded",
+                "%s: steps %s are only on the disks of several hosts; `restore` reads them, in all processes together",
                 self.root, join_names(tuple(map(str, missing))),
             )  # fmt: skip
             if step is not None:
-                raise NotFoundError(f"{self.root}: expected step {step}, found it only on the disks of the hosts")
-        return [place for place in places if place.step in there]
+                raise NotFoundError(
+                    f"{self.root}: expected step {step} on the disk of this host, found it only on those of several "
+                    "hosts; restore it in all processes together"
+                )
+        return places
+
+    def _is_readable(self, place: StepCopy) -> bool:
+        assert self.host_group
+        if found := self.host_group.exchange.find(posixpath.basename(place.path)):
+            return found.is_complete or self._remote_copy(place.step, place.path) is not None
+        store = self.local.steps.store
+        listed = host_files.listed_files(store, place.path)
+        return listed is not None and listed.items() <= host_files.inventory(store, place.path).sizes.items()
 
     def valid_steps(self, *, foreign: bool = False) -> list[Saved]:
         local, remote = self.local_steps(), self.remote.steps.committed()
@@ -151,9 +176,19 @@ class TierReads:
 
     def mark_damaged(self, place: StepCopy) -> None:
         side = self._side(place.path)
-        if self.host_group and side is self.local:
-            return  # The damage may be in a file that was read from the remote tier.
         side.mark_damaged(place)
+
+    def begin_restore(self, call: Call) -> None:
+        if self.host_group:
+            self.host_group.exchange.locate(call, self._located_identities)
+
+    def end_restore(self) -> None:
+        if self.host_group:
+            self.host_group.exchange.end()
+
+    def _located_identities(self) -> dict[str, str]:
+        found = {path: host_files.identity(self.local.steps.store, path) for path in self.local_steps().values()}
+        return {posixpath.basename(path): identity for path, identity in found.items() if identity}
 
     def check_new(self) -> None:
         if self.host_group and self.host_group.missing:

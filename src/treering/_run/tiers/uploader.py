@@ -116,30 +116,18 @@ class Uploader:
         after: str,
         process: int,
         *,
-        only: int | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins an upload in which all hosts take part. Every process makes this call.
 
-        only: uploads just this step, without the limit, even if the policy does not keep it.
         then: process 0 calls it before the other processes delete files.
         """
         what, timeout = f"{self._run.root}: uploading steps after {after}", self._timeout
         if process == 0:
             meeting = functools.partial(group.round, what, timeout)
-            self._queue.add(what, lambda: self._upload_all(meeting, only, then))
+            self._queue.add(what, lambda: self._upload_all(meeting, then))
         else:
-            moved = self._moved if only is None else lambda nbytes, look: look()
-            self._queue.add(what, lambda: group.follow(what, timeout, moved))
-
-    def interrupt(self, process: int) -> None:
-        """Cancels the upload in which all hosts take part. Process 0 waits until it has ended."""
-        if process == 0:
-            self._stop()
-            try:
-                self._queue.wait()
-            finally:
-                self._stopped = False
+            self._queue.add(what, lambda: group.follow(what, timeout, self._moved))
 
     def _stop(self) -> None:
         self._stopped = True
@@ -193,28 +181,23 @@ class Uploader:
     def _upload_all(
         self,
         meeting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        only: int | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
         try:
             with meeting(), self._one:
                 if not self.taken_over:  # Final: the other job may have replaced remote steps.
-                    self._upload_missing(only)
+                    self._upload_missing()
                     then()
         except _PausedError as error:  # The upload starts over once the change is done.
             self._error = error
         except BaseException as error:  # Any error: `finish` must not report success.
             self._report(error)
 
-    def _upload_missing(self, only: int | None) -> None:
+    def _upload_missing(self) -> None:
         self._error = None
         tried: set[int] = set()
         self._check()
         self._remote.collect_garbage()
-        if only is not None:
-            self._remote.wait()  # Retention may still be deleting the files of this step.
-            self._upload(only, at_once=True)
-            return
         while todo := [step for step in self._missing() if step not in tried]:
             tried.add(todo[0])
             self._upload(todo[0])
@@ -231,11 +214,11 @@ class Uploader:
             self._run.upload_metrics()
         return todo
 
-    def _upload(self, step: int, *, at_once: bool = False) -> None:
+    def _upload(self, step: int) -> None:
         begun = time.monotonic()
         self.step = step
         try:
-            copied = self._run.upload(step, (lambda nbytes: self._check()) if at_once else self._moved)
+            copied = self._run.upload(step, self._moved)
         except (TreeringError, OSError) as error:
             if is_momentary(error) or isinstance(error, LeaseLostError | PeerError):
                 raise

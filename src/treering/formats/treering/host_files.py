@@ -7,11 +7,10 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import read_file
-from ...stores.local_first import LocalFirstStore
 from ...stores.store import Store
 from . import manifest, metrics, pins, removal, summary
 from .schema import MANIFEST, PIN, is_of_save, token_of
@@ -109,16 +108,6 @@ def listed_files(store: Store, path: str) -> dict[str, int] | None:
         return {file.name: file.size for file in manifest.summarize(_manifest(store, path), path).files}
     except (CorruptError, UnsupportedError):
         return None
-
-
-def local_first(local_store: Store, local: str, remote_store: Store, remote: str) -> Store:
-    """Returns a store that shows, below the path `local`, the checkpoints of the remote tier below `remote`.
-
-    It reads an array file from the local tier if that has it.
-    """
-    return cast(
-        Store, LocalFirstStore(local_store, local, remote_store, remote, lambda name: token_of(name) is not None)
-    )
 
 
 def is_in_use(store: Store, path: str) -> bool:

@@ -165,6 +165,11 @@ class Reader:
         where = getattr(self.entries[path], "where", None)
         return where if isinstance(where, str) else path
 
+    @property
+    def is_local(self) -> bool:
+        """True if all files are on disks of this host, so that no process needs to read for another."""
+        return self._store.is_local(self.path)
+
     def can_mmap(self, requested: bool | None) -> bool:
         """Returns True if arrays are returned as views of the mapped files, which take no memory."""
         return self._files.can_mmap(requested)
