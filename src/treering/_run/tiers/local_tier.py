@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal
 from .. import run_layout
 from ..step_catalog import StepCatalog
@@ -38,6 +39,9 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     retired: dict[str, str] = {}
     manifests: dict[str, str] = {}
     archives_unnamed: bool = False
+
+
+preload_decoders(Report, Orders)
 
 
 class LocalTier:
