@@ -37,7 +37,7 @@ def _name(path: pathlib.Path) -> str:
 
 FILES = {_name(path): path for path in SOURCE.rglob("*.py")}
 # This set may only become smaller.
-TIERS = {f"treering._run.{name}" for name in ("copies", "retention", "together", "two_places")}
+TIERS = {f"treering._run.tiers.{name}" for name in ("joint_changes", "tiered_run")}
 FLOOR = {name: len(LAYERS) - n for n, layer in enumerate(LAYERS) for name in layer}
 
 

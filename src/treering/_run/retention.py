@@ -66,6 +66,23 @@ class Retention:
         except OSError:
             _log.exception("removing leftovers of earlier jobs failed; the next save tries again")
 
+    def wait_for_room(self, problem: str, step: int | None, check: Callable[[], None]) -> str | None:
+        """Waits until old steps were deleted; see `formats.treering.room.RoomMaker`."""
+        if self._deletion_queue.busy:
+            self._deletion_queue.wait()
+            return None
+        if uploads := self._directory.uploads:
+            reason = uploads.wait_for_room(problem, lambda: self.retain(step), check)
+            self._deletion_queue.wait()
+            return reason
+        return "nothing under way frees room"
+
+    def free_on_all_hosts(self) -> None:
+        """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
+        uploads = self._directory.uploads
+        if uploads and uploads.together:
+            uploads.together.free_room()
+
     def collect_garbage(self) -> None:
         """Removes the leftovers of killed jobs, once."""
         if not self._has_cleaned:

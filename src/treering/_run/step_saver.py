@@ -162,6 +162,7 @@ class StepSaver:
             layout.format_options,
             hosts=self._together.hosts if self._together else None,
             copies=self._together.local_copies if self._together else 1,
+            room_maker=self._retention,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
         return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited)

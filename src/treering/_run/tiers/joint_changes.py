@@ -77,6 +77,11 @@ class JointChanges:
         self._group.archive_after(step)
         self._upload("the rewind" if step < 0 else f"the rewind to step {step}")
 
+    def free_room(self) -> None:
+        """Waits for a round, in which the hosts delete the files of steps that process 0 has deleted."""
+        self._upload("a save found a disk full")
+        self._uploader.wait()
+
     def _upload(self, after: str, **options: Any) -> None:
         self._uploader.begin_together(self._group, after, self._group.index, **options)
 

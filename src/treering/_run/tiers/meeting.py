@@ -14,7 +14,7 @@ from typing import Any
 from ..._processes.calls import Call
 from ...errors import ExistsError, SaveError
 from ...formats.treering import host_files, summary
-from ...stores.file_io import make_empty
+from ...stores.file_io import create_in_folder, make_empty
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
 from ...stores.temporary_names import final_name
@@ -47,8 +47,7 @@ def find_hosts(call: Call, store: Store, root: str) -> list[int]:
         return next(n for n, mark in enumerate(marks) if mark in there)
 
     try:
-        store.make_folders(root, made)
-        make_empty(store, own)
+        create_in_folder(lambda: store.make_folders(root, made), lambda: make_empty(store, own))
     except OSError as error:
         raise SaveError(f"local={root!r}: expected a directory that this process can write to ({error})") from error
     try:

@@ -3,6 +3,7 @@
 import logging
 import os
 import posixpath
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from ..._core.entries import step_number
@@ -20,6 +21,7 @@ from .tier_reads import TierReads
 from .uploader import Uploader
 
 _log = logging.getLogger("treering")
+_POLL_SECONDS = 0.1
 
 
 class TieredRun(TierReads):
@@ -48,6 +50,7 @@ class TieredRun(TierReads):
         self._generation = 0  # of this job, once it has claimed the run
         self._has_written_remote = False
         self.remote_retention = Retention(remote, keep)
+        self._has_deleted = False  # True if local steps were deleted since a save last waited for room
         self.together: JointChanges | None = None
         self._uploader = Uploader(self, self.remote_retention, bytes_per_second, notify, timeout)
 
@@ -73,6 +76,10 @@ class TieredRun(TierReads):
     @property
     def busy(self) -> bool:
         return self._uploader.busy
+
+    def lift_limit(self) -> None:
+        """Ends the limit of bytes a second. A save may wait for room that an upload frees."""
+        self._uploader.lift_limit()
 
     def discover_hosts(self, call: Call) -> None:
         super().discover_hosts(call)
@@ -161,6 +168,24 @@ class TieredRun(TierReads):
         self._retain = retain
         retain(None)  # No save is running now. This deletes the steps that were uploaded since the last save.
         return True  # A local disk may not have room for another step.
+
+    def wait_for_room(self, problem: str, retain: Callable[[], None], check: Callable[[], None]) -> str | None:
+        logged = False
+        while True:
+            busy, step = self.busy, self.uploading_step  # Read first: an upload may end during `retain`.
+            retain()
+            if self._has_deleted:  # Other hosts have perhaps not deleted their files yet.
+                self._has_deleted = False
+                return None
+            if not busy or not self.claimed:
+                error = self._uploader.error
+                return f"uploading steps failed: {error}" if error else "no upload under way frees room"
+            if step is not None and not logged:
+                _log.info("%s; the save waits until step %d is uploaded and an old step is deleted", problem, step)
+                logged = True
+            while self.busy and self.claimed and self.uploading_step == step:
+                check()
+                time.sleep(_POLL_SECONDS)
 
     def on_commit(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
@@ -353,6 +378,7 @@ class TieredRun(TierReads):
 
     def _on_local_delete(self, path: str) -> None:
         """Records that a local step is about to be deleted, so that the other hosts delete their files of it."""
+        self._has_deleted = True
         if self.host_group and not self.index:
             self.tier.retire([path], "deleted")
 
