@@ -16,8 +16,11 @@ import pytest
 import s3
 import treering as tr
 from treering import formats, stores
+from treering._tools.listing import list_run
 from treering.errors import ExistsError, NotFoundError, SaveError
 from treering.formats.treering.commit import Transaction
+from treering.stores.file_io import read_file
+from treering.stores.memory import MemoryStore
 from treering.stores.objects import heartbeat
 from treering.stores.objects.bucket import Bucket
 from treering.stores.objects.request_errors import ChangedError
@@ -137,6 +140,79 @@ def test_a_manifest_whose_answer_was_lost_is_looked_after(bucket: Bucket, monkey
     monkeypatch.undo()
     with pytest.raises(NotFoundError):
         tr.restore("odd://t/c")
+
+
+@pytest.fixture(params=["objects", "s3", "memory"])
+def run(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Yields a run in a bucket of obstore, in a server of S3, or in the store for tests."""
+    buckets: Any = MemoryStore() if request.param == "memory" else ObjectStore()
+    if request.param == "objects":
+        buckets.add("late://t", obstore.store.MemoryStore())
+    elif request.param == "s3":
+        buckets.add("late://t", s3.client(request.getfixturevalue("s3_server")))
+    else:
+        buckets.object_bytes = 1 << 20  # so that a step has several files
+    with stores.using(buckets, "late"):
+        yield f"late://t/{os.urandom(4).hex()}"
+
+
+def _empty(path: str, *, but: int = 0) -> None:
+    """Removes the array files of a step, except `but` of them."""
+    store = stores.get(path)
+    names = [name for name in store.list(path) if name.startswith("arrays-")]
+    store.delete_all(path, names[but:])
+
+
+def test_a_commit_that_arrives_after_its_step_was_deleted(run: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A delayed duplicate of a commit brings back only a manifest. The next save deletes it, as `keep` asks."""
+    with tr.Checkpointer(run, keep=tr.keep.last(1)) as ckpts:
+        ckpts.save(1, _ONE)
+        ckpts.wait()
+        path = f"{run}/step-00000001/treering.json"
+        commit = read_file(stores.get(run), path)
+        ckpts.save(2, _ONE)
+        ckpts.wait()
+        for step in (3, 4):  # The same job, and the next one.
+            while stores.get(run).list(f"{run}/step-00000001"):  # A thread deletes it.
+                time.sleep(0.01)
+            with stores.get(run).new_file(path, overwrite=False) as late:
+                late.write(commit)
+            assert ckpts.latest_step == step - 1
+            assert [one.step for one in tr.follow(run, timeout=0)] == [step - 1]
+            if step == 3:
+                ckpts.save(3, _ONE)
+                ckpts.wait()
+        ckpts.close()
+        with tr.Checkpointer(run, keep=tr.keep.last(1)) as later:
+            later.save(4, _ONE)
+    assert tr.steps(run) == [4] and tr.verify(run).ok and [row.step for row in list_run(run).rows] == [4]
+    assert caplog.text.count("only the manifest is left of step 1") == 2
+    assert not any(name.startswith("step-00000001") for name in stores.get(run).list(run))
+
+
+@pytest.mark.parametrize("left", ["one array file", "the pin", "the manifest of a kept step", "the latest manifest"])
+def test_a_damaged_step_is_not_taken_for_a_late_commit(run: str, left: str) -> None:
+    """A step that retention would have kept, or of which anything else is left, stays and is reported as damaged."""
+    wide = {"a": np.zeros(5 << 20, np.float32), "b": np.zeros(3)}
+    with tr.Checkpointer(run) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, wide if left == "one array file" else _ONE)
+        ckpts.wait()
+        if left == "the pin":
+            ckpts.pin(1)
+    damaged = 2 if left == "the latest manifest" else 1
+    _empty(f"{run}/step-{damaged:08}", but=left == "one array file")
+    keep = tr.keep.steps(damaged) if "kept" in left else tr.keep.last(1)
+    with tr.Checkpointer(run, keep=keep) as ckpts:
+        ckpts.save(3, _ONE)
+        if damaged == 1:
+            ckpts.save(4, _ONE)
+    if left == "the latest manifest":  # A later step does not need it.
+        assert tr.steps(run) == [3]
+        return
+    assert tr.steps(run)[0] == 1
+    report = tr.verify(run)
+    assert not report.ok and "step-00000001" in str(report.problems)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
