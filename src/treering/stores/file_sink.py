@@ -32,7 +32,7 @@ class FileSink:
             self._disk.make_read_only(self._fd)
         self._disk.sync(self._fd)
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         (self._disk.rename if overwrite else self._disk.link)(self.path, path)
 
     def is_at(self, path: str) -> bool:

@@ -272,7 +272,7 @@ class _MemorySink:
         data.extend(bytes(max(nbytes - len(data), 0)))
         del data[nbytes:]
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         with self._store.lock:
             found = self._store.stat(path)
             seen = found.version if found else ABSENT

@@ -142,13 +142,13 @@ class Sink(Protocol):
         """Cuts it to its size and makes its contents durable. `Store.settle` makes its name durable."""
         ...
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         """Gives it its name in one step. Raises `FileExistsError` if the name is taken and `overwrite` is False.
+
+        Raises `LeaseLostError`, before or after that step, if another process may have taken this writer for dead.
 
         version: the version of the file to overwrite when the caller saw it, or `ABSENT`. Stores that can compare
             versions raise `FileExistsError` for any other version. None overwrites any file.
-        retract: removes it again if its writer turns out to have been taken for dead meanwhile, unless it replaced a
-            file. Stores with locks never need that.
 
         The name under which it was created is gone if it overwrites. Otherwise that name may remain as a second one.
         """

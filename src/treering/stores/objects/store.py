@@ -265,7 +265,7 @@ class ObjectStore:
             yield folder.path
             self._uploads.wait_for_folder(folder.path)
             folder.check_exclusive(self._sibling_names(path))
-            folder.check()
+            lease_registry.check(folder.path)
             check_free(self, path, overwrite=overwrite, folder=True)
             folder.put_in_place(check_replaceable(self, path, owned, names, beside))
         self._remove_abandoned(path)
@@ -275,7 +275,7 @@ class ObjectStore:
         temporary_folder.check_has_parent(*self._find(path))
         with self._temporary_folder(path, replaces_target=False) as folder:
             yield folder.path
-            folder.check()
+            lease_registry.check(folder.path)
         self._remove_abandoned(path)
 
     def _temporary_folder(
