@@ -136,16 +136,22 @@ class _Overwriting(MemoryStore):
 class _Careless(MemoryStore):
     """Removes a file although its writer lives."""
 
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+    @contextlib.contextmanager
+    def unused(self, path: str) -> Iterator[Callable[[], None] | None]:
         self._find(path).in_use = False
-        return super().delete_unused(path, check)
+        with super().unused(path) as remove:
+            yield remove
 
 
 class _Hasty(MemoryStore):
-    """Removes leftovers without calling `check`."""
+    """Removes leftovers before the caller has decided."""
 
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        return super().delete_unused(path, lambda: True)
+    @contextlib.contextmanager
+    def unused(self, path: str) -> Iterator[Callable[[], None] | None]:
+        with super().unused(path) as remove:
+            if remove:
+                remove()
+            yield remove
 
 
 class _Early(MemoryStore):

@@ -12,6 +12,7 @@ from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
+from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
@@ -82,8 +83,7 @@ class Retention:
             for name in store.list(place):
                 target = final_name(name)
                 if target and run_layout.parse_step_name(target, self._steps.prefix) is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        store.remove_leftover(posixpath.join(place, name))
+                    remove_unused(store, posixpath.join(place, name))
                 if run_layout.parse_step_name(name, self._steps.prefix) is not None:
                     if not store.is_link(step := posixpath.join(place, name)):  # a link is not part of the run
                         removal.collect_garbage(store, step, remove_empty=True)

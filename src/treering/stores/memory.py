@@ -121,18 +121,10 @@ class MemoryStore:
             with contextlib.suppress(FileNotFoundError):
                 self.delete(_folder_prefix(path) + name)
 
-    def is_in_use(self, path: str) -> bool:
+    @contextlib.contextmanager
+    def unused(self, path: str) -> "Iterator[Callable[[], None] | None]":
         with self.lock:
-            return self._find(path).in_use
-
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        with self.lock:
-            if not self._find(path).in_use and check():
-                del self.objects[path]
-        return True
-
-    def remove_leftover(self, path: str) -> None:
-        """Does nothing: the store ends with its process, so a killed writer leaves nothing."""
+            yield None if self._find(path).in_use else lambda: self.delete(path)
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -249,11 +241,7 @@ class _MemorySink:
     def __init__(self, store: MemoryStore, path: str, one: _Object):
         self.path = path
         self._store, self._object = store, one
-
-    def protect(self) -> bool:
-        with self._store.lock:
-            self._object.in_use = True
-            return self.is_at(self.path)
+        one.in_use = True
 
     def preallocate(self, nbytes: int) -> None: ...
 

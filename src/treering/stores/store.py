@@ -123,10 +123,6 @@ class Sink(Protocol):
     @property
     def path(self) -> str: ...
 
-    def protect(self) -> bool:
-        """Keeps other processes from removing it as a leftover. Returns False if one of them has removed it already."""
-        ...
-
     def preallocate(self, nbytes: int) -> memoryview | None:
         """Reserves room, so that a full disk raises before anything is written.
 
@@ -287,7 +283,7 @@ class Store(Protocol):
     # Writing
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Sink:
-        """Creates a file. Raises `FileExistsError` if it exists.
+        """Creates a file, which other processes do not remove until it is closed. Raises `FileExistsError`.
 
         visible: other processes see the file from now on, and that its writer lives, until it is published or deleted.
             Other files appear when they are finished at the latest, and may raise `FileExistsError` only then.
@@ -303,20 +299,12 @@ class Store(Protocol):
         """Removes those of these files that exist in a folder. Raises the first error after it has tried all."""
         ...
 
-    def is_in_use(self, path: str) -> bool:
-        """Returns True if a living writer has the file. Raises `FileNotFoundError`."""
-        ...
+    def unused(self, path: str) -> AbstractContextManager[Callable[[], None] | None]:
+        """Yields a function that removes a file, or what a killed writer left under a temporary name.
 
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        """Removes a file unless a living writer has it or `check` returns False.
-
-        `check` runs when no writer can begin to use the file any more. Returns False where it cannot be known whether
-        the writer lives.
+        Within the `with` block no writer can begin to use it. Yields None if a living writer has it, or where that
+        cannot be known. Raises `FileNotFoundError`.
         """
-        ...
-
-    def remove_leftover(self, path: str) -> None:
-        """Removes what a killed writer left under a temporary name. Leaves it alone if its writer lives."""
         ...
 
     def make_folder(self, path: str) -> None:

@@ -19,7 +19,7 @@ from treering import formats, stores
 from treering._tools.listing import list_run
 from treering.errors import ExistsError, NotFoundError, SaveError
 from treering.formats.treering.commit import Transaction
-from treering.stores.file_io import read_file
+from treering.stores.file_io import is_in_use, read_file
 from treering.stores.memory import MemoryStore
 from treering.stores.objects import heartbeat
 from treering.stores.objects.bucket import Bucket
@@ -423,7 +423,7 @@ def test_a_lock_that_was_copied_from_a_disk_is_nobodys(bucket: Bucket, tmp_path:
 def test_a_later_releases_writer_lives(bucket: Bucket) -> None:
     """The heartbeat of a later release counts as a living writer."""
     bucket.put("c/treering.json.abcdef.tmp", b'{"version": 2, "token": "later"}')
-    assert stores.get("odd://t/c").is_in_use("odd://t/c/treering.json.abcdef.tmp")
+    assert is_in_use(stores.get("odd://t/c"), "odd://t/c/treering.json.abcdef.tmp")
 
 
 def test_files_of_others_are_not_replaced_without_conditions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from treering._tools import copy as copying
 from treering._tools.copy import copy_checkpoints
 from treering.errors import ExistsError, SaveError, TreeringError
 from treering.stores import lease_registry
-from treering.stores.file_io import read_file
+from treering.stores.file_io import read_file, remove_unused
 from treering.stores.objects import heartbeat, lease, sink, temporary_folder
 from treering.stores.objects.store import ObjectStore
 
@@ -585,15 +585,15 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
         folder = files.rpartition("/")[0]
         with buckets.new_file(f"{files}/x", overwrite=False) as file:
             file.write(b"x")
-        buckets.remove_leftover(folder)
+        remove_unused(buckets, folder)
         assert buckets.list(files) == ["x"]  # its writer lives
         writer = next(one for one in heartbeat._heartbeats.all() if one.key.startswith("." + "c."))
         monkeypatch.setattr(heartbeat, "is_alive", lambda *_: writer.renew() or False)
-        buckets.remove_leftover(folder)
+        remove_unused(buckets, folder)
         assert buckets.list(files) == ["x"] and writer.verify()  # renewed after it was read and before its removal
         monkeypatch.setattr(heartbeat, "is_alive", lambda *_: False)
         monkeypatch.setattr(temporary_folder, "_delete_contents", lambda *_: None)
-        buckets.remove_leftover(folder)
+        remove_unused(buckets, folder)
         assert buckets.list(files) == ["x"] and not writer.verify()
         writer.renew()
         assert writer.lost

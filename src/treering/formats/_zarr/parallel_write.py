@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..._processes.calls import Call, raise_error_of_process_0
 from ...errors import CorruptError
+from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
 from ...stores.store import CheckNeighbors, Owned, Store
 from .leaves import folder_size
@@ -57,7 +58,7 @@ def write_folder(
             # Files of this process may have appeared after process 0 removed the folder.
             if call.index and not call.in_doubt:
                 with contextlib.suppress(OSError):
-                    store.remove_leftover(folder)
+                    remove_unused(store, folder)
             raise
 
 

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple, cast
 
 from ...errors import CorruptError, UnsupportedError
+from ...stores import file_io
 from ...stores.file_io import make_empty, read_file
 from ...stores.local_first import LocalFirstStore
-from ...stores.nfs import warn_no_locks
 from ...stores.store import Store
 from . import manifest, metrics, pins, summary
 from .schema import MANIFEST, PART, PIN, identity_of, is_of_save, key_of, token_of
@@ -168,19 +168,14 @@ def there(store: Store, path: str) -> set[str]:
     found, used = identities(store, path), set[str]()
     for name, key in _keyed(store, path).items():
         found.add(key)
-        with contextlib.suppress(FileNotFoundError):
-            if is_of_save(name) and store.is_in_use(posixpath.join(path, name)):
-                used.add(key)
+        if is_of_save(name) and file_io.is_in_use(store, posixpath.join(path, name)):
+            used.add(key)
     return found - used
 
 
 def is_in_use(store: Store, path: str) -> bool:
     """Returns True if a running save writes to a path."""
-    for name in filter(is_of_save, store.list(path)):
-        with contextlib.suppress(FileNotFoundError):
-            if store.is_in_use(posixpath.join(path, name)):
-                return True
-    return False
+    return any(file_io.is_in_use(store, posixpath.join(path, name)) for name in filter(is_of_save, store.list(path)))
 
 
 def take_away(store: Store, path: str, keys: Collection[str]) -> None:
@@ -193,9 +188,7 @@ def take_away(store: Store, path: str, keys: Collection[str]) -> None:
         store.settle(path)  # After a crash no manifest or mark may remain whose arrays are gone.
         for name, key in _keyed(store, path).items():
             if key in keys:
-                with contextlib.suppress(FileNotFoundError):
-                    if not store.delete_unused(posixpath.join(path, name), lambda: True):
-                        warn_no_locks(path)
+                file_io.remove_unused(store, posixpath.join(path, name))
         if store.list(path) == [PIN]:  # The pin of a step that was deleted on the disk with the manifest.
             store.delete(posixpath.join(path, PIN))
         if not store.list(path):

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -218,16 +218,16 @@ def is_alive(bucket: Bucket, record: WriterRecord, found: ObjectMeta) -> bool:
     return bucket.age(found, found.key) <= LEASE_SECONDS
 
 
-def revoke(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> bool:
-    """Takes an object away from a dead writer. Returns False if the writer lives or `check` returns False.
+def revoke(bucket: Bucket, key: str) -> bool:
+    """Takes an object away from a dead writer. Returns False if the writer lives.
 
     A writer that was wrongly taken for dead finds out, because its object has changed. An object that is not a
     heartbeat stays as it is. Raises `FileNotFoundError`.
     """
     record, found = read(bucket, key)
-    if (record is not None and is_alive(bucket, record, found)) or not check():
-        return False
     if record is not None:
+        if is_alive(bucket, record, found):
+            return False
         try:
             bucket.put(key, _released(record.generation), replaces=found.version)
         except (ChangedError, FileNotFoundError):

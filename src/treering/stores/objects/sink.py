@@ -48,9 +48,6 @@ class ObjectSink:
         self._upload: Upload | None = None
         self._versions: dict[str, Version] = {}  # of the objects that this sink has put, by key
 
-    def protect(self) -> bool:
-        return True
-
     def preallocate(self, nbytes: int) -> memoryview:
         self._buffer = self._uploads.acquire_buffer(nbytes)
         return self._buffer

@@ -17,6 +17,7 @@ from ..file_io import check_free
 from ..flat_folders import check_replaceable
 from ..read_errors import ReplacedError
 from ..store import CheckNeighbors, Owned, Stat, Writer
+from ..temporary_names import final_name
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
@@ -189,17 +190,13 @@ class ObjectStore:
         bucket, key = self._find(path)
         bucket.delete([join_key(key, name) for name in names])
 
-    def is_in_use(self, path: str) -> bool:
-        return heartbeat.has_writer(*self._find(path))
-
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+    @contextlib.contextmanager
+    def unused(self, path: str) -> "Iterator[Callable[[], None] | None]":
         bucket, key = self._find(path)
-        if heartbeat.revoke(bucket, key, check):
-            bucket.delete([key])
-        return True
-
-    def remove_leftover(self, path: str) -> None:
-        temporary_folder.remove_if_abandoned(*self._find(path))
+        if final_name(key.rpartition("/")[2]) is not None:
+            yield temporary_folder.claim_abandoned(bucket, key)
+        else:
+            yield (lambda: bucket.delete([key])) if heartbeat.revoke(bucket, key) else None
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -296,7 +293,8 @@ class ObjectStore:
         """
         bucket, key = self._find(path)
         for other in temporary_folder.folders_for(key, self._sibling_names(path)):
-            temporary_folder.remove_if_abandoned(bucket, other)
+            if remove := temporary_folder.claim_abandoned(bucket, other):
+                remove()
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
         bucket, key = self._find(run)

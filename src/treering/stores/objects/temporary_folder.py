@@ -5,7 +5,7 @@ An object in each folder names its writer. It is created first and removed last.
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ...errors import ExistsError, SaveError, UnsupportedError
 from ..temporary_names import final_name, temporary_sibling
@@ -110,16 +110,16 @@ def folders_for(place: str, names: Iterable[str]) -> list[str]:
     return [join_key(folder, name) for name in names if final_name(name) == own]
 
 
-def remove_if_abandoned(bucket: Bucket, folder: str) -> None:
-    """Removes a temporary folder, unless its writer lives.
+def claim_abandoned(bucket: Bucket, folder: str) -> Callable[[], None] | None:
+    """Invalidates the mark of a temporary folder, and returns a function that removes the folder.
 
-    The writer's mark is invalidated before anything else is removed.
+    Returns None if its writer lives.
     """
     for mark in (_WRITER_MARK, _PLACE_MARK):
         with contextlib.suppress(FileNotFoundError):
             if not heartbeat.revoke(bucket, join_key(folder, mark)):
-                return
-    _delete_contents(bucket, folder)
+                return None
+    return lambda: _delete_contents(bucket, folder)
 
 
 def _delete_contents(bucket: Bucket, folder: str) -> None:
