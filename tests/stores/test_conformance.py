@@ -7,9 +7,10 @@ import os
 import pathlib
 import posixpath
 import secrets
+import sqlite3
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import obstore.store
@@ -19,8 +20,11 @@ import azurite
 import gcs
 import s3
 from treering import stores
-from treering.stores.file_io import files_in
-from treering.stores.memory import MemoryStore
+from treering.errors import UnsupportedError
+from treering.stores.file_io import files_in, is_in_use
+from treering.stores.key_values import KeyValueStore, Value
+from treering.stores.memory import MemoryStore, MemoryValues
+from treering.stores.objects import heartbeat
 from treering.stores.objects.store import ObjectStore
 from treering.stores.store import Stat, Store, Writer
 from treering.testing import StoreConformance
@@ -47,6 +51,68 @@ class TestMemory(StoreConformance):
     @pytest.fixture
     def root(self) -> str:
         return "memory://bucket/folder"
+
+
+class _SqliteValues:
+    """Bytes by key in a table of SQLite, which several processes may use. Written from the documentation alone."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        with self._open() as db:
+            db.execute("CREATE TABLE IF NOT EXISTS kv (key TEXT PRIMARY KEY, data BLOB, modified REAL, version TEXT)")
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(sqlite3.connect(self._path, timeout=60, isolation_level=None)) as db:
+            db.execute("PRAGMA synchronous=OFF")  # only for these tests: a power cut would lose data
+            yield db
+
+    def _find(self, db: sqlite3.Connection, key: str) -> Value | None:
+        found = db.execute("SELECT key, length(data), modified, version FROM kv WHERE key=?", (key,)).fetchone()
+        return found and Value(*found)
+
+    def stat(self, key: str) -> Value | None:
+        with self._open() as db:
+            return self._find(db, key)
+
+    def list(self, prefix: str) -> Iterable[Value]:
+        query = "SELECT key, length(data), modified, version FROM kv WHERE substr(key, 1, ?) = ?"
+        with self._open() as db:
+            return [Value(*row) for row in db.execute(query, (len(prefix), prefix))]
+
+    def read(self, key: str, begin: int, end: int) -> tuple[bytes, Value]:
+        with self._open() as db:
+            query = "SELECT substr(data, ?, ?), key, length(data), modified, version FROM kv WHERE key=?"
+            found = db.execute(query, (begin + 1, end - begin, key)).fetchone()
+        if found is None:
+            raise FileNotFoundError(key)
+        return found[0] or b"", Value(*found[1:])  # SQLite has NULL for no bytes
+
+    def write(self, key: str, data: bytes, *, exclusive: bool, replaces: str | None) -> Value:
+        with self._open() as db:
+            db.execute("BEGIN IMMEDIATE")
+            found = self._find(db, key)
+            if (exclusive and found) or (replaces is not None and (found is None or found.version != replaces)):
+                db.execute("ROLLBACK")
+                raise FileExistsError(key)
+            value = Value(key, len(data), time.time(), secrets.token_hex(8))
+            db.execute("INSERT OR REPLACE INTO kv VALUES (?, ?, ?, ?)", (key, data, value.modified, value.version))
+            db.execute("COMMIT")
+            return value
+
+    def delete(self, key: str) -> None:
+        with self._open() as db:
+            db.execute("DELETE FROM kv WHERE key=?", (key,))
+
+
+class TestSqlite(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: pathlib.Path) -> Store:
+        return KeyValueStore(_SqliteValues(tmp_path / "store.db"))
+
+    @pytest.fixture
+    def root(self) -> str:
+        return "sqlite://runs/folder"
 
 
 class _Buckets(StoreConformance):
@@ -122,15 +188,15 @@ class _Forgetful(MemoryStore):
     """Lists no names of folders."""
 
     def list(self, path: str) -> list[str]:
-        return [name for name in super().list(path) if self.objects.get(f"{path}/{name}")]
+        return [name for name in super().list(path) if (found := self.stat(f"{path}/{name}")) and found.is_file]
 
 
 class _Overwriting(MemoryStore):
     """Replaces an existing file instead of raising an error."""
 
-    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
-        self.objects.pop(path, None)
-        return super().create(path, visible=visible)
+    def create(self, path: str, **options: Any) -> Any:
+        self.values.delete(_key(path))
+        return super().create(path, **options)
 
 
 class _Careless(MemoryStore):
@@ -138,9 +204,8 @@ class _Careless(MemoryStore):
 
     @contextlib.contextmanager
     def unused(self, path: str) -> Iterator[Callable[[], None] | None]:
-        self._find(path).in_use = False
-        with super().unused(path) as remove:
-            yield remove
+        with super().unused(path):
+            yield lambda: self.delete(path)
 
 
 class _Hasty(MemoryStore):
@@ -160,7 +225,7 @@ class _Early(MemoryStore):
     @contextlib.contextmanager
     def new_file(self, path: str, *, overwrite: bool) -> Iterator[Writer]:
         with super().new_file(path, overwrite=overwrite) as writer:
-            self.objects[path] = writer.object  # type: ignore[attr-defined]
+            self.values.write(_key(path), b"early", exclusive=False, replaces=None)
             yield writer
 
 
@@ -175,8 +240,7 @@ class _Moving(MemoryStore):
     """Moves a folder into an existing one."""
 
     def move(self, old: str, new: str, *, last: str) -> None:
-        for name in [name for name in self.objects if name.startswith(f"{old}/")]:
-            self.objects[new + name[len(old) :]] = self.objects.pop(name)
+        _move(self, f"{old}/", f"{new}/")
 
 
 class _Greedy(MemoryStore):
@@ -213,27 +277,30 @@ class _Prefixed(MemoryStore):
     """Moves every name that begins with the old path, even without a slash."""
 
     def move(self, old: str, new: str, *, last: str) -> None:
-        for name in [name for name in self.objects if name.startswith(old)]:
-            self.objects[new + name[len(old) :]] = self.objects.pop(name)
+        _move(self, old, new)
 
 
-class _Racing(MemoryStore):
-    """Checks that a name is free and takes it later."""
+class _Racing(MemoryValues):
+    """Checks that a key is free and takes it later."""
 
-    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
-        if self.stat(path):
-            raise FileExistsError(path)
+    def write(self, key: str, data: bytes, *, exclusive: bool, replaces: str | None) -> Value:
+        if exclusive and self.stat(key):
+            raise FileExistsError(key)
         time.sleep(0.001)
-        with self.lock:
-            self.objects.pop(path, None)
-            return super().create(path, visible=visible)
+        return super().write(key, data, exclusive=False, replaces=replaces)
+
+
+class _RacingStore(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = _Racing()
 
 
 class _Hidden(MemoryStore):
-    """Lists a file only when it has data."""
+    """Lists no file that is being written."""
 
     def list(self, path: str) -> list[str]:
-        return [name for name in super().list(path) if self.objects[f"{path}/{name}"].data]
+        return [name for name in super().list(path) if not is_in_use(self, f"{path}/{name}")]
 
 
 class _Staring(MemoryStore):
@@ -243,6 +310,17 @@ class _Staring(MemoryStore):
     def glance(self, path: str) -> Iterator[None]:
         self.stat = functools.cache(super().stat)  # type: ignore[method-assign]
         yield
+
+
+def _key(path: str) -> str:
+    return path.partition("://")[2]
+
+
+def _move(store: MemoryStore, old: str, new: str) -> None:
+    for value in store.values.list(_key(old)):
+        data, _ = store.values.read(value.key, 0, value.nbytes)
+        store.values.write(_key(new) + value.key[len(_key(old)) :], data, exclusive=False, replaces=None)
+        store.values.delete(value.key)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +339,7 @@ class _Staring(MemoryStore):
         (_Timeless, "a_folder_changes_with_its_contents"),
         (_Paging, "a_folder_has_many_names"),
         (_Prefixed, "a_name_may_begin_with_another"),
-        (_Racing, "of_many_writers_one_wins"),
+        (_RacingStore, "of_many_writers_one_wins"),
         (_Hidden, "a_file_is_seen_while_it_is_written"),
     ],
 )
@@ -269,20 +347,24 @@ def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:
     """The conformance tests pass with a correct store and fail with each broken one."""
     run = getattr(TestMemory(), f"test_{test}")
     run(store=MemoryStore(), root="memory://bucket/folder")
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, UnsupportedError)):
         run(store=store(), root="memory://bucket/folder")
+    for one in heartbeat._heartbeats.all():
+        one.stop(delete=False)  # The test that failed has not closed its writers.
 
 
 class _Broken(MemoryStore):
     """Fails in one of several threads that write at once."""
 
-    def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Any:
+    def create(self, path: str, **options: Any) -> Any:
         if path.endswith("temporary-3-1"):
             raise RuntimeError("no more names")
-        return super().create(path, visible=visible)
+        return super().create(path, **options)
 
 
 def test_what_a_thread_meets_is_what_the_test_raises() -> None:
     """The test raises the error of the thread, instead of waiting for that thread until it times out."""
     with pytest.raises(RuntimeError, match="no more names"):  # and not a timeout of the waiting threads
         TestMemory().test_of_many_writers_one_wins(store=_Broken(), root="memory://bucket/folder")
+    for one in heartbeat._heartbeats.all():
+        one.stop(delete=False)

@@ -150,8 +150,6 @@ def run(request: pytest.FixtureRequest) -> Iterator[str]:
         buckets.add("late://t", obstore.store.MemoryStore())
     elif request.param == "s3":
         buckets.add("late://t", s3.client(request.getfixturevalue("s3_server")))
-    else:
-        buckets.object_bytes = 1 << 20  # so that a step has several files
     with stores.using(buckets, "late"):
         yield f"late://t/{os.urandom(4).hex()}"
 

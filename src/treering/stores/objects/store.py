@@ -316,9 +316,12 @@ class ObjectStore:
         scheme, _, rest = path.partition("://")
         place, _, key = rest.partition("/")
         url = f"{scheme}://{place}"
-        made = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
+        made = self._make_bucket(url)
         with self._lock:
             return self._buckets.setdefault(url, made), key.rstrip("/")
+
+    def _make_bucket(self, url: str) -> Bucket:
+        return Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
 
     def _check_writable(self, bucket: Bucket) -> None:
         if _is_web(bucket):
