@@ -21,7 +21,7 @@ from .directory_trees import remove_tree, sync_tree
 from .file_sink import FileSink
 from .nfs import warn_foreign_owner, warn_no_locks
 from .posix import Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat
-from .preserved_files import CheckNeighbors, OldFolder, Owned, inspect_old
+from .preserved_files import CheckOthers, OldFolder, Owned, inspect_old
 from .sequential import SequentialWriter
 from .temporary_names import final_name, temporary_sibling
 
@@ -81,7 +81,7 @@ def new_directory(
     overwrite: bool,
     owned: Owned,
     names: Collection[str] = (),
-    beside: CheckNeighbors | None = None,
+    check_others: CheckOthers | None = None,
 ) -> Iterator[str]:
     """Yields a directory to fill within a `with` block. It is in place at the end; after an error, it never was.
 
@@ -92,14 +92,14 @@ def new_directory(
     owned: returns the files of the old directory that belong to the checkpoint. They are replaced; other files are
         kept.
     names: the names that the new directory needs.
-    `beside` raises `ExistsError` for files that must not stay in the directory.
+    check_others: raises `ExistsError` for files that must not stay in the directory.
 
     Raises `ExistsError` for an old directory with folders of other things, for files that have one of `names`, for
-    files that `beside` refuses, and for a link that another user may have made.
+    files that `check_others` refuses, and for a link that another user may have made.
     """
     if os.path.isdir(path):
         path = _link_target(path)
-    inspect_old(disk, path, owned, names, beside)
+    inspect_old(disk, path, owned, names, check_others)
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
         new = _create_temporary_directory(disk, place)
@@ -112,7 +112,7 @@ def new_directory(
             yield str(temporary)
             sync_tree(disk, new)  # This takes time, so the files to keep are listed afterwards.
             if overwrite and lstat(place) is not None:
-                kept = inspect_old(disk, path, owned, names, beside)
+                kept = inspect_old(disk, path, owned, names, check_others)
                 _replace_folder(disk, new, temporary, place, kept)
                 old = kept
             else:

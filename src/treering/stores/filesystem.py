@@ -16,7 +16,7 @@ from .file_sink import FileSink
 from .lease import WriterLock
 from .open_file import File
 from .posix import Disk, Entry
-from .store import CheckNeighbors, Owned, Stat, Writer
+from .store import CheckOthers, Owned, Stat, Writer
 
 
 class Filesystem:
@@ -130,7 +130,7 @@ class Filesystem:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: CheckNeighbors | None = None,
+        check_others: CheckOthers | None = None,
     ) -> AbstractContextManager[str]:
         check_free(self, path, overwrite=overwrite, folder=True)
         return atomic.new_directory(
@@ -139,7 +139,7 @@ class Filesystem:
             overwrite=overwrite,
             owned=lambda folder: owned(self, folder),
             names=names,
-            beside=beside and (lambda folder, others: beside(self, folder, others)),
+            check_others=check_others and (lambda folder, others: check_others(self, folder, others)),
         )
 
     def scratch_folder(self, path: str) -> AbstractContextManager[str]:

@@ -45,7 +45,7 @@ class File:
     def has_holes(self) -> bool:
         return self._disk.has_holes(self._fd)
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
+    def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` if the file ends earlier or cannot be read."""
         with reading(self.path):
             if self._disk.read(self._fd, target, offset) != len(target):

@@ -70,8 +70,8 @@ class Blob(Protocol):
         """True if parts of it were never written and read as zeros; False where that cannot be known."""
         ...
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
-        """Fills a buffer from an offset. With `anew` it ignores bytes that came with opening, and asks the store again.
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills a buffer from an offset, with bytes that came with opening it as far as there are any.
 
         Raises `CorruptError` if the bytes end earlier or cannot be read.
         """
@@ -94,7 +94,7 @@ class Blob(Protocol):
         ...
 
     def forget(self) -> None:
-        """Frees the bytes that came with opening it. They are read again on demand."""
+        """Frees the bytes that came with opening it. From now on all bytes are requested from the store again."""
         ...
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
@@ -196,7 +196,7 @@ class Lease(Protocol):
 # Returns the files of a folder that belong to a checkpoint of some format, as paths within the folder.
 Owned = Callable[["Store", str], Collection[str]]
 # Raises `ExistsError` for files that must not stay in a folder
-CheckNeighbors = Callable[["Store", str, Sequence[str]], None]
+CheckOthers = Callable[["Store", str, Sequence[str]], None]
 
 
 class Store(Protocol):
@@ -349,17 +349,17 @@ class Store(Protocol):
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: CheckNeighbors | None = None,
+        check_others: CheckOthers | None = None,
     ) -> AbstractContextManager[str]:
         """Yields a folder to fill within a `with` block. It is in place at the end; after an error, it never was.
 
         owned: returns the files of the old folder that belong to the checkpoint. They are replaced; other files are
             kept.
         names: the names that the new folder needs.
-        `beside` raises `ExistsError` for files that must not stay in the folder.
+        check_others: raises `ExistsError` for files that must not stay in the folder.
 
         Raises `ExistsError` for an old folder with folders of other things, for other files that have one of `names`,
-        and for files that `beside` refuses.
+        and for files that `check_others` refuses.
         """
         ...
 

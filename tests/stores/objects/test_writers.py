@@ -223,7 +223,7 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2)) as ckpts:
 
 
 @pytest.mark.long
-def test_a_run_of_a_killed_job_goes_on_when_its_lease_has_expired(
+def test_a_run_goes_on_once_a_killed_jobs_lease_has_expired(
     between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that renews its lease keeps the run. After a kill a new job acquires it, with a larger generation."""

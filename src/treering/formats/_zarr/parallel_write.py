@@ -7,7 +7,7 @@ from ..._processes.calls import Call, raise_error_of_process_0
 from ...errors import CorruptError
 from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
-from ...stores.store import CheckNeighbors, Owned, Store
+from ...stores.store import CheckOthers, Owned, Store
 from .leaves import folder_size
 from .writer import Writer
 
@@ -23,7 +23,7 @@ def write_folder(
     overwrite: bool,
     owned: Owned,
     names: Collection[str],
-    beside: CheckNeighbors | None = None,
+    check_others: CheckOthers | None = None,
 ) -> int:
     """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
 
@@ -34,7 +34,7 @@ def write_folder(
     with contextlib.ExitStack() as place:
 
         def make() -> str:
-            new = store.new_folder(path, overwrite=overwrite, owned=owned, names=names, beside=beside)
+            new = store.new_folder(path, overwrite=overwrite, owned=owned, names=names, check_others=check_others)
             begin(folder := place.enter_context(new))
             return folder
 

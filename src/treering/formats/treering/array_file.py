@@ -46,7 +46,8 @@ class ArrayFile:
         if manifest.xxh3(data) != listed.xxh3:
             # The bytes may have changed in a cache or on the way. Only a second read from the place where they are
             # stored shows damage.
-            self._blob.read_into(memoryview(data), 0, anew=True)
+            self._blob.forget()
+            self._blob.read_into(memoryview(data), 0)
             if manifest.xxh3(data) == listed.xxh3:
                 self._report_second_reading("the header")
         if manifest.xxh3(data) != listed.xxh3:
@@ -192,7 +193,8 @@ class ArrayFile:
         bad = []
         for block in self._find_bad(first, last, data):
             part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
-            self._blob.read_into(part, self.header.size + block * BLOCK, anew=True)
+            self._blob.forget()
+            self._blob.read_into(part, self.header.size + block * BLOCK)
             if self._is_valid_block(block, part):
                 self._verified[block] = 1
                 self._report_second_reading(f"block {block}")

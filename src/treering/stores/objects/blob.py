@@ -67,12 +67,12 @@ class ObjectBlob:
         if not self._meta.is_same(found):
             raise ReplacedError(f"{self.path}: it was replaced while the folder was read; open it again")
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
+    def read_into(self, target: memoryview, offset: int) -> None:
         end = offset + len(target)
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
         held = 0
-        for came in () if anew else tuple(self._prefetched):
+        for came in tuple(self._prefetched):
             for begin, memory in came:
                 count = max(min(begin + len(memory), end) - offset - held, 0)
                 first = offset + held - begin

@@ -1,7 +1,7 @@
 """Small objects that name a living writer and are renewed while it lives.
 
-They replace locks in stores without locks. An object that was not renewed for a full period belongs to nobody. Nothing
-else shows that a writer is dead: two clones of a virtual machine have the same processes and the same boot id.
+They replace locks in stores without locks. An object that was not renewed for a full period belongs to no process.
+Nothing else shows that a writer is dead: two clones of a virtual machine have the same processes and boot id.
 """
 
 import contextlib

@@ -16,7 +16,7 @@ from .. import lease_registry
 from ..file_io import check_free
 from ..flat_folders import check_replaceable
 from ..read_errors import ReplacedError
-from ..store import CheckNeighbors, Owned, Stat, Writer
+from ..store import CheckOthers, Owned, Stat, Writer
 from ..temporary_names import final_name
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
@@ -253,18 +253,18 @@ class ObjectStore:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: CheckNeighbors | None = None,
+        check_others: CheckOthers | None = None,
     ) -> "Iterator[str]":
         temporary_folder.check_has_parent(*self._find(path))
         check_free(self, path, overwrite=overwrite, folder=True)
-        check_replaceable(self, path, owned, names, beside)
+        check_replaceable(self, path, owned, names, check_others)
         with self._temporary_folder(path, replaces_target=True) as folder:
             yield folder.path
             self._uploads.wait_for_folder(folder.path)
             folder.check_exclusive(self._sibling_names(path))
             lease_registry.check(folder.path)
             check_free(self, path, overwrite=overwrite, folder=True)
-            folder.put_in_place(check_replaceable(self, path, owned, names, beside))
+            folder.put_in_place(check_replaceable(self, path, owned, names, check_others))
         self._remove_abandoned(path)
 
     @contextlib.contextmanager
