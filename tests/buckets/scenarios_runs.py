@@ -219,6 +219,8 @@ def check_no_leftovers(place: str, reports: Reports) -> None:
     for name in names:
         if name.startswith("step-"):
             there = set(stores.get(place).list(f"{place}/{name}")) - {"pinned"}
+            if there == {"treering.json"} and int(name[5:]) in steps[-2:]:
+                continue  # The commit of a deleted step came late. `KEPT` would keep the step, so it stays.
             named = manifest.file_names(read_file(stores.get(place), summary.manifest_path(f"{place}/{name}")))
             assert there == {"treering.json", *named}, f"left over: {there}"
 

@@ -7,10 +7,11 @@ import os
 import pathlib
 import posixpath
 import secrets
-import sqlite3
+import subprocess
+import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import obstore.store
@@ -19,6 +20,9 @@ import pytest
 import azurite
 import gcs
 import s3
+import sqlite_store
+import treering as tr
+from sqlite_store import SqliteValues
 from treering import stores
 from treering.errors import UnsupportedError
 from treering.stores.file_io import files_in, is_in_use
@@ -53,66 +57,39 @@ class TestMemory(StoreConformance):
         return "memory://bucket/folder"
 
 
-class _SqliteValues:
-    """Bytes by key in a table of SQLite, which several processes may use. Written from the documentation alone."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-        with self._open() as db:
-            db.execute("CREATE TABLE IF NOT EXISTS kv (key TEXT PRIMARY KEY, data BLOB, modified REAL, version TEXT)")
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(sqlite3.connect(self._path, timeout=60, isolation_level=None)) as db:
-            db.execute("PRAGMA synchronous=OFF")  # only for these tests: a power cut would lose data
-            yield db
-
-    def _find(self, db: sqlite3.Connection, key: str) -> Value | None:
-        found = db.execute("SELECT key, length(data), modified, version FROM kv WHERE key=?", (key,)).fetchone()
-        return found and Value(*found)
-
-    def stat(self, key: str) -> Value | None:
-        with self._open() as db:
-            return self._find(db, key)
-
-    def list(self, prefix: str) -> Iterable[Value]:
-        query = "SELECT key, length(data), modified, version FROM kv WHERE substr(key, 1, ?) = ?"
-        with self._open() as db:
-            return [Value(*row) for row in db.execute(query, (len(prefix), prefix))]
-
-    def read(self, key: str, begin: int, end: int) -> tuple[bytes, Value]:
-        with self._open() as db:
-            query = "SELECT substr(data, ?, ?), key, length(data), modified, version FROM kv WHERE key=?"
-            found = db.execute(query, (begin + 1, end - begin, key)).fetchone()
-        if found is None:
-            raise FileNotFoundError(key)
-        return found[0] or b"", Value(*found[1:])  # SQLite has NULL for no bytes
-
-    def write(self, key: str, data: bytes, *, exclusive: bool, replaces: str | None) -> Value:
-        with self._open() as db:
-            db.execute("BEGIN IMMEDIATE")
-            found = self._find(db, key)
-            if (exclusive and found) or (replaces is not None and (found is None or found.version != replaces)):
-                db.execute("ROLLBACK")
-                raise FileExistsError(key)
-            value = Value(key, len(data), time.time(), secrets.token_hex(8))
-            db.execute("INSERT OR REPLACE INTO kv VALUES (?, ?, ?, ?)", (key, data, value.modified, value.version))
-            db.execute("COMMIT")
-            return value
-
-    def delete(self, key: str) -> None:
-        with self._open() as db:
-            db.execute("DELETE FROM kv WHERE key=?", (key,))
-
-
 class TestSqlite(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: pathlib.Path) -> Store:
-        return KeyValueStore(_SqliteValues(tmp_path / "store.db"))
+        return KeyValueStore(SqliteValues(tmp_path / "store.db"))
 
     @pytest.fixture
     def root(self) -> str:
         return "sqlite://runs/folder"
+
+    @pytest.mark.long
+    def test_of_several_processes_one_wins(self, registered: str, tmp_path: pathlib.Path) -> None:
+        """Of several processes that save to one path, one commits, and the others raise `ExistsError`."""
+        code = """
+import sys
+import numpy as np
+import treering as tr
+from sqlite_store import SqliteValues
+from treering import stores
+from treering.stores.key_values import KeyValueStore
+
+stores.register(KeyValueStore(SqliteValues(sys.argv[1])), "sqlite")
+try:
+    tr.save("sqlite://runs/folder/c", {"w": np.full(300_000, int(sys.argv[2]))})
+except tr.errors.ExistsError:
+    sys.exit(3)
+"""
+        command = [sys.executable, "-c", code, str(tmp_path / "store.db")]
+        environment = {**os.environ, "PYTHONPATH": os.path.dirname(sqlite_store.__file__), "JAX_PLATFORMS": "cpu"}
+        jobs = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
+        ends = [job.wait(60) for job in jobs]
+        assert sorted(ends) == [0, 3, 3]
+        assert tr.restore(f"{registered}/c")["w"][0] == ends.index(0) and tr.verify(f"{registered}/c").ok
+        assert len(stores.get(registered).list(f"{registered}/c")) == 2
 
 
 class _Buckets(StoreConformance):
