@@ -101,12 +101,8 @@ class Blob(Protocol):
         """Returns private memory that maps it, for use in these merged ranges only; None if it cannot be mapped."""
         ...
 
-    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
-        """Reads a range of a mapping once. Raises `CorruptError` for pages that cannot be read."""
-        ...
-
-    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
-        """Reads several ranges of a mapping once, in parallel."""
+    def populate(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
+        """Reads ranges of a mapping once, in parallel. Raises `CorruptError` for pages that cannot be read."""
         ...
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class ArrayFile:
         within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
         if self.can_mmap(requested) and (mapped := self._blob.mapped(within)) is not None:
             if not verify:
-                self._blob.bring_all_in(mapped, within)
+                self._blob.populate(mapped, within)
                 return Memory([(-self.header.size, mapped)])
             if not (odd := self.bad_blocks(ranges, mapped)):
                 return Memory([(-self.header.size, mapped)])
@@ -145,7 +145,7 @@ class ArrayFile:
             length = self._run_bytes(*job)
             if mapped is not None:
                 begin = self.header.size + job[0] * BLOCK
-                self._blob.bring_in(mapped, begin, begin + length)
+                self._blob.populate(mapped, [(begin, begin + length)])
                 if all(self._verified[slice(*job)]):
                     return
                 target = memoryview(mapped)[begin : begin + length]

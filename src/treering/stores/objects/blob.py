@@ -106,9 +106,7 @@ class ObjectBlob:
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         return None
 
-    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None: ...
-
-    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
+    def populate(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
 
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
         wanted = sum(end - begin for begin, end in ranges)
