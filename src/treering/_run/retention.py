@@ -11,6 +11,7 @@ from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
+from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
@@ -95,8 +96,7 @@ class Retention:
             for name in store.list(place):
                 target = final_name(name)
                 if target and run_layout.parse_step_name(target, self._steps.prefix) is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        store.remove_leftover(posixpath.join(place, name))
+                    remove_unused(store, posixpath.join(place, name))
                 if run_layout.parse_step_name(name, self._steps.prefix) is not None:
                     if not store.is_link(step := posixpath.join(place, name)):  # a link is not part of the run
                         removal.collect_garbage(store, step, remove_empty=True)
@@ -199,6 +199,29 @@ class Retention:
         with self._steps.store.glance(self._steps.root):
             return self._steps.valid_steps(), self._steps.committed()
 
+    def _emptied_to_delete(
+        self, keep: Policy, saved: Sequence[Saved], committed: Mapping[int, str], protected: Collection[int | None]
+    ) -> dict[int, str]:
+        """Returns the emptied steps before the newest valid one that the policy would not keep, and their paths.
+
+        The commit of a deleted step may arrive a second time, after its deletion. An emptied step that the policy
+        keeps stays, because another program may have removed its arrays: then it is damaged, which must be reported.
+        """
+        found: dict[int, str] = {}
+        for step in sorted(committed.keys() - {one.step for one in saved}):
+            path = committed[step]
+            if not saved or step > saved[-1].step or not (emptied := self._steps.read_emptied(step, path)):
+                continue
+            candidates = sorted([*saved, emptied], key=lambda one: one.step)
+            if step not in self._steps_to_keep(keep, candidates, protected):
+                found[step] = path
+                _log.warning(
+                    "%s: only the manifest is left of step %d, which `keep` does not keep, so it is deleted; it "
+                    "arrived after the step was deleted, or another program removed the arrays",
+                    self._steps.root, step,
+                )  # fmt: skip
+        return found
+
     @property
     def knows_valid_step(self) -> bool:
         """True if this job has saved, uploaded or restored a step here. The newest step at its start may be damaged."""
@@ -217,6 +240,7 @@ class Retention:
         saved, committed = self._list_steps()
         self._warn_of_unknown_metrics(saved, self._keep.metrics)
         unwanted = self._steps_to_delete(saved, committed, self._steps_to_keep(self._keep, saved, protected))
+        unwanted.update(self._emptied_to_delete(self._keep, saved, committed, protected))
         linked = self._links_to_steps() if unwanted else {}
         for step, path in unwanted.items():
             try:

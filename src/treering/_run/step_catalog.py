@@ -139,6 +139,13 @@ class StepCatalog:
         """Returns True if a committed step is damaged."""
         return self.status_of(step, path) == "damaged"
 
+    def read_emptied(self, step: int, path: str) -> SavedStep | None:
+        """Returns a damaged step whose manifest is all that is left of it; None for any other step."""
+        if self._may_lack_files or not self.is_damaged(step, path):
+            return None
+        found = summary.read_emptied(self.store, path)
+        return found and SavedStep(step, *found)
+
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage, until the step is replaced."""
         if signature := self._signature(path):

@@ -60,6 +60,23 @@ def create_in_folder(make_folder: Callable[[], object], create: Callable[[], T])
     return create()
 
 
+def is_in_use(store: Store, path: str) -> bool:
+    """Returns True if a file has a living writer, or if that cannot be known. False if it does not exist."""
+    with contextlib.suppress(FileNotFoundError), store.unused(path) as remove:
+        return remove is None
+    return False
+
+
+def remove_unused(store: Store, path: str, check: Callable[[], bool] = lambda: True) -> None:
+    """Removes a file, or what a killed writer left under a temporary name, unless a living writer has it.
+
+    `check` runs when no writer can begin to use it any more. If it returns False, the file stays.
+    """
+    with contextlib.suppress(FileNotFoundError), store.unused(path) as remove:
+        if remove and check():
+            remove()
+
+
 def is_file(store: Store, path: str) -> bool:
     """Returns True if a path is a file."""
     there = store.stat(path)

@@ -108,11 +108,9 @@ class Transaction(SaveFiles):
                 self._manifest,
                 overwrite=self._overwrite,
                 version=found.version if found else ABSENT,
-                retract=self.rolls_back,
             )
         except LeaseLostError:
-            if (found := self._look()) is not Outcome.ABORTED:
-                self.outcome = found
+            self.outcome = self._roll_back() if self.rolls_back else self._look()
             raise
         except OSError as error:
             found = self._look()  # Over a network, the manifest may be in place in spite of the error.

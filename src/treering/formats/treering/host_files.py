@@ -3,13 +3,13 @@
 Each disk has the manifest, and those array files that the processes of its host wrote.
 """
 
-import contextlib
 import logging
 import posixpath
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import CorruptError, UnsupportedError
+from ...stores import file_io
 from ...stores.file_io import read_file
 from ...stores.store import Store
 from . import manifest, metrics, pins, removal, summary
@@ -117,11 +117,7 @@ def listed_files(store: Store, path: str) -> Sequence[File] | None:
 
 def is_in_use(store: Store, path: str) -> bool:
     """Returns True if a running save writes to a path."""
-    for name in filter(is_of_save, store.list(path)):
-        with contextlib.suppress(FileNotFoundError):
-            if store.is_in_use(posixpath.join(path, name)):
-                return True
-    return False
+    return any(file_io.is_in_use(store, posixpath.join(path, name)) for name in filter(is_of_save, store.list(path)))
 
 
 def _manifest(store: Store, path: str) -> bytes:
