@@ -18,7 +18,7 @@ from ..stores.temporary_names import clock_probe_target, final_name
 from . import links, run_layout
 from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
-from .step_catalog import SavedStep
+from .step_catalog import SavedStep, unwanted_emptied
 
 _log = logging.getLogger("treering")
 
@@ -202,25 +202,17 @@ class Retention:
     def _emptied_to_delete(
         self, keep: Policy, saved: Sequence[Saved], committed: Mapping[int, str], protected: Collection[int | None]
     ) -> dict[int, str]:
-        """Returns the emptied steps before the newest valid one that the policy would not keep, and their paths.
-
-        The commit of a deleted step may arrive a second time, after its deletion. An emptied step that the policy
-        keeps stays, because another program may have removed its arrays: then it is damaged, which must be reported.
-        """
-        found: dict[int, str] = {}
-        for step in sorted(committed.keys() - {one.step for one in saved}):
-            path = committed[step]
-            if not saved or step > saved[-1].step or not (emptied := self._steps.read_emptied(step, path)):
-                continue
-            candidates = sorted([*saved, emptied], key=lambda one: one.step)
-            if step not in self._steps_to_keep(keep, candidates, protected):
-                found[step] = path
-                _log.warning(
-                    "%s: only the manifest is left of step %d, which `keep` does not keep, so it is deleted; it "
-                    "arrived after the step was deleted, or another program removed the arrays",
-                    self._steps.root, step,
-                )  # fmt: skip
-        return found
+        """Returns the emptied steps that the policy would not keep, and their paths. Logs them."""
+        others = sorted(committed.keys() - {one.step for one in saved})
+        emptied = [found for step in others if (found := self._steps.read_emptied(step, committed[step]))]
+        unwanted = unwanted_emptied(saved, emptied, lambda steps: self._steps_to_keep(keep, steps, protected))
+        for step in unwanted:
+            _log.warning(
+                "%s: only the manifest is left of step %d, which `keep` does not keep, so it is deleted; it "
+                "arrived after the step was deleted, or another program removed the arrays",
+                self._steps.root, step,
+            )  # fmt: skip
+        return {step: committed[step] for step in unwanted}
 
     @property
     def knows_valid_step(self) -> bool:

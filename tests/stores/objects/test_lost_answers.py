@@ -176,6 +176,7 @@ def test_a_commit_that_arrives_after_its_step_was_deleted(run: str, caplog: pyte
             with stores.get(run).new_file(path, overwrite=False) as late:
                 late.write(commit)
             assert ckpts.latest_step == step - 1
+            assert [row.step for row in list_run(run, tr.keep.last(1)).rows if row.deleted] == [1]
             assert [one.step for one in tr.follow(run, timeout=0)] == [step - 1]
             if step == 3:
                 ckpts.save(3, _ONE)

@@ -99,6 +99,8 @@ class ObjectSink:
         try:
             lease_registry.check(path)
         except LeaseLostError as error:  # The put took so long that another job may have begun to write here.
+            if replaces is None and not anything:
+                raise  # The caller may remove it.
             raise LeaseLostError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
         except OSError as error:
             raise LeaseLostError(
