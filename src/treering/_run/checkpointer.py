@@ -22,6 +22,7 @@ from ..rules import Rule
 from . import arguments, metrics, resume
 from .closing import Closing
 from .collective import CollectiveCalls
+from .copy_path import CopyPath, copy_paths
 from .failures import Failures, OnError, log_failure
 from .last_state import LastState, StepOptions
 from .pending_saves import PendingSaves
@@ -77,7 +78,8 @@ class Checkpointer:
         keeps are uploaded; the next job with the same `local` uploads what a killed job did not. With several
         processes, all share the directory, or each host has its own disk. Then each host uploads its own files, and a
         step is uploaded before it is restored.
-    keep_local: the steps to keep there, besides those that are not uploaded yet; None keeps all.
+    keep_local: the steps to keep there, besides those that are not uploaded yet: a policy, or a number of bytes, as for
+        `treering.keep.size`. None keeps all.
     upload_limit: the most bytes a second that an upload takes, for each disk.
 
     With several processes, every process makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
@@ -103,7 +105,7 @@ class Checkpointer:
         save_on_error: bool = False,
         on_error: OnError = "raise",
         local: str | os.PathLike[str] | None = None,
-        keep_local: Policy | None = arguments.KEEP_LOCAL,
+        keep_local: Policy | int | None = arguments.KEEP_LOCAL,
         upload_limit: float | None = None,
     ):
         arguments.check(
@@ -119,7 +121,8 @@ class Checkpointer:
             self._root, local, layout=self._layout or RunLayout(prefix), tensorboard=tensorboard, keep=keep,
             upload_limit=upload_limit, failures=failures, pending_saves=pending_saves, timeout=timeout,
         )  # fmt: skip
-        retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.on_commit)
+        kept = keep if local is None else arguments.local_policy(keep_local)
+        retention = Retention(directory, kept, on_save, schedule.on_commit)
         self._late_metrics = late_metrics(directory, retention, pending_saves)
         self._collective = CollectiveCalls(
             self._root, timeout, directory.uploads.discover_hosts if directory.uploads else None, pending_saves
@@ -218,9 +221,14 @@ class Checkpointer:
         """Returns the directory of a step, even if it does not exist."""
         return self._directory.path(step_number(step))
 
-    def copies(self, step: int) -> list[str]:
-        """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none."""
-        return [place.path for place in self._directory.step_copies(step)]
+    def copies(self, step: int) -> list[CopyPath]:
+        """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none.
+
+        Each is a `str` with an attribute `survives`: "the process" for memory, "the process and a restart of the host"
+        for a disk, "the loss of any one host" for the disks of two hosts, "the loss of all hosts" for a bucket or a
+        network file system.
+        """
+        return copy_paths(self._directory, step)
 
     @property
     def uncopied(self) -> list[int]:

@@ -123,6 +123,10 @@ class TierReads:
             return StepCopy(step, self.host_group.exchange.store(name, remote), path)
         return self._side(path).copy_at(step, path, format)
 
+    def is_on_two_hosts(self, step: int) -> bool:
+        """Returns True if the disks of two hosts have each file of a local step."""
+        return False
+
     def _remote_copy(self, step: int, path: str) -> tuple[Store, str] | None:
         """Returns the store and the path of the remote step, if it is the same as the local step at a path."""
         remote = self.remote.steps

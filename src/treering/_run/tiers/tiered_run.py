@@ -13,6 +13,7 @@ from ...keep import Policy, Saved
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
+from .clearing import clear_memory
 from .joint_changes import JointChanges
 from .journal import Claim, Generations, read_generations, write_generations
 from .tier_reads import TierReads
@@ -265,6 +266,10 @@ class TieredRun(TierReads):
             self._retain(None)
             if problem := self._problem(error):
                 raise problem
+
+    def clear_memory(self, call: Call) -> None:
+        """Removes the local steps from memory. Every process calls it, once all steps are uploaded."""
+        clear_memory(self, call)
 
     def _problem(self, error: BaseException | None) -> SaveError | None:
         """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
