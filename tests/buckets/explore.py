@@ -191,6 +191,7 @@ class _Play:
         self._reports: list[tuple[int, Any]] = []
         self._problem = ""
         self._stale_deletes, self._is_known_limit = _StaleDeletes(), False
+        self._late_puts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arrive again before the last job
 
     def processes(self, job: int) -> range:
         """Returns the numbers of a job's processes."""
@@ -211,6 +212,8 @@ class _Play:
                 self._serve(who, ALL)
             ends = [self._end(number) for number in range(self._last_job)]
             self._check_bucket(lambda place, _: self._scenario.over(place, ends[0], len(self._faults)))
+            for args, options in self._late_puts:
+                self._server.ask("put", args, options)
             self._serve(self._last_job, ALL)
             if (end := self._end(self._last_job)) is not None:
                 self._problem = self._problem or f"the job after them: {end}"
@@ -315,6 +318,8 @@ class _Play:
         if name == "put" and not answer.error:
             self._stale_deletes.put(who, args[0], self._server.clock)
         self._record_state()
+        if outcome == "late" and name == "put":
+            self._late_puts.append((args, options))
         if outcome == "repeated":
             answer = self._server.ask(name, args, options)
             self._record_state()

@@ -124,7 +124,7 @@ def _do(order: Order) -> NoReturn:
     connection = Client(order.address)
     connection.send(order.who)
     job = Job(connection, order.rank)
-    _simulate(job, f"machine {order.who}")
+    _simulate(job)
     scenario = scenarios.ALL[order.scenario]
     end: tuple[str, str | None] = ("end", None)
     try:
@@ -143,12 +143,11 @@ def _do(order: Order) -> NoReturn:
             os._exit(0)
 
 
-def _simulate(job: Job, machine: str) -> None:
+def _simulate(job: Job) -> None:
     bucket.Bucket._obstore = job  # pyright: ignore[reportAttributeAccessIssue]
     bucket._PAUSE_SECONDS = 0
     bucket.now = heartbeat.now = lambda: job.clock
     heartbeat._start_renewals = lambda one: None  # no thread: `is_valid` renews it when that is due
-    heartbeat._machine = lambda: machine  # each job on its own machine, so only the age of a lease counts
     removal.time = types.SimpleNamespace(time=lambda: job.clock)
     lease.time = types.SimpleNamespace(sleep=lambda seconds: job.ask("sleep", (seconds,), {}))
     buckets = ObjectStore()

@@ -213,12 +213,14 @@ def check_no_leftovers(place: str, reports: Reports) -> None:
     """Asserts that no files are left over, and that the lease is released."""
     steps = tr.steps(place)
     assert steps[-1] == LAST and read_value(place, LAST) == LAST, steps
-    assert read_file(stores.get(place), f"{place}/writer.lock") == b'{"version":1}'
+    assert b"token" not in read_file(stores.get(place), f"{place}/writer.lock")
     names = set(stores.get(place).list(place)) - {"writer.lock"}
     assert all(name.startswith(("step-", "rewound-", "generations")) for name in names), names
     for name in names:
         if name.startswith("step-"):
             there = set(stores.get(place).list(f"{place}/{name}")) - {"pinned"}
+            if there == {"treering.json"} and int(name[5:]) in steps[-2:]:
+                continue  # The commit of a deleted step came late. `KEPT` would keep the step, so it stays.
             named = manifest.file_names(read_file(stores.get(place), summary.manifest_path(f"{place}/{name}")))
             assert there == {"treering.json", *named}, f"left over: {there}"
 

@@ -13,12 +13,12 @@ import obstore
 import obstore.store
 import xxhash
 
-OUTCOMES = ("lost", "unanswered", "repeated", "killed before", "killed after")
+OUTCOMES = ("lost", "unanswered", "repeated", "late", "killed before", "killed after")  # late: repeated at the end
 EXPIRES_SECONDS = 90.0  # the age at which a lease expires
 _NAMES = re.compile(r"(?<=[-.])[0-9a-f]{6}(?=[-.]|$)|(?<=kept-)[0-9a-f]{6}|[0-9]{20}")
 _DRAWN = re.compile(
     rb'(?<="xxh3":")[0-9a-f]{16}(?="}\n)|(?<=-)[0-9a-f]{6}(?=-)|(?<="created":")[^"]*'
-    rb'|(?<="(?:since|token|owner)":")[^"]*|(?<="started":")[^"]*|(?<="beats":)[0-9]+|(?<="process":)[0-9]+|^[0-9a-f]{32}$'
+    rb'|(?<="(?:since|token)":")[^"]*|(?<="beat":")[^"]*|(?<="process":)[0-9]+|^[0-9a-f]{32}$'
 )
 _ARRAYS = re.compile(rb'"name":"(arrays-[^"]*)"')
 

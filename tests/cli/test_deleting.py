@@ -59,6 +59,17 @@ def test_a_damaged_step_does_not_count_for_the_policy(run: pathlib.Path, treerin
     assert tr.steps(run) == [2, 3, 4]
 
 
+def test_a_step_of_which_only_the_manifest_is_left_is_pruned(run: pathlib.Path, treering: Any) -> None:
+    """prune deletes it as a `Checkpointer` does, but not for --to, which copies what it deletes."""
+    for step in (1, 2):
+        next((run / f"step-0000000{step}").glob("arrays-*")).unlink()
+    (run / "step-00000002" / "pinned").touch()
+    moved = treering("prune", run, "last:1", "--yes", "--json", "--to", run.parent / "old").json
+    assert moved["deleted"] == [3] and not moved["failed"]
+    assert treering("prune", run, "last:1", "--yes", "--json").json["deleted"] == [1]
+    assert tr.steps(run) == [2, 4] and not (run / "step-00000001").exists()
+
+
 def test_the_newest_step_may_be_of_another_library(run: pathlib.Path, treering: Any) -> None:
     tr.save(run / "7", {"x": np.arange(4000.0)}, format="orbax")
     assert treering("prune", run, "last:3", "--yes", "--json").json["verified"] == 7

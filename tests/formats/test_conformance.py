@@ -82,7 +82,7 @@ class TestFlax(FormatConformance):
     dtypes = tuple(d for d in DTYPES if d[0] not in "<|")
     values = tuple(v for v in VALUES if v != "bigint")
     keys = False
-    beside = ()
+    fields = ()
 
 
 class TestFJFormer(FormatConformance):
@@ -92,7 +92,7 @@ class TestFJFormer(FormatConformance):
     values = TestFlax.values
     keys = False
     empty = False
-    beside = ()
+    fields = ()
     streams = True
 
 
@@ -104,7 +104,7 @@ class TestEquinox(FormatConformance):
     left_out = ("none", "function", "str", "bytes")
     keys = False
     empty = False
-    beside = ("metadata",)
+    fields = ("metadata",)
     positional = True
     streams = True
 
@@ -116,7 +116,7 @@ class TestT5X(FormatConformance):
     dtypes = TestFlax.dtypes
     values = TestFlax.values
     keys = False
-    beside = ()
+    fields = ()
     numbers_are_arrays = True
     most_memory = 256 << 20  # two chunks of 64 MiB, before and after compression
 
@@ -130,7 +130,7 @@ class TestOrbax(FormatConformance):
     step_name = "{}"
     dtypes = ZARR
     values = tuple(v for v in VALUES if v not in ("bigint", "complex", "bytes"))
-    beside = ("metrics", "metadata")
+    fields = ("metrics", "metadata")
 
 
 class TestLevanter(FormatConformance):
@@ -142,7 +142,7 @@ class TestLevanter(FormatConformance):
     keys = False
     names = tuple(name for name in NAMES if name and not set(name) & set("./\\\0") and len(name) < 256)
     empty = False
-    beside = ("step",)
+    fields = ("step",)
     numbers_are_arrays = True
 
 
@@ -156,7 +156,7 @@ class TestTensorFlow(FormatConformance):
     keys = False
     names = ()
     empty = False
-    beside = ()
+    fields = ()
     checksums = True
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
@@ -183,7 +183,7 @@ class TestNpz(FormatConformance):
     keys = False
     names = tuple(name for name in NAMES if name and "\0" not in name)
     empty = False
-    beside = ()
+    fields = ()
     compression = zipfile.ZIP_STORED
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:

@@ -427,6 +427,95 @@ def test_steps_are_restored_from_the_disks_alone(
         assert all("0 B from the remote tier" in line for line in lines if "from peers" in line)
 
 
+COPIED = """
+ckpts = run(upload_limit=1, local_copies=2)
+save(ckpts, 1, 2)
+ckpts._directory.together._copies.wait()
+sync("copied")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("first", "lost", "hosts"), [("ab", "a", "bc"), ("ab", "b", "a"), ("abcd", "c", "dba"), ("aabb", "b", "aca")]
+)
+def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str, hosts: str) -> None:
+    """With two copies, any other hosts restore the newest step although a disk is gone and nothing was uploaded."""
+    job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    shutil.rmtree(tmp_path / f"local-{lost}")
+    body = GOES_ON.replace("run()", "run(local_copies=2)")
+    for result in job(tmp_path, body, hosts=hosts):
+        step, good, after, last, _ = result.report
+        assert step == 2 and good and not after and last == [1, 2, 3]
+    assert tr.verify(tmp_path / "remote").ok
+    for step in (1, 2, 3):
+        _check(tmp_path / "remote", step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_save_waits_for_room_on_each_disk(tmp_path: pathlib.Path, hosts: str) -> None:
+    """A full disk of one process stops all, until an upload has freed room there. Without one all get its error."""
+    body = """
+class Small(stores.posix.Disk):
+    def create(self, path):
+        others = {file.parent for file in pathlib.Path(local).glob("step-*/arrays-*")} - {pathlib.Path(path).parent}
+        if path.startswith(str(local)) and "arrays-" in path and len(others) > 1:
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+if INDEX == 1:
+    stores.register(stores.Filesystem(Small()))
+with run() as ckpts:
+    for step in range(1, 6):
+        ckpts.save(step, state(step))
+    ckpts.wait()
+    found = ckpts.steps
+with run(keep_local=None) as ckpts:
+    ckpts.restore(template)
+    save(ckpts, 6)
+    error = caught(save, ckpts, 7)[1]
+report([found, error, ckpts.steps])
+"""
+    for result in job(tmp_path, body, hosts=hosts):
+        found, error, last = result.report
+        assert found == [1, 2, 3, 4, 5] and last == [1, 2, 3, 4, 5, 6]
+        assert f"local-{hosts[1]}/step-00000007" in error and "No space left" in error and "expected room for" in error
+    assert tr.verify(tmp_path / "remote").ok
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_peer_may_remove_the_empty_folder_of_a_run(tmp_path: pathlib.Path, hosts: str) -> None:
+    """At the end of the first call a process removes the folder that it made. Process 0 may be about to use it."""
+    body = """
+class Emptied(stores.posix.Disk):
+    tried = []
+    def _remove(self, name):
+        if name not in self.tried:
+            until(lambda: COUNT_HERE == 1 or not list(local.glob(".process-*")))
+            self.tried.append(name)
+            if local.exists():
+                local.rmdir()
+    def create(self, path):
+        if path.startswith(f"{local}/.process-0") and COUNT_HERE == 1:
+            self._remove("mark")
+        return super().create(path)
+    def open_shared(self, path):
+        if path == f"{local}/writer.lock":
+            self._remove("lease")
+        return super().open_shared(path)
+COUNT_HERE = HOSTS.count(HOST)
+if INDEX == 0:
+    stores.register(stores.Filesystem(Emptied()))
+with run() as ckpts:
+    save(ckpts, 1)
+report([ckpts.steps, Emptied.tried])
+"""
+    first, _ = job(tmp_path, body, hosts=hosts)
+    assert first.report == [[1], ["lease"] if hosts == "aa" else ["mark", "lease"]]
+
+
 @pytest.mark.long
 def test_other_jobs_come_between(tmp_path: pathlib.Path) -> None:
     """Jobs on some of the hosts, in any order: deleted and replaced steps and abandoned branches do not come back."""

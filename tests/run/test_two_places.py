@@ -65,6 +65,12 @@ def _save(ckpts: tr.Checkpointer, *steps: int) -> None:
         ckpts.wait()
 
 
+def _saved(ckpts: tr.Checkpointer, step: int) -> tr.PendingSave:
+    pending = ckpts.save(step, _state(step))
+    assert pending is not None
+    return pending
+
+
 def _check(tree: Any, step: int) -> None:
     assert tree["n"] == step and np.array_equal(tree["w"], _state(step)["w"])
 
@@ -788,38 +794,107 @@ def test_local_step_stays_while_damaged_remote_is_replaced(local: str, tmp_path:
     assert tr.steps(remote) == [1, 2, 3, 4] and tr.verify(remote).ok
 
 
+class _SmallDisk(Disk):
+    """A disk with room for the arrays of two steps in `local`. It is full at `operation`, and deletes slowly."""
+
+    def __init__(self, local: str, operation: str, name: str = "arrays-"):
+        self._local, self._operation, self._name, self.is_remote_broken = local, operation, name, False
+
+    def _check(self, operation: str, path: str) -> None:
+        if operation == self._operation and path.startswith(self._local) and self._name in path:
+            own = os.path.dirname(path)
+            if len({str(file.parent) for file in pathlib.Path(self._local).glob("step-*/arrays-*")} - {own}) > 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.is_remote_broken and "/remote/" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def create(self, path: str) -> int:
+        self._check("create", path)
+        return super().create(path)
+
+    def preallocate(self, fd: int, size: int) -> None:
+        self._check("preallocate", os.readlink(f"/proc/self/fd/{fd}"))
+        super().preallocate(fd, size)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        self._check("write", os.readlink(f"/proc/self/fd/{fd}"))
+        super().write(fd, data, offset)
+
+    def unlink(self, path: str) -> None:
+        if "arrays-" in path:
+            time.sleep(0.1)
+        super().unlink(path)
+
+
 @pytest.mark.long
-def test_a_full_disk_recovers_when_steps_are_copied(local: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
-    """The disk is a double with room for three steps that deletes slowly."""
-    remote = tmp_path / "remote"
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        ("create", "treering.json"),
+        ("create", "arrays-"),
+        ("preallocate", "arrays-"),
+        ("write", "arrays-"),
+        ("write", "treering.json"),
+    ],
+)
+def test_a_save_waits_for_room_that_an_upload_frees(
+    local: str, tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, operation: str, name: str
+) -> None:
+    """The loop goes on meanwhile. Closing ends the limit of the upload, so that it does not wait for long."""
+    caplog.set_level(logging.INFO, "treering")
+    use_disk(_SmallDisk(local, operation, name))
+    with tr.Checkpointer(tmp_path / "remote", local=local, when_busy="skip", upload_limit=1) as ckpts:
+        for step in (1, 2):
+            _saved(ckpts, step).result()
+        pending = _saved(ckpts, 3)
+        _until(lambda: "the save waits until step 1 is uploaded" in caplog.text)
+        assert not pending.done() and ckpts.save(4, _state(4)) is None
+    assert tr.steps(tmp_path / "remote") == [1, 2, 3] and tr.verify(tmp_path / "remote").ok
+    assert "expected room for" in caplog.text and caplog.text.count("the save waits") == 1
+    assert tr.steps(local) == [3]
 
-    class Small(Disk):
-        def create(self, path: str) -> int:
-            if (
-                path.startswith(local)
-                and "arrays-" in path
-                and len(list(pathlib.Path(local).glob("step-*/arrays-*"))) > 2
-            ):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-            return super().create(path)
 
-        def unlink(self, path: str) -> None:
-            if "arrays-" in path:
-                time.sleep(0.3)
-            super().unlink(path)
+@pytest.mark.long
+def test_a_save_ends_its_wait_for_room_when_the_upload_fails(
+    local: str, tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "treering")
+    disk = use_disk(_SmallDisk(local, "preallocate"))
+    with tr.Checkpointer(tmp_path / "remote", local=local, on_error="log", upload_limit=1) as ckpts:
+        for step in (1, 2):
+            _saved(ckpts, step).result()
+        pending = _saved(ckpts, 3)
+        _until(lambda: "the save waits" in caplog.text)
+        disk.is_remote_broken = True
+        ckpts._directory.lift_limit()  # type: ignore[union-attr]
+        with pytest.raises(SaveError, match=r"step-00000003/arrays-.*expected room for \d+ bytes, found \d+") as caught:
+            pending.result()
+        assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
+        for part in ("No space left on device", "uploading steps failed: ", "Input/output error", "delete files there"):
+            assert part in str(caught.value)
+        disk.is_remote_broken = False
+        _saved(ckpts, 4).result()  # This save begins the upload again, and waits for it.
+    assert tr.steps(tmp_path / "remote") == [1, 2, 4] and tr.verify(tmp_path / "remote").ok
 
-    use_disk(Small())
-    with tr.Checkpointer(remote, local=local, on_error="log") as ckpts:
-        with ckpts._directory._uploader._one:  # type: ignore[attr-defined] # the network is slow
-            for step in (1, 2, 3, 4, 4):
-                ckpts.save(step, _state(step))
-                while ckpts.is_saving:
-                    time.sleep(0.01)
-            assert "No space left" in str(ckpts.last_error)
-        _until(lambda: ckpts.uncopied == [])
-        ckpts.save(5, _state(5))
-        ckpts.wait()
-    assert tr.steps(remote) == [1, 2, 3, 5]
+
+@pytest.mark.long
+def test_a_save_does_not_wait_if_no_upload_frees_room(local: str, tmp_path: pathlib.Path, use_disk: Any) -> None:
+    use_disk(_SmallDisk(local, "write"))
+    with tr.Checkpointer(tmp_path / "remote", local=local, keep_local=None, on_error="log") as ckpts:
+        for step in (1, 2):
+            _saved(ckpts, step).result()
+        with pytest.raises(SaveError, match=r"expected room for .*no upload under way frees room"):
+            _saved(ckpts, 3).result()
+    assert tr.steps(tmp_path / "remote") == [1, 2]
+
+
+def test_a_save_waits_for_room_that_a_deletion_frees(local: str, use_disk: Any) -> None:
+    """Without a local tier, old steps are deleted in the background while the next save is written."""
+    use_disk(_SmallDisk(local, "create"))
+    with tr.Checkpointer(local, keep=tr.keep.last(1)) as ckpts:
+        for step in range(1, 5):
+            _saved(ckpts, step).result()
+    assert tr.steps(local) == [4]
 
 
 @pytest.mark.long

@@ -34,9 +34,9 @@ store = stores.get(str(tmp))
 def folder(name, process=INDEX):
     return tmp / HOSTS[process] / name
 
-def save(name, tree, copies=2, rules=(), memory_limit=None, dtype=None, timeout=15):
+def save(name, tree, copies=2, rules=(), memory_limit=None, dtype=None, timeout=15, **more):
     call = coordinator.begin_call(f"save {name}", timeout=timeout)
-    options = SaveOptions(None, False, rules, dtype, memory_limit, True, False, {}, hosts=hosts, copies=copies)
+    options = SaveOptions(None, False, rules, dtype, memory_limit, True, False, {}, hosts=hosts, copies=copies, **more)
     with coordinator.ending_call(call):
         pending = saving.start_save(call, folder(name), tree, saving.encode_info(None, None, None), options)
     return pending.result()
@@ -199,7 +199,10 @@ def outcome(name):
     own, lines[:] = lines[:], []
     return own, sorted(f.name for f in folder(name).glob("arrays-*"))
 break_disk(lambda name: INDEX == 1 and writer_of(name) not in (1, None))
-found = {"full": [save("full", {"w": put(wide)})._holders, *outcome("full")]}
+class Maker:
+    def wait_for_room(self, problem, step, check):
+        raise AssertionError("a second copy waits for room")
+found = {"full": [save("full", {"w": put(wide)}, room_maker=Maker())._holders, *outcome("full")]}
 stores.register(stores.Filesystem(stores.posix.Disk()))
 differs = put(wide + (INDEX == 2))
 found["differs"] = [save("differs", {"w": differs})._holders, *outcome("differs")]

@@ -51,6 +51,7 @@ def prune(
 
     KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
     Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and other libraries' steps.
+    A damaged step of which only the manifest is left is deleted, unless --to is given.
     """
     from .. import stores
     from .._tools.listing import list_run
@@ -66,6 +67,7 @@ def prune(
     def choose() -> "list[Row]":
         rows = [row for row in list_run(run, policy, prefix, inspection.inspect).rows if row.deleted]
         if place is not None:
+            rows = [row for row in rows if row.emptied is None]  # They cannot be copied.
             from .._tools.move import check_target_run
 
             check_target_run(directory, [row.path for row in rows], place)

@@ -155,7 +155,9 @@ def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
 
 
 def _row_fields(row: "Row") -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "created": utc_time(row.created)}
+    fields = dataclasses.asdict(dataclasses.replace(row, emptied=None))
+    del fields["emptied"]
+    return {**fields, "created": utc_time(row.created)}
 
 
 def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:

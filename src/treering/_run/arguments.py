@@ -22,6 +22,7 @@ def check(
     local: str | os.PathLike[str] | None,
     keep_local: Policy | int | None,
     upload_limit: float | None,
+    local_copies: int,
 ) -> None:
     """Raises `MismatchError` for an invalid argument, or for one that needs another argument."""
     if local is None and keep_local is not KEEP_LOCAL:
@@ -37,6 +38,10 @@ def check(
         raise MismatchError(f"on_save={on_save!r}: expected a function of a SaveReport")
     if local is None and upload_limit is not None:
         raise MismatchError(f"upload_limit={upload_limit!r}: expected local=, from where steps are uploaded")
+    if local_copies not in (1, 2) or isinstance(local_copies, bool):
+        raise MismatchError(f"local_copies={local_copies!r}: expected 1 or 2")
+    if local is None and local_copies != 1:
+        raise MismatchError(f"local_copies={local_copies!r}: expected local=, the disks that get the copies")
     coordinator.check_timeout(timeout)
 
 

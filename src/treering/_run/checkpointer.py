@@ -76,11 +76,14 @@ class Checkpointer:
     local: a directory on a local disk, the local tier. Steps are saved there and uploaded to `run`, the remote tier, in
         the background, the newest first. Restore tries the local copy first. `close` waits until all steps that `keep`
         keeps are uploaded; the next job with the same `local` uploads what a killed job did not. With several
-        processes, all share the directory, or each host has its own disk. Then each host uploads its own files, and a
-        step is uploaded before it is restored.
+        processes, all share the directory, or each host has its own disk. Then each host uploads its own files, and
+        reads those that it lacks from the other hosts. A directory in memory, such as in `/dev/shm`, is emptied by
+        `close` and `finish` when all steps are uploaded.
     keep_local: the steps to keep there, besides those that are not uploaded yet: a policy, or a number of bytes, as for
         `treering.keep.size`. None keeps all.
     upload_limit: the most bytes a second that an upload takes, for each disk.
+    local_copies: with 2, and a disk on each host, each file of a step is put on the disks of two hosts, so that a lost
+        host costs no step. Processes write what they hold in memory during the save. All else is sent once, after it.
 
     With several processes, every process makes the same calls of `save`, `restore`, `restore_or_init`, `wait`, `close`,
     `finish`, `delete`, `pin`, `unpin` and `rewind`. Process 0 decides for all.
@@ -107,10 +110,11 @@ class Checkpointer:
         local: str | os.PathLike[str] | None = None,
         keep_local: Policy | int | None = arguments.KEEP_LOCAL,
         upload_limit: float | None = None,
+        local_copies: int = 1,
     ):
         arguments.check(
             keep=keep, prefix=prefix, when_busy=when_busy, timeout=timeout, on_save=on_save,
-            local=local, keep_local=keep_local, upload_limit=upload_limit,
+            local=local, keep_local=keep_local, upload_limit=upload_limit, local_copies=local_copies,
         )  # fmt: skip
         self._root = stores.absolute_run(run)
         _save.encode_info(None, None, metadata)  # Raise now what every save would raise.
@@ -120,6 +124,7 @@ class Checkpointer:
         directory = self._directory = make_directory(
             self._root, local, layout=self._layout or RunLayout(prefix), tensorboard=tensorboard, keep=keep,
             upload_limit=upload_limit, failures=failures, pending_saves=pending_saves, timeout=timeout,
+            local_copies=local_copies,
         )  # fmt: skip
         kept = keep if local is None else arguments.local_policy(keep_local)
         retention = Retention(directory, kept, on_save, schedule.on_commit)

@@ -41,6 +41,7 @@ class Closing:
         """Waits, if there is a local tier, until every save is over and every step is uploaded. Does so once."""
         uploads = self._directory.uploads
         if uploads and not self._collective.closed:
+            uploads.lift_limit()
             claim = uploads.acquire_for_upload
 
             def settle_and_upload(call: Call) -> None:
@@ -67,6 +68,8 @@ class Closing:
     def release(self) -> None:
         """Waits for the saves. Releases the lease of the run and the handler of SIGTERM even after an error."""
         self._collective.closed = self._late_metrics.closed = True
+        if uploads := self._directory.uploads:
+            uploads.lift_limit()
         try:
             self._pending_saves.reap()
         finally:

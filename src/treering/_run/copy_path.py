@@ -28,7 +28,7 @@ def copy_paths(directory: RunDirectory, step: int) -> list[CopyPath]:
     def survives(place: StepCopy) -> str:
         found, uploads = survival.survives(place.store, place.path), directory.uploads
         if uploads and found != survival.ALL_HOSTS and posixpath.dirname(place.path) != directory.root:
-            return survival.ANY_HOST if uploads.is_on_two_hosts(place.step) else found
+            return survival.ANY_HOST if uploads.is_on_two_hosts(place.path) else found
         return found
 
     return [CopyPath(place.path, survives(place)) for place in directory.step_copies(step)]

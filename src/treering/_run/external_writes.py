@@ -29,7 +29,7 @@ def check_no_writer(store: Store, root: str) -> None:
     """Checks that a run may be written from outside. Acquires no lease.
 
     Raises `MismatchError` for a `local=` directory, and an `ExistsError` that names the other process that writes the
-    run. In a bucket only processes of this machine are known; `locked_run` finds the others.
+    run. In a bucket no process is known; `locked_run` finds them.
     """
     check_not_local(store, root)
     store.lease(root).check_free()

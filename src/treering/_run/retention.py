@@ -11,13 +11,14 @@ from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal
 from ..keep import Policy, Saved
+from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
 from . import links, run_layout
 from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
-from .step_catalog import SavedStep
+from .step_catalog import SavedStep, unwanted_emptied
 
 _log = logging.getLogger("treering")
 
@@ -66,6 +67,23 @@ class Retention:
         except OSError:
             _log.exception("removing leftovers of earlier jobs failed; the next save tries again")
 
+    def wait_for_room(self, problem: str, step: int | None, check: Callable[[], None]) -> str | None:
+        """Waits until old steps were deleted; see `formats.treering.room.RoomMaker`."""
+        if self._deletion_queue.busy:
+            self._deletion_queue.wait()
+            return None
+        if uploads := self._directory.uploads:
+            reason = uploads.wait_for_room(problem, lambda: self.retain(step), check)
+            self._deletion_queue.wait()
+            return reason
+        return "nothing under way frees room"
+
+    def free_on_all_hosts(self) -> None:
+        """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
+        uploads = self._directory.uploads
+        if uploads and uploads.together:
+            uploads.together.free_room()
+
     def collect_garbage(self) -> None:
         """Removes the leftovers of killed jobs, once."""
         if not self._has_cleaned:
@@ -78,8 +96,7 @@ class Retention:
             for name in store.list(place):
                 target = final_name(name)
                 if target and run_layout.parse_step_name(target, self._steps.prefix) is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        store.remove_leftover(posixpath.join(place, name))
+                    remove_unused(store, posixpath.join(place, name))
                 if run_layout.parse_step_name(name, self._steps.prefix) is not None:
                     if not store.is_link(step := posixpath.join(place, name)):  # a link is not part of the run
                         removal.collect_garbage(store, step, remove_empty=True)
@@ -186,6 +203,21 @@ class Retention:
         with self._steps.store.glance(self._steps.root):
             return self._steps.valid_steps(), self._steps.committed()
 
+    def _emptied_to_delete(
+        self, keep: Policy, saved: Sequence[Saved], committed: Mapping[int, str], protected: Collection[int | None]
+    ) -> dict[int, str]:
+        """Returns the emptied steps that the policy would not keep, and their paths. Logs them."""
+        others = sorted(committed.keys() - {one.step for one in saved})
+        emptied = [found for step in others if (found := self._steps.read_emptied(step, committed[step]))]
+        unwanted = unwanted_emptied(saved, emptied, lambda steps: self._steps_to_keep(keep, steps, protected))
+        for step in unwanted:
+            _log.warning(
+                "%s: only the manifest is left of step %d, which `keep` does not keep, so it is deleted; it "
+                "arrived after the step was deleted, or another program removed the arrays",
+                self._steps.root, step,
+            )  # fmt: skip
+        return {step: committed[step] for step in unwanted}
+
     @property
     def knows_valid_step(self) -> bool:
         """True if this job has saved, uploaded or restored a step here. The newest step at its start may be damaged."""
@@ -204,6 +236,7 @@ class Retention:
         saved, committed = self._list_steps()
         self._warn_of_unknown_metrics(saved, self._keep.metrics)
         unwanted = self._steps_to_delete(saved, committed, self._steps_to_keep(self._keep, saved, protected))
+        unwanted.update(self._emptied_to_delete(self._keep, saved, committed, protected))
         linked = self._links_to_steps() if unwanted else {}
         for step, path in unwanted.items():
             try:

@@ -7,7 +7,7 @@ import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Literal
 
 from .. import formats
@@ -31,6 +31,18 @@ class SavedStep(Saved):
     """A saved step, with the names of the metrics that came after the save."""
 
     late_metrics: frozenset[str] = frozenset()
+
+
+def unwanted_emptied(
+    saved: Sequence[Saved], emptied: Sequence[Saved], kept: Callable[[Sequence[Saved]], Container[int | None]]
+) -> list[int]:
+    """Returns the emptied steps before the newest valid one that a policy would not keep; see `read_emptied`.
+
+    The commit of a deleted step may arrive a second time, after its deletion. An emptied step that the policy keeps
+    stays, because another program may have removed its arrays: then it is damaged, which must be reported.
+    """
+    before = [one for one in emptied if saved and one.step < saved[-1].step]
+    return [one.step for one in before if one.step not in kept(sorted([*saved, one], key=lambda each: each.step))]
 
 
 # The version and time of a step's directory. It changes when a file is replaced or added.
@@ -138,6 +150,13 @@ class StepCatalog:
     def is_damaged(self, step: int, path: str) -> bool:
         """Returns True if a committed step is damaged."""
         return self.status_of(step, path) == "damaged"
+
+    def read_emptied(self, step: int, path: str) -> SavedStep | None:
+        """Returns a damaged step whose manifest is all that is left of it; None for any other step."""
+        if self._may_lack_files or not self.is_damaged(step, path):
+            return None
+        found = summary.read_emptied(self.store, path)
+        return found and SavedStep(step, *found)
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage, until the step is replaced."""

@@ -160,7 +160,9 @@ class StepSaver:
         requested = SaveOptions(
             layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
             layout.format_options,
-            hosts=tuple(range(call.count)) if self._together is not None else None,
+            hosts=self._together.hosts if self._together else None,
+            copies=self._together.local_copies if self._together else 1,
+            room_maker=self._retention,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
         return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited)

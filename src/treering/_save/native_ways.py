@@ -107,7 +107,9 @@ def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
         # the devices that it knows would be recorded wrongly.
         places = [_SINGLE_PROCESS_PLACE if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)
-    job = native.Job(target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts)
+    job = native.Job(
+        target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker
+    )
     with progress_bar.bar(
         f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress
     ) as supply.on_progress:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
+from ..formats.treering.room import RoomMaker
 from ..rules import Rule
 
 
@@ -25,6 +26,7 @@ class SaveOptions(NamedTuple):
         manifest, and each process writes its own arrays on the disk of its host. None if all processes share one place.
     copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
         memory. `second_copies.missing_copies` finds the files that still lack one after the commit.
+    room_maker: frees room if a disk is full.
     """
 
     format: str | None
@@ -38,3 +40,4 @@ class SaveOptions(NamedTuple):
     explicit_info: frozenset[str] = frozenset()
     hosts: tuple[int, ...] | None = None
     copies: int = 1
+    room_maker: RoomMaker | None = None

@@ -10,7 +10,7 @@ from typing import Literal
 from .. import formats, stores
 from .._run import links, new_run
 from .._run import run_layout as _run
-from .._run.step_catalog import StepCatalog
+from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
@@ -45,6 +45,7 @@ class Row:
     link: bool = False
     linked_by: tuple[str, ...] = ()  # The links in the run that lead to this step. A linked step stays.
     deleted: bool = False  # True if the policy would delete it.
+    emptied: Saved | None = None  # what a damaged step was if only its manifest is left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,9 @@ def _rows_to_delete(keep: Policy, rows: list[Row]) -> list[Row]:
     """
     good = [Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0) for row in _valid_native(rows)]
     wanted = keep.kept(good) | {one.step for one in good[-1:]}
-    return [row for row in _valid_native(rows) if row.step not in wanted and not (row.pinned or row.link)]
+    unwanted = {one.step for one in good} - wanted
+    unwanted.update(unwanted_emptied(good, [row.emptied for row in rows if row.emptied], keep.kept))
+    return [row for row in rows if row.step in unwanted and not (row.pinned or row.link)]
 
 
 def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
@@ -253,7 +256,8 @@ def _native_row(steps: StepCatalog, step: int, path: str) -> Row:
     if isinstance(status, Saved):
         metrics = dict(status.metrics)
         return Row(step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link)
-    return Row(step, path, status, nbytes=_size_or_none(steps.store, path), pinned=pinned, link=link)
+    nbytes, emptied = _size_or_none(steps.store, path), steps.read_emptied(step, path)
+    return Row(step, path, status, nbytes=nbytes, pinned=pinned, link=link, emptied=emptied)
 
 
 def _foreign_row(store: Store, step: int, path: str, format: str | None) -> Row:

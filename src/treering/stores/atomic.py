@@ -19,9 +19,9 @@ from ..errors import CorruptError, ExistsError, SaveError
 from .directories import close_folder, folder, make_dirs, open_folder
 from .directory_trees import remove_tree, sync_tree
 from .file_sink import FileSink
-from .nfs import warn_foreign_owner
+from .nfs import warn_foreign_owner, warn_no_locks
 from .posix import Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat
-from .preserved_files import CheckNeighbors, OldFolder, Owned, inspect_old
+from .preserved_files import CheckOthers, OldFolder, Owned, inspect_old
 from .sequential import SequentialWriter
 from .temporary_names import final_name, temporary_sibling
 
@@ -81,7 +81,7 @@ def new_directory(
     overwrite: bool,
     owned: Owned,
     names: Collection[str] = (),
-    beside: CheckNeighbors | None = None,
+    check_others: CheckOthers | None = None,
 ) -> Iterator[str]:
     """Yields a directory to fill within a `with` block. It is in place at the end; after an error, it never was.
 
@@ -92,14 +92,14 @@ def new_directory(
     owned: returns the files of the old directory that belong to the checkpoint. They are replaced; other files are
         kept.
     names: the names that the new directory needs.
-    `beside` raises `ExistsError` for files that must not stay in the directory.
+    check_others: raises `ExistsError` for files that must not stay in the directory.
 
     Raises `ExistsError` for an old directory with folders of other things, for files that have one of `names`, for
-    files that `beside` refuses, and for a link that another user may have made.
+    files that `check_others` refuses, and for a link that another user may have made.
     """
     if os.path.isdir(path):
         path = _link_target(path)
-    inspect_old(disk, path, owned, names, beside)
+    inspect_old(disk, path, owned, names, check_others)
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
         new = _create_temporary_directory(disk, place)
@@ -112,7 +112,7 @@ def new_directory(
             yield str(temporary)
             sync_tree(disk, new)  # This takes time, so the files to keep are listed afterwards.
             if overwrite and lstat(place) is not None:
-                kept = inspect_old(disk, path, owned, names, beside)
+                kept = inspect_old(disk, path, owned, names, check_others)
                 _replace_folder(disk, new, temporary, place, kept)
                 old = kept
             else:
@@ -196,10 +196,8 @@ def _keep_access(disk: Disk, new: Opened, old: os.stat_result, mode: int) -> boo
 def _create_temporary_file(disk: Disk, place: Entry) -> FileSink:
     """Creates a file under a temporary name and locks it."""
     for _ in range(_CREATE_ATTEMPTS):
-        sink = FileSink(disk, place.sibling(os.path.basename(temporary_sibling(place))))
-        if sink.protect():
-            return sink
-        sink.close()
+        with contextlib.suppress(FileExistsError):
+            return FileSink(disk, place.sibling(os.path.basename(temporary_sibling(place))))
     raise FileNotFoundError(errno.ENOENT, "other processes kept removing it before it was written", str(place))
 
 
@@ -230,7 +228,9 @@ def _remove_leftovers(disk: Disk, place: Entry, parent: Opened) -> None:
     try:
         for left in (one for one in disk.list(parent) if final_name(one) == os.path.basename(place)):
             try:
-                remove_unlocked(disk, parent.entry(left), parent)
+                with unused(disk, parent.entry(left), parent) as remove:
+                    if remove:
+                        remove()
             except (FileNotFoundError, CorruptError):  # another writer has removed or replaced it
                 pass
             except OSError as error:
@@ -239,28 +239,46 @@ def _remove_leftovers(disk: Disk, place: Entry, parent: Opened) -> None:
         _log.warning("%s: removing what killed writers left failed: %s", place, error)
 
 
-def remove_unlocked(disk: Disk, path: Entry, parent: Opened) -> None:
-    """Removes a file or directory, unless its writer lives or that cannot be known. Leaves links alone.
+@contextlib.contextmanager
+def unused(disk: Disk, path: Entry, parent: Opened) -> Iterator[Callable[[], None] | None]:
+    """Locks a file or directory within a `with` block, and yields a function that removes it; see `Store.unused`.
 
-    What another user may have made is left alone too, and logged, because it may not be a leftover.
+    Yields None for links. What another user may have made is left alone too, and logged, because it may not be a
+    leftover.
     """
     found = lstat(path)
-    if found is None or not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
-        return
-    if is_owned_by_another(found, parent):
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    is_foreign = is_owned_by_another(found, parent)
+    if is_foreign:
         warn_foreign_owner(path, found.st_uid)
+    if is_foreign or not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+        yield None
         return
     left = open_folder(disk, path) if stat.S_ISDIR(found.st_mode) else Opened(path, disk.open(path))
     try:
         # Another process may have replaced it after the `lstat` above.
-        if left.fd is None or not os.path.samestat(found, os.fstat(left.fd)):
-            return
-        # NFS grants an exclusive lock only on a file that is open for writing.
-        locked = (disk.lock if stat.S_ISDIR(found.st_mode) else disk.lock_shared)(left.fd)
-        if locked is True and disk.same_file(left.fd, path):
-            _remove(disk, path, left)
+        free = left.fd is not None and os.path.samestat(found, os.fstat(left.fd)) and _lock(disk, left, found)
+
+        def remove() -> None:
+            if left.fd is not None and disk.same_file(left.fd, path):  # else a new file has the name
+                _remove(disk, path, left)
+
+        yield remove if free else None
     finally:
         close_folder(disk, left)
+
+
+def _lock(disk: Disk, opened: Opened, found: os.stat_result) -> bool:
+    """Locks an open file or directory. Returns False if its writer lives, or if that cannot be known."""
+    assert opened.fd is not None
+    free = disk.lock(opened.fd)
+    # NFS grants no exclusive lock on a file that is open for reading. Two cleaners may share the other lock.
+    if free is None and stat.S_ISREG(found.st_mode):
+        free = disk.lock_shared(opened.fd)
+    if free is None:
+        warn_no_locks(os.path.dirname(opened))
+    return free is True
 
 
 def _remove(disk: Disk, path: str, opened: Opened | None = None) -> None:

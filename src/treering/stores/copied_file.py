@@ -18,8 +18,8 @@ _log = logging.getLogger("treering")
 class CopiedFile:
     """A file with at least one copy. See `stores.store.Blob`.
 
-    A read that ignores earlier bytes (`anew`) takes them from the second copy that is left. So a block whose checksum
-    is wrong, which the reader of the native format reads again, comes from another copy.
+    `read_again` takes bytes from the second copy that is left. So a block whose checksum is wrong, which the reader of
+    the native format reads again, comes from another copy.
     """
 
     has_holes = False
@@ -35,14 +35,20 @@ class CopiedFile:
     def local(self) -> bool:
         return (blob := self._first_here()) is not None and blob.local
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
+    def read_into(self, target: memoryview, offset: int) -> None:
+        self._read(target, offset, again=False)
+
+    def read_again(self, target: memoryview, offset: int) -> None:
+        self._read(target, offset, again=True)
+
+    def _read(self, target: memoryview, offset: int, *, again: bool) -> None:
         if not len(target):  # Callers may ask for the nothing after the last block.
             return
         if offset < 0 or offset + len(target) > self.size:
             raise CorruptError(f"{self.path}: expected {offset + len(target)} bytes, found {self.size}")
         # If all have failed, the cause may have been momentary: all are tried again.
         copies = [one for one in self._copies if one not in self._errors and not one.is_avoided] or [*self._copies]
-        if anew and len(copies) > 1:
+        if again and len(copies) > 1:
             copies = [*copies[1:], copies[0]]
             _log.warning("%s: bytes from %s are read again from %s", self.path, copies[-1].name, copies[0].name)
         for copy in copies:
@@ -83,14 +89,9 @@ class CopiedFile:
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         return blob.mapped(ranges) if (blob := self._first_here()) else None
 
-    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
+    def populate(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
         if blob := self._first_here():
-            blob.bring_in(mapped, begin, end)
-            self._count(Place.HERE, end - begin)
-
-    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
-        if blob := self._first_here():
-            blob.bring_all_in(mapped, ranges := list(ranges))
+            blob.populate(mapped, ranges := list(ranges))
             self._count(Place.HERE, sum(end - begin for begin, end in ranges))
 
     def close(self) -> None: ...

@@ -27,7 +27,8 @@ def make_dirs(disk: Disk, path: str, made: list[str]) -> None:
     make_dirs(disk, parent, made)
     with contextlib.suppress(FileExistsError):
         disk.make_dir(path)
-        made.append(path)
+        if path not in made:  # Else another process has removed it since.
+            made.append(path)
     disk.sync_dir(parent)
 
 

@@ -52,7 +52,19 @@ class StoredCopy:
         return self._blob
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        self.blob().read_into(target, offset, anew=True)
+        self.blob().read_again(target, offset)
+
+
+class BytesCopy:
+    """A copy in memory."""
+
+    place, name, is_avoided = Place.HERE, "memory", False
+
+    def __init__(self, data: bytes):
+        self._data = data
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        target[:] = self._data[offset : offset + len(target)]
 
 
 class Peers(Protocol):

@@ -2,8 +2,8 @@
 
 import contextlib
 import posixpath
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ..errors import ExistsError, UnsafeError
 from . import git_lfs
@@ -13,6 +13,8 @@ from .store import Blob, Store
 
 _MAX_FILE_BYTES = 2 << 30  # far more than any manifest has
 _MAX_SPARSE_BYTES = 16 << 20  # a larger file with holes is refused: it may claim any size
+_CREATE_ATTEMPTS = 50  # to create a file in a folder that other processes remove while it is empty
+T = TypeVar("T")
 
 
 def read_file(store: Store, path: str, *, expected: int = 0) -> bytes:
@@ -43,6 +45,36 @@ def make_empty(store: Store, path: str) -> None:
         sink.finish(0)
     finally:
         sink.close()
+
+
+def create_in_folder(make_folder: Callable[[], object], create: Callable[[], T]) -> T:
+    """Makes a folder and calls `create`, which creates a file there.
+
+    Begins again if another process has removed the folder, which it had made, while the folder was empty.
+    """
+    for _ in range(_CREATE_ATTEMPTS - 1):
+        with contextlib.suppress(FileNotFoundError):
+            make_folder()
+            return create()
+    make_folder()
+    return create()
+
+
+def is_in_use(store: Store, path: str) -> bool:
+    """Returns True if a file has a living writer, or if that cannot be known. False if it does not exist."""
+    with contextlib.suppress(FileNotFoundError), store.unused(path) as remove:
+        return remove is None
+    return False
+
+
+def remove_unused(store: Store, path: str, check: Callable[[], bool] = lambda: True) -> None:
+    """Removes a file, or what a killed writer left under a temporary name, unless a living writer has it.
+
+    `check` runs when no writer can begin to use it any more. If it returns False, the file stays.
+    """
+    with contextlib.suppress(FileNotFoundError), store.unused(path) as remove:
+        if remove and check():
+            remove()
 
 
 def is_file(store: Store, path: str) -> bool:

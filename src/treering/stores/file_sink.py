@@ -1,24 +1,37 @@
 """A new file that is being written; see `Sink` in `stores.store`."""
 
+import contextlib
+import errno
+import os
 from collections.abc import Hashable
 
 from .posix import Disk, Opened
 
 
 class FileSink:
-    """A file that is open for writing. `protect` locks it."""
+    """A file that is open for writing, and locked until it is closed.
+
+    Raises `FileExistsError` if the file exists, or if another process took it for a leftover before it was locked.
+    """
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
         self._disk = disk
         self._fd = disk.create(path)
+        try:
+            is_taken = disk.lock(self._fd) is False or not disk.same_file(self._fd, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                disk.unlink(path)
+            self.close()
+            raise
+        if is_taken:
+            self.close()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
     @property
     def opened(self) -> Opened:
         return Opened(self.path, self._fd)
-
-    def protect(self) -> bool:
-        return self._disk.lock(self._fd) is not False and self._disk.same_file(self._fd, self.path)
 
     def preallocate(self, nbytes: int) -> None:
         self._disk.preallocate(self._fd, nbytes)
@@ -32,7 +45,7 @@ class FileSink:
             self._disk.make_read_only(self._fd)
         self._disk.sync(self._fd)
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         (self._disk.rename if overwrite else self._disk.link)(self.path, path)
 
     def is_at(self, path: str) -> bool:

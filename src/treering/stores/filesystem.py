@@ -10,14 +10,13 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from . import atomic
-from .directories import make_dirs, opened, trusted_folder
+from .directories import make_dirs, trusted_folder
 from .file_io import check_free
 from .file_sink import FileSink
 from .lease import WriterLock
-from .nfs import warn_foreign_owner
 from .open_file import File
-from .posix import Disk, Entry, is_owned_by_another, lstat
-from .store import CheckNeighbors, Owned, Stat, Writer
+from .posix import Disk, Entry
+from .store import CheckOthers, Owned, Stat, Writer
 
 
 class Filesystem:
@@ -97,34 +96,11 @@ class Filesystem:
         if failed:
             raise failed
 
-    def is_in_use(self, path: str) -> bool:
-        with opened(self.disk, path) as fd:
-            return self.disk.lock_shared(fd) is False
-
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        with trusted_folder(os.path.dirname(path)) as folder:
-            entry = folder.entry(os.path.basename(path))
-            if (found := lstat(entry)) and stat.S_ISLNK(found.st_mode):
-                return True  # Treering makes no links, so the target belongs to someone else.
-            if found and is_owned_by_another(found, folder):
-                warn_foreign_owner(path, found.st_uid)
-                return True
-            return self._delete_unused(entry, check)
-
-    def _delete_unused(self, entry: Entry, check: Callable[[], bool]) -> bool:
-        disk = self.disk
-        with opened(disk, entry) as fd:
-            free = disk.lock(fd)
-            # NFS grants no exclusive lock on a file open for reading. Two cleaners may share the other lock.
-            if free is None:
-                free = disk.lock_shared(fd)
-            if free and check() and disk.same_file(fd, entry):  # else a new file has the name
-                disk.unlink(entry)
-            return free is not None
-
-    def remove_leftover(self, path: str) -> None:
-        with trusted_folder(os.path.dirname(path)) as folder:
-            atomic.remove_unlocked(self.disk, folder.entry(os.path.basename(path)), folder)
+    @contextlib.contextmanager
+    def unused(self, path: str) -> Iterator[Callable[[], None] | None]:
+        parent, name = os.path.split(path)
+        with trusted_folder(parent) as folder, atomic.unused(self.disk, folder.entry(name), folder) as remove:
+            yield remove
 
     def make_folder(self, path: str) -> None:
         self.disk.make_dir(path)
@@ -154,7 +130,7 @@ class Filesystem:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: CheckNeighbors | None = None,
+        check_others: CheckOthers | None = None,
     ) -> AbstractContextManager[str]:
         check_free(self, path, overwrite=overwrite, folder=True)
         return atomic.new_directory(
@@ -163,7 +139,7 @@ class Filesystem:
             overwrite=overwrite,
             owned=lambda folder: owned(self, folder),
             names=names,
-            beside=beside and (lambda folder, others: beside(self, folder, others)),
+            check_others=check_others and (lambda folder, others: check_others(self, folder, others)),
         )
 
     def scratch_folder(self, path: str) -> AbstractContextManager[str]:

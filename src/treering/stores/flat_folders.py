@@ -5,11 +5,11 @@ from collections.abc import Collection
 from .._core.leaf_paths import join_names
 from ..errors import ExistsError
 from .file_io import files_in, is_folder
-from .store import CheckNeighbors, Owned, Store
+from .store import CheckOthers, Owned, Store
 
 
 def check_replaceable(
-    store: Store, path: str, owned: Owned, names: Collection[str], beside: CheckNeighbors | None
+    store: Store, path: str, owned: Owned, names: Collection[str], check_others: CheckOthers | None
 ) -> Collection[str]:
     """Returns the files that a new folder replaces; see `new_folder`.
 
@@ -24,6 +24,6 @@ def check_replaceable(
             f"{path}: expected a checkpoint to replace, found files that are not part of it, or whose names the "
             f"new one needs: {join_names(tuple(wrong))}; write to another path, or move them"
         )
-    if beside:
-        beside(store, path, others)
+    if check_others:
+        check_others(store, path, others)
     return parts

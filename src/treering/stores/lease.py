@@ -19,6 +19,7 @@ from .._threads.preload_decoders import preload_decoders
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import lease_registry
 from .directories import make_dirs, trusted_folder
+from .file_io import create_in_folder
 from .posix import Disk
 from .store import LOCK_NAME
 
@@ -145,8 +146,7 @@ class WriterLock:
     def _open_locked(self, path: str, made: list[str]) -> int:
         """Opens and locks the file, and returns its descriptor. Appends the directories that it made to `made`."""
         while True:
-            make_dirs(self._disk, self._run, made)
-            fd = self._disk.open_shared(path)
+            fd = create_in_folder(lambda: make_dirs(self._disk, self._run, made), lambda: self._disk.open_shared(path))
             try:
                 locked = self._disk.lock(fd)
                 if locked is False:

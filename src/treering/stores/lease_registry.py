@@ -7,9 +7,13 @@ from ..errors import ExistsError, MismatchError, SaveError
 
 
 class _ExpiringLease(Protocol):
-    """A lease that expires unless it is renewed. `check` raises `LeaseLostError` when it may have expired."""
+    """The right to write a place and everything below it, which expires unless it is renewed.
 
-    run: str
+    `check` raises `LeaseLostError` when it may have expired.
+    """
+
+    @property
+    def place(self) -> str: ...
 
     def check(self) -> None: ...
 
@@ -18,7 +22,7 @@ _leases: "WeakRegistry[_ExpiringLease]" = WeakRegistry()
 
 
 class LeaseLostError(SaveError):
-    """Another job may have acquired the lease of this run. The files in place stay as they are."""
+    """Another job may have acquired the right to write here. The files in place stay as they are."""
 
 
 def add(lease: _ExpiringLease) -> None:
@@ -27,12 +31,13 @@ def add(lease: _ExpiringLease) -> None:
 
 
 def check(path: str) -> None:
-    """Raises `LeaseLostError` if this process had a lease on the run of a path and another process may have it by now.
+    """Raises `LeaseLostError` if this process had the right to write a path and another process may have it by now.
 
-    Call it right before an operation that would harm the new holder and cannot be made conditional.
+    It asks for all that cover the path: the run, the checkpoint and the temporary folder. Call it right before an
+    operation that would harm the new holder and cannot be made conditional.
     """
     for lease in _leases.all():
-        if path.startswith(lease.run + "/"):
+        if path.startswith(lease.place + "/"):
             lease.check()
 
 

@@ -2,16 +2,17 @@
 
 import collections
 import contextlib
+import errno
 import functools
 import logging
+import os
 import posixpath
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .._core import units
 from .copied_file import CopiedFile
-from .file_copies import FileCopy, PeerCopy, Peers, Place, StoredCopy
-from .memory import MemoryStore
+from .file_copies import BytesCopy, FileCopy, PeerCopy, Peers, Place, StoredCopy
 from .store import Blob, Stat, Store
 
 _log = logging.getLogger("treering")
@@ -52,10 +53,7 @@ class NearestCopyStore:
     ):
         self.has_locks = local.has_locks
         self._peers, self._local, self._path, self._held, self._prefer = peers, local, path, held, prefer
-        self._remote, self._small = remote, MemoryStore()
-        for name, data in small.items():
-            with self._small.new_file(posixpath.join(path, name), overwrite=False) as file:
-                file.write(data)
+        self._remote, self._small = remote, small
         self._unreachable: set[int] = set()
         # Appending is atomic. An interrupt could leave a lock held.
         self._reads: dict[Place, collections.deque[int]] = {place: collections.deque() for place in Place}
@@ -66,21 +64,26 @@ class NearestCopyStore:
         return {place: sum(counts.copy()) for place, counts in self._reads.items()}
 
     def stat(self, path: str) -> Stat | None:
-        if (found := self._small.stat(path)) or not (held := self._held.get(self._name(path))):
-            return found
-        nbytes, holders = held
-        return Stat("file", nbytes, 0.0, nbytes) if holders or self._remote else None
+        name = self._name(path)
+        if not name:
+            return Stat("folder", 0, 0.0, 0)
+        if (data := self._small.get(name)) is not None:
+            return Stat("file", len(data), 0.0, len(data))
+        nbytes, holders = self._held.get(name, (0, ()))
+        return Stat("file", nbytes, 0.0, nbytes) if holders or (self._remote and name in self._held) else None
 
     def list(self, path: str) -> "list[str]":
         if self._name(path):
             return []
-        return sorted({*self._small.list(path), *(name for name in self._held if self.stat(f"{path}/{name}"))})
+        return sorted({*self._small, *(name for name in self._held if self.stat(f"{path}/{name}"))})
 
     def open(self, path: str, *, expected: int = 0, into: memoryview | None = None) -> Blob:
         name = self._name(path)
-        if not self._small.stat(path) and name in self._held and (copies := self._copies(path, name)):
+        if (data := self._small.get(name)) is not None:
+            return CopiedFile(path, len(data), [BytesCopy(data)], lambda place, nbytes: None)
+        if name in self._held and (copies := self._copies(path, name)):
             return CopiedFile(path, self._held[name].nbytes, copies, self._count)
-        return self._small.open(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def glance(self, path: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

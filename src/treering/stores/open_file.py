@@ -45,11 +45,14 @@ class File:
     def has_holes(self) -> bool:
         return self._disk.has_holes(self._fd)
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
+    def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` if the file ends earlier or cannot be read."""
         with reading(self.path):
             if self._disk.read(self._fd, target, offset) != len(target):
                 raise self._cut_short(offset + len(target))
+
+    def read_again(self, target: memoryview, offset: int) -> None:
+        self.read_into(target, offset)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Returns bytes of the file. Raises `CorruptError` if it ends earlier, before it reserves memory for them."""
@@ -78,7 +81,7 @@ class File:
 
         Callers share one mapping while any of them holds it. Each mapping takes a descriptor, and one of the 65,530
         mappings that Linux allows a process. But a caller must not see what another writes into its arrays. So bytes
-        that a caller already has come from another mapping. The pages are not read yet: see `bring_in`.
+        that a caller already has come from another mapping. The pages are not read yet: see `populate`.
         """
         with reading(self.path):
             if self._disk.size(self._fd) < self.size:
@@ -108,20 +111,22 @@ class File:
         self._last_mapping = mapping, taken  # one assignment: an interrupt must not leave half of the ranges
         return found
 
-    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
-        """Reads a range of a mapping once. Raises `CorruptError` for pages that would raise a signal on access."""
-        with reading(self.path):
-            if not self._disk.populate(self._fd, mapped, begin, end - begin):
-                raise self._cut_short(end)
+    def populate(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
+        """Reads ranges of a mapping once, in parallel.
 
-    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
-        """Reads several ranges of a mapping once, in parallel. Raises `CorruptError` as `bring_in` does."""
+        Raises `CorruptError` for pages that would raise a signal on access.
+        """
         chunks = [
             (at, min(at + _POPULATE_CHUNK_BYTES, end))
             for begin, end in ranges
             for at in range(begin, end, _POPULATE_CHUNK_BYTES)
         ]
-        in_parallel(chunks, lambda chunk: self.bring_in(mapped, *chunk))
+        in_parallel(chunks, lambda chunk: self._populate(mapped, *chunk))
+
+    def _populate(self, mapped: mmap.mmap, begin: int, end: int) -> None:
+        with reading(self.path):
+            if not self._disk.populate(self._fd, mapped, begin, end - begin):
+                raise self._cut_short(end)
 
     def _cut_short(self, expected: int) -> CorruptError:
         return CorruptError(f"{self.path}: expected {expected} bytes, found fewer; it was cut short while open")

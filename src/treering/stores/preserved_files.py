@@ -22,7 +22,7 @@ _BUFFER_BYTES = 4 << 20
 # Returns the files of a directory that belong to a checkpoint of some format, as paths within the directory.
 Owned = Callable[[str], Collection[str]]
 # Raises `ExistsError` for files that must not stay in a directory
-CheckNeighbors = Callable[[str, Sequence[str]], None]
+CheckOthers = Callable[[str, Sequence[str]], None]
 _log = logging.getLogger("treering")
 
 
@@ -127,12 +127,12 @@ class OldFolder:
 
 
 def inspect_old(
-    disk: Disk, path: str, owned: Owned, names: Collection[str], beside: CheckNeighbors | None
+    disk: Disk, path: str, owned: Owned, names: Collection[str], check_others: CheckOthers | None
 ) -> OldFolder:
     """Lists the contents of a directory, which need not exist.
 
     Raises `ExistsError` for contents that are not part of the checkpoint and cannot be kept: other directories, pipes
-    and devices, files that have one of `names`, and files that `beside` refuses.
+    and devices, files that have one of `names`, and files that `check_others` refuses.
     """
     if not os.path.isdir(path):
         return OldFolder(owned, (), [])
@@ -163,8 +163,8 @@ def inspect_old(
             f"{path}: expected a checkpoint to replace, found folders in it that are not part of it: "
             f"{join_names(tuple(folders))}; write to another path, or move them out of it"
         )
-    if beside:
-        beside(path, others)
+    if check_others:
+        check_others(path, others)
     return OldFolder(owned, parts, others)
 
 

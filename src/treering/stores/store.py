@@ -70,11 +70,15 @@ class Blob(Protocol):
         """True if parts of it were never written and read as zeros; False where that cannot be known."""
         ...
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
-        """Fills a buffer from an offset. With `anew` it ignores bytes that came with opening, and asks the store again.
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills a buffer from an offset, with bytes that came with opening it as far as there are any.
 
         Raises `CorruptError` if the bytes end earlier or cannot be read.
         """
+        ...
+
+    def read_again(self, target: memoryview, offset: int) -> None:
+        """Does the same with bytes that were wrong: requests them from the store again, or from another copy."""
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -94,19 +98,15 @@ class Blob(Protocol):
         ...
 
     def forget(self) -> None:
-        """Frees the bytes that came with opening it. They are read again on demand."""
+        """Frees the bytes that came with opening it."""
         ...
 
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         """Returns private memory that maps it, for use in these merged ranges only; None if it cannot be mapped."""
         ...
 
-    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None:
-        """Reads a range of a mapping once. Raises `CorruptError` for pages that cannot be read."""
-        ...
-
-    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
-        """Reads several ranges of a mapping once, in parallel."""
+    def populate(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None:
+        """Reads ranges of a mapping once, in parallel. Raises `CorruptError` for pages that cannot be read."""
         ...
 
     def close(self) -> None:
@@ -123,10 +123,6 @@ class Sink(Protocol):
     @property
     def path(self) -> str: ...
 
-    def protect(self) -> bool:
-        """Keeps other processes from removing it as a leftover. Returns False if one of them has removed it already."""
-        ...
-
     def preallocate(self, nbytes: int) -> memoryview | None:
         """Reserves room, so that a full disk raises before anything is written.
 
@@ -142,13 +138,13 @@ class Sink(Protocol):
         """Cuts it to its size and makes its contents durable. `Store.settle` makes its name durable."""
         ...
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         """Gives it its name in one step. Raises `FileExistsError` if the name is taken and `overwrite` is False.
+
+        Raises `LeaseLostError`, before or after that step, if another process may have taken this writer for dead.
 
         version: the version of the file to overwrite when the caller saw it, or `ABSENT`. Stores that can compare
             versions raise `FileExistsError` for any other version. None overwrites any file.
-        retract: removes it again if its writer turns out to have been taken for dead meanwhile, unless it replaced a
-            file. Stores with locks never need that.
 
         The name under which it was created is gone if it overwrites. Otherwise that name may remain as a second one.
         """
@@ -200,7 +196,7 @@ class Lease(Protocol):
 # Returns the files of a folder that belong to a checkpoint of some format, as paths within the folder.
 Owned = Callable[["Store", str], Collection[str]]
 # Raises `ExistsError` for files that must not stay in a folder
-CheckNeighbors = Callable[["Store", str, Sequence[str]], None]
+CheckOthers = Callable[["Store", str, Sequence[str]], None]
 
 
 class Store(Protocol):
@@ -287,7 +283,7 @@ class Store(Protocol):
     # Writing
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> Sink:
-        """Creates a file. Raises `FileExistsError` if it exists.
+        """Creates a file, which other processes do not remove until it is closed. Raises `FileExistsError`.
 
         visible: other processes see the file from now on, and that its writer lives, until it is published or deleted.
             Other files appear when they are finished at the latest, and may raise `FileExistsError` only then.
@@ -303,20 +299,12 @@ class Store(Protocol):
         """Removes those of these files that exist in a folder. Raises the first error after it has tried all."""
         ...
 
-    def is_in_use(self, path: str) -> bool:
-        """Returns True if a living writer has the file. Raises `FileNotFoundError`."""
-        ...
+    def unused(self, path: str) -> AbstractContextManager[Callable[[], None] | None]:
+        """Yields a function that removes a file, or what a killed writer left under a temporary name.
 
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
-        """Removes a file unless a living writer has it or `check` returns False.
-
-        `check` runs when no writer can begin to use the file any more. Returns False where it cannot be known whether
-        the writer lives.
+        Within the `with` block no writer can begin to use it. Yields None if a living writer has it, or where that
+        cannot be known. Raises `FileNotFoundError`.
         """
-        ...
-
-    def remove_leftover(self, path: str) -> None:
-        """Removes what a killed writer left under a temporary name. Leaves it alone if its writer lives."""
         ...
 
     def make_folder(self, path: str) -> None:
@@ -361,17 +349,17 @@ class Store(Protocol):
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: CheckNeighbors | None = None,
+        check_others: CheckOthers | None = None,
     ) -> AbstractContextManager[str]:
         """Yields a folder to fill within a `with` block. It is in place at the end; after an error, it never was.
 
         owned: returns the files of the old folder that belong to the checkpoint. They are replaced; other files are
             kept.
         names: the names that the new folder needs.
-        `beside` raises `ExistsError` for files that must not stay in the folder.
+        check_others: raises `ExistsError` for files that must not stay in the folder.
 
         Raises `ExistsError` for an old folder with folders of other things, for other files that have one of `names`,
-        and for files that `beside` refuses.
+        and for files that `check_others` refuses.
         """
         ...
 

@@ -160,7 +160,7 @@ class Detection(Subject):
         for step, tree in trees.items():
             ckpt = open_checkpoint(run, step=step)
             self.assert_holds(ckpt, tree)
-            if "step" in self.beside:
+            if "step" in self.fields:
                 assert ckpt.step == step
 
 

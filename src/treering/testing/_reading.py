@@ -134,7 +134,7 @@ class Reading(Subject):
                 "clip": [math.inf, math.nan],
             },
         }
-        kept = {name: about[name] for name in about if name in self.beside}
+        kept = {name: about[name] for name in about if name in self.fields}
         path = self.made(tmp_path, self.small(), **(kept if self.writes else {}))
         for name in (about.keys() - kept.keys()) if self.writes else ():
             before = listing(tmp_path)
@@ -142,17 +142,17 @@ class Reading(Subject):
                 self.make(self.place(tmp_path, "refused"), self.small(), **{name: about[name]})
             assert listing(tmp_path) == before
         ckpt = open_checkpoint(path)
-        for name in self.beside:
+        for name in self.fields:
             assert repr(getattr(ckpt, name)) == repr(about[name])
         self.assert_holds(path, self.small())
         if self.writes:
             save(tmp_path / "with all", self.small(), **about)
             self.make(self.place(tmp_path, "copy"), open_checkpoint(tmp_path / "with all"))
-            lost = " and ".join(name for name in about if name not in self.beside)
+            lost = " and ".join(name for name in about if name not in self.fields)
             assert f"{lost} left out" in caplog.text if lost else "left out" not in caplog.text
         plain = open_checkpoint(self.made(tmp_path, self.small(), "plain"))
         assert dict(plain.metrics) == {}
-        if "metadata" in self.beside:
+        if "metadata" in self.fields:
             assert not plain.metadata
 
     def test_templates_say_what_comes_back(self, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class StoreReading(StoreSubject):
             with pytest.raises(CorruptError):
                 read()
         if (memory := blob.mapped([(0, 200)])) is not None:
-            blob.bring_all_in(memory, [(0, 200)])
+            blob.populate(memory, [(0, 200)])
             assert memory[:200] == bytes(range(200))
             memory[0] = 9  # The mapping is private, so this does not change the file.
             assert blob.read(0, 1) == b"\0"

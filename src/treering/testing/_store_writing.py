@@ -122,15 +122,19 @@ class StoreWriting(StoreSubject):
     def test_what_a_living_writer_has_is_not_removed(self, store: Store, root: str) -> None:
         store.make_folders(root, [])
         sink = store.create(f"{root}/x", visible=True)
-        assert sink.protect() and store.is_in_use(f"{root}/x")
-        assert store.delete_unused(f"{root}/x", lambda: True) and sink.is_at(f"{root}/x")
+        with store.unused(f"{root}/x") as remove:
+            assert remove is None
+        assert sink.is_at(f"{root}/x")
         sink.close()
-        assert not store.is_in_use(f"{root}/x")
-        assert store.delete_unused(f"{root}/x", lambda: False) and store.stat(f"{root}/x")
-        assert store.delete_unused(f"{root}/x", lambda: True) and store.stat(f"{root}/x") is None
-        for call in (lambda: store.is_in_use(f"{root}/x"), lambda: store.delete_unused(f"{root}/x", lambda: True)):
-            with pytest.raises(FileNotFoundError):
-                call()
+        with store.unused(f"{root}/x") as remove:
+            assert remove is not None
+        assert store.stat(f"{root}/x")
+        with store.unused(f"{root}/x") as remove:
+            assert remove is not None
+            remove()
+        assert store.stat(f"{root}/x") is None
+        with pytest.raises(FileNotFoundError), store.unused(f"{root}/x"):
+            pass
 
     def test_new_file_is_atomic(self, store: Store, root: str) -> None:
         store.make_folders(root, [])

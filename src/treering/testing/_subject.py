@@ -64,7 +64,7 @@ class Subject:
     empty: ClassVar[bool] = True
     """True if the format records empty containers."""
 
-    beside: ClassVar[Collection[str]] = ("step", "metrics", "metadata")
+    fields: ClassVar[Collection[str]] = ("step", "metrics", "metadata")
     """Those of ``step``, ``metrics`` and ``metadata`` that the format can store."""
 
     numbers_are_arrays: ClassVar[bool] = False

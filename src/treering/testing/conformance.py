@@ -18,7 +18,7 @@ class FormatConformance(Reading, Detection, Writing, Commits, Damage):
     Only `format` is required. The defaults of all other declarations are those of a format that can store everything.
     The tests expect that declared leaves are read bit for bit, and that a save refuses all others and names them.
 
-    - A format that can store less declares it with `dtypes`, `values`, `left_out`, `keys`, `names`, `empty`, `beside`
+    - A format that can store less declares it with `dtypes`, `values`, `left_out`, `keys`, `names`, `empty`, `fields`
       and `numbers_are_arrays`.
     - A format that Treering cannot write has `writes = False` and its own `make`.
     - Override `files` if a checkpoint is neither a file nor a folder, `small` if large arrays are stored in another way

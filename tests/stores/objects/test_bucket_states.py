@@ -29,6 +29,15 @@ def test_any_request_of_any_job(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_commit_comes_again_after_retention_deleted_its_step(tmp_path: pathlib.Path) -> None:
+    """The next job deletes the manifest that a delayed duplicate of a commit brought back."""
+    with Explorer(str(tmp_path)) as explorer:
+        commits = (Moment(r"put place/step-\d+/treering.json$", number) for number in (1, 2, 3))
+        count = explorer.explore("a run", (Plan(faults=((0, commit, "late"),)) for commit in commits))
+    assert not count.failures, count.failures[0]
+
+
+@pytest.mark.slow
 def test_a_copy_that_comes_when_another_job_has_the_run(tmp_path: pathlib.Path) -> None:
     """An upload that ends after another job has acquired the run is not reported: that job may replace its step."""
     name = "an uploaded run, new owner"

@@ -411,9 +411,9 @@ def test_a_lease_that_cannot_be_taken_over_ends_in_an_error(
 ) -> None:
     """A cache that returns an old version of the lease ends in an error, not in an endless loop."""
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", -1.0)
     with pytest.raises(TreeringError, match="from a cache"), tr.Checkpointer(f"{place}/run") as ckpts:
-        dead = heartbeat._new_writer_record()
-        dead = msgspec.structs.replace(dead, owner="another", token="its own", process=2**22, started="1")
+        dead = heartbeat.WriterRecord(host="another", process=2**22, token="its own", generation=1)
         with stores.get(place).new_file(f"{place}/run/writer.lock", overwrite=True) as lock:
             lock.write(msgspec.json.encode(dead))
         between.fault = lambda request: (

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import logging
 import os
 import pathlib
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import obstore
 import obstore.store
@@ -27,7 +29,9 @@ from treering import stores
 from treering._tools import copy as copying
 from treering._tools.copy import copy_checkpoints
 from treering.errors import ExistsError, SaveError, TreeringError
-from treering.stores.objects import heartbeat, sink, temporary_folder
+from treering.stores import lease_registry
+from treering.stores.file_io import read_file, remove_unused
+from treering.stores.objects import heartbeat, lease, sink, temporary_folder
 from treering.stores.objects.store import ObjectStore
 
 _SCRIPT = """
@@ -57,6 +61,12 @@ def between(s3_server: str) -> Iterator[Proxy]:
 
 
 @pytest.fixture
+def expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the leases of other processes look expired to this one, as they are 90 s after a kill."""
+    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", -1.0)
+
+
+@pytest.fixture
 def place() -> str:
     return f"writers://tests/{secrets.token_hex(4)}"
 
@@ -83,7 +93,12 @@ def _names(path: str) -> list[str]:
 
 def _is_free(run: str) -> bool:
     """Returns True if the lease of a run was released."""
-    return stores.get(run).open(f"{run}/writer.lock").read_up_to(100) == b'{"version":1}'
+    return b"token" not in read_file(stores.get(run), f"{run}/writer.lock")
+
+
+def _generation(run: str) -> int:
+    """Returns the generation of the lease of a run."""
+    return json.loads(read_file(stores.get(run), f"{run}/writer.lock"))["generation"]
 
 
 _SAVING = """
@@ -100,6 +115,7 @@ def _kill_at(number: int, processes: "list[subprocess.Popen[str]]", request: Req
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("expired")
 @pytest.mark.parametrize("mode", ["new", "overwrite"])
 def test_killed_at_any_request_of_a_save(between: Proxy, s3_server: str, place: str, mode: str) -> None:
     """After a kill, the old or the new checkpoint is in place, and the next save removes the leftovers."""
@@ -135,6 +151,7 @@ with tr.Checkpointer(sys.argv[2], local=sys.argv[3], keep=tr.keep.last(2)) as ck
 
 @pytest.mark.rare
 @pytest.mark.slow
+@pytest.mark.usefixtures("expired")
 def test_killed_at_requests_of_a_copy(between: Proxy, s3_server: str, place: str, tmp_path: pathlib.Path) -> None:
     """After a kill, remote steps are complete and the newest step is local. The next job uploads what is missing."""
     with proxy(s3_server) as counted:
@@ -172,6 +189,7 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(1)) as ckpts:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("expired")
 def test_killed_at_any_request_of_retention(between: Proxy, s3_server: str, place: str) -> None:
     """A kill after the commit of the second step leaves the first step complete or deleted."""
     with proxy(s3_server) as counted:
@@ -209,14 +227,20 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2)) as ckpts:
 
 
 @pytest.mark.long
-def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> None:
-    """On the same machine, a new job acquires the run of a killed job without waiting."""
-    job = _start(between.url, _RUN, place, "stay")
+def test_a_run_goes_on_once_a_killed_jobs_lease_has_expired(
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that renews its lease keeps the run. After a kill a new job acquires it, with a larger generation."""
+    quick = "from treering.stores.objects import heartbeat\nheartbeat._RENEWAL_SECONDS = 0.5\n"
+    job = _start(between.url, quick + _RUN, place, "stay")
+    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 5.0)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.2)
     assert job.stdout is not None
     while job.stdout.readline().strip() != "5":
         pass
     with pytest.raises(ExistsError, match=f"process {job.pid} on"), tr.Checkpointer(place) as ckpts:
         ckpts.save(6, {"w": np.full(1000, 6)})
+    first = _generation(place)
     job.kill()
     _ended(job)
     with tr.Checkpointer(place, keep=tr.keep.last(2)) as ckpts:
@@ -224,10 +248,37 @@ def test_a_run_of_a_killed_job_goes_on_at_once(between: Proxy, place: str) -> No
         assert step is not None and step >= 4
         assert np.array_equal(ckpts.restore()["w"], np.full(1000, step))
         ckpts.save(step + 1, {"w": np.full(1000, step + 1)})
+        ckpts.wait()
+        second = _generation(place)
+    third = _generation(place)
+    assert (first, second, third) == (1, 2, 2)
     assert tr.steps(place)[-1] == step + 1
     assert _is_free(place)
     for name in set(_names(place)) - {"writer.lock"}:
         assert name.startswith("step-") and len(_names(f"{place}/{name}")) == 2
+
+
+def test_clones_of_a_machine_do_not_take_each_other_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clones share the processes and the heartbeats. The one that renews first keeps the lease, the other stops."""
+    buckets = ObjectStore()
+    buckets.add("clones://tests", obstore.store.MemoryStore())
+    bucket, _ = buckets._find("clones://tests/run")
+    mine = heartbeat.Heartbeat(bucket, "run/writer.lock", "clones://tests/run")
+    clone = object.__new__(heartbeat.Heartbeat)
+    clone.__dict__.update(
+        vars(mine), _record=msgspec.structs.replace(mine._record), _unconfirmed=set(mine._unconfirmed)
+    )
+    mine.renew()
+    monkeypatch.setattr(heartbeat._heartbeats, "all", lambda: [clone])  # as the process of the clone sees it
+    clone.stopped = True  # this process has ended in the clone
+    record, found = heartbeat.read(bucket, "run/writer.lock")
+    assert record is not None and record.token == clone._record.token and heartbeat.is_alive(bucket, record, found)
+    clone.stopped = False
+    clone.renew()
+    assert clone.lost and mine.verify() and not mine.lost
+    with pytest.raises(SaveError, match="another job has acquired this place"):
+        clone.check()
+    mine.stop(delete=True)
 
 
 @pytest.mark.long
@@ -274,8 +325,8 @@ ckpts.close()
         ckpts.wait()
         taken.set()
         assert _ended(job) == 0
-        (lease,) = [one for one in heartbeat._heartbeats.all() if one.key.endswith("writer.lock") and not one.stopped]
-        assert lease.verify()
+        (held,) = [one for one in heartbeat._heartbeats.all() if one.key.endswith("writer.lock") and not one.stopped]
+        assert held.verify()
     assert tr.steps(place) == [1, 2]
 
 
@@ -331,14 +382,12 @@ except SaveError as error:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "committing\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    # As if the lease belonged to another machine
-    monkeypatch.setattr(heartbeat, "is_on_this_machine", lambda about: False)
     time.sleep(0.5)
     with caplog.at_level(logging.WARNING), tr.Checkpointer(place) as ckpts:
         ckpts.save(3, {"w": np.ones(10)})
-        assert "which is dead" in caplog.text
+        assert "which did not renew its lease" in caplog.text
         stopped.send_signal(signal.SIGCONT)
-        assert "another job has acquired this run" in stopped.communicate(timeout=60)[0]
+        assert "another job has acquired this place" in stopped.communicate(timeout=60)[0]
         assert tr.steps(place) == [1, 3]
         assert not any(r.method == "PUT" and r.path.endswith("2/treering.json") for r in between.requests)
         ckpts.save(4, {"w": np.ones(10)})
@@ -389,8 +438,6 @@ else:
     )
     assert stopped.stdout is not None and stopped.stdout.readline() == "stopped\n"
     monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 2.0)
-    # As if the lease belonged to another machine
-    monkeypatch.setattr(heartbeat, "is_on_this_machine", lambda about: False)
     time.sleep(0.5)
     with tr.Checkpointer(place) as ckpts:
         ckpts.rewind(ckpts.steps[-1])  # acquires the run and changes nothing
@@ -400,7 +447,7 @@ else:
         ckpts.wait()
         stopped.send_signal(signal.SIGCONT)
         said = stopped.communicate(timeout=60)[0]
-        assert doing == "delete" or "another job has acquired this run" in said
+        assert doing == "delete" or "another job has acquired this place" in said
         for step in (1, 2):
             assert np.array_equal(tr.restore(place, step=step)["w"], np.ones(10))
 
@@ -411,14 +458,14 @@ def test_commit_checks_the_lease_at_the_root_of_a_bucket(monkeypatch: pytest.Mon
     publish = sink.ObjectSink.publish
 
     def late(one: sink.ObjectSink, *args: Any, **options: Any) -> None:
-        (lease,) = [beat for beat in heartbeat._heartbeats.all() if beat.key == "writer.lock"]
-        lease.lost = True
+        (held,) = [beat for beat in heartbeat._heartbeats.all() if beat.key == "writer.lock"]
+        held.lost = True
         publish(one, *args, **options)
 
     with tr.Checkpointer(bucket) as ckpts:
         ckpts.save(1, {"w": 1}).result()
         monkeypatch.setattr(sink.ObjectSink, "publish", late)
-        with pytest.raises(SaveError, match="another job has acquired this run"):
+        with pytest.raises(SaveError, match="another job has acquired this place"):
             ckpts.save(2, {"w": 1}).result()
     assert tr.steps(bucket) == [1]
 
@@ -473,19 +520,19 @@ def test_a_stopped_writer_does_not_remove_what_another_has_put(monkeypatch: Any,
     writer = buckets.create(f"{path}.abcdef.tmp", visible=True)
     writer.write(memoryview(b"mine"), 0)
     writer.finish(4)
-    alive, turns = sink.ObjectSink._check_valid, itertools.count()
+    check, turns = lease_registry.check, itertools.count()
 
-    def stopped(one: sink.ObjectSink) -> None:
+    def stopped(place: str) -> None:
         if next(turns) == 1:
             with buckets.new_file(path, overwrite=True) as file:
                 file.write(b"another's")
-            assert one.heartbeat is not None
-            one.heartbeat.lost = True
-        alive(one)
+            assert writer.heartbeat is not None
+            writer.heartbeat.lost = True
+        check(place)
 
-    monkeypatch.setattr(sink.ObjectSink, "_check_valid", stopped)
+    monkeypatch.setattr(lease_registry, "check", stopped)
     monkeypatch.setattr(heartbeat, "LEASE_SAFE_SECONDS", -1.0)
-    with pytest.raises(SaveError, match="another job considered"):
+    with pytest.raises(SaveError, match="another job has acquired this place"):
         writer.publish(path, overwrite=overwrite)
     assert buckets.open(path).read_up_to(100) == b"another's"
     writer.close()
@@ -497,17 +544,17 @@ def test_a_renewal_whose_answer_is_lost_loses_no_lease(between: Proxy, place: st
     with tr.Checkpointer(place) as ckpts:
         ckpts.save(1, {"w": 1})
         ckpts.wait()
-        (lease,) = [one for one in heartbeat._heartbeats.all() if one.key.endswith("writer.lock") and not one.stopped]
+        (held,) = [one for one in heartbeat._heartbeats.all() if one.key.endswith("writer.lock") and not one.stopped]
         between.fault = lambda request: "lose" if request.method == "PUT" else None
-        lease.renew()
+        held.renew()
         between.fault = lambda request: None
-        lease.renew()
-        lease.renew()
-        assert not lease.lost and lease.verify()
+        held.renew()
+        held.renew()
+        assert not held.lost and held.verify()
         ckpts.save(2, {"w": 2})
         ckpts.wait()
         between.fault = lambda request: "lose" if request.method == "PUT" else "503 SlowDown"
-        lease.renew()  # Now this writer does not know the version of its lease.
+        held.renew()  # Now this writer does not know the version of its lease.
         between.fault = lambda request: None
     assert tr.steps(place) == [1, 2] and _is_free(place)
 
@@ -538,19 +585,19 @@ def test_a_writer_loses_its_mark_before_its_files_go(monkeypatch: pytest.MonkeyP
     buckets = ObjectStore()
     buckets.add("memory://marks", obstore.store.MemoryStore())
     path = "memory://marks/c"
-    with pytest.raises(SaveError, match="the writer of this folder dead"), buckets.scratch_folder(path) as files:
+    with pytest.raises(SaveError, match="another job has acquired this place"), buckets.scratch_folder(path) as files:
         folder = files.rpartition("/")[0]
         with buckets.new_file(f"{files}/x", overwrite=False) as file:
             file.write(b"x")
-        buckets.remove_leftover(folder)
+        remove_unused(buckets, folder)
         assert buckets.list(files) == ["x"]  # its writer lives
         writer = next(one for one in heartbeat._heartbeats.all() if one.key.startswith("." + "c."))
         monkeypatch.setattr(heartbeat, "is_alive", lambda *_: writer.renew() or False)
-        buckets.remove_leftover(folder)
+        remove_unused(buckets, folder)
         assert buckets.list(files) == ["x"] and writer.verify()  # renewed after it was read and before its removal
         monkeypatch.setattr(heartbeat, "is_alive", lambda *_: False)
         monkeypatch.setattr(temporary_folder, "_delete_contents", lambda *_: None)
-        buckets.remove_leftover(folder)
+        remove_unused(buckets, folder)
         assert buckets.list(files) == ["x"] and not writer.verify()
         writer.renew()
         assert writer.lost

@@ -1,40 +1,28 @@
 """Clears a local tier in memory when its job ends well, because the memory would stay taken after the job."""
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from ..._processes.calls import Call
 from ...errors import TreeringError
-from ...stores import survival
 from ...stores.lease_registry import LeaseLostError
-
-if TYPE_CHECKING:
-    from .tiered_run import TieredRun
+from ..plain_run import PlainRun
 
 _log = logging.getLogger("treering")
 
 
-def clear_memory(run: "TieredRun", call: Call) -> None:
-    """Removes the local steps on all disks, if that of process 0 is in memory and this job writes the run.
+def clear_steps(local: PlainRun, remote: PlainRun, missing: Callable[[], list[int]]) -> None:
+    """Removes the steps of the local tier on this disk, unless steps are missing remotely. Logs errors.
 
-    Every process calls it, once all steps are uploaded. The journal stays: it says which job has written the run last.
+    The journal stays: it says which job has written the run last.
+
+    missing: uploads added metrics, and returns the steps that are to be uploaded.
     """
-    if call.broadcast(lambda: _clear(run)) and run.host_group:
-        run.host_group.clear(call)
-
-
-def _clear(run: "TieredRun") -> bool:
-    """Removes the local steps of process 0. Returns False if there are none to remove. Logs errors."""
-    local, store = run.local, run.local.steps.store
-    if not run.claimed or not survival.is_memory_of_host(store, local.root):
-        return False
     removed = 0
     try:
-        run.upload_metrics()  # The last upload may have been before they were added.
         steps, valid = local.steps.committed(), {one.step for one in local.valid_steps()}
-        if run.to_upload():  # Another thread has saved a step since.
-            return False
-        uploaded = {one.step for one in run.remote.valid_steps()}
+        if missing():  # Another thread has saved a step since the last upload.
+            return
+        uploaded = {one.step for one in remote.valid_steps()}
         for step, path in steps.items():
             if step not in valid and step not in uploaded:
                 _log.warning("%s: step %d is damaged and not uploaded, so it stays in memory", local.root, step)
@@ -50,5 +38,4 @@ def _clear(run: "TieredRun") -> bool:
     except (TreeringError, OSError) as error:  # Nothing is lost, so the job still ends well.
         _log.warning("%s: steps stay in memory: %s", local.root, error)
     if removed:
-        _log.info("%s: %d steps removed from memory; %s has what `keep` keeps", local.root, removed, run.root)
-    return removed > 0
+        _log.info("%s: %d steps removed from memory; %s has what `keep` keeps", local.root, removed, remote.root)

@@ -60,11 +60,12 @@ class Exchange:
         self, name: str, identity: str, there: Mapping[int, Mapping[str, host_files.Inventory]]
     ) -> tuple[str, int, dict[str, HeldFile]]:
         path = self._local.path(name)
+        sizes = {process: own[name].sizes for process, own in there.items() if name in own}
         held = {
-            file: HeldFile(
-                nbytes, [n for n, own in there.items() if name in own and own[name].sizes.get(file) == nbytes]
+            file.name: HeldFile(
+                file.size, [process for process, own in sizes.items() if own.get(file.name) == file.size]
             )
-            for file, nbytes in (host_files.listed_files(self._local.store, path) or {}).items()
+            for file in host_files.listed_files(self._local.store, path) or ()
         }
         found = summary.stat_manifest(self._local.store, path)
         return identity, found.nbytes if found else 0, held

@@ -37,7 +37,7 @@ class HostGroup:
     def __init__(self, local: LocalTier, remote: StepCatalog, meeting: Meeting, call: Call, hosts: Sequence[int]):
         self.hosts, leads = tuple(hosts), hosts[call.index] == call.index
         self._local, self._remote, self._meeting = local, remote, meeting
-        self._index, self._leads = call.index, leads
+        self.index, self._leads = call.index, leads
         self._begun: dict[str, str] | None  # until the claim: the names and identities of the steps of the run
         self._begun, self.missing = meeting.hold(call, leads=leads)
         self.exchange = Exchange(local, call, hosts)
@@ -63,7 +63,7 @@ class HostGroup:
         """Obeys the orders of process 0 on the disk of this host."""
         if orders is not None:
             with as_save_error(self._local.root):
-                if self._leads and self._index:
+                if self._leads and self.index:
                     self._local.obey(decode(orders, Orders))
             self._on_claim()
 
@@ -93,7 +93,7 @@ class HostGroup:
 
     def adopt(self, path: str, data: bytes) -> None:
         """Stores, on the disk of another host, the manifest that process 0 has committed."""
-        if self._leads and self._index:
+        if self._leads and self.index:
             self._local.retire([path], "deleted")
             host_files.adopt_manifest(self._local.store, path, data)
 
@@ -108,7 +108,7 @@ class HostGroup:
     def clear(self, call: Call) -> None:
         """Deletes the steps that process 0 has deleted, before its lease is released. Every process calls it."""
         orders = call.broadcast(lambda: encode(Orders(retired=self._local.journal.contents.retired)))
-        if self._leads and self._index:
+        if self._leads and self.index:
             with removal.logging_errors(self._local.root):
                 self._local.obey(decode(orders, Orders))
                 self._local.clear()
@@ -127,7 +127,7 @@ class HostGroup:
         self._local.archive(paths)
 
     def _paths(self, chosen: Callable[[int], bool]) -> list[str]:
-        if not (self._leads and self._index):
+        if not (self._leads and self.index):
             return []
         steps = {name: run_layout.parse_step_name(name, self._local.steps.prefix) for name in self._local.folders()}
         return [self._local.path(name) for name, step in steps.items() if step is not None and chosen(step)]
@@ -219,7 +219,7 @@ class HostGroup:
                 call.gather_and_decide(mine, only_process_0)
                 local = self._local if self._leads else None
                 while job := call.broadcast(only_process_0):
-                    take_part(call, local, self._index, *job, on_progress=on_progress)
+                    take_part(call, local, self.index, *job, on_progress=on_progress)
                 orders = call.broadcast(only_process_0)
                 if self._leads:
                     with removal.logging_errors(self._local.root):

@@ -2,15 +2,13 @@
 
 import posixpath
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..._processes.calls import Call
 from ..._save.pending import as_save_error
+from .host_copies import HostCopies
 from .host_group import HostGroup
 from .uploader import Uploader
-
-if TYPE_CHECKING:
-    from .tiered_run import TieredRun
 
 
 class JointChanges:
@@ -19,8 +17,33 @@ class JointChanges:
     Every process of the job calls each of these methods in the same order, except `orders`, which process 0 calls.
     """
 
-    def __init__(self, run: "TieredRun", group: HostGroup, uploader: Uploader):
-        self._run, self._group, self._uploader = run, group, uploader
+    def __init__(
+        self,
+        root: str,
+        local: str,
+        group: HostGroup,
+        uploader: Uploader,
+        copies: HostCopies | None,
+        retain: Callable[[], None],
+    ):
+        """`copies` is None if one copy of each file is enough. `retain` deletes old local steps."""
+        self._root, self._local, self._retain = root, local, retain
+        self._group, self._uploader, self._copies = group, uploader, copies
+        self.hosts = group.hosts
+
+    @property
+    def local_copies(self) -> int:
+        """The number of disks that are to have each array file."""
+        return 1 if self._copies is None else 2
+
+    def is_on_two_hosts(self, path: str) -> bool:
+        """Returns True if the disks of two hosts have each file of a local step. Only process 0 knows it."""
+        return self._copies is not None and self._copies.is_safe(path)
+
+    def wait_for_copies(self) -> None:
+        """Waits until no second copies are made."""
+        if self._copies:
+            self._copies.wait()
 
     def orders(self) -> Any:
         """Returns what the other disks have to do before a save. Process 0 sends it to them."""
@@ -31,19 +54,21 @@ class JointChanges:
         self._group.obey(orders)
         if back_to is not None:
             self._group.archive_after(back_to)
-        return posixpath.join(self._run.local.root, posixpath.basename(path))
+        return posixpath.join(self._local, posixpath.basename(path))
 
     def claim(self, call: Call, claim: Callable[[], bool]) -> bool:
         """Claims the run on all disks before it is changed. Returns False if `claim` in process 0 does."""
 
         def claimed() -> bool:
-            with as_save_error(self._run.root):
+            with as_save_error(self._root):
                 return claim()
 
         return self._group.claim_together(call, claimed)
 
     def saved(self, step: int) -> None:
-        """Begins an upload after a step was committed."""
+        """Begins to copy and to upload a step that was committed."""
+        if self._copies:
+            self._copies.begin(f"step {step}")
         self._upload(f"step {step}")
 
     def deleted(self, step: int) -> None:
@@ -53,7 +78,7 @@ class JointChanges:
 
     def pinned(self, step: int, wanted: bool) -> None:
         """Marks a step never to be deleted, or removes the mark, as process 0 has done on its disk."""
-        with as_save_error(self._run.local.root):
+        with as_save_error(self._local):
             self._group.pin(step, wanted)
 
     def rewound(self, step: int) -> None:
@@ -61,11 +86,16 @@ class JointChanges:
         self._group.archive_after(step)
         self._upload("the rewind" if step < 0 else f"the rewind to step {step}")
 
+    def free_room(self) -> None:
+        """Waits for a round, in which the hosts delete the files of steps that process 0 has deleted."""
+        self._upload("a save found a disk full")
+        self._uploader.wait()
+
     def _upload(self, after: str, **options: Any) -> None:
-        self._uploader.begin_together(self._group, after, self._run.index, **options)
+        self._uploader.begin_together(self._group, after, self._group.index, **options)
 
     def upload_last(self, call: Call, claim: Callable[[], bool]) -> None:
         """Begins to upload the remaining steps, without the limit, if `claim` returns True in process 0."""
         if self.claim(call, claim):
             self._uploader.lift_limit()
-            self._upload("the last one", then=self._run.retain)
+            self._upload("the last one", then=self._retain)

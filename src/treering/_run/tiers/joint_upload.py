@@ -2,7 +2,7 @@
 
 import os
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from ... import stores
 from ..._core.leaf_paths import join_names
 from ..._processes.calls import Call, error_watcher
 from ...errors import CorruptError, SaveError, TreeringError
+from ...formats.treering import host_files
 from ...formats.treering.copy import copy_local_files
 from ...formats.treering.manifest_fields import File
 from ...formats.treering.save_files import SaveFiles
@@ -30,15 +31,17 @@ class JointUpload:
         self,
         token: str,
         files: SaveFiles | None,
-        own: Callable[[], list[File]],
+        here: Mapping[str, int],
+        own: Callable[[Collection[str]], list[File]],
         commit: Callable[[Sequence[File]], None],
     ) -> None:
         made = None if files is None else [os.fsencode(folder).decode("latin-1") for folder in files.made]
         self._call.broadcast(lambda: [self._name, self._to, token, made])
+        mine = self._call.gather_and_decide(here, _share)["0"]
         copied: list[File] = []
         problem: BaseException | None = None
         try:
-            copied = own()
+            copied = own(mine)
         except (TreeringError, OSError) as error:
             problem = error
 
@@ -86,14 +89,17 @@ def take_part(
     problem: list[str] = []
     keep = False
     look = error_watcher(call)
+    here = host_files.sizes(local.store, local.path(name), token) if local else {}
+    mine = call.gather_and_decide(here, only_process_0).get(str(index), [])
     try:
         if local is not None:
             try:
                 if made is not None:
                     made = [os.fsdecode(folder.encode("latin-1")) for folder in made]
                     files = SaveFiles.join(stores.get(to), to, token, made, timeout=call.timeout, check=call.check)
+                path = local.path(name)
                 report = copy_local_files(
-                    local.store, local.path(name), token, files, on_progress=lambda nbytes: on_progress(nbytes, look)
+                    local.store, path, mine, files, on_progress=lambda nbytes: on_progress(nbytes, look)
                 )
             except (TreeringError, OSError) as error:
                 call.check()  # Raises the error of process 0, if that is the cause.
@@ -104,6 +110,25 @@ def take_part(
             files.close()  # Do not delete them: they may be committed, or another job's.
         elif files:
             files.abort()
+
+
+def _share(disks: Sequence[Mapping[str, int]]) -> dict[str, list[str]]:
+    """Assigns each file to one of the processes whose disks have it in full, so that all send about as much.
+
+    disks: by process, the names and sizes of the files that it reports. Returns the names by process.
+    """
+    sizes: dict[str, int] = {}
+    for own in disks:
+        for name, nbytes in own.items():
+            sizes[name] = max(nbytes, sizes.get(name, 0))
+    sent = [0] * len(disks)
+    found: dict[str, list[str]] = {str(process): [] for process in range(len(disks))}
+    for name, nbytes in sorted(sizes.items()):
+        holders = [process for process, own in enumerate(disks) if own.get(name) == nbytes]
+        process = min(holders, key=sent.__getitem__)
+        sent[process] += nbytes
+        found[str(process)].append(name)
+    return found
 
 
 def only_process_0(*_: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal
 from .. import run_layout
 from ..step_catalog import StepCatalog
@@ -38,6 +39,9 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     retired: dict[str, str] = {}
     manifests: dict[str, str] = {}
     archives_unnamed: bool = False
+
+
+preload_decoders(Report, Orders)
 
 
 class LocalTier:
@@ -91,12 +95,15 @@ class LocalTier:
 
     def archive(self, paths: Iterable[str]) -> None:
         """Archives the steps at these paths."""
-        if newest_first := sorted(paths, reverse=True):
-            with self._turn:
+        with self._turn:
+            # Another thread may have archived or deleted some of them before its turn ended.
+            newest_first = [path for path in sorted(paths, reverse=True) if self.store.stat(path)]
+            if newest_first:
                 place = run_layout.archive_steps(self.store, self.root, newest_first)
-            _log.warning(
-                "%s: %d steps that do not belong to the run were archived in %s", self.root, len(newest_first), place
-            )
+                _log.warning(
+                    "%s: %d steps that do not belong to the run were archived in %s",
+                    self.root, len(newest_first), place,
+                )  # fmt: skip
 
     def retire(self, paths: Iterable[str], why: str) -> None:
         """Records, before anything is removed, that the steps at these paths leave the run."""

@@ -26,6 +26,7 @@ def make_directory(
     failures: Failures,
     pending_saves: PendingSaves,
     timeout: float,
+    local_copies: int,
 ) -> RunDirectory:
     """Returns the directory that a run is saved to. `keep` and `upload_limit` apply only to a remote tier."""
     made: list[TieredRun] = []
@@ -41,7 +42,9 @@ def make_directory(
     plain = directory_at(root)
     if local is None:
         return plain
-    tiered = TieredRun(directory_at(stores.absolute(local)), plain, keep, upload_limit, failures.notify, timeout)
+    tiered = TieredRun(
+        directory_at(stores.absolute(local)), plain, keep, upload_limit, failures.notify, timeout, local_copies
+    )
     made.append(tiered)
     return tiered
 

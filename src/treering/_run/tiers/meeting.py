@@ -14,7 +14,7 @@ from typing import Any
 from ..._processes.calls import Call
 from ...errors import ExistsError, SaveError
 from ...formats.treering import host_files, summary
-from ...stores.file_io import make_empty
+from ...stores.file_io import create_in_folder, make_empty
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
 from ...stores.temporary_names import final_name
@@ -47,8 +47,7 @@ def find_hosts(call: Call, store: Store, root: str) -> list[int]:
         return next(n for n, mark in enumerate(marks) if mark in there)
 
     try:
-        store.make_folders(root, made)
-        make_empty(store, own)
+        create_in_folder(lambda: store.make_folders(root, made), lambda: make_empty(store, own))
     except OSError as error:
         raise SaveError(f"local={root!r}: expected a directory that this process can write to ({error})") from error
     try:
@@ -170,7 +169,7 @@ class Meeting:
     def _is_complete(self, name: str) -> bool:
         listed = host_files.listed_files(self._local.store, self._local.path(name))
         sizes = [one.steps[name].sizes for one in self._reports.values() if name in one.steps]
-        return listed is not None and all(any(own.get(file) == size for own in sizes) for file, size in listed.items())
+        return listed is not None and all(any(own.get(one.name) == one.size for own in sizes) for one in listed)
 
     def orders(self, generation: int, found: Generations | None) -> Orders:
         """Returns the orders for all disks when the job claims the run.

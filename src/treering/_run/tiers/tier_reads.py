@@ -123,10 +123,6 @@ class TierReads:
             return StepCopy(step, self.host_group.exchange.store(name, remote), path)
         return self._side(path).copy_at(step, path, format)
 
-    def is_on_two_hosts(self, step: int) -> bool:
-        """Returns True if the disks of two hosts have each file of a local step."""
-        return False
-
     def _remote_copy(self, step: int, path: str) -> tuple[Store, str] | None:
         """Returns the store and the path of the remote step, if it is the same as the local step at a path."""
         remote = self.remote.steps
@@ -165,8 +161,8 @@ class TierReads:
         if found := self.host_group.exchange.find(posixpath.basename(place.path)):
             return found.is_complete or self._remote_copy(place.step, place.path) is not None
         store = self.local.steps.store
-        listed = host_files.listed_files(store, place.path)
-        return listed is not None and listed.items() <= host_files.inventory(store, place.path).sizes.items()
+        listed, own = host_files.listed_files(store, place.path), host_files.sizes(store, place.path)
+        return listed is not None and all(own.get(file.name) == file.size for file in listed)
 
     def valid_steps(self, *, foreign: bool = False) -> list[Saved]:
         local, remote = self.local_steps(), self.remote.steps.committed()

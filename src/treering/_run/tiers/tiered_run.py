@@ -3,6 +3,7 @@
 import logging
 import os
 import posixpath
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from ..._core.entries import step_number
@@ -10,16 +11,19 @@ from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, SaveError
 from ...formats.treering import copy, host_files, metrics, pins, removal, summary
 from ...keep import Policy, Saved
+from ...stores import survival
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
-from .clearing import clear_memory
+from .clearing import clear_steps
+from .host_copies import HostCopies
 from .joint_changes import JointChanges
 from .journal import Claim, Generations, read_generations, write_generations
 from .tier_reads import TierReads
 from .uploader import Uploader
 
 _log = logging.getLogger("treering")
+_POLL_SECONDS = 0.1
 
 
 class TieredRun(TierReads):
@@ -33,9 +37,10 @@ class TieredRun(TierReads):
         bytes_per_second: float | None,
         notify: Callable[[BaseException], None],
         timeout: float,
+        copies: int,
     ):
         super().__init__(local, remote)
-        self._keep = keep
+        self._keep, self._timeout, self._copies = keep, timeout, copies
         self._process = os.getpid()
         self._seen_remote: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
@@ -47,6 +52,7 @@ class TieredRun(TierReads):
         self._generation = 0  # of this job, once it has claimed the run
         self._has_written_remote = False
         self.remote_retention = Retention(remote, keep)
+        self._has_deleted = False  # True if local steps were deleted since a save last waited for room
         self.together: JointChanges | None = None
         self._uploader = Uploader(self, self.remote_retention, bytes_per_second, notify, timeout)
 
@@ -65,6 +71,10 @@ class TieredRun(TierReads):
         """Uploads missing steps in the background, and deletes the steps that the policy does not keep."""
         self._uploader.begin()
 
+    def is_on_two_hosts(self, path: str) -> bool:
+        """Returns True if the disks of two hosts have each file of the local step at a path."""
+        return self.together is not None and self.together.is_on_two_hosts(path)
+
     @property
     def uploading_step(self) -> int | None:
         return self._uploader.step
@@ -73,10 +83,24 @@ class TieredRun(TierReads):
     def busy(self) -> bool:
         return self._uploader.busy
 
+    def lift_limit(self) -> None:
+        """Ends the limit of bytes a second. A save may wait for room that an upload frees."""
+        self._uploader.lift_limit()
+
     def discover_hosts(self, call: Call) -> None:
         super().discover_hosts(call)
-        if self.host_group:
-            self.together = JointChanges(self, self.host_group, self._uploader)
+        group, host_copies = self.host_group, None
+        if self._copies > 1 and (group is None or len(set(group.hosts)) < 2):
+            if not self.index:
+                _log.warning(
+                    "%s: local_copies=%d: expected hosts with disks of their own, found one; if it is lost, so are the "
+                    "steps that are not uploaded",
+                    self.local.root, self._copies,
+                )  # fmt: skip
+        elif self._copies > 1 and group:
+            host_copies = HostCopies(self.tier, group.exchange, group.hosts, self.root, self._timeout)
+        if group:
+            self.together = JointChanges(self.root, self.local.root, group, self._uploader, host_copies, self.retain)
 
     # Writing
 
@@ -150,6 +174,24 @@ class TieredRun(TierReads):
         self._retain = retain
         retain(None)  # No save is running now. This deletes the steps that were uploaded since the last save.
         return True  # A local disk may not have room for another step.
+
+    def wait_for_room(self, problem: str, retain: Callable[[], None], check: Callable[[], None]) -> str | None:
+        logged = False
+        while True:
+            busy, step = self.busy, self.uploading_step  # Read first: an upload may end during `retain`.
+            retain()
+            if self._has_deleted:  # Other hosts have perhaps not deleted their files yet.
+                self._has_deleted = False
+                return None
+            if not busy or not self.claimed:
+                error = self._uploader.error
+                return f"uploading steps failed: {error}" if error else "no upload under way frees room"
+            if step is not None and not logged:
+                _log.info("%s; the save waits until step %d is uploaded and an old step is deleted", problem, step)
+                logged = True
+            while self.busy and self.claimed and self.uploading_step == step:
+                check()
+                time.sleep(_POLL_SECONDS)
 
     def on_commit(self, step: int | None, retain: Callable[[int | None], None]) -> None:
         if step is not None:
@@ -268,8 +310,23 @@ class TieredRun(TierReads):
                 raise problem
 
     def clear_memory(self, call: Call) -> None:
-        """Removes the local steps from memory. Every process calls it, once all steps are uploaded."""
-        clear_memory(self, call)
+        """Removes the steps from all disks if that of process 0 is in memory, and this job writes the run.
+
+        Every process calls it, once all steps are uploaded.
+        """
+        local = self.local
+
+        def missing() -> list[int]:
+            self.upload_metrics()  # They may have come after the last upload.
+            return self.to_upload()
+
+        if not call.broadcast(lambda: self.claimed and survival.is_memory_of_host(local.steps.store, local.root)):
+            return
+        if self.together:
+            self.together.wait_for_copies()  # They would bring files back.
+        call.broadcast(lambda: clear_steps(local, self.remote, missing))
+        if self.host_group:
+            self.host_group.clear(call)
 
     def _problem(self, error: BaseException | None) -> SaveError | None:
         """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
@@ -346,6 +403,7 @@ class TieredRun(TierReads):
 
     def _on_local_delete(self, path: str) -> None:
         """Records that a local step is about to be deleted, so that the other hosts delete their files of it."""
+        self._has_deleted = True
         if self.host_group and not self.index:
             self.tier.retire([path], "deleted")
 

@@ -192,7 +192,7 @@ def fill_mapped(wanted: Wanted, found: list[Any]) -> None:
         ranges = [part for run, stride in runs for part in _ranges(run, stride)]
         ranges = merge([*ranges, *(part for _, array, box in parts for part in array.in_file(box))])
         if (memory := file.mapped(ranges)) is not None:
-            file.bring_all_in(memory, ranges)
+            file.populate(memory, ranges)
             for n, array, box in parts:
                 found[n] = array.view(memory, box)
             for run, stride in runs:

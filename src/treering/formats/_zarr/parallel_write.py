@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..._processes.calls import Call, raise_error_of_process_0
 from ...errors import CorruptError
+from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
-from ...stores.store import CheckNeighbors, Owned, Store
+from ...stores.store import CheckOthers, Owned, Store
 from .leaves import folder_size
 from .writer import Writer
 
@@ -22,7 +23,7 @@ def write_folder(
     overwrite: bool,
     owned: Owned,
     names: Collection[str],
-    beside: CheckNeighbors | None = None,
+    check_others: CheckOthers | None = None,
 ) -> int:
     """Writes a folder in one step and returns its size in bytes; see `Store.new_folder`.
 
@@ -33,7 +34,7 @@ def write_folder(
     with contextlib.ExitStack() as place:
 
         def make() -> str:
-            new = store.new_folder(path, overwrite=overwrite, owned=owned, names=names, beside=beside)
+            new = store.new_folder(path, overwrite=overwrite, owned=owned, names=names, check_others=check_others)
             begin(folder := place.enter_context(new))
             return folder
 
@@ -57,7 +58,7 @@ def write_folder(
             # Files of this process may have appeared after process 0 removed the folder.
             if call.index and not call.in_doubt:
                 with contextlib.suppress(OSError):
-                    store.remove_leftover(folder)
+                    remove_unused(store, folder)
             raise
 
 

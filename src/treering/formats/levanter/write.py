@@ -81,7 +81,7 @@ def write(
         overwrite=overwrite,
         owned=_owned,
         names=names,
-        beside=_check_others,
+        check_others=_check_others,
     )
 
 

@@ -1,11 +1,10 @@
 """Removes an Orbax checkpoint from a run."""
 
-import contextlib
 import posixpath
 from collections.abc import Callable
 
 from ...stores import lease_registry
-from ...stores.file_io import files_in
+from ...stores.file_io import files_in, remove_unused
 from ...stores.store import Store
 from ...stores.temporary_names import temporary_sibling
 from .schema import ARRAY_META, CHECKPOINT, COMMITTED, DATABASE, SHARDINGS, STATE, TREE, UNFINISHED
@@ -43,8 +42,7 @@ def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None)
     store.settle(posixpath.dirname(path))
 
     def remove_folder() -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            store.remove_leftover(hidden)
+        remove_unused(store, hidden)
         return True
 
     return remove_folder

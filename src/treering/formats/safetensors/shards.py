@@ -85,7 +85,7 @@ def created(store: Store, folder: str, names: Sequence[str], *, overwrite: bool)
     else:
         refuse_others = functools.partial(_check_others, names=names)
         with store.new_folder(
-            folder, overwrite=overwrite, owned=written_names, names=names, beside=refuse_others
+            folder, overwrite=overwrite, owned=written_names, names=names, check_others=refuse_others
         ) as temporary:
             yield lambda name: file_of_new_folder(store, posixpath.join(temporary, name))
 

@@ -46,7 +46,7 @@ class ArrayFile:
         if manifest.xxh3(data) != listed.xxh3:
             # The bytes may have changed in a cache or on the way. Only a second read from the place where they are
             # stored shows damage.
-            self._blob.read_into(memoryview(data), 0, anew=True)
+            self._blob.read_again(memoryview(data), 0)
             if manifest.xxh3(data) == listed.xxh3:
                 self._report_second_reading("the header")
         if manifest.xxh3(data) != listed.xxh3:
@@ -80,7 +80,7 @@ class ArrayFile:
         within = [(begin + self.header.size, end + self.header.size) for begin, end in ranges]
         if self.can_mmap(requested) and (mapped := self._blob.mapped(within)) is not None:
             if not verify:
-                self._blob.bring_all_in(mapped, within)
+                self._blob.populate(mapped, within)
                 return Memory([(-self.header.size, mapped)])
             if not (odd := self.bad_blocks(ranges, mapped)):
                 return Memory([(-self.header.size, mapped)])
@@ -144,7 +144,7 @@ class ArrayFile:
             length = self._run_bytes(*job)
             if mapped is not None:
                 begin = self.header.size + job[0] * BLOCK
-                self._blob.bring_in(mapped, begin, begin + length)
+                self._blob.populate(mapped, [(begin, begin + length)])
                 if all(self._verified[slice(*job)]):
                     return
                 target = memoryview(mapped)[begin : begin + length]
@@ -192,7 +192,7 @@ class ArrayFile:
         bad = []
         for block in self._find_bad(first, last, data):
             part = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
-            self._blob.read_into(part, self.header.size + block * BLOCK, anew=True)
+            self._blob.read_again(part, self.header.size + block * BLOCK)
             if self._is_valid_block(block, part):
                 self._verified[block] = 1
                 self._report_second_reading(f"block {block}")

@@ -66,6 +66,8 @@ class Transaction(SaveFiles):
         self._overwrite = overwrite
         self._manifest = posixpath.join(path, MANIFEST)
         self._orphans: list[str] = []
+        # Repeats a write that finds the disk full: see `room.Room.retry`.
+        self.retry_when_full: Callable[[str, int, Callable[[], None]], None] = lambda path, nbytes, write: write()
         if any(OWN_FILES.fullmatch(name) for name in names):
             self._remove_stale()
         name = f"{MANIFEST}.{self.token}.tmp"
@@ -90,7 +92,8 @@ class Transaction(SaveFiles):
         or if another program removed files of this save.
         """
         self.store.settle(os.path.dirname(self.path))
-        write_small_file(self._sinks[self._temporary], manifest)
+        temporary = self._sinks[self._temporary]
+        self.retry_when_full(self._manifest, len(manifest), lambda: write_small_file(temporary, manifest))
         self.store.settle(self.path)  # The names of the array files must be durable before a manifest lists them.
         for path, sink in self._sinks.items():
             if not sink.is_at(path):
@@ -105,11 +108,9 @@ class Transaction(SaveFiles):
                 self._manifest,
                 overwrite=self._overwrite,
                 version=found.version if found else ABSENT,
-                retract=self.rolls_back,
             )
         except LeaseLostError:
-            if (found := self._look()) is not Outcome.ABORTED:
-                self.outcome = found
+            self.outcome = self._roll_back() if self.rolls_back else self._look()
             raise
         except OSError as error:
             found = self._look()  # Over a network, the manifest may be in place in spite of the error.

@@ -2,7 +2,7 @@
 
 import contextlib
 import posixpath
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ..._core.leaf_paths import join_names
@@ -29,14 +29,17 @@ class PeerHosts(Protocol):
         self,
         token: str,
         files: SaveFiles | None,
-        own: Callable[[], list[File]],
+        here: Mapping[str, int],
+        own: Callable[[Collection[str]], list[File]],
         commit: Callable[[Sequence[File]], None],
     ) -> None:
         """Runs a copy in all processes, then calls `commit` with the files that they have copied.
 
-        own: copies this host's files and returns them.
         token: names the files of the checkpoint that the other processes copy.
         files: None if the processes only read and verify their files.
+        here: the names and sizes of the files on this host's disk. Other disks may have some of them too, so each file
+            is assigned to one disk.
+        own: copies files of this host, given by their names, and returns them.
         """
         ...
 
@@ -75,10 +78,11 @@ def copy(
     token = _token(reader)
     files = _Copy(target, to, overwrite=overwrite, token=token)
 
-    def copy_own() -> list[File]:
-        for number in here:
+    def copy_own(names: Collection[str] | None = None) -> list[File]:
+        own = [number for number in here if names is None or listed[number].name in names]
+        for number in own:
             _copy_file(files, listed[number], reader.contents(number), on_progress)
-        return [listed[number] for number in here]
+        return [listed[number] for number in own]
 
     def commit(found: Sequence[File]) -> None:
         _check_complete(path, listed, found)
@@ -86,7 +90,7 @@ def copy(
 
     try:
         if others:
-            others.copy(files.token, files, copy_own, commit)
+            others.copy(files.token, files, _sizes(listed[number] for number in here), copy_own, commit)
         else:
             commit(copy_own())
     except BaseException:
@@ -149,32 +153,36 @@ def check(source: Store, path: str, others: PeerHosts | None = None) -> None:
         return
     here = [one for one in reader.files if source.stat(posixpath.join(path, one.name))]
 
-    def read_own() -> list[File]:
-        for one in here:
+    def read_own(names: Collection[str]) -> list[File]:
+        own = [one for one in here if one.name in names]
+        for one in own:
             _verify_file(ArrayFile(source, path, one), one)
-        return here
+        return own
 
-    others.copy(_token(reader), None, read_own, lambda found: _check_complete(path, reader.files, found))
+    others.copy(_token(reader), None, _sizes(here), read_own, lambda found: _check_complete(path, reader.files, found))
 
 
 def copy_local_files(
-    source: Store, path: str, token: str, files: SaveFiles | None, *, on_progress: Callable[[int], None]
+    source: Store, path: str, names: Collection[str], files: SaveFiles | None, *, on_progress: Callable[[int], None]
 ) -> list[File]:
-    """Copies, verified, the array files that this host's disk has of a checkpoint, for a `copy` in process 0.
+    """Copies, verified, array files that this host's disk has of a checkpoint, for a `copy` in process 0.
 
     Without `files` it only verifies them, for a `check` in process 0. Returns the files with the checksums of their
     headers. Process 0 compares these with the manifest, which this host does not have.
     """
     found: list[File] = []
-    for name in source.list(path):
-        if token_of(name) == token:
-            found.append(listed := _list_entry(source, path, name))
-            opened = ArrayFile(source, path, listed)
-            _copy_file(files, listed, opened.contents(listed), on_progress) if files else _verify_file(opened, listed)
+    for name in names:
+        found.append(listed := _list_entry(source, path, name))
+        opened = ArrayFile(source, path, listed)
+        _copy_file(files, listed, opened.contents(listed), on_progress) if files else _verify_file(opened, listed)
     if found and files:
         # Process 0 commits after all hosts have reported. By then the names of these files must be durable.
         files.store.settle(files.path)
     return found
+
+
+def _sizes(files: Iterable[File]) -> dict[str, int]:
+    return {one.name: one.size for one in files}
 
 
 def _check_complete(path: str, listed: Sequence[File], found: Sequence[File]) -> None:

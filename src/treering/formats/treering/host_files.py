@@ -3,16 +3,17 @@
 Each disk has the manifest, and those array files that the processes of its host wrote.
 """
 
-import contextlib
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import CorruptError, UnsupportedError
+from ...stores import file_io
 from ...stores.file_io import read_file
 from ...stores.store import Store
 from . import manifest, metrics, pins, removal, summary
+from .manifest_fields import File
 from .schema import MANIFEST, PIN, is_of_save, token_of
 
 _log = logging.getLogger("treering")
@@ -31,9 +32,13 @@ class Inventory(NamedTuple):
 
 def inventory(store: Store, path: str) -> Inventory:
     """Returns what this disk has of the checkpoint at a path."""
-    names = [name for name in store.list(path) if token_of(name)]
-    found = {name: there.nbytes for name in names if (there := store.stat(posixpath.join(path, name)))}
-    return Inventory(identity(store, path), found)
+    return Inventory(identity(store, path), sizes(store, path))
+
+
+def sizes(store: Store, path: str, token: str | None = None) -> dict[str, int]:
+    """Returns the sizes in bytes of the array files at a path, or only of those with a token."""
+    names = [name for name in store.list(path) if (own := token_of(name)) and token in (None, own)]
+    return {name: there.nbytes for name in names if (there := store.stat(posixpath.join(path, name)))}
 
 
 def identity(store: Store, path: str) -> str:
@@ -102,21 +107,17 @@ def has_files_of(store: Store, path: str, text: str) -> bool:
         return False
 
 
-def listed_files(store: Store, path: str) -> dict[str, int] | None:
-    """Returns the array files that the manifest at a path lists, with their sizes in bytes; None without a manifest."""
+def listed_files(store: Store, path: str) -> Sequence[File] | None:
+    """Returns the array files that the manifest at a path lists; None without a manifest that can be read."""
     try:
-        return {file.name: file.size for file in manifest.summarize(_manifest(store, path), path).files}
+        return manifest.summarize(_manifest(store, path), path).files
     except (CorruptError, UnsupportedError):
         return None
 
 
 def is_in_use(store: Store, path: str) -> bool:
     """Returns True if a running save writes to a path."""
-    for name in filter(is_of_save, store.list(path)):
-        with contextlib.suppress(FileNotFoundError):
-            if store.is_in_use(posixpath.join(path, name)):
-                return True
-    return False
+    return any(file_io.is_in_use(store, posixpath.join(path, name)) for name in filter(is_of_save, store.list(path)))
 
 
 def _manifest(store: Store, path: str) -> bytes:

@@ -15,8 +15,7 @@ from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores import lease_registry
-from ...stores.file_io import read_file
-from ...stores.nfs import warn_no_locks
+from ...stores.file_io import is_in_use, read_file, remove_unused
 from ...stores.read_errors import UnreadableError
 from ...stores.store import Store
 from ...stores.temporary_names import final_name
@@ -82,8 +81,7 @@ def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
     for name in names:
         place = final_name(name)
         if place in (MANIFEST, PIN) or (place and token_of(place)):
-            with contextlib.suppress(FileNotFoundError):
-                store.remove_leftover(posixpath.join(path, name))
+            remove_unused(store, posixpath.join(path, name))
 
 
 def revoke_stale_saves(store: Store, path: str) -> list[str]:
@@ -142,9 +140,7 @@ def _collect_garbage(store: Store, path: str, may_delete: Callable[[str], bool])
                     settled = True
                 return True
 
-            with contextlib.suppress(FileNotFoundError):
-                if not store.delete_unused(posixpath.join(path, name), still_left_over):
-                    warn_no_locks(path)
+            remove_unused(store, posixpath.join(path, name), still_left_over)
     except (CorruptError, UnsupportedError):
         return  # Without a readable manifest, any file may belong to the checkpoint.
 
@@ -160,10 +156,7 @@ def _is_in_live_save(store: Store, path: str, token: str) -> bool:
     The lock of an array file alone is not enough: the process that wrote it may have ended while process 0, which
     commits, still runs.
     """
-    try:
-        return store.is_in_use(posixpath.join(path, _temporary_manifest(token)))
-    except FileNotFoundError:
-        return False
+    return is_in_use(store, posixpath.join(path, _temporary_manifest(token)))
 
 
 @contextlib.contextmanager

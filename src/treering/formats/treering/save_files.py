@@ -78,7 +78,7 @@ class SaveFiles:
         return self.outcome in (Outcome.COMMITTED, Outcome.IN_DOUBT)
 
     def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
-        """Creates a file of this save and locks it. `close` and `abort` close it.
+        """Creates a file of this save, which is locked. `close` and `abort` close it.
 
         Raises `SaveError` if another program takes or removes the file again and again.
         """
@@ -86,11 +86,8 @@ class SaveFiles:
         for attempt in range(CREATE_ATTEMPTS):
             try:
                 sink = self._sinks[path] = self.store.create(path, visible=visible, expected=expected)
-                if sink.protect():
-                    return sink
-                # Between `create` and `protect` another process took the file for a leftover and locked or removed it.
-                self._sinks.pop(path).close()
-            except FileExistsError:  # A file from an earlier attempt, which another process is about to remove.
+                return sink
+            except FileExistsError:  # Another process takes this file, or that of an earlier attempt, for a leftover.
                 pass
             except FileNotFoundError:
                 if not self._is_per_host:

@@ -101,6 +101,24 @@ def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepS
     return StepSummary(numbers, summary.created_seconds(), nbytes, frozenset(added))
 
 
+def read_emptied(store: Store, path: str) -> StepSummary | None:
+    """Returns the summary of a checkpoint whose manifest is all that is left of it; None for any other.
+
+    A save writes the array files before the manifest, and a deletion removes the manifest first. So such a manifest
+    arrived after the deletion of its step, as a delayed duplicate of the commit, or another program removed the arrays.
+    """
+    if store.list(path) != [MANIFEST]:
+        return None
+    try:
+        data = read_file(store, manifest_path(path))
+        summary = manifest.summarize(data, path)
+    except (CorruptError, UnsupportedError, FileNotFoundError):
+        return None
+    if not summary.files:  # Nothing is missing: a checkpoint without arrays has no array files.
+        return None
+    return StepSummary(validity.metrics(summary.metrics), summary.created_seconds(), len(data), frozenset())
+
+
 def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:
     """Adds metrics, durably. Raises `FileNotFoundError` without a checkpoint."""
     data = read_file(store, manifest_path(path))

@@ -36,6 +36,7 @@ from .commit import Transaction
 from .layout import PlannedFile
 from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
+from .room import PatientSink, Room, RoomMaker
 from .save_files import SaveFiles
 from .second_copies import FileWriter, PlannedCopy
 
@@ -59,7 +60,8 @@ class Job(NamedTuple):
     """The contents and the path of a save.
 
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has the
-    number of the disk of each process, if each host has a disk of its own at the path; else it is None.
+    number of the disk of each process, if each host has a disk of its own at the path; else it is None. `room_maker`
+    frees room if a disk is full.
     """
 
     path: str
@@ -69,6 +71,7 @@ class Job(NamedTuple):
     shares: Mapping[int, Assignment] | None
     info: Info
     hosts: tuple[int, ...] | None = None
+    room_maker: RoomMaker | None = None
 
 
 def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: Call) -> Written:
@@ -83,10 +86,12 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     stopwatch = _Stopwatch()
     undurable: SaveError | None = None
     committed = b""  # the manifest, in process 0
+    room = Room(call, job.room_maker, job.info.step, staging.check)
 
     def begin() -> list[Any]:
         nonlocal files
-        files = Transaction(store, job.path, overwrite=job.overwrite)
+        files = room.retry(job.path, 0, lambda: Transaction(store, job.path, overwrite=job.overwrite))
+        files.retry_when_full = room.retry
         return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
@@ -111,9 +116,9 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
 
     try:
         call.set_activity("planning")
-        token, made = call.broadcast(begin)
+        token, made = call.broadcast(lambda: room.decide(begin))
         if files is None and job.hosts:
-            files = SaveFiles.join_per_host(store, job.path, token)
+            files = room.retry(job.path, 0, lambda: SaveFiles.join_per_host(store, job.path, token))
         elif files is None:
             made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
             files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
@@ -135,7 +140,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         call.set_activity("writing")
         stopwatch.begin()
         report = [
-            (_write_file(files.create(name), name, file, pieces, staging, pool, stopwatch), file.first)
+            (_write_file(PatientSink(room, files, name), name, file, pieces, staging, pool, stopwatch), file.first)
             for name, file in zip(names, planned, strict=True)
         ]
         copied: list[File] = []
@@ -148,7 +153,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
         message = msgspec.to_builtins([report, copied])
-        nbytes, problem, manifest_bytes, different = call.gather_and_decide(message, commit)
+        nbytes, problem, manifest_bytes, different = room.gather_and_decide(message, commit)
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
                 _share_manifest(store, job.path, call, committed, manifest_bytes)

@@ -67,12 +67,12 @@ class ObjectBlob:
         if not self._meta.is_same(found):
             raise ReplacedError(f"{self.path}: it was replaced while the folder was read; open it again")
 
-    def read_into(self, target: memoryview, offset: int, *, anew: bool = False) -> None:
+    def read_into(self, target: memoryview, offset: int) -> None:
         end = offset + len(target)
         if offset < 0 or end > self.size:
             raise CorruptError(f"{self.path}: expected {end} bytes, found {self.size}; it is cut short")
         held = 0
-        for came in () if anew else tuple(self._prefetched):
+        for came in tuple(self._prefetched):
             for begin, memory in came:
                 count = max(min(begin + len(memory), end) - offset - held, 0)
                 first = offset + held - begin
@@ -93,6 +93,10 @@ class ObjectBlob:
 
         in_parallel(list(range(offset + held, end, self.read_bytes)), read, self.readers)
 
+    def read_again(self, target: memoryview, offset: int) -> None:
+        self.forget()
+        self.read_into(target, offset)
+
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise CorruptError(f"{self.path}: expected {offset + nbytes} bytes, found {self.size}; it is cut short")
@@ -106,9 +110,7 @@ class ObjectBlob:
     def mapped(self, ranges: Sequence[Range]) -> mmap.mmap | None:
         return None
 
-    def bring_in(self, mapped: mmap.mmap, begin: int, end: int) -> None: ...
-
-    def bring_all_in(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
+    def populate(self, mapped: mmap.mmap, ranges: Iterable[Range]) -> None: ...
 
     def take(self, ranges: Sequence[Range]) -> list[memoryview] | None:
         wanted = sum(end - begin for begin, end in ranges)

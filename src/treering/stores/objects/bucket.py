@@ -16,7 +16,7 @@ _ATTEMPTS = 4  # per request; obstore itself repeats requests that were not answ
 _PAUSE_SECONDS = 0.2  # before the second attempt; doubled before each further one
 _CLOCK_SECONDS = 600  # for which one reading of the server's clock is used
 _MAX_QUICK_BYTES = 64 << 10  # requests with at most so many bytes use the client with the short timeout
-_MAX_UNCOPIED_BYTES = 1 << 20  # an answer of at most so many bytes is not copied to aligned memory
+MAX_UNCOPIED_BYTES = 1 << 20  # an answer of at most so many bytes is not copied to aligned memory
 _NO_BYTES = memoryview(b"")
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class Bucket:
             came = memoryview(got.bytes())  # Reading it in chunks would need less memory, but a sixth more time.
             if len(came) != size:
                 raise failure(f"{self.url}/{key}: expected {size} bytes, found {len(came)}", BROKEN)
-            if size <= _MAX_UNCOPIED_BYTES and not elsewhere:
+            if size <= MAX_UNCOPIED_BYTES and not elsewhere:
                 return came, found
             own = size - len(elsewhere)
             data = aligned(own)[:own] if own else _NO_BYTES

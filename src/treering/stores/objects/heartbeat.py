@@ -1,16 +1,16 @@
 """Small objects that name a living writer and are renewed while it lives.
 
-They replace locks in stores without locks.
+They replace locks in stores without locks. An object that was not renewed for a full period belongs to no process.
+Nothing else shows that a writer is dead: two clones of a virtual machine have the same processes and boot id.
 """
 
 import contextlib
 import datetime
-import functools
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from ..._threads.pool import start_threads
 from ..._threads.preload_decoders import preload_decoders
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
+from .. import lease_registry
 from .bucket import Bucket, ObjectMeta, Version, now
 from .request_errors import ChangedError
 
@@ -27,15 +28,16 @@ _RENEWAL_SECONDS = 20.0
 LEASE_SAFE_SECONDS = 60.0  # after its last renewal, no other writer can have acquired it
 VERSION = 1
 _MAX_RECORD_BYTES = 4096  # larger objects are not heartbeats
-_UNKNOWN = "unseen"  # instead of the start time of a process, if it cannot be read
-_RELEASED = b'{"version":1}'  # the contents after a release: no token, so no holder
 _log = logging.getLogger("treering")
-_PROCESS_TOKEN = os.urandom(8).hex()  # names this process in the objects that it writes
 _heartbeats: "WeakRegistry[Heartbeat]" = WeakRegistry()
 
 
 class WriterRecord(msgspec.Struct):
-    """The contents of the object: which process writes, and how to tell whether it lives."""
+    """The contents of the object: which process writes.
+
+    `generation` orders the holders of one object: each has a larger number than the one before. `beat` differs in each
+    renewal, so that a writer recognizes its own. Clones of a virtual machine have the same `token`.
+    """
 
     version: Any = VERSION
     requires: Any = ()
@@ -43,10 +45,8 @@ class WriterRecord(msgspec.Struct):
     process: int = 0
     since: str = ""
     token: str = ""
-    owner: str = ""  # a unique name of the process
-    machine: str = ""  # the machine's boot and PID namespace; "" where they are not known
-    started: str = ""  # the start time of the process, by that machine
-    beats: int = 0
+    generation: int = 0
+    beat: str = ""
 
     @property
     def is_supported(self) -> bool:
@@ -58,26 +58,38 @@ preload_decoders(WriterRecord)
 
 
 class Heartbeat:
-    """An object that names this process as a living writer.
+    """An object that names this process as a living writer of a place, and of everything below it.
 
     `lost` is True once another writer removed or replaced it.
     """
 
-    def __init__(self, bucket: Bucket, key: str, *, replaces: Version | None = None):
-        self.key, self.lost, self.stopped = key, False, False
+    def __init__(self, bucket: Bucket, key: str, place: str, *, replaces: Version | None = None, generation: int = 1):
+        self.key, self.place, self.generation, self.lost, self.stopped = key, place, generation, False, False
         self._bucket = bucket
-        self._record = _new_writer_record()
+        self._record = WriterRecord(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            since=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            token=os.urandom(8).hex(),
+            generation=generation,
+            beat=os.urandom(8).hex(),
+        )
+        self._unconfirmed = {self._record.beat}  # beats that this writer has put since the last answer
         self._lock = threading.RLock()  # held while the object is renewed
         self._renewed_at = now()  # Read before the put: the lease must not seem to last longer here than on the server.
         self._version = bucket.put(key, self._data(), replaces=replaces)
         self._stop_requested = threading.Event()
         _heartbeats.add(self)
+        lease_registry.add(self)
         _start_renewals(self)
 
-    @property
-    def token(self) -> str:
-        """The unique name of this writer."""
-        return self._record.token
+    def check(self) -> None:
+        """Raises `LeaseLostError` if another job may have taken this writer for dead by now."""
+        if not self.stopped and not self.is_valid():
+            raise lease_registry.LeaseLostError(
+                f"{self.place}: another job has acquired this place, because this one did not renew its lease in time; "
+                "this job writes nothing there any more; stop one of the two jobs, and continue in a new process"
+            )
 
     def is_valid(self) -> bool:
         """Returns True if this writer still holds the object. Asks the server only if the last renewal is long ago."""
@@ -99,11 +111,12 @@ class Heartbeat:
             if self.lost or self.stopped:
                 return
             begun = now()
-            self._record.beats += 1
+            self._record.beat = os.urandom(8).hex()
+            self._unconfirmed.add(self._record.beat)
             try:
                 try:
                     self._version = self._bucket.put(self.key, self._data(), replaces=self._version)
-                    self._renewed_at = begun
+                    self._renewed_at, self._unconfirmed = begun, {self._record.beat}
                 except (ChangedError, FileNotFoundError):
                     self._check_owner()
             except OSError as error:
@@ -116,7 +129,7 @@ class Heartbeat:
         """
         with contextlib.suppress(FileNotFoundError):
             record, found = read(self._bucket, self.key)
-            if record is not None and record.token == self.token:
+            if record is not None and record.generation == self.generation and record.beat in self._unconfirmed:
                 self._version = found.version  # The next renewal uses it.
                 return
         self.lost = True
@@ -149,7 +162,7 @@ class Heartbeat:
                 if self.lost:
                     return
                 try:
-                    self._version = self._bucket.put(self.key, _RELEASED, replaces=self._version)
+                    self._version = self._bucket.put(self.key, _released(self.generation), replaces=self._version)
                     return
                 except (ChangedError, FileNotFoundError):
                     self._check_owner()
@@ -198,77 +211,33 @@ def is_alive(bucket: Bucket, record: WriterRecord, found: ObjectMeta) -> bool:
         return True
     if not record.token:
         return False  # a released object, or a copied lock file of a disk, whose holder does not write here
-    if record.owner == _PROCESS_TOKEN:
-        return any(one.token == record.token and not one.stopped for one in _heartbeats.all())
-    if is_on_this_machine(record):
-        return _is_running(record)
+    for one in _heartbeats.all():
+        # A clone of this machine may have put a later version with the same token.
+        if one._record.token == record.token and one._version[0] == found.version[0] and not one.lost:
+            return not one.stopped
     return bucket.age(found, found.key) <= LEASE_SECONDS
 
 
-def revoke(bucket: Bucket, key: str, check: Callable[[], bool] = lambda: True) -> bool:
-    """Takes an object away from a dead writer. Returns False if the writer lives or `check` returns False.
+def revoke(bucket: Bucket, key: str) -> bool:
+    """Takes an object away from a dead writer. Returns False if the writer lives.
 
     A writer that was wrongly taken for dead finds out, because its object has changed. An object that is not a
     heartbeat stays as it is. Raises `FileNotFoundError`.
     """
     record, found = read(bucket, key)
-    if (record is not None and is_alive(bucket, record, found)) or not check():
-        return False
     if record is not None:
+        if is_alive(bucket, record, found):
+            return False
         try:
-            bucket.put(key, _RELEASED, replaces=found.version)
+            bucket.put(key, _released(record.generation), replaces=found.version)
         except (ChangedError, FileNotFoundError):
             return False  # its writer has renewed it meanwhile
     return True
 
 
-def is_on_this_machine(record: WriterRecord) -> bool:
-    """Returns True if the writer's process belongs to this machine, which therefore knows whether it lives."""
-    return bool(record.machine) and record.machine == _machine()
-
-
-def _new_writer_record() -> WriterRecord:
-    return WriterRecord(
-        host=socket.gethostname(),
-        process=os.getpid(),
-        since=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        token=os.urandom(8).hex(),
-        owner=_PROCESS_TOKEN,
-        machine=_machine(),
-        started=_start_time(os.getpid()),
-    )
-
-
-@functools.cache
-def _machine() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""  # Not Linux: then only the age of the object decides.
-
-
-def _is_running(record: WriterRecord) -> bool:
-    """Returns True if a process of this machine runs, or if this user may not ask."""
-    try:
-        os.kill(record.process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return _start_time(record.process) in (record.started, _UNKNOWN)
-
-
-def _start_time(process: int) -> str:
-    """Returns the start time of a process in ticks since the boot; "" after its end, `_UNKNOWN` if it cannot be
-    read.
-    """
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return _UNKNOWN
-    return "" if fields[0] in "ZX" else fields[19]
+def _released(generation: int) -> bytes:
+    """Returns the contents after a release: no token, so no holder. The next holder has a larger generation."""
+    return msgspec.json.encode({"version": VERSION, "generation": generation})
 
 
 def _start_renewals(one: Heartbeat) -> None:
@@ -279,8 +248,6 @@ def _start_renewals(one: Heartbeat) -> None:
 
 def _forget_after_fork() -> None:
     """Leaves all heartbeats to the process that this one was forked from."""
-    global _PROCESS_TOKEN
-    _PROCESS_TOKEN = os.urandom(8).hex()
     for one in _heartbeats.all():
         one.stopped = one.lost = True
         one._lock = threading.RLock()  # a thread that does not exist in the child may hold the old one

@@ -28,8 +28,8 @@ _run_locks: "dict[str, threading.RLock]" = {}  # by run; held while its lease is
 class ObjectLease:
     """The right to write a run. See `stores.store.Lease`.
 
-    Within a process the newest claim wins. The lease of another process is free once that process is known to be dead,
-    or if it was not renewed for `LEASE_SECONDS` by the server's clock.
+    Within a process the newest claim wins. The lease of another process is free once that process has released it, or
+    has not renewed it for `LEASE_SECONDS` by the server's clock. Each acquisition has a larger generation.
     """
 
     def __init__(self, bucket: Bucket, key: str, busy: Callable[[], bool]):
@@ -37,7 +37,6 @@ class ObjectLease:
         self._bucket, self._key, self._busy = bucket, join_key(key, LOCK_NAME), busy
         self._heartbeat: Heartbeat | None = None
         _leases.add(self)
-        lease_registry.add(self)
         weakref.finalize(self, _release_dropped, held := [])
         self._unclosed: list[Heartbeat] = held  # for the finalizer: a `Checkpointer` may be dropped without `close`
 
@@ -50,27 +49,13 @@ class ObjectLease:
             if self.lost:
                 raise lease_registry.lost_error(self.run)
             if self._heartbeat is not None:
-                self.check()
+                self._heartbeat.check()
                 return
             self._take_from_this_process()
             self._wait_and_acquire()
 
     def check_free(self) -> None:
-        """Raises an `ExistsError` if another process of this machine holds the lease.
-
-        Finding out about other machines would mean waiting, so their leases are not examined.
-        """
-        with self._acquire_lock:
-            if any(one._heartbeat is not None and one.run == self.run for one in _leases.all()):
-                return
-            try:
-                holder, found = heartbeat.read(self._bucket, self._key)
-            except FileNotFoundError:
-                return
-            if holder is None or not holder.is_supported or not heartbeat.is_on_this_machine(holder):
-                return
-            if heartbeat.is_alive(self._bucket, holder, found):
-                raise _held_error(self.run, holder)
+        """Does nothing: only a wait of up to `LEASE_SECONDS` would show that another process lives."""
 
     def _take_from_this_process(self) -> None:
         """Releases the lease of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
@@ -84,13 +69,13 @@ class ObjectLease:
             other.release()
 
     def _wait_and_acquire(self) -> None:
-        """Acquires the lease once its holder is dead, which may take `LEASE_SECONDS` to find out.
+        """Acquires the lease once it is free, which may take `LEASE_SECONDS` to find out.
 
         Raises `ExistsError`.
         """
         first: WriterRecord | None = None
         lost_races = 0
-        while not self._try_acquire(None):
+        while not self._try_acquire(None, 1):
             try:
                 holder, found = heartbeat.read(self._bucket, self._key)
             except FileNotFoundError:  # another process has removed it meanwhile
@@ -109,11 +94,12 @@ class ObjectLease:
                     "and remove the object"
                 )
             if not heartbeat.is_alive(self._bucket, holder, found):
-                if self._try_acquire(found.version):
+                if self._try_acquire(found.version, holder.generation + 1):
                     if holder.token:  # else the holder has released it
                         _log.warning(
-                            "%s: acquired from process %d on %s, which is dead", self.run, holder.process, holder.host
-                        )
+                            "%s: acquired from process %d on %s, which did not renew its lease",
+                            self.run, holder.process, holder.host,
+                        )  # fmt: skip
                     return
                 lost_races += 1  # another process was faster, or a cache answers reads with an old version
                 if lost_races == _MAX_ATTEMPTS:
@@ -124,10 +110,7 @@ class ObjectLease:
                     )
                 time.sleep(_POLL_SECONDS * lost_races / _MAX_ATTEMPTS)
                 continue
-            # The holder runs on this machine, or its lease was renewed during the wait: it lives.
-            if heartbeat.is_on_this_machine(holder) or (
-                first and (first.token, first.beats) != (holder.token, holder.beats)
-            ):
+            if first and first.beat != holder.beat:  # It was renewed during the wait: its holder lives.
                 raise _held_error(self.run, holder)
             if first is None:
                 first = holder
@@ -137,13 +120,13 @@ class ObjectLease:
                 )  # fmt: skip
             time.sleep(_POLL_SECONDS)
 
-    def _try_acquire(self, replaces: Version | None) -> bool:
+    def _try_acquire(self, replaces: Version | None, generation: int) -> bool:
         """Tries to acquire the lease if its object is absent, or has the version `replaces`.
 
         Returns True on success.
         """
         try:
-            self._heartbeat = Heartbeat(self._bucket, self._key, replaces=replaces)
+            self._heartbeat = Heartbeat(self._bucket, self._key, self.run, replaces=replaces, generation=generation)
         except ChangedError:
             return False
         self._unclosed[:] = [self._heartbeat]
@@ -163,15 +146,6 @@ class ObjectLease:
                     beat.release()
                 except OSError as error:
                     _log.warning("%s: its lease was not released, and will expire: %s", self.run, error)
-
-    def check(self) -> None:
-        """Raises `LeaseLostError` if another job may have acquired the run by now."""
-        beat = self._heartbeat
-        if beat is not None and not beat.is_valid():
-            raise lease_registry.LeaseLostError(
-                f"{self.run}: another job has acquired this run, because this one did not renew its lease in time; "
-                "this job saves nothing there any more; stop one of the two jobs, and continue in a new process"
-            )
 
 
 def _held_error(run: str, holder: WriterRecord) -> ExistsError:

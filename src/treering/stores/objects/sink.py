@@ -33,7 +33,7 @@ class ObjectSink:
         self._owner_process = os.getpid()
         self.heartbeat = None
         if visible:
-            self.heartbeat = Heartbeat(bucket, key)
+            self.heartbeat = Heartbeat(bucket, key, self.path.rpartition("/")[0])
             try:
                 round_trip.check(bucket, self.heartbeat)
             except BaseException:
@@ -47,9 +47,6 @@ class ObjectSink:
         self._lock = threading.Lock()
         self._upload: Upload | None = None
         self._versions: dict[str, Version] = {}  # of the objects that this sink has put, by key
-
-    def protect(self) -> bool:
-        return True
 
     def preallocate(self, nbytes: int) -> memoryview:
         self._buffer = self._uploads.acquire_buffer(nbytes)
@@ -84,13 +81,12 @@ class ObjectSink:
         self._bucket.put(self._key, data, overwrite=True)  # safe without a condition: no other object gets this name
         self._uploads.release_buffer(data)
 
-    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None, retract: bool = True) -> None:
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         self._uploads.wait_for_folder(self.path.rpartition("/")[0])
         key = path[len(self._bucket.url) + 1 :]
         replaces: Any = version if overwrite and version != ABSENT else None
         anything = overwrite and version is None
         lease_registry.check(path)
-        self._check_valid()
         data = self._stream.contents()
         try:
             published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
@@ -102,31 +98,16 @@ class ObjectSink:
         self._versions[key] = published
         try:
             lease_registry.check(path)
-            self._check_valid()
         except LeaseLostError as error:  # The put took so long that another job may have begun to write here.
-            # If it replaced an object, removing it could leave nothing at all, so it stays.
-            if replaces is not None or anything or not retract:
-                raise LeaseLostError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
-            self._roll_back(key, published)
-            raise
+            if replaces is None and not anything:
+                raise  # The caller may remove it.
+            raise LeaseLostError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
         except OSError as error:
             raise LeaseLostError(
                 f"{path}: it is in place, but it is unknown if another job has begun to write here: {error}"
             ) from error
         if overwrite and key != self._key and self.heartbeat:
             self.heartbeat.stop(delete=True)
-
-    def _roll_back(self, key: str, published: Version) -> None:
-        """Removes the published object, unless another writer has replaced it by now."""
-        with contextlib.suppress(OSError):
-            found = self._bucket.head(key)
-            if found and found.version[0] == published[0]:
-                self._bucket.delete([key])
-
-    def _check_valid(self) -> None:
-        beat = self.heartbeat
-        if beat and not beat.is_valid():
-            raise LeaseLostError(f"{self.path}: another job considered the writer of this save dead, and removed it")
 
     def is_at(self, path: str) -> bool:
         key = path[len(self._bucket.url) + 1 :]
@@ -140,7 +121,6 @@ class ObjectSink:
             if self.heartbeat is None or self._bucket.find_same(key, self._stream.contents()) is None:
                 return False
             lease_registry.check(path)
-            self._check_valid()
             return True
         found = self._bucket.head(key)
         return found is not None and found.version[0] == self._versions[key][0]

@@ -16,7 +16,8 @@ from .. import lease_registry
 from ..file_io import check_free
 from ..flat_folders import check_replaceable
 from ..read_errors import ReplacedError
-from ..store import CheckNeighbors, Owned, Stat, Writer
+from ..store import CheckOthers, Owned, Stat, Writer
+from ..temporary_names import final_name
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
@@ -189,17 +190,13 @@ class ObjectStore:
         bucket, key = self._find(path)
         bucket.delete([join_key(key, name) for name in names])
 
-    def is_in_use(self, path: str) -> bool:
-        return heartbeat.has_writer(*self._find(path))
-
-    def delete_unused(self, path: str, check: Callable[[], bool]) -> bool:
+    @contextlib.contextmanager
+    def unused(self, path: str) -> "Iterator[Callable[[], None] | None]":
         bucket, key = self._find(path)
-        if heartbeat.revoke(bucket, key, check):
-            bucket.delete([key])
-        return True
-
-    def remove_leftover(self, path: str) -> None:
-        temporary_folder.remove_if_abandoned(*self._find(path))
+        if final_name(key.rpartition("/")[2]) is not None:
+            yield temporary_folder.claim_abandoned(bucket, key)
+        else:
+            yield (lambda: bucket.delete([key])) if heartbeat.revoke(bucket, key) else None
 
     def make_folder(self, path: str) -> None:
         if self.stat(path):
@@ -256,18 +253,18 @@ class ObjectStore:
         overwrite: bool,
         owned: Owned,
         names: Collection[str] = (),
-        beside: CheckNeighbors | None = None,
+        check_others: CheckOthers | None = None,
     ) -> "Iterator[str]":
         temporary_folder.check_has_parent(*self._find(path))
         check_free(self, path, overwrite=overwrite, folder=True)
-        check_replaceable(self, path, owned, names, beside)
+        check_replaceable(self, path, owned, names, check_others)
         with self._temporary_folder(path, replaces_target=True) as folder:
             yield folder.path
             self._uploads.wait_for_folder(folder.path)
             folder.check_exclusive(self._sibling_names(path))
-            folder.check()
+            lease_registry.check(folder.path)
             check_free(self, path, overwrite=overwrite, folder=True)
-            folder.put_in_place(check_replaceable(self, path, owned, names, beside))
+            folder.put_in_place(check_replaceable(self, path, owned, names, check_others))
         self._remove_abandoned(path)
 
     @contextlib.contextmanager
@@ -275,7 +272,7 @@ class ObjectStore:
         temporary_folder.check_has_parent(*self._find(path))
         with self._temporary_folder(path, replaces_target=False) as folder:
             yield folder.path
-            folder.check()
+            lease_registry.check(folder.path)
         self._remove_abandoned(path)
 
     def _temporary_folder(
@@ -296,7 +293,8 @@ class ObjectStore:
         """
         bucket, key = self._find(path)
         for other in temporary_folder.folders_for(key, self._sibling_names(path)):
-            temporary_folder.remove_if_abandoned(bucket, other)
+            if remove := temporary_folder.claim_abandoned(bucket, other):
+                remove()
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> ObjectLease:
         bucket, key = self._find(run)
@@ -318,9 +316,12 @@ class ObjectStore:
         scheme, _, rest = path.partition("://")
         place, _, key = rest.partition("/")
         url = f"{scheme}://{place}"
-        made = Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
+        made = self._make_bucket(url)
         with self._lock:
             return self._buckets.setdefault(url, made), key.rstrip("/")
+
+    def _make_bucket(self, url: str) -> Bucket:
+        return Bucket(url, self._make(url), self._make(url, clients.QUICK_SECONDS), conditional=self._conditional)
 
     def _check_writable(self, bucket: Bucket) -> None:
         if _is_web(bucket):

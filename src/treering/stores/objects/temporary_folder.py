@@ -5,10 +5,9 @@ An object in each folder names its writer. It is created first and removed last.
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ...errors import ExistsError, SaveError, UnsupportedError
-from ..lease_registry import LeaseLostError
 from ..temporary_names import final_name, temporary_sibling
 from . import heartbeat, round_trip
 from .bucket import Bucket
@@ -28,17 +27,11 @@ class TemporaryFolder:
         folder = temporary_sibling(place)
         self._bucket, self._place, self._folder = bucket, place, folder
         self._target = f"{bucket.url}/{place}"
-        self._heartbeat = Heartbeat(bucket, join_key(folder, _PLACE_MARK if replaces_target else _WRITER_MARK))
+        mark = join_key(folder, _PLACE_MARK if replaces_target else _WRITER_MARK)
+        self._heartbeat = Heartbeat(bucket, mark, f"{bucket.url}/{folder}")
         self._must_keep = False  # True if this folder has the only complete copy
         self._files = f"{folder}/files"
         self.path = f"{bucket.url}/{self._files}"
-
-    def check(self) -> None:
-        """Raises `LeaseLostError` if another process may have removed the folder."""
-        if not self._heartbeat.is_valid():
-            raise LeaseLostError(
-                f"{self._target}: another job considered the writer of this folder dead, and removed it"
-            )
 
     def check_exclusive(self, names: Iterable[str]) -> None:
         """Raises `ExistsError` if another writer is about to put a folder at the same place.
@@ -49,7 +42,10 @@ class TemporaryFolder:
         for other in folders_for(self._place, names):
             with contextlib.suppress(FileNotFoundError):
                 if other != self._folder and heartbeat.has_writer(self._bucket, join_key(other, _PLACE_MARK)):
-                    raise ExistsError(f"{self._target}: another job is writing it too; the old files are untouched")
+                    raise ExistsError(
+                        f"{self._target}: another job is writing it too, or was killed a moment ago; the "
+                        "old files are untouched: try again in two minutes"
+                    )
 
     def put_in_place(self, replaced: Collection[str]) -> None:
         """Replaces the files at the place by this folder's files.
@@ -91,9 +87,11 @@ class TemporaryFolder:
         finally:
             with contextlib.suppress(OSError):
                 uploads.wait_for_folder(f"{self._bucket.url}/{self._folder}")
-            self._heartbeat.stop(delete=False)
-            if not self._must_keep:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if self._must_keep:
+                    self._heartbeat.release()
+                else:
+                    self._heartbeat.stop(delete=False)
                     _delete_contents(self._bucket, self._folder)
 
 
@@ -112,16 +110,16 @@ def folders_for(place: str, names: Iterable[str]) -> list[str]:
     return [join_key(folder, name) for name in names if final_name(name) == own]
 
 
-def remove_if_abandoned(bucket: Bucket, folder: str) -> None:
-    """Removes a temporary folder, unless its writer lives.
+def claim_abandoned(bucket: Bucket, folder: str) -> Callable[[], None] | None:
+    """Invalidates the mark of a temporary folder, and returns a function that removes the folder.
 
-    The writer's mark is invalidated before anything else is removed.
+    Returns None if its writer lives.
     """
     for mark in (_WRITER_MARK, _PLACE_MARK):
         with contextlib.suppress(FileNotFoundError):
             if not heartbeat.revoke(bucket, join_key(folder, mark)):
-                return
-    _delete_contents(bucket, folder)
+                return None
+    return lambda: _delete_contents(bucket, folder)
 
 
 def _delete_contents(bucket: Bucket, folder: str) -> None:

@@ -1,0 +1,161 @@
+"""Waits for room on a full disk during a save, if something under way is about to free it.
+
+The write that found the disk full is repeated, so no estimate of free room is needed: quotas and other writers make
+every estimate unreliable. Only process 0 can free room. So a process whose disk is full takes part in the exchange
+that precedes the commit, and asks there. The other processes take part once they have written their files.
+"""
+
+import contextlib
+import errno
+import os
+import posixpath
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ..._processes.calls import Call, error_watcher
+from ...errors import SaveError
+from .save_files import SaveFiles
+
+_FULL_ERRNOS = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+T = TypeVar("T")
+
+
+class RoomMaker(Protocol):
+    """Frees room during a save."""
+
+    def wait_for_room(self, problem: str, step: int | None, check: Callable[[], None]) -> str | None:
+        """Waits until room was freed, and returns None. If nothing under way frees room, returns the reason.
+
+        Process 0 calls it. Log lines begin with `problem`. `step` is being saved. Calls `check` often, which raises if
+        the save has failed meanwhile.
+        """
+        ...
+
+    def free_on_all_hosts(self) -> None:
+        """Frees room on the disks of all hosts. Every process calls it after `wait_for_room` has returned None."""
+        ...
+
+
+class Room:
+    """Repeats the writes of one save that found the disk full, after room was freed.
+
+    Without a `maker`, nothing can free room.
+    """
+
+    def __init__(self, call: Call, maker: RoomMaker | None, step: int | None, check: Callable[[], None]):
+        self._call, self._maker, self._step, self._check = call, maker, step, check
+        self._lock = threading.Lock()  # held by the thread that waits for room
+        self._waits = 0  # how often this process has waited for room
+        self._error: BaseException | None = None  # the error of the last wait
+        self._decides = False  # True in process 0 while its peers wait for its decision, so that it cannot ask
+
+    def retry(self, path: str, nbytes: int, write: Callable[[], T]) -> T:
+        """Calls `write`, which needs `nbytes` bytes of room, until the disk at the path is not full.
+
+        Raises `SaveError` if nothing under way frees room. Several threads may call it at a time.
+        """
+        while True:
+            waits = self._waits
+            try:
+                return write()
+            except OSError as error:
+                if error.errno not in _FULL_ERRNOS:
+                    raise
+                with self._lock:
+                    if self._error:
+                        raise self._error from error
+                    if waits == self._waits:  # Otherwise another thread has waited since this write.
+                        self._wait(path, nbytes, error)
+
+    def decide(self, decide: Callable[[], T]) -> T:
+        """Calls `decide` in process 0, while the other processes wait for its decision."""
+        self._decides = True
+        try:
+            return decide()
+        finally:
+            self._decides = False
+
+    def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        """Does what `Call.gather_and_decide` does, once no process waits for room. The decision is not None."""
+        while (decision := self._exchange(value, None, decide)) is None:
+            pass
+        return decision
+
+    def _wait(self, path: str, nbytes: int, error: OSError) -> None:
+        needed = f"{nbytes} bytes" if nbytes else "a new file"
+        problem = f"{path}: expected room for {needed}, found {_free(path)} ({error.strerror})"
+        try:
+            if self._decides or self._maker is None:
+                self._wait_for_room(problem)
+            else:
+                self._call.set_activity("waiting for room on the disk")
+                self._exchange(None, problem, _not_yet)
+                self._call.set_activity("writing")
+        except BaseException as failure:
+            self._error = failure
+            if isinstance(failure, SaveError):
+                raise failure from error
+            raise
+        self._waits += 1
+
+    def _exchange(self, value: Any, problem: str | None, decide: Callable[[Sequence[Any]], Any]) -> Any:
+        def decide_or_wait(reports: Sequence[Any]) -> Any:
+            if full := [problem for _, problem in reports if problem]:
+                self._wait_for_room(full[0])
+                return None
+            return self.decide(lambda: decide([value for value, _ in reports]))
+
+        try:
+            decision = self._call.gather_and_decide([value, problem], decide_or_wait)
+        finally:
+            if problem:
+                self._call.in_doubt = False  # No commit follows while a process lacks room.
+        if decision is None and self._maker:
+            self._maker.free_on_all_hosts()
+        return decision
+
+    def _wait_for_room(self, problem: str) -> None:
+        look = error_watcher(self._call)
+
+        def check() -> None:
+            self._check()
+            look()
+
+        reason = self._maker.wait_for_room(problem, self._step, check) if self._maker else "nothing frees room"
+        if reason is not None:
+            raise SaveError(f"{problem}; {reason}; delete files there or save to a larger disk, then save again")
+
+
+class PatientSink:
+    """Writes an array file. Waits for room where the disk is full."""
+
+    def __init__(self, room: Room, files: SaveFiles, name: str):
+        self._room, self._path = room, posixpath.join(files.path, name)
+        self._sink = room.retry(self._path, 0, lambda: files.create(name))
+
+    def preallocate(self, nbytes: int) -> memoryview | None:
+        """See `Sink`."""
+        return self._room.retry(self._path, nbytes, lambda: self._sink.preallocate(nbytes))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """See `Sink`."""
+        self._room.retry(self._path, len(data), lambda: self._sink.write(data, offset))
+
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+        """See `Sink`."""
+        self._sink.finish(nbytes, read_only=read_only)
+
+
+def _not_yet(_: Sequence[Any]) -> Any:
+    raise AssertionError("a process lacks room")
+
+
+def _free(path: str) -> str:
+    """Returns the free bytes of the disk with a path, as text."""
+    with contextlib.suppress(OSError):
+        while not os.path.exists(path) and path != os.path.dirname(path):
+            path = os.path.dirname(path)
+        return f"{shutil.disk_usage(path).free} bytes free"
+    return "none"
