@@ -808,7 +808,7 @@ def test_a_full_disk_is_an_error(run: str) -> None:
         assert done.returncode == 3 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.run_directory"])
+@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.plain_run"])
 def test_an_interrupt_ends_it_without_a_traceback(run: str, tmp_path: pathlib.Path, module: str) -> None:
     """Ctrl-C arrives while a module is imported, before the command runs or while it runs."""
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING.format(module=module))

@@ -98,7 +98,7 @@ report([step, good, after, tr.steps(remote), Lines.text])
 def test_memory_of_all_hosts_is_freed_when_the_job_ends_well(tmp_path: pathlib.Path) -> None:
     """Steps that `keep` does not want are freed too. The next job, with process 0 on another host, continues."""
     body = """
-ckpts = run(keep=tr.keep.last(1), keep_local=None, timeout=4)
+ckpts = run(keep=tr.keep.last(1), keep_local=None, local_copies=2, timeout=4)
 begun = ckpts.restore(template) if FIRST > 1 else None
 save(ckpts, FIRST, FIRST + 1)
 if FAILS and INDEX:
@@ -431,6 +431,7 @@ COPIED = """
 ckpts = run(upload_limit=1, local_copies=2)
 save(ckpts, 1, 2)
 ckpts._directory.together._copies.wait()
+report([one.survives for one in ckpts.copies(2)])
 sync("copied")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -442,7 +443,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str, hosts: str) -> None:
     """With two copies, any other hosts restore the newest step although a disk is gone and nothing was uploaded."""
-    job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    results = job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    assert results[0].report == ["the loss of any one host"]
     shutil.rmtree(tmp_path / f"local-{lost}")
     body = GOES_ON.replace("run()", "run(local_copies=2)")
     for result in job(tmp_path, body, hosts=hosts):
