@@ -119,7 +119,7 @@ def memory() -> Iterator[str]:
 
 
 def test_memory_is_freed_when_the_job_ends_well(memory: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The journal stays, so the next job goes on with the branch; metrics of a late hook are in the remote tier."""
+    """The journal stays, so the next job continues the branch; metrics of a late hook are in the remote tier."""
     for first, ends in ((1, "close"), (3, "finish")):
         evaluated = threading.Event()
 
