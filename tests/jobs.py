@@ -23,6 +23,8 @@ import treering as tr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from treering import stores
 from treering.errors import *
+from treering.stores import survival
+survival.is_in_memory = lambda path: IN_MEMORY  # whatever file system the tests run on
 faulthandler.dump_traceback_later(TIMEOUT - 5, exit=True)
 
 tmp = pathlib.Path(TMP)
@@ -98,13 +100,15 @@ def run_job(
     expect: dict[int, int | None] | None = None,
     timeout: int = 120,
     before: str = "",
+    in_memory: bool = False,
     **names: Any,
 ) -> list[Result]:
     """Runs a body in every process of a new job, and returns their results.
 
     `names` are more names that the body may use. The code `before` runs before the processes connect. Fails unless
     every process ends with code 0, or with the code that `expect` has for it (None: any code). Processes of a
-    recoverable job end without waiting for one another, except process 0, which ends last.
+    recoverable job end without waiting for one another, except process 0, which ends last. With `in_memory`, all paths
+    count as memory.
     """
     others_ended = tmp / "others-ended"
     with socket.socket() as free:
@@ -116,6 +120,7 @@ def run_job(
         known = {
             **{"INDEX": index, "COUNT": processes, "DEVICES": devices, "ADDRESS": address, "TMP": str(tmp)},
             **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "BEFORE": before, "OTHERS_ENDED": str(others_ended)},
+            "IN_MEMORY": in_memory,
             **names,
         }
         assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())

@@ -44,6 +44,14 @@ def test_steps_without_the_metric_take_the_free_places() -> None:
     assert dropping.kept(saved(1)) == {1} and dropping.kept([]) == set()
 
 
+def test_size_keeps_what_fits_and_the_newest() -> None:
+    steps = [Saved(step, {}, nbytes=nbytes) for step, nbytes in ((1, 1), (2, 30), (3, 40), (4, 60))]
+    assert {n: keep.size(n).kept(steps) for n in (1, 60, 99, 100, 130, 131)} == {
+        1: {4}, 60: {4}, 99: {4}, 100: {3, 4}, 130: {2, 3, 4}, 131: {1, 2, 3, 4}
+    }  # fmt: skip
+    assert keep.size(5).kept([]) == set()
+
+
 def test_every_counts_step_0() -> None:
     assert keep.every(4).kept(saved(0, 2, 4, 6, 8)) == {0, 4, 8}
 

@@ -8,6 +8,7 @@ saved or restored, the newest committed step, a pinned step, or a step that a li
 
 import dataclasses
 import datetime
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Literal, Protocol
 
 from .errors import MismatchError
 
-__all__ = ["Policy", "Saved", "best", "every", "last", "steps"]
+__all__ = ["Policy", "Saved", "best", "every", "last", "size", "steps"]
 
 
 def __dir__() -> list[str]:
@@ -100,6 +101,14 @@ def steps(*numbers: int) -> Policy:
     return Policy((_Steps(frozenset(_check_count("steps", number, minimum=0) for number in numbers)),))
 
 
+def size(nbytes: int) -> Policy:
+    """Keeps the newest steps that fit into a number of bytes together, and at least the newest.
+
+    The size of a step is that of its files on all hosts.
+    """
+    return Policy((_Size(_check_count("size", nbytes)),))
+
+
 def rank(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> list[int]:
     """Returns the steps that have the metric, best first; of equal ones, the newer first. NaN ranks last."""
     _check_mode(mode)
@@ -169,6 +178,16 @@ class _Steps:
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
         return {one.step for one in saved if one.step in self.numbers}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Size:
+    nbytes: int
+
+    def kept(self, saved: Sequence[Saved]) -> set[int]:
+        totals = itertools.accumulate(one.nbytes for one in reversed(saved))
+        fitting = sum(total <= self.nbytes for total in totals)
+        return {one.step for one in saved[-max(fitting, 1) :]}
 
 
 def _check_count(name: str, n: int, *, minimum: int = 1) -> int:

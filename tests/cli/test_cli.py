@@ -22,6 +22,7 @@ from treering._cli.main import cli
 from treering._core.outline import outline
 from treering._core.units import nbytes, number
 from treering._printable import safe
+from treering.stores import survival
 from treering.stores.posix import Disk
 
 ESCAPE = "\x1b[31m"
@@ -213,12 +214,24 @@ def test_prune_asks_and_without_a_terminal_deletes_nothing(run: str, treering: A
     assert found.code == 2 and "--yes" in found.err and tr.steps(run) == [1, 2, 3, 4]
     assert treering("prune", run, "last:1", "--yes", "--json").json["deleted"] == [2, 3]
     assert tr.steps(run) == [1, 4], "1 is pinned"
-    assert treering("prune", run, "last:1", "--yes").out == "nothing to delete\n"
+    assert treering("prune", run, "size:1K", "--yes").out == "nothing to delete\n"
 
 
 @pytest.mark.parametrize(
     "keep",
-    ["last", "last:", "last:x", "last:-1", "newest:3", "best:1:loss", "best:1:loss:low", "steps:1,x", "every:3y", ""],
+    [
+        "last",
+        "last:",
+        "last:x",
+        "last:-1",
+        "newest:3",
+        "best:1:loss",
+        "best:1:loss:low",
+        "steps:1,x",
+        "every:3y",
+        "size:3x",
+        "",
+    ],
 )
 def test_wrong_policies_are_named_and_delete_nothing(run: str, treering: Any, keep: str) -> None:
     found = treering("prune", run, keep, "--yes")
@@ -301,6 +314,25 @@ def test_steps_on_their_way_elsewhere_are_not_changed(tmp_path: pathlib.Path, tr
         found = treering(*command)
         assert found.code == 3 and str(tmp_path / "far") in found.err
     assert treering("ls", tmp_path / "near").code == 0 and tr.steps(tmp_path / "near") == [1, 2]
+
+
+def test_tiers_name_what_their_copies_survive(tmp_path: pathlib.Path, treering: Any) -> None:
+    """ls names it in both tiers, and says nothing of it in a run without a local tier; doctor names it for a place."""
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    for ckpts in (tr.Checkpointer(remote, local=local), tr.Checkpointer(tmp_path / "alone")):
+        with ckpts:
+            ckpts.save(1, {"x": 1})
+    disk = "the process and a restart of the host"
+    assert [one.survives for one in tr.Checkpointer(remote, local=local).copies(1)] == [disk, disk]
+    for path, tier in ((remote, "remote"), (local, "local")):
+        assert f"the {tier} tier of a run; these copies survive {disk}" in treering("ls", path).out
+        found = treering("ls", path, "--json").json
+        assert (found["tier"], found["survives"]) == (tier, disk)
+    assert "tier" not in treering("ls", tmp_path / "alone").out
+    assert treering("ls", tmp_path / "alone", "--json").json["survives"] is None
+    for place, survives in {tmp_path: disk, "/dev/shm": "the process", "memory://bucket/there": "nothing"}.items():
+        if place != "/dev/shm" or survival.is_in_memory("/dev/shm/"):
+            assert re.search(f"a tier here survives +{survives}$", treering("doctor", place, "--size", "1K").out, re.M)
 
 
 # Contents
@@ -776,7 +808,7 @@ def test_a_full_disk_is_an_error(run: str) -> None:
         assert done.returncode == 3 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.run_directory"])
+@pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.plain_run"])
 def test_an_interrupt_ends_it_without_a_traceback(run: str, tmp_path: pathlib.Path, module: str) -> None:
     """Ctrl-C arrives while a module is imported, before the command runs or while it runs."""
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTING.format(module=module))

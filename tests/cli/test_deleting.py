@@ -13,7 +13,7 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering._run.run_directory import RunDirectory
+from treering._run.plain_run import PlainRun
 from treering.formats.treering import removal
 
 
@@ -140,16 +140,16 @@ def test_a_step_that_is_a_link_to_another_keeps_that(run: pathlib.Path, treering
 
 
 def test_each_of_two_prunes_counts_what_it_deleted(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
-    check = RunDirectory.prepare_delete
+    check = PlainRun.prepare_delete
 
-    def another_is_faster(self: RunDirectory, path: str, **options: Any) -> None:
+    def another_is_faster(self: PlainRun, path: str, **options: Any) -> None:
         check(self, path, **options)
         if path.endswith("2"):
             monkeypatch.undo()
             removal.delete(stores.get(path), path)
             removal.delete(stores.get(path), path.replace("02", "03"))
 
-    monkeypatch.setattr(RunDirectory, "prepare_delete", another_is_faster)
+    monkeypatch.setattr(PlainRun, "prepare_delete", another_is_faster)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 0 and found.out.startswith("1 of 3 deleted, ") and tr.steps(run) == [4]
     assert "2 deleted by another process meanwhile: 2, 3" in found.out
@@ -309,8 +309,8 @@ def test_prune_keeps_steps_that_a_job_saves_again(
         _in_another_process(run, rewind=1, save=[2, 3, 4])
         return remove(self, *args, **options)
 
-    remove = RunDirectory.delete_listed
-    monkeypatch.setattr(RunDirectory, "delete_listed", meanwhile)
+    remove = PlainRun.delete_listed
+    monkeypatch.setattr(PlainRun, "delete_listed", meanwhile)
     found = treering("prune", run, "last:1", *flags, "--yes")
     assert (found.code, tr.steps(run)) == (3, [1, 2, 3, 4]) and found.out.startswith("0 of 3 deleted, ")
     assert "step 1 is not deleted: " in found.err and "expected the valid step that stays, found it gone" in found.err
@@ -324,8 +324,8 @@ def test_prune_stops_at_a_step_that_was_replaced(run: pathlib.Path, treering: An
             with tr.Checkpointer(run) as ckpts:
                 ckpts.save(2, {"x": -2}, on_exists="overwrite")
 
-    check = RunDirectory.prepare_delete
-    monkeypatch.setattr(RunDirectory, "prepare_delete", meanwhile)
+    check = PlainRun.prepare_delete
+    monkeypatch.setattr(PlainRun, "prepare_delete", meanwhile)
     found = treering("prune", run, "last:1", "--yes", "--json")
     assert (found.code, found.json["deleted"], tr.steps(run)) == (3, [1], [2, 3, 4])
     assert "found another in its place" in found.json["failed"]["2"] and tr.restore(run, step=2)["x"] == -2

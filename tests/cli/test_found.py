@@ -84,16 +84,16 @@ def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treer
     _of_a_later_release(run, 2, "leaf-kind")
     dry = treering("prune", run, "last:1", "--dry-run", "--json")
     assert dry.json["deleted"] == [0, 1, 3] and "step 2 stays: " in dry.err
-    from treering._run.run_directory import RunDirectory
+    from treering._run.plain_run import PlainRun
 
-    delete = RunDirectory.delete_listed
+    delete = PlainRun.delete_listed
 
-    def failing(self: RunDirectory, path: str, **options: Any) -> bool:
+    def failing(self: PlainRun, path: str, **options: Any) -> bool:
         if path.endswith("1"):
             raise OSError(5, "Input/output error")
         return delete(self, path, **options)
 
-    monkeypatch.setattr(RunDirectory, "delete_listed", failing)
+    monkeypatch.setattr(PlainRun, "delete_listed", failing)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 3 and "step 1 is not deleted: [Errno 5]" in found.err
     assert tr.steps(run) == [1, 2, 4] and found.out.startswith("2 of 3 deleted, ")

@@ -714,7 +714,7 @@ with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_met
 def test_all_processes_use_one_step(tmp_path: Path) -> None:
     """A process may see the directory late, as on a network disk."""
     body = """
-from treering._run.run_directory import RunDirectory
+from treering._run.plain_run import PlainRun
 from treering._run.step_catalog import StepCatalog
 from treering.orbax import v1 as ocp
 value = np.arange(8, dtype=np.float32)
@@ -723,9 +723,9 @@ ckpts = ocp.training.Checkpointer(tmp / "run")
 for step in (1, 2):
     ckpts.save(step, state(step))
 if INDEX:
-    valid, located = StepCatalog.valid_steps, RunDirectory.located_steps
+    valid, located = StepCatalog.valid_steps, PlainRun.located_steps
     StepCatalog.valid_steps = lambda *args, **options: [one for one in valid(*args, **options) if one.step != 2]
-    RunDirectory.located_steps = lambda *args: {step: one for step, one in located(*args).items() if step != 2}
+    PlainRun.located_steps = lambda *args: {step: one for step, one in located(*args).items() if step != 2}
 ckpts.reload()
 known = [one.step for one in ckpts.checkpoints]
 loads = [same(ckpts.load(step, state(0))["w"], value * 2) for step in (None, 2)]

@@ -95,6 +95,34 @@ report([step, good, after, tr.steps(remote), Lines.text])
 
 
 @pytest.mark.long
+def test_memory_of_all_hosts_is_freed_when_the_job_ends_well(tmp_path: pathlib.Path) -> None:
+    """Steps that `keep` does not want are freed too. The next job, with process 0 on another host, continues."""
+    body = """
+ckpts = run(keep=tr.keep.last(1), keep_local=None, local_copies=2, timeout=4)
+begun = ckpts.restore(template) if FIRST > 1 else None
+save(ckpts, FIRST, FIRST + 1)
+if FAILS and INDEX:
+    os._exit(0)  # The other process cannot end well.
+if FAILS:
+    ended = caught(ckpts.close)
+else:
+    ended = ckpts.finish()
+report([ckpts.restored_step, begun is None or is_state(begun, FIRST - 1), ended and ended[0], Lines.text])
+"""
+    for first, hosts, fails in ((1, "aab", False), (3, "baa", True), (5, "aab", False)):
+        results = job(tmp_path, body, hosts=hosts, in_memory=True, FIRST=first, FAILS=fails, recoverable=fails)
+        there = [tr.steps(tmp_path / f"local-{host}") for host in "ab"]
+        assert [bool(steps) for steps in there] == [fails, fails]
+        for result in results[: 1 if fails else None]:
+            restored, good, ended, lines = result.report
+            assert good and restored == (first - 1 or None) and bool(ended) == fails
+            assert not any("archived" in line or "ignored" in line for line in lines)
+    assert any("steps removed from memory" in line for line in results[0].report[3])
+    assert all(os.listdir(tmp_path / f"local-{host}") for host in "ab")
+    _check(tmp_path / "remote", 6)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", ["bbaa", "abab"])
 def test_next_job_uploads_and_restores_after_kill(tmp_path: pathlib.Path, hosts: str) -> None:
     """The next job, on any order of hosts, restores the steps that a killed job did not upload, and uploads them."""
@@ -403,6 +431,7 @@ COPIED = """
 ckpts = run(upload_limit=1, local_copies=2)
 save(ckpts, 1, 2)
 ckpts._directory.together._copies.wait()
+report([one.survives for one in ckpts.copies(2)])
 sync("copied")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -414,7 +443,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str, hosts: str) -> None:
     """With two copies, any other hosts restore the newest step although a disk is gone and nothing was uploaded."""
-    job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    results = job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    assert results[0].report == ["the loss of any one host"]
     shutil.rmtree(tmp_path / f"local-{lost}")
     body = GOES_ON.replace("run()", "run(local_copies=2)")
     for result in job(tmp_path, body, hosts=hosts):

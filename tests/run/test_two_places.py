@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -26,7 +27,9 @@ from jobs import run_job
 from treering import stores
 from treering._run.tiers import uploader as copies
 from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
+from treering.formats.treering import copy as treering_copy
 from treering.formats.treering import removal
+from treering.stores import survival
 from treering.stores.objects.store import ObjectStore
 from treering.stores.posix import Disk
 
@@ -104,6 +107,97 @@ def test_steps_are_saved_locally_and_kept_remotely(local: str, remote: str) -> N
     assert list(after.disk_usage) == [3, 4, 5]
     with pytest.raises(NotFoundError, match="expected step 1, found 3, 4, 5"):
         after.copies(1)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A local tier in memory."""
+    if not survival.is_in_memory("/dev/shm/"):
+        pytest.skip("/dev/shm is not a tmpfs")
+    with tempfile.TemporaryDirectory(prefix="treering-", dir="/dev/shm") as folder:
+        yield f"{folder}/run"
+
+
+def test_memory_is_freed_when_the_job_ends_well(memory: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The journal stays, so the next job continues the branch; metrics of a late hook are in the remote tier."""
+    for first, ends in ((1, "close"), (3, "finish")):
+        evaluated = threading.Event()
+
+        def evaluate(report: Any, evaluated: threading.Event = evaluated) -> None:
+            evaluated.wait()
+            tr.record(memory, report.step, {"loss": report.step})
+
+        with caplog.at_level(logging.INFO):
+            ckpts = tr.Checkpointer(
+                remote, local=memory, keep=tr.keep.steps(1, 2, 3), keep_local=None, on_save=evaluate
+            )
+            assert ckpts.restore_or_init(lambda: _state(0))[1] == first - 1
+            _save(ckpts, first, first + 1)
+            ckpts.pin(first)
+            assert [one.survives for one in ckpts.copies(first)][:1] == ["the process"]
+            threading.Timer(0.3, evaluated.set).start()  # once the uploads are over
+            getattr(ckpts, ends)()
+        assert tr.steps(memory) == [] and os.listdir(memory)
+        assert ckpts.copies(first) == [f"{remote}/step-{first:08}"] and ckpts.pinned[-1] == first
+        assert ckpts.copies(first)[0].survives != "the process"
+        assert f"{memory}: 2 steps removed from memory" in caplog.text
+        _check(ckpts.restore(), first + 1)
+        assert ckpts.open(first + 1).metrics == {"loss": first + 1}
+    assert tr.steps(remote) == [1, 2, 3, 4] and "archived" not in caplog.text
+
+
+@pytest.mark.parametrize("end", ["error", "interrupt", "upload", "lost", "save meanwhile"])
+def test_memory_stays_unless_the_job_ends_well(
+    memory: str, tmp_path: pathlib.Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = str(tmp_path / "remote")
+    ckpts = tr.Checkpointer(remote, local=memory, keep_local=None)
+    _save(ckpts, 1, 2)
+    if end in ("error", "interrupt"):
+        error = ValueError if end == "error" else KeyboardInterrupt
+        with pytest.raises(error), ckpts:
+            raise error
+    elif end == "upload":
+        _until(lambda: not ckpts.uncopied)
+        monkeypatch.setattr(treering_copy, "copy", _refuse)
+        ckpts.save(3, _state(3))
+        with pytest.raises(SaveError, match="not all steps are there"):
+            ckpts.close()
+    elif end == "lost":
+        _until(lambda: not ckpts.uncopied)
+        with tr.Checkpointer(remote, local=f"{tmp_path}/other") as other:
+            _save(other, 3)
+            ckpts.close()
+    else:
+        upload_all = ckpts._directory.upload_all  # type: ignore[attr-defined]
+
+        def upload_and_save() -> None:
+            upload_all()
+            monkeypatch.setattr(treering_copy, "copy", _refuse)
+            other_thread = threading.Thread(target=_save, args=[ckpts, 3])
+            other_thread.start()
+            other_thread.join()
+
+        monkeypatch.setattr(ckpts._directory, "upload_all", upload_and_save)
+        with pytest.raises(SaveError, match="not all steps are there"):
+            ckpts.close()
+    assert tr.steps(memory)[:2] == [1, 2]
+    monkeypatch.undo()
+    with tr.Checkpointer(remote, local=memory) as after:
+        assert after.steps == ([1, 2] if end in ("error", "interrupt") else [1, 2, 3])
+        _save(after, 9)
+    assert tr.steps(memory) == [] and 9 in tr.steps(remote)
+
+
+def _refuse(*_: Any, **__: Any) -> str:
+    raise OSError(errno.EIO, "no answer")
+
+
+def test_local_steps_are_kept_up_to_a_number_of_bytes(local: str, tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "remote", local=local, keep_local=1 << 20) as ckpts:
+        for step in range(1, 5):
+            ckpts.save(step, {"w": np.zeros(100_000, np.float32)})  # 400 KB
+    assert tr.steps(local) == [3, 4] and tr.steps(tmp_path / "remote") == [1, 2, 3, 4]
 
 
 @pytest.mark.long
@@ -434,7 +528,7 @@ def test_a_damaged_step_is_not_copied(local: str, remote: str, caplog: pytest.Lo
 def test_what_is_wrong_is_named(local: str, remote: str) -> None:
     for options, about in {
         "local": ({"local": remote}, "expected another directory, found that of the run"),
-        "keep_local": ({"local": local, "keep_local": 3}, "keep_local=3: expected a policy"),
+        "a count": ({"local": local, "keep_local": 3}, "keep_local=3: expected a policy .* or a number of bytes"),
         "upload_limit": ({"local": local, "upload_limit": 0}, "upload_limit=0: expected a number of bytes a second"),
         "keep alone": ({"keep_local": None}, "keep_local=None: expected local="),
         "limit alone": ({"upload_limit": 5}, "upload_limit=5: expected local="),

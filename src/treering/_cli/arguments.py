@@ -13,7 +13,10 @@ from ..errors import MismatchError
 if TYPE_CHECKING:
     from ..keep import Policy
 
-KEEP = "KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h."
+KEEP = (
+    "KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), size:BYTES, or steps:N,N,…; "
+    "TIME is as in 12h, BYTES as in 50G."
+)
 MAX_EXPANSION = click.option(
     "--max-expansion",
     type=click.FloatRange(1),
@@ -144,9 +147,11 @@ class Keep(click.ParamType):
                 return getattr(keep, kind)(_interval(rest))
             if kind == "steps" and rest:
                 return keep.steps(*map(int, rest.split(",")))
+            if kind == "size" and rest:
+                return keep.size(Bytes().convert(rest, param, ctx))
             if kind == "best" and len(parts := rest.split(":")) >= 3:  # a metric may have colons
                 return keep.best(int(parts[0]), ":".join(parts[1:-1]), parts[-1])  # type: ignore[arg-type]
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, click.BadParameter) as error:
             raise click.BadParameter(f"{value!r}: {error}. {KEEP}", ctx, param) from None
         raise click.BadParameter(f"{value!r}. {KEEP}", ctx, param)
 

@@ -60,7 +60,7 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
-        about["closed"] = listing.closed
+        about |= {"closed": listing.closed, "tier": listing.tier, "survives": listing.survives}
         say_json({**about, "best": first} if wanted else about)
     elif csv_:
         _print_csv(rows)
@@ -94,6 +94,8 @@ def _print_listing(listing: "Listing", best: int | None) -> None:
     if listing.archived:
         parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.archived)}")
     say(" · ".join(parts))
+    if listing.tier:
+        say(f"the {listing.tier} tier of a run; these copies survive {listing.survives}")
 
 
 def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:

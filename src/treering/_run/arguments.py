@@ -6,9 +6,10 @@ from collections.abc import Callable
 from .._processes import coordinator
 from .._save.pending import SaveReport
 from ..errors import MismatchError
-from ..keep import Policy, last
+from ..keep import Policy, last, size
 
 KEEP_LOCAL = last(1)  # the default; `check` compares identity to see if it was given
+_MIN_LOCAL_BYTES = 1 << 20  # A smaller number is meant as a number of steps.
 
 
 def check(
@@ -19,14 +20,14 @@ def check(
     timeout: float,
     on_save: Callable[[SaveReport], object] | None,
     local: str | os.PathLike[str] | None,
-    keep_local: Policy | None,
+    keep_local: Policy | int | None,
     upload_limit: float | None,
     local_copies: int,
 ) -> None:
     """Raises `MismatchError` for an invalid argument, or for one that needs another argument."""
     if local is None and keep_local is not KEEP_LOCAL:
         raise MismatchError(f"keep_local={keep_local!r}: expected local=, to which it applies")
-    for name, policy in (("keep", keep), ("keep_local", keep_local)):
+    for name, policy in (("keep", keep), ("keep_local", local_policy(keep_local))):
         if policy is not None and not isinstance(policy, Policy):
             raise MismatchError(f"{name}={policy!r}: expected a policy such as treering.keep.last(3)")
     if "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
@@ -42,3 +43,15 @@ def check(
     if local is None and local_copies != 1:
         raise MismatchError(f"local_copies={local_copies!r}: expected local=, the disks that get the copies")
     coordinator.check_timeout(timeout)
+
+
+def local_policy(keep_local: Policy | int | None) -> Policy | None:
+    """Returns the policy of the local tier. Raises `MismatchError` for a number that cannot be one of bytes."""
+    if not isinstance(keep_local, int):
+        return keep_local
+    if isinstance(keep_local, bool) or keep_local < _MIN_LOCAL_BYTES:
+        raise MismatchError(
+            f"keep_local={keep_local!r}: expected a policy such as treering.keep.last(3), or a number of bytes from "
+            f"{_MIN_LOCAL_BYTES:,}"
+        )
+    return size(keep_local)

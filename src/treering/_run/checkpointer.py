@@ -22,6 +22,7 @@ from ..rules import Rule
 from . import arguments, metrics, resume
 from .closing import Closing
 from .collective import CollectiveCalls
+from .copy_path import CopyPath, copy_paths
 from .failures import Failures, OnError, log_failure
 from .last_state import LastState, StepOptions
 from .pending_saves import PendingSaves
@@ -76,8 +77,10 @@ class Checkpointer:
         the background, the newest first. Restore tries the local copy first. `close` waits until all steps that `keep`
         keeps are uploaded; the next job with the same `local` uploads what a killed job did not. With several
         processes, all share the directory, or each host has its own disk. Then each host uploads its own files, and
-        reads those that it lacks from the other hosts.
-    keep_local: the steps to keep there, besides those that are not uploaded yet; None keeps all.
+        reads those that it lacks from the other hosts. A directory in memory, such as in `/dev/shm`, is emptied by
+        `close` and `finish` when all steps are uploaded.
+    keep_local: the steps to keep there, besides those that are not uploaded yet: a policy, or a number of bytes, as for
+        `treering.keep.size`. None keeps all.
     upload_limit: the most bytes a second that an upload takes, for each disk.
     local_copies: with 2, and a disk on each host, each file of a step is put on the disks of two hosts, so that a lost
         host costs no step. Processes write what they hold in memory during the save. All else is sent once, after it.
@@ -105,7 +108,7 @@ class Checkpointer:
         save_on_error: bool = False,
         on_error: OnError = "raise",
         local: str | os.PathLike[str] | None = None,
-        keep_local: Policy | None = arguments.KEEP_LOCAL,
+        keep_local: Policy | int | None = arguments.KEEP_LOCAL,
         upload_limit: float | None = None,
         local_copies: int = 1,
     ):
@@ -123,7 +126,8 @@ class Checkpointer:
             upload_limit=upload_limit, failures=failures, pending_saves=pending_saves, timeout=timeout,
             local_copies=local_copies,
         )  # fmt: skip
-        retention = Retention(directory, keep if local is None else keep_local, on_save, schedule.on_commit)
+        kept = keep if local is None else arguments.local_policy(keep_local)
+        retention = Retention(directory, kept, on_save, schedule.on_commit)
         self._late_metrics = late_metrics(directory, retention, pending_saves)
         self._collective = CollectiveCalls(
             self._root, timeout, directory.uploads.discover_hosts if directory.uploads else None, pending_saves
@@ -222,9 +226,14 @@ class Checkpointer:
         """Returns the directory of a step, even if it does not exist."""
         return self._directory.path(step_number(step))
 
-    def copies(self, step: int) -> list[str]:
-        """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none."""
-        return [place.path for place in self._directory.step_copies(step)]
+    def copies(self, step: int) -> list[CopyPath]:
+        """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none.
+
+        Each is a `str` with an attribute `survives`: "the process" for memory, "the process and a restart of the host"
+        for a disk, "the loss of any one host" for the disks of two hosts, "the loss of all hosts" for a bucket or a
+        network file system.
+        """
+        return copy_paths(self._directory, step)
 
     @property
     def uncopied(self) -> list[int]:

@@ -33,8 +33,9 @@ class Closing:
         with self._pending_saves.changing_run():
             directory = self._directory
             self._collective.run_on_process_0(
-                "finish()", directory.finish, on_all_processes=lambda call: self._upload(call, directory.acquire_run)
-            )
+                "finish()", directory.finish,
+                on_all_processes=lambda call: self._upload(call, directory.acquire_run), afterwards=self._clear,
+            )  # fmt: skip
 
     def upload(self) -> None:
         """Waits, if there is a local tier, until every save is over and every step is uploaded. Does so once."""
@@ -48,13 +49,21 @@ class Closing:
                 self._upload(call, claim)
 
             # All processes wait for the one that uploads: launchers may stop a job once some of its processes end.
-            self._collective.run_on_process_0("close()", uploads.upload_all, on_all_processes=settle_and_upload)
+            self._collective.run_on_process_0(
+                "close()", uploads.upload_all, on_all_processes=settle_and_upload, afterwards=self._clear
+            )
 
     def _upload(self, call: Call, claim: Callable[[], bool]) -> None:
         """Begins the last upload from each host's disk, if each host has its own."""
         uploads = self._directory.uploads
         if uploads and (together := uploads.together):
             together.upload_last(call, claim)
+
+    def _clear(self, call: Call) -> None:
+        """Removes the local steps from memory, now that the job ends well."""
+        if uploads := self._directory.uploads:
+            self._retention.wait_for_hooks()  # They may add metrics to local steps.
+            uploads.clear_memory(call)
 
     def release(self) -> None:
         """Waits for the saves. Releases the lease of the run and the handler of SIGTERM even after an error."""

@@ -52,10 +52,11 @@ class CollectiveCalls:
         action: Callable[[], object],
         *,
         on_all_processes: Callable[[coordinator.Call], None] = lambda call: None,
+        afterwards: Callable[[coordinator.Call], None] = lambda call: None,
     ) -> None:
-        """Calls `on_all_processes` in all processes, then `action` in process 0.
+        """Calls `on_all_processes` in all processes, then `action` in process 0, then `afterwards` in all processes.
 
-        All processes wait for `action`, and raise its error.
+        All processes wait for `action`, and raise its error instead of calling `afterwards`.
         """
 
         def attempt() -> None:
@@ -69,6 +70,7 @@ class CollectiveCalls:
         with self.call(call_name) as call:
             on_all_processes(call)
             call.broadcast(attempt)
+            afterwards(call)
             call.close()
 
     def once_settled(self, call_name: str, action: Callable[[], object]) -> None:

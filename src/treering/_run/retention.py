@@ -138,6 +138,10 @@ class Retention:
         """Waits for the deletions that were queued so far."""
         self._deletion_queue.wait()
 
+    def wait_for_hooks(self) -> None:
+        """Waits for the calls of `on_save` that were queued so far."""
+        self._hook_queue.wait()
+
     def close_after(self, last: PendingSave) -> None:
         """Releases the lease of the run in the background, once the save `last` and all background jobs are over."""
 

@@ -175,12 +175,20 @@ class Uploads(Protocol):
         """Returns the steps that are not uploaded yet, or not known to be."""
         ...
 
+    def is_on_two_hosts(self, path: str) -> bool:
+        """Returns True if the disks of two hosts have each file of the local step at a path. Process 0 knows it."""
+        ...
+
     def acquire_for_upload(self) -> bool:
         """Acquires the leases if a step is to be uploaded. Returns True if this process has them."""
         ...
 
     def upload_all(self) -> None:
         """Waits until every step is uploaded. Raises `SaveError`."""
+        ...
+
+    def clear_memory(self, call: Call) -> None:
+        """Removes the local steps, if they are in memory. Every process calls it, once all steps are uploaded."""
         ...
 
 

@@ -13,6 +13,7 @@ from .._run.open import restore
 from .._save.save import save
 from ..errors import CorruptError, NotFoundError
 from ..formats.treering import removal
+from ..stores import survival
 from ..stores.probe import Finding, disk_findings, drop_page_cache, median_seconds
 from ..stores.store import Store
 
@@ -29,7 +30,12 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
     folder = posixpath.join(place, f"treering-doctor-{os.urandom(4).hex()}")
     store.make_folders(folder, [])
     try:
-        findings = [*disk_findings(store, folder), *_probe_any_store(store, folder), *_probe_rates(store, folder, size)]
+        findings = [
+            Finding("a tier here survives", survival.survives(store, folder)),
+            *disk_findings(store, folder),
+            *_probe_any_store(store, folder),
+            *_probe_rates(store, folder, size),
+        ]
     finally:
         _remove(store, folder)
     return findings

@@ -15,6 +15,7 @@ from .._run.step_fallback import open_in_store
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved
+from ..stores import survival
 from ..stores.file_io import is_folder
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
@@ -51,7 +52,8 @@ class Row:
 class Listing:
     """The steps of a run, ascending. `archived` are the directories of steps that a `rewind` archived.
 
-    `closed` are paths without a row that may be steps or contain steps, and that this process may not read.
+    `closed` are paths without a row that may be steps or contain steps, and that this process may not read. `tier` is
+    "local" or "remote" in a run with a local tier; `survives` says what the copies there survive.
     """
 
     path: str
@@ -59,6 +61,8 @@ class Listing:
     archived: tuple[str, ...]
     finished: bool
     closed: tuple[str, ...] = ()
+    tier: Literal["local", "remote"] | None = None
+    survives: str | None = None
 
     @property
     def latest(self) -> int | None:
@@ -100,6 +104,7 @@ def list_run(
         closed = tuple(path for path, _ in unreadable_steps(store, place, {row.path for row in rows}))
         archived = tuple(_run.archived_runs(store, place))
         finished = store.stat(posixpath.join(place, _run.FINISHED_MARK)) is not None
+        tier = _tier(store, place)
         linked = links.find_links(store, place)
         rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
@@ -112,7 +117,16 @@ def list_run(
             if rows[n].state == "good":
                 break
         rows = _mark_deleted(store, place, keep, rows)
-    return Listing(place, tuple(rows), archived, finished, closed)
+    return Listing(
+        place, tuple(rows), archived, finished, closed, tier, survival.survives(store, place) if tier else None
+    )
+
+
+def _tier(store: Store, place: str) -> Literal["local", "remote"] | None:
+    """Returns which tier of a run a directory is; None in a run that never had a local tier."""
+    if store.stat(posixpath.join(place, _run.JOURNAL)) is not None:
+        return "local"
+    return "remote" if store.stat(posixpath.join(place, _run.GENERATIONS)) is not None else None
 
 
 def is_run(store: Store, place: str, prefix: str | None = None) -> bool:

@@ -33,6 +33,7 @@ except ImportError:  # Windows
 # ext4, xfs, btrfs, tmpfs, overlayfs (statfs(2) f_type).
 _LOCAL_FS_TYPES = {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x794C7630}
 _FUSE_FS_TYPE = 0x65735546
+_MEMORY_FS_TYPES = {0x01021994, 0x858458F6}  # tmpfs, ramfs
 _ABSENT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, getattr(errno, "ESTALE", 0)}
 UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _NOT_A_FILE_ERRNOS = {errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ELOOP}
@@ -492,6 +493,11 @@ class Disk:
     def is_local(self, fd: int) -> bool:
         """Returns True if the file is on a local file system that is known to be safe for mapping."""
         return _filesystem_type(fd) in _LOCAL_FS_TYPES
+
+
+def is_in_memory(path: str) -> bool:
+    """Returns True if a path is on a file system in memory; False where that is not known."""
+    return _filesystem_type(path) in _MEMORY_FS_TYPES
 
 
 def _filesystem_type(place: int | str) -> int | None:

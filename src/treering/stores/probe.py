@@ -37,7 +37,7 @@ def disk_findings(store: Store, folder: str) -> Iterator[Finding]:
     if not isinstance(store, Filesystem):
         return
     disk = store.disk
-    kind, network = _mount_type(folder)
+    kind, network = mount_type(folder)
     yield Finding("file system", kind, "", _NETWORK_ADVICE if network else "")
     free = shutil.disk_usage(folder).free
     yield Finding(
@@ -74,7 +74,7 @@ def drop_page_cache(store: Store, path: str) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _mount_type(folder: str) -> tuple[str, bool]:
+def mount_type(folder: str) -> tuple[str, bool]:
     """Returns the type of a directory's file system, and whether it is on a network."""
     if sys.platform != "linux":
         return "unknown", False

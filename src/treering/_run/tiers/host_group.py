@@ -105,6 +105,15 @@ class HostGroup:
                 with removal.logging_errors(path):
                     removal.delete(self._local.store, path)
 
+    def clear(self, call: Call) -> None:
+        """Deletes the steps that process 0 has deleted, before its lease is released. Every process calls it."""
+        orders = call.broadcast(lambda: encode(Orders(retired=self._local.journal.contents.retired)))
+        if self._leads and self.index:
+            with removal.logging_errors(self._local.root):
+                self._local.obey(decode(orders, Orders))
+                self._local.clear()
+        call.gather_and_decide(None, lambda _: None)
+
     def pin(self, step: int, wanted: bool) -> None:
         """Does to a step on this disk what `pins.pin` does."""
         for path in self._paths(lambda one: one == step):

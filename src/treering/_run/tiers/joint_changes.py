@@ -36,6 +36,15 @@ class JointChanges:
         """The number of disks that are to have each array file."""
         return 1 if self._copies is None else 2
 
+    def is_on_two_hosts(self, path: str) -> bool:
+        """Returns True if the disks of two hosts have each file of a local step. Only process 0 knows it."""
+        return self._copies is not None and self._copies.is_safe(path)
+
+    def wait_for_copies(self) -> None:
+        """Waits until no second copies are made."""
+        if self._copies:
+            self._copies.wait()
+
     def orders(self) -> Any:
         """Returns what the other disks have to do before a save. Process 0 sends it to them."""
         return self._group.orders()

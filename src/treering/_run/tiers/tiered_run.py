@@ -11,10 +11,12 @@ from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, SaveError
 from ...formats.treering import copy, host_files, metrics, pins, removal, summary
 from ...keep import Policy, Saved
+from ...stores import survival
 from ...stores.read_errors import is_full
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
+from .clearing import clear_steps
 from .host_copies import HostCopies
 from .joint_changes import JointChanges
 from .journal import Claim, Generations, read_generations, write_generations
@@ -69,6 +71,10 @@ class TieredRun(TierReads):
     def start_upload(self) -> None:
         """Uploads missing steps in the background, and deletes the steps that the policy does not keep."""
         self._uploader.begin()
+
+    def is_on_two_hosts(self, path: str) -> bool:
+        """Returns True if the disks of two hosts have each file of the local step at a path."""
+        return self.together is not None and self.together.is_on_two_hosts(path)
 
     @property
     def uploading_step(self) -> int | None:
@@ -304,6 +310,25 @@ class TieredRun(TierReads):
             self._retain(None)
             if problem := self._problem(error):
                 raise problem
+
+    def clear_memory(self, call: Call) -> None:
+        """Removes the steps from all disks if that of process 0 is in memory, and this job writes the run.
+
+        Every process calls it, once all steps are uploaded.
+        """
+        local = self.local
+
+        def missing() -> list[int]:
+            self.upload_metrics()  # They may have come after the last upload.
+            return self.to_upload()
+
+        if not call.broadcast(lambda: self.claimed and survival.is_memory_of_host(local.steps.store, local.root)):
+            return
+        if self.together:
+            self.together.wait_for_copies()  # They would bring files back.
+        call.broadcast(lambda: clear_steps(local, self.remote, missing))
+        if self.host_group:
+            self.host_group.clear(call)
 
     def _problem(self, error: BaseException | None) -> SaveError | None:
         """Returns an error that names the steps that are not in the remote tier, and why. None if all are."""
