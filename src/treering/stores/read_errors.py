@@ -89,3 +89,8 @@ def refusal(error: TreeringError | OSError, path: str) -> str:
         raise
     except (TreeringError, OSError) as found:
         return str(found)
+
+
+def is_full(error: OSError) -> bool:
+    """Returns True if a disk or a quota is full."""
+    return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))

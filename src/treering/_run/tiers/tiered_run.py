@@ -12,6 +12,7 @@ from ...errors import CorruptError, ExistsError, SaveError
 from ...formats.treering import copy, host_files, metrics, pins, removal, summary
 from ...keep import Policy, Saved
 from ...stores import survival
+from ...stores.read_errors import is_full
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
@@ -200,7 +201,8 @@ class TieredRun(TierReads):
             if self.host_group:
                 self.host_group.committed()
                 if replaced := self._replaced.pop(step, ""):  # The other disks may have it for a while.
-                    self.tier.journal.retire({replaced: "deleted"})
+                    with removal.logging_errors(self.local.root):
+                        self.tier.journal.retire({replaced: "deleted"})
         self._ended = False
         self._uploader.begin()
 
@@ -405,7 +407,13 @@ class TieredRun(TierReads):
         """Records that a local step is about to be deleted, so that the other hosts delete their files of it."""
         self._has_deleted = True
         if self.host_group and not self.index:
-            self.tier.retire([path], "deleted")
+            try:
+                self.tier.retire([path], "deleted")
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                # The deletion makes room. After a crash the other hosts archive their files of the step.
+                _log.warning("%s: deleted without a record: %s", path, error)
 
     def _on_remote_delete(self, path: str) -> None:
         """Notes a remote step that is about to be deleted. Keeps its metrics: local steps are ranked by them."""

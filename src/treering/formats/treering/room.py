@@ -6,7 +6,6 @@ that precedes the commit, and asks there. The other processes take part once the
 """
 
 import contextlib
-import errno
 import os
 import posixpath
 import shutil
@@ -16,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from ..._processes.calls import Call, error_watcher
 from ...errors import SaveError
+from ...stores.read_errors import is_full
 from .save_files import SaveFiles
 
-_FULL_ERRNOS = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 T = TypeVar("T")
 
 
@@ -61,7 +60,7 @@ class Room:
             try:
                 return write()
             except OSError as error:
-                if error.errno not in _FULL_ERRNOS:
+                if not is_full(error):
                     raise
                 with self._lock:
                     if self._error:
