@@ -177,7 +177,7 @@ class World:
             if job.epoch != self.epoch:
                 if not self.epoch_is_open or any(one.claimed for one in newer):
                     continue
-                is_sure = not any(one.tried for one in newer)
+                is_sure = False  # Nothing orders the jobs of several series.
             else:
                 if not confirming & self.writers:
                     continue
@@ -202,8 +202,10 @@ class World:
         for identity, step in self.uploaded.items():
             must.setdefault(step, identity)
         lost = {
-            step: one for step, one in must.items() if listed.get(step) != one and self.is_complete(one, disks)
-            and not (job and listed.get(step) in job.may)
+            step: one
+            for step, one in must.items()
+            if listed.get(step) != one and self.is_complete(one, disks & job.disks if job else disks)
+            and not (job and listed.get(step) in {*job.must.values(), *job.may})
         }
         return f"lost: {lost}" if lost else ""
 
@@ -294,7 +296,15 @@ class RunningJob:
 
     def _list(self, run: TieredRun) -> dict[int, str]:
         store = stores.get(self.world.root)
-        return {step: host_files.identity(store, path) for step, path in run.all_steps().items()}
+        found = {step: host_files.identity(store, path) for step, path in run.all_steps().items()}
+        return {step: one for step, one in found.items() if self._is_complete(step, one)}
+
+    def _is_complete(self, step: int, identity: str) -> bool:
+        """Returns True if the files of a step are on disks of this job, or remote."""
+        store, name = stores.get(self.world.root), f"step-{step:08}"
+        places = [f"{one}/{name}" for one in (*(run.local.root for run in self.runs), self.world.remote)]
+        listed = next(host_files.listed_files(store, one) for one in places if host_files.identity(store, one) == identity)
+        return all(any(os.path.exists(f"{one}/{file}") for one in places) for file in listed or ())
 
     def _begin(self) -> None:
         """The model notes that the job is about to change something."""

@@ -20,7 +20,7 @@ from .. import run_layout
 from ..step_catalog import StepCatalog
 from .exchange import Exchange
 from .joint_upload import JointUpload, Progress, only_process_0, take_part
-from .journal import Generations
+from .journal import Claim, Generations
 from .local_tier import LocalTier, Orders, decode, encode
 from .meeting import Meeting
 
@@ -46,12 +46,13 @@ class HostGroup:
 
     # Changes that all hosts make. Every process of the job calls these methods in the same order.
 
-    def claim(self, generation: int, found: Generations | None) -> None:
-        """Claims the run for all disks. Process 0 calls it, and `orders` tells the other disks.
+    def claims(self) -> list[Claim]:
+        """Returns, in process 0, the claims that the disks had recorded when this job began."""
+        return self._meeting.claims()
 
-        found: the generations of the run before this claim.
-        """
-        self._orders = self._meeting.orders(generation, found)
+    def claim(self, base: Generations, found: Generations | None) -> None:
+        """Claims the run for all disks. Process 0 calls it, and `orders` tells the other disks. See `Meeting.orders`."""
+        self._orders = self._meeting.orders(base, found)
         self._local.obey(self._orders)
         self._on_claim()
 
@@ -99,7 +100,7 @@ class HostGroup:
 
     def delete(self, step: int) -> None:
         """Deletes a step that process 0 has deleted."""
-        if paths := self._paths(lambda one: one == step):
+        if paths := self._own_paths(step):
             self._local.retire(paths, "deleted")
             for path in paths:
                 with removal.logging_errors(path):
@@ -107,7 +108,7 @@ class HostGroup:
 
     def pin(self, step: int, wanted: bool) -> None:
         """Does to a step on this disk what `pins.pin` does."""
-        for path in self._paths(lambda one: one == step):
+        for path in self._own_paths(step):
             if host_files.identity(self._local.store, path):
                 pins.pin(self._local.store, path, wanted)
 
@@ -116,6 +117,14 @@ class HostGroup:
         paths = self._paths(lambda one: one > step)
         self._local.retire(paths, "archived")
         self._local.archive(paths)
+
+    def _own_paths(self, step: int) -> list[str]:
+        """Returns the folder of a step, unless it is that of an abandoned branch, which the claim is going to archive."""
+        paths = self._paths(lambda one: one == step)
+        if self._begun is None:
+            return paths
+        own = {path: host_files.identity(self._local.store, path) for path in paths}
+        return [path for path in paths if own[path] in ("", self._begun.get(posixpath.basename(path)))]
 
     def _paths(self, chosen: Callable[[int], bool]) -> list[str]:
         if not (self._leads and self._index):

@@ -172,10 +172,14 @@ class Meeting:
         sizes = [one.steps[name].sizes for one in self._reports.values() if name in one.steps]
         return listed is not None and all(any(own.get(file) == size for own in sizes) for file, size in listed.items())
 
-    def orders(self, generation: int, found: Generations | None) -> Orders:
+    def claims(self) -> list[Claim]:
+        """Returns the claims that the disks have recorded."""
+        return [claim for one in self._reports.values() for claim in one.journal.claims]
+
+    def orders(self, base: Generations, found: Generations | None) -> Orders:
         """Returns the orders for all disks when the job claims the run.
 
-        generation: of this job. found: the generations of the run before this claim.
+        base: the generations of the run before this claim, or those of a new series. found: None for a new series.
         """
         if found != self._generations:
             self._merge(found)  # Another job has claimed the run since this one began.
@@ -189,10 +193,11 @@ class Meeting:
                 manifests |= self._local.manifest_of(name)
         ids = {index: one.journal.disk for index, one in reports.items()}
         claim = Claim(
-            generation,
-            found.written_by if found else 0,
+            base.next,
+            base.written_by,
             tuple(ids[index] for index in sorted(ids)),
             tuple(ids[index] for index in verdict.heirs),
+            base.series,
         )
         return Orders(claim, retired, manifests, bool(verdict.heirs) and verdict.lost_first)
 

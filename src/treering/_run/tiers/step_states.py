@@ -44,23 +44,22 @@ def last_claim(disks: Mapping[int, Disk], generations: Generations | None, *, is
     if generations is None:
         confirmed = claims if is_empty else []
     else:
-        confirmed = [one for one in claims if generations.written_by in (one.generation, one.base)]
-    return max(confirmed, key=lambda claim: claim.generation, default=None)
+        own = [one for one in claims if one.series == generations.series]
+        confirmed = [one for one in own if generations.written_by in (one.generation, one.base)]
+    return max(confirmed, key=lambda claim: claim.job, default=None)
 
 
 def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) -> tuple[int, ...]:
     """Returns the disks whose steps belong to the run: those that the job of the last claim used.
 
     A disk that the job was going to use may lack the claim, because the job was killed. It counts if its steps belonged
-    to the run before. `is_new`: True for a run that no job has claimed and that has no remote steps: all disks count.
+    to the run before, unless it is an old copy of a disk that has the claim. `is_new`: True for a run that no job has claimed and that has no remote steps: all disks count.
     """
     if claim is None:
         return tuple(sorted(disks)) if is_new and not any(one.journal.claims for one in disks.values()) else ()
-    found = [
-        index
-        for index, (journal, _) in disks.items()
-        if journal.disk in claim.heirs or any(one.generation == claim.generation for one in journal.claims)
-    ]
+    claimed = {n: one.journal.disk for n, one in disks.items() if any(c.job == claim.job for c in one.journal.claims)}
+    others = set(claim.heirs).difference(claimed.values())
+    found = [index for index, one in disks.items() if index in claimed or one.journal.disk in others]
     return tuple(sorted(found, key=lambda index: (disks[index].journal.disk != claim.disks[0], index)))
 
 
