@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from lockstep import Lockstep, LockstepCall, current_process
-from sampling import SEED, STRIDE
+from sampling import SEED, STRIDE, sample_points
+import treering as tr
 from treering import formats, stores
 from treering._processes import assignment, coordinator
 from treering._run.plain_run import PlainRun
@@ -30,6 +31,7 @@ from treering._save import save as _save
 from treering._save.options import SaveOptions
 from treering._threads.pool import ThreadPool
 from treering.formats.treering import host_files
+from treering.keep import Policy
 from treering.stores.posix import Disk
 from treering.testing._doubles import QuickDisk, SteppedDisk
 
@@ -101,6 +103,8 @@ class JobModel:
 
 class World:
     """Disks, a remote tier, and the model of both. Versions of steps are the identities of their manifests."""
+
+    keep: Policy | None = None  # of remote steps
 
     def __init__(self, root: str, seed: str):
         self.root, self.random = root, random.Random(seed)
@@ -215,7 +219,7 @@ class World:
 
     # Jobs
 
-    def job(self, disks: str, plan: list[str], kill_at: int, kills_all: bool) -> None:
+    def job(self, disks: str, plan: list[str], kill_at: int, kills_all: bool) -> "RunningJob":
         lives = frozenset(map(self.life, disks))
         model = JobModel(len(self.jobs) + 1, lives, self)
         self.log.append(f"job {model.number} on {disks}: {plan}, killed at {kill_at}{' all' if kills_all else ''}")
@@ -232,6 +236,7 @@ class World:
             self.jobs.append(model)
         self.look(model)
         self.check_files()
+        return job
 
     def disturb(self) -> None:
         """Does to disks, clocks and the remote tier what may happen between jobs."""
@@ -270,7 +275,7 @@ class RunningJob:
         def plain(root: str) -> PlainRun:
             return PlainRun(StepCatalog(stores.get(root), root, RunLayout()), lambda: False)
 
-        run = TieredRun(plain(local), plain(self.world.remote), None, None, lambda error: None, 5.0)
+        run = TieredRun(plain(local), plain(self.world.remote), self.world.keep, None, lambda error: None, 5.0)
         run._uploader.begin = lambda: None  # type: ignore[method-assign] # uploads run when the plan says so
         return run
 
@@ -486,3 +491,39 @@ def test_jobs_on_any_disks_killed_anywhere(number: int) -> None:
     """Nothing committed is lost, and no abandoned, deleted or replaced step comes back."""
     for n in range(8 if STRIDE > 1 else 100):
         _try(f"{SEED} {number} {n}", 6)
+
+
+def _changes(disks: str, *plans: list[str], copies: int = 1) -> int:
+    """Returns the number of changes that the last of some jobs makes."""
+    with worlds("count") as world:
+        world.names, world.copies = "abc", copies
+        for plan in plans:
+            counted = world.job(disks, plan, 0, True)
+        return counted.disk.count
+
+
+@pytest.mark.parametrize("change", ["delete", "rewind"])
+def test_change_cut_short_deletes_no_part_of_a_step(change: str) -> None:
+    """A step that is still on the disk of process 0 keeps its files on the other disks."""
+    plans = [["save", "save", "save"], [change]]
+    for at in sample_points(range(1, _changes("ab", *plans) + 1)):
+        with worlds("cut") as world:
+            world.names, world.copies, world.keep = "ab", 1, tr.keep.last(1)
+            world.job("ab", plans[0], 0, True)
+            world.job("ab", plans[1], at, True)
+            world.job("ab", ["save", "upload"], 0, True)
+            assert world.manifests(world.path("a")) == world.manifests(world.path("b")), f"killed at {at}"
+
+
+@pytest.mark.parametrize("disks", ["cb", "bc", "cab"])
+def test_replacement_cut_short_leaves_a_step(disks: str) -> None:
+    """Also without the disk of process 0: the two others have all files of the old or of the new version."""
+    plans = [["save"], ["overwrite"]]
+    for at in sample_points(range(1, _changes("abc", *plans, copies=2) + 1)):
+        for kills_all in (False, True):
+            with worlds("replaced") as world:
+                world.names, world.copies = "abc", 2
+                world.job("abc", plans[0], 0, True)
+                world.job("abc", plans[1], at, kills_all)
+                (step,) = world.jobs[0].must
+                assert list(world.job(disks, [], 0, True).listed) == [step], f"killed at {at}"

@@ -92,11 +92,14 @@ class HostGroup:
         """Notes that a step was committed: all disks have obeyed the orders that came with it."""
         self._orders = None
 
-    def adopt(self, path: str, data: bytes) -> None:
-        """Stores, on the disk of another host, the manifest that process 0 has committed."""
-        if self._leads and self._index:
+    def replace(self, path: str) -> None:
+        """Records, before a save, the step that it is to replace on the disk of this host.
+
+        Once a disk has the new manifest, this one is known to be older, even on disks that a later job has without it.
+        """
+        if self._leads:
+            self._local.journal.write()  # It may have been removed while this job runs.
             self._local.retire([path], "deleted")
-            host_files.adopt_manifest(self._local.store, path, data)
 
     def delete(self, step: int) -> None:
         """Deletes a step that process 0 has deleted."""
@@ -179,12 +182,16 @@ class HostGroup:
             if identity == current.get(name):
                 continue
             if name in current:
+                if not current[name] and self._local.has_manifest(name):
+                    continue  # This disk cannot read it now.
                 manifests |= self._local.manifest_of(name)
             if identity and identity not in journal.contents.retired and (why := self._why_strange(name, identity)):
                 strange[identity] = why
         if strange:
             journal.retire(strange)
-        return Orders(retired=journal.contents.retired, manifests=manifests)
+        # A change that was cut short has left a record of a step that is still here.
+        retired = {one: why for one, why in journal.contents.retired.items() if one not in current.values()}
+        return Orders(retired=retired, manifests=manifests)
 
     def _why_strange(self, name: str, identity: str) -> str:
         """Returns why a step that only other disks have is not of the run: "deleted" if it is complete remotely.

@@ -122,7 +122,11 @@ class Meeting:
     def _merge(self, generations: Generations | None) -> None:
         self._generations, self._remote_paths = generations, None
         disks = {
-            index: step_states.Disk(one.journal, {name: files.identity for name, files in one.steps.items()})
+            index: step_states.Disk(
+                one.journal,
+                {name: files.identity for name, files in one.steps.items()},
+                [name for name, files in one.steps.items() if files.is_unreadable],
+            )
             for index, one in self._reports.items()
         }
         is_empty = generations is None and not self._committed_remotely()
@@ -199,7 +203,13 @@ class Meeting:
             tuple(ids[index] for index in verdict.heirs),
             base.series,
         )
-        return Orders(claim, retired, manifests, bool(verdict.heirs) and verdict.lost_first)
+        unnamed = {
+            name
+            for one in reports.values()
+            for name, files in one.steps.items()
+            if files.is_unreadable or (not files.identity and verdict.heirs and verdict.lost_first)
+        }
+        return Orders(claim, retired, manifests, tuple(sorted(unnamed)))
 
     def _step(self, name: str) -> int | None:
         return run_layout.parse_step_name(name, self._local.steps.prefix)

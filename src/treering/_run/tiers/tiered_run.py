@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from ..._core.entries import step_number
 from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, SaveError
-from ...formats.treering import copy, host_files, metrics, pins, removal, summary
+from ...formats.treering import copy, metrics, pins, removal, summary
 from ...keep import Policy, Saved
 from ...stores.lease_registry import LeaseLostError
 from .. import run_layout
@@ -40,7 +40,6 @@ class TieredRun(TierReads):
         self._seen_remote: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
         self._dropped: dict[int, str] = {}  # steps that the policy has deleted remotely, and their identities
-        self._replaced: dict[int, str] = {}  # steps that are being overwritten, and the identities of the old ones
         local.on_delete, remote.on_delete = self._on_local_delete, self._on_remote_delete
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_remote: set[int] = set()  # A save looks at the remote tier only for these steps.
@@ -140,10 +139,7 @@ class TieredRun(TierReads):
         complete = [
             one for one in remote if not (one > step and self.remote.steps.is_damaged(one, self.remote.step_path(one)))
         ]
-        found = self.local.reserve_step(step, on_exists, pending_steps, complete)
-        if self.host_group and found and found[1]:
-            self._replaced[step] = host_files.identity(self.local.steps.store, found[0])
-        return found
+        return self.local.reserve_step(step, on_exists, pending_steps, complete)
 
     def acquire_for_save(self) -> None:
         self._claim()
@@ -165,8 +161,6 @@ class TieredRun(TierReads):
             self._copied.pop(step, None)
             if self.host_group:
                 self.host_group.committed()
-                if replaced := self._replaced.pop(step, ""):  # The other disks may have it for a while.
-                    self.tier.journal.retire({replaced: "deleted"})
         self._ended = False
         self._uploader.begin()
 
@@ -206,13 +200,15 @@ class TieredRun(TierReads):
             pins.pin(self.remote.steps.store, path, wanted)
 
     def delete(self, step: int) -> None:
-        for place in self.step_copies(step):
+        places = self.step_copies(step)
+        for place in places:
             self._side(place.path).check_unpinned_and_unlinked(place.path)
-        self._claim()
+        is_remote = any(self._side(place.path) is self.remote for place in places)
+        if is_remote:
+            self._claim()
         with self._uploader.paused():
             self._seen_remote = []
-            places = self.step_copies(step)
-            if any(self._side(place.path) is self.remote for place in places):
+            if is_remote:
                 self._mark_remote()  # Otherwise an older local tier, which this job lacks, would upload it again.
             for place in places:  # Local first: a step that is only local would be uploaded again.
                 self._side(place.path).delete(step)
