@@ -81,18 +81,14 @@ class HostCopies:
         jobs: list[_Job] = []
         safe: set[str] = set()
         for name in sorted(self._local.folders(), reverse=True):  # the newest first
-            path = self._local.path(name)
-            identity, files = (
-                host_files.identity(self._local.store, path),
-                host_files.listed_files(self._local.store, path),
-            )
+            store, path = self._local.store, self._local.path(name)
+            identity, files = host_files.identity(store, path), host_files.listed_files(store, path)
             if not identity or files is None:
                 continue
             there = {process: own[name].sizes for process, own in disks.items() if name in own}
             if found := missing_copies(files, there, self._hosts):
-                jobs.append(
-                    _Job(name, identity, {str(n): [(one.file, one.source) for one in own] for n, own in found.items()})
-                )
+                missing = {str(process): [(one.file, one.source) for one in own] for process, own in found.items()}
+                jobs.append(_Job(name, identity, missing))
             elif all(sum(own.get(file.name) == file.size for own in there.values()) > 1 for file in files):
                 safe.add(identity)
         for identity in safe - self._safe:

@@ -20,7 +20,7 @@ from .. import run_layout
 from ..step_catalog import StepCatalog
 from .exchange import Exchange
 from .joint_upload import JointUpload, Progress, only_process_0, take_part
-from .journal import Generations
+from .journal import Claim, Generations
 from .local_tier import LocalTier, Orders, decode, encode
 from .meeting import Meeting
 
@@ -46,12 +46,13 @@ class HostGroup:
 
     # Changes that all hosts make. Every process of the job calls these methods in the same order.
 
-    def claim(self, generation: int, found: Generations | None) -> None:
-        """Claims the run for all disks. Process 0 calls it, and `orders` tells the other disks.
+    def claims(self) -> list[Claim]:
+        """Returns, in process 0, the claims that the disks had recorded when this job began."""
+        return self._meeting.claims()
 
-        found: the generations of the run before this claim.
-        """
-        self._orders = self._meeting.orders(generation, found)
+    def claim(self, base: Generations, found: Generations | None) -> None:
+        """Claims the run for all disks. Process 0 calls it; `orders` tells the other disks. See `Meeting.orders`."""
+        self._orders = self._meeting.orders(base, found)
         self._local.obey(self._orders)
         self._on_claim()
 
@@ -91,15 +92,18 @@ class HostGroup:
         """Notes that a step was committed: all disks have obeyed the orders that came with it."""
         self._orders = None
 
-    def adopt(self, path: str, data: bytes) -> None:
-        """Stores, on the disk of another host, the manifest that process 0 has committed."""
-        if self._leads and self.index:
+    def replace(self, path: str) -> None:
+        """Records, before a save, the step that it is to replace on the disk of this host.
+
+        Once a disk has the new manifest, this one is known to be older, even on disks that a later job has without it.
+        """
+        if self._leads:
+            self._local.journal.write()  # It may have been removed while this job runs.
             self._local.retire([path], "deleted")
-            host_files.adopt_manifest(self._local.store, path, data)
 
     def delete(self, step: int) -> None:
         """Deletes a step that process 0 has deleted."""
-        if paths := self._paths(lambda one: one == step):
+        if paths := self._own_paths(step):
             self._local.retire(paths, "deleted")
             for path in paths:
                 with removal.logging_errors(path):
@@ -116,7 +120,7 @@ class HostGroup:
 
     def pin(self, step: int, wanted: bool) -> None:
         """Does to a step on this disk what `pins.pin` does."""
-        for path in self._paths(lambda one: one == step):
+        for path in self._own_paths(step):
             if host_files.identity(self._local.store, path):
                 pins.pin(self._local.store, path, wanted)
 
@@ -125,6 +129,14 @@ class HostGroup:
         paths = self._paths(lambda one: one > step)
         self._local.retire(paths, "archived")
         self._local.archive(paths)
+
+    def _own_paths(self, step: int) -> list[str]:
+        """Returns the folder of a step, unless it belongs to an abandoned branch, which the claim archives."""
+        paths = self._paths(lambda one: one == step)
+        if self._begun is None:
+            return paths
+        own = {path: host_files.identity(self._local.store, path) for path in paths}
+        return [path for path in paths if own[path] in ("", self._begun.get(posixpath.basename(path)))]
 
     def _paths(self, chosen: Callable[[int], bool]) -> list[str]:
         if not (self._leads and self.index):
@@ -179,12 +191,16 @@ class HostGroup:
             if identity == current.get(name):
                 continue
             if name in current:
+                if not current[name] and self._local.has_manifest(name):
+                    continue  # This disk cannot read it now.
                 manifests |= self._local.manifest_of(name)
             if identity and identity not in journal.contents.retired and (why := self._why_strange(name, identity)):
                 strange[identity] = why
         if strange:
             journal.retire(strange)
-        return Orders(retired=journal.contents.retired, manifests=manifests)
+        # A change that was cut short has left a record of a step that is still here.
+        retired = {one: why for one, why in journal.contents.retired.items() if one not in current.values()}
+        return Orders(retired=retired, manifests=manifests)
 
     def _why_strange(self, name: str, identity: str) -> str:
         """Returns why a step that only other disks have is not of the run: "deleted" if it is complete remotely.

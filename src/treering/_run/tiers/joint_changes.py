@@ -54,7 +54,10 @@ class JointChanges:
         self._group.obey(orders)
         if back_to is not None:
             self._group.archive_after(back_to)
-        return posixpath.join(self._local, posixpath.basename(path))
+        path = posixpath.join(self._local, posixpath.basename(path))
+        with as_save_error(self._local):
+            self._group.replace(path)
+        return path
 
     def claim(self, call: Call, claim: Callable[[], bool]) -> bool:
         """Claims the run on all disks before it is changed. Returns False if `claim` in process 0 does."""

@@ -11,7 +11,7 @@ those before it. So no clock decides which of two disks is newer.
 
 import os
 import posixpath
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,7 +29,7 @@ _VERSION = 1
 class Claim(msgspec.Struct, frozen=True):
     """A job's claim of the run.
 
-    generation: larger than that of every earlier job.
+    generation: larger than that of every earlier job. series: that of `Generations`.
     base: the generation of the job that had last changed the remote tier.
     disks: the disks of the job; the first one is that of process 0.
     heirs: those of them whose steps belonged to the run when the job began.
@@ -39,6 +39,12 @@ class Claim(msgspec.Struct, frozen=True):
     base: int
     disks: tuple[str, ...]
     heirs: tuple[str, ...]
+    series: str
+
+    @property
+    def job(self) -> tuple[int, str]:
+        """Identifies the job. A later job compares greater."""
+        return self.generation, self.series
 
 
 class Contents(msgspec.Struct, frozen=True):
@@ -59,8 +65,13 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 class Generations(msgspec.Struct, frozen=True):
-    """The generations of the jobs that have written a run: the next one, and that of the last change of the run."""
+    """The generations of the jobs that have written a run: the next one, and that of the last change of the run.
 
+    series: a random name. If the file is lost, the next job begins another series, because it cannot know all earlier
+        generations: a claim of an earlier series never looks like one of the new series.
+    """
+
+    series: str
     next: int = 1
     written_by: int = 0
     version: Any = _VERSION
@@ -115,7 +126,7 @@ class Journal:
 
     def claim(self, claim: Claim, retired: dict[str, str]) -> None:
         """Records a claim of the run, and the steps that have left it. The caller holds the lease of the disk."""
-        claims = [one for one in self.contents.claims if one.generation != claim.generation]
+        claims = [one for one in self.contents.claims if one.job != claim.job]
         self.write(claims=(*claims, claim)[-_MAX_CLAIMS:], retired=retired)
 
     def retire(self, identities: dict[str, str]) -> None:
@@ -137,10 +148,15 @@ def write_generations(store: Store, root: str, found: Generations) -> None:
     _write(store, posixpath.join(root, run_layout.GENERATIONS), found)
 
 
+def begin_series(claims: Iterable[Claim]) -> Generations:
+    """Returns the generations of a run without them. The next one is larger than those of the known claims."""
+    return Generations(os.urandom(8).hex(), 1 + max((one.generation for one in claims), default=0))
+
+
 def invalidate_local_tiers(store: Store, root: str) -> None:
     """Notes that a job without a local tier changes the run: steps that only older local tiers have leave the run."""
     if found := read_generations(store, root):
-        write_generations(store, root, Generations(found.next + 1, found.next))
+        write_generations(store, root, Generations(found.series, found.next + 1, found.next))
 
 
 def check_not_local(store: Store, root: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..._threads.preload_decoders import preload_decoders
-from ...formats.treering import host_files, removal
+from ...formats.treering import host_files, removal, summary
 from .. import run_layout
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
@@ -32,13 +32,14 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     claim: to be recorded in the journal, once the other orders are obeyed.
     retired: the identities of steps that are not of the run, and if they are "archived" or "deleted".
     manifests: by name, those of steps of which a disk may have array files alone.
-    archives_unnamed: True to archive folders of array files without any manifest.
+    unnamed: the names of the folders to archive if they have no manifest, because a disk that is not here, or cannot
+        be read now, may have it.
     """
 
     claim: Claim | None = None
     retired: dict[str, str] = {}
     manifests: dict[str, str] = {}
-    archives_unnamed: bool = False
+    unnamed: tuple[str, ...] = ()
 
 
 preload_decoders(Report, Orders)
@@ -86,12 +87,14 @@ class LocalTier:
                 elif orders.retired.get(own) == "deleted":
                     with removal.logging_errors(path):
                         removal.delete(self.store, path)
-                elif own in orders.retired or (not own and orders.archives_unnamed):
+                elif own in orders.retired or (name in orders.unnamed and not self.has_manifest(name)):
                     to_archive.append(path)
             self.archive(to_archive)
             if orders.claim:
-                # Last: the claim says that all steps here belong to the run.
-                self.journal.claim(orders.claim, {**self.journal.contents.retired, **orders.retired})
+                # Last: the claim says that all steps here belong to the run, even those that were to leave it.
+                there = set(self.identities().values())
+                records = {one: why for one, why in self.journal.contents.retired.items() if one not in there}
+                self.journal.claim(orders.claim, {**records, **orders.retired})
 
     def archive(self, paths: Iterable[str]) -> None:
         """Archives the steps at these paths."""
@@ -117,6 +120,10 @@ class LocalTier:
             for name in self.folders():
                 removal.collect_garbage(self.store, self.path(name), remove_empty=True)
 
+    def has_manifest(self, name: str) -> bool:
+        """Returns True if the step with a name has a manifest, even one that cannot be read."""
+        return summary.stat_manifest(self.store, self.path(name)) is not None
+
     def manifest_of(self, name: str) -> dict[str, str]:
         """Returns the manifest of a step by its name, as `Orders` have it; empty without one."""
         text = host_files.manifest_text(self.store, self.path(name))
@@ -126,9 +133,12 @@ class LocalTier:
         """Writes the manifest, the pin and the metrics of a step, which another disk has sent."""
         path = self.path(name)
         with self._turn, contextlib.suppress(FileNotFoundError):
-            own = host_files.identity(self.store, path)
+            own, text = host_files.identity(self.store, path), host_files.manifest_in(notes)
             if own and own != host_files.identity_in(notes):
-                self.archive([path])
+                if host_files.has_files_of(self.store, path, text):  # A killed save was to replace the step here.
+                    host_files.adopt_manifest(self.store, path, text.encode("latin-1"))
+                else:
+                    self.archive([path])
             host_files.adopt(self.store, path, notes, unpin=unpin)
 
 

@@ -121,7 +121,11 @@ class Meeting:
     def _merge(self, generations: Generations | None) -> None:
         self._generations, self._remote_paths = generations, None
         disks = {
-            index: step_states.Disk(one.journal, {name: files.identity for name, files in one.steps.items()})
+            index: step_states.Disk(
+                one.journal,
+                {name: files.identity for name, files in one.steps.items()},
+                [name for name, files in one.steps.items() if files.is_unreadable],
+            )
             for index, one in self._reports.items()
         }
         is_empty = generations is None and not self._committed_remotely()
@@ -171,10 +175,14 @@ class Meeting:
         sizes = [one.steps[name].sizes for one in self._reports.values() if name in one.steps]
         return listed is not None and all(any(own.get(one.name) == one.size for own in sizes) for one in listed)
 
-    def orders(self, generation: int, found: Generations | None) -> Orders:
+    def claims(self) -> list[Claim]:
+        """Returns the claims that the disks have recorded."""
+        return [claim for one in self._reports.values() for claim in one.journal.claims]
+
+    def orders(self, base: Generations, found: Generations | None) -> Orders:
         """Returns the orders for all disks when the job claims the run.
 
-        generation: of this job. found: the generations of the run before this claim.
+        base: the generations of the run before this claim, or those of a new series. found: None for a new series.
         """
         if found != self._generations:
             self._merge(found)  # Another job has claimed the run since this one began.
@@ -188,12 +196,19 @@ class Meeting:
                 manifests |= self._local.manifest_of(name)
         ids = {index: one.journal.disk for index, one in reports.items()}
         claim = Claim(
-            generation,
-            found.written_by if found else 0,
+            base.next,
+            base.written_by,
             tuple(ids[index] for index in sorted(ids)),
             tuple(ids[index] for index in verdict.heirs),
+            base.series,
         )
-        return Orders(claim, retired, manifests, bool(verdict.heirs) and verdict.lost_first)
+        unnamed = {
+            name
+            for one in reports.values()
+            for name, files in one.steps.items()
+            if files.is_unreadable or (not files.identity and verdict.heirs and verdict.lost_first)
+        }
+        return Orders(claim, retired, manifests, tuple(sorted(unnamed)))
 
     def _step(self, name: str) -> int | None:
         return run_layout.parse_step_name(name, self._local.steps.prefix)

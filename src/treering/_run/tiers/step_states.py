@@ -4,7 +4,7 @@ The journals and manifests of the disks are merged by union, so their order does
 at any moment leaves disks that a later job merges in the same way.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from .journal import Claim, Contents, Generations
@@ -14,10 +14,12 @@ class Disk(NamedTuple):
     """The report of one disk when a job begins: its journal, and the manifests in its folders of steps.
 
     manifests: by the name of the folder, the identity of the manifest there, or "" for a folder with arrays alone.
+    unreadable: the names of the folders whose manifest cannot be read.
     """
 
     journal: Contents
     manifests: Mapping[str, str]
+    unreadable: Collection[str] = ()
 
 
 class Verdict(NamedTuple):
@@ -44,24 +46,37 @@ def last_claim(disks: Mapping[int, Disk], generations: Generations | None, *, is
     if generations is None:
         confirmed = claims if is_empty else []
     else:
-        confirmed = [one for one in claims if generations.written_by in (one.generation, one.base)]
-    return max(confirmed, key=lambda claim: claim.generation, default=None)
+        own = [one for one in claims if one.series == generations.series]
+        confirmed = [one for one in own if generations.written_by in (one.generation, one.base)]
+    return max(confirmed, key=lambda claim: claim.job, default=None)
 
 
 def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) -> tuple[int, ...]:
     """Returns the disks whose steps belong to the run: those that the job of the last claim used.
 
     A disk that the job was going to use may lack the claim, because the job was killed. It counts if its steps belonged
-    to the run before. `is_new`: True for a run that no job has claimed and that has no remote steps: all disks count.
+    to the run before, unless it is an old copy of a disk that has the claim.
+
+    is_new: True for a run that no job has claimed and that has no remote steps. Then all disks count.
     """
     if claim is None:
         return tuple(sorted(disks)) if is_new and not any(one.journal.claims for one in disks.values()) else ()
-    found = [
-        index
-        for index, (journal, _) in disks.items()
-        if journal.disk in claim.heirs or any(one.generation == claim.generation for one in journal.claims)
-    ]
+    claimed = {n: one.journal.disk for n, one in disks.items() if any(c.job == claim.job for c in one.journal.claims)}
+    others = set(claim.heirs).difference(claimed.values())
+    found = [index for index, one in disks.items() if index in claimed or one.journal.disk in others]
     return tuple(sorted(found, key=lambda index: (disks[index].journal.disk != claim.disks[0], index)))
+
+
+def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:
+    """Returns why a step has left the run, as a disk has recorded and done; "" if it has not."""
+    # A disk with both the manifest and the record was killed before it removed the step, or a save failed that was to
+    # replace it. A manifest that cannot be read now may be this one.
+    found = [
+        one.journal.retired[identity]
+        for one in heirs
+        if identity in one.journal.retired and one.manifests.get(name) != identity and name not in one.unreadable
+    ]
+    return min(found, default="")  # "archived" rather than "deleted", in whatever order the disks come
 
 
 def merge(
@@ -80,12 +95,11 @@ def merge(
     claim = last_claim(disks, generations, is_empty=is_empty)
     heirs = heirs_of(disks, claim, is_new=generations is None and is_empty)
     lost_first = claim is not None and bool(heirs) and disks[heirs[0]].journal.disk != claim.disks[0]
-    # A disk that has both the manifest and the record was killed before it removed the step.
     recorded = {
         identity: why
-        for index in heirs
-        for identity, why in disks[index].journal.retired.items()
-        if identity not in disks[index].manifests.values()
+        for disk in disks.values()
+        for name, identity in disk.manifests.items()
+        if identity and (why := _why_retired(name, identity, [disks[index] for index in heirs]))
     }
     steps: dict[str, tuple[str, int]] = {}
     for index in heirs:

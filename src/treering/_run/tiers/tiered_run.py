@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from ..._core.entries import step_number
 from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, SaveError
-from ...formats.treering import copy, host_files, metrics, pins, removal, summary
+from ...formats.treering import copy, metrics, pins, removal, summary
 from ...keep import Policy, Saved
 from ...stores import survival
+from ...stores.lease_registry import LeaseLostError
 from ...stores.read_errors import is_full
 from .. import run_layout
 from ..plain_run import PlainRun
@@ -19,7 +20,7 @@ from ..retention import Retention
 from .clearing import clear_steps
 from .host_copies import HostCopies
 from .joint_changes import JointChanges
-from .journal import Claim, Generations, read_generations, write_generations
+from .journal import Claim, Generations, begin_series, read_generations, write_generations
 from .tier_reads import TierReads
 from .uploader import Uploader
 
@@ -46,11 +47,10 @@ class TieredRun(TierReads):
         self._seen_remote: Sequence[Saved] = []  # the valid steps of the remote tier, as of the last listing
         self._ended = False
         self._dropped: dict[int, str] = {}  # steps that the policy has deleted remotely, and their identities
-        self._replaced: dict[int, str] = {}  # steps that are being overwritten, and the identities of the old ones
         local.on_delete, remote.on_delete = self._on_local_delete, self._on_remote_delete
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_remote: set[int] = set()  # A save looks at the remote tier only for these steps.
-        self._generation = 0  # of this job, once it has claimed the run
+        self._claimed_from = Generations("")  # the generations of the run when this job claimed it
         self._has_written_remote = False
         self.remote_retention = Retention(remote, keep)
         self._has_deleted = False  # True if local steps were deleted since a save last waited for room
@@ -117,16 +117,22 @@ class TieredRun(TierReads):
         self.remote.acquire()
         found = read_generations(self.remote.steps.store, self.remote.root)
         is_heir = self.host_group is None and self._is_heir()
-        base = found or Generations()
-        self._generation = base.next
-        self._write_generations(Generations(base.next + 1, base.written_by))
+        claims = self.host_group.claims() if self.host_group else self.tier.journal.contents.claims
+        base = found or begin_series(claims)
+        self._claimed_from = base
+        claimed = Generations(base.series, base.next + 1, base.written_by)
+        if found:  # First: no other job may get this generation.
+            self._write_generations(claimed)
         if self.host_group:
-            self.host_group.claim(self._generation, found)
+            self.host_group.claim(base, found)
         else:
             # Archive first: the claim declares that all local steps belong to the run.
             self.tier.archive(() if is_heir else self._abandoned())
             disk = (self.tier.journal.disk,)
-            self.tier.journal.claim(Claim(self._generation, base.written_by, disk, disk if is_heir else ()), {})
+            claim = Claim(base.next, base.written_by, disk, disk if is_heir else (), base.series)
+            self.tier.journal.claim(claim, {})
+        if not found:  # Last: a new series ends the claims of all earlier ones.
+            self._write_generations(claimed)
         self._ever_remote.update(self.remote.steps.committed())
         self._claimed = True
         self._uploader.begin()
@@ -143,8 +149,10 @@ class TieredRun(TierReads):
     def _mark_remote(self) -> None:
         """Records that this job changes the remote tier. Call it before the first change."""
         if not self._has_written_remote:
-            found = read_generations(self.remote.steps.store, self.remote.root) or Generations()
-            self._write_generations(Generations(max(found.next, self._generation + 1), self._generation))
+            base, found = self._claimed_from, read_generations(self.remote.steps.store, self.remote.root)
+            if found and (found.series != base.series or found.next > base.next + 1):
+                raise LeaseLostError(f"{self.root}: another job has written this run since this one claimed it")
+            self._write_generations(Generations(base.series, base.next + 1, base.next))
             self._has_written_remote = True
 
     def reserve_step(self, step: int, on_exists: str, pending_steps: Collection[int | None]) -> tuple[str, bool] | None:
@@ -157,10 +165,7 @@ class TieredRun(TierReads):
         complete = [
             one for one in remote if not (one > step and self.remote.steps.is_damaged(one, self.remote.step_path(one)))
         ]
-        found = self.local.reserve_step(step, on_exists, pending_steps, complete)
-        if self.host_group and found and found[1]:
-            self._replaced[step] = host_files.identity(self.local.steps.store, found[0])
-        return found
+        return self.local.reserve_step(step, on_exists, pending_steps, complete)
 
     def acquire_for_save(self) -> None:
         self._claim()
@@ -200,9 +205,6 @@ class TieredRun(TierReads):
             self._copied.pop(step, None)
             if self.host_group:
                 self.host_group.committed()
-                if replaced := self._replaced.pop(step, ""):  # The other disks may have it for a while.
-                    with removal.logging_errors(self.local.root):
-                        self.tier.journal.retire({replaced: "deleted"})
         self._ended = False
         self._uploader.begin()
 
@@ -242,11 +244,16 @@ class TieredRun(TierReads):
             pins.pin(self.remote.steps.store, path, wanted)
 
     def delete(self, step: int) -> None:
+        places = self.step_copies(step)
+        for place in places:
+            self._side(place.path).check_unpinned_and_unlinked(place.path)
+        is_remote = any(self._side(place.path) is self.remote for place in places)
+        if is_remote:
+            self._claim()
         with self._uploader.paused():
             self._seen_remote = []
-            places = self.step_copies(step)
-            for place in places:
-                self._side(place.path).check_unpinned_and_unlinked(place.path)
+            if is_remote:
+                self._mark_remote()  # Otherwise an older local tier, which this job lacks, would upload it again.
             for place in places:  # Local first: a step that is only local would be uploaded again.
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))

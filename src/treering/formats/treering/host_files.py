@@ -24,15 +24,18 @@ class Inventory(NamedTuple):
     """The files of a checkpoint on one disk: the identity of the manifest ("" without one), and the array files.
 
     sizes: in bytes, of the array files.
+    is_unreadable: True if there is a manifest that cannot be read, now or ever.
     """
 
     identity: str
     sizes: dict[str, int]
+    is_unreadable: bool = False
 
 
 def inventory(store: Store, path: str) -> Inventory:
     """Returns what this disk has of the checkpoint at a path."""
-    return Inventory(identity(store, path), sizes(store, path))
+    own, listed = identity(store, path), store.list(path)
+    return Inventory(own, sizes(store, path), not own and MANIFEST in listed)
 
 
 def sizes(store: Store, path: str, token: str | None = None) -> dict[str, int]:
@@ -92,6 +95,11 @@ def adopt_manifest(store: Store, path: str, data: bytes) -> None:
         file.write(data)
     store.settle(path)
     store.delete_all(path, [name for name in replaced if name not in manifest.file_names(data)])
+
+
+def manifest_in(found: Notes) -> str:
+    """Returns the manifest in notes."""
+    return found[MANIFEST]
 
 
 def identity_in(found: Notes) -> str:
