@@ -57,6 +57,7 @@ docs: $(VENV)/docs
 
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write benchmarks/results/benchmarks.md
+	$(RUN) -m benchmarks --only tiers --write benchmarks/results/tiers.md
 
 # On a machine with a GPU and a JAX that uses it, as CUDA images have; takes less than ten minutes. What it needs beside JAX it
 # takes from wheels/, where `make gpu-wheels` has put it for a machine without a network, or from the network.

@@ -23,6 +23,7 @@ from . import (
     states,
     table,
     targets,
+    tiers,
 )
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -48,21 +49,30 @@ _SEPARATE = [
     "objects",
 ]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_SEPARATE, *states.STATES]
+_TIERS = "tiers"  # has a page of its own
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", action="append", choices=_NAMES, help="an operation or a state; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=[*_NAMES, _TIERS], help="an operation or a state; may be repeated"
+    )
     parser.add_argument("--repeats", type=int, default=9, help="rounds in which all take turns (default: 9)")
     parser.add_argument("--dir", default=".", help="where to write; it decides which disk is measured (default: .)")
     parser.add_argument("--write", metavar="FILE", help=f"put the tables between {_BEGIN} and {_END} of a file")
+    parser.add_argument("--mib", type=int, default=1024, help=f"MiB of the state of `{_TIERS}` (default: 1024)")
     arguments = parser.parse_args()
+    only = set(arguments.only or _NAMES)
+    if _TIERS in only and len(only) > 1:
+        parser.error(f"--only {_TIERS}: expected no other name, because it writes a page of its own")
     warnings.simplefilter("ignore")  # the peers' own
     with tempfile.TemporaryDirectory(prefix="bench-", dir=os.path.abspath(arguments.dir)) as directory:
         with open(os.path.join(directory, ".gitignore"), "w") as file:
             file.write("*\n")  # gigabytes that no commit should contain
-        rows = run(directory, arguments.repeats, set(arguments.only or _NAMES))
-    text = report(rows, arguments.repeats)
+        if _TIERS in only:
+            text = tiers.report(directory, arguments.repeats, arguments.mib)
+        else:
+            text = report(run(directory, arguments.repeats, only), arguments.repeats)
     print(text)
     if arguments.write:
         put(arguments.write, text)

@@ -11,11 +11,8 @@ import json
 import os
 import pathlib
 import re
-import socket
 import statistics
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,6 +26,7 @@ import treering as tr
 from treering import stores
 from treering.stores.posix import Disk
 
+from . import jobs
 from .table import markdown
 
 _RATE_BYTES_PER_SECOND, _SLOW_BYTES_PER_SECOND = 200e6, 50e6  # bytes a second
@@ -44,27 +42,44 @@ _JOBS = [
 
 
 class SharedDisk(Disk):
-    """Reads so many bytes a second, of all processes together, and counts them."""
+    """Moves so many bytes a second, of all processes together. Counts what this process reads of array files.
 
-    def __init__(self, clock: str, rate: float):
+    folder: files below it are on this disk; the others are on a disk without a limit.
+    """
+
+    def __init__(self, clock: str, rate: float, folder: str = "/"):
         self.nbytes = 0
-        self._clock, self._rate = clock, rate
+        self._clock, self._rate, self._folder = clock, rate, folder
 
     def is_local(self, fd: int) -> bool:
-        return False
+        return not _path(fd).startswith(self._folder) and super().is_local(fd)
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
         found = super().read(fd, buffer, offset)
-        self.nbytes += found
+        self._spend(_path(fd), found, is_read=True)
+        return found
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        super().write(fd, data, offset)
+        self._spend(_path(fd), len(data))
+
+    def _spend(self, path: str, nbytes: int, *, is_read: bool = False) -> None:
+        if not path.startswith(self._folder):
+            return
         with open(self._clock, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)  # It excludes the other threads of this process too.
+            if is_read and os.path.basename(path).startswith("arrays-"):
+                self.nbytes += nbytes
             (free,) = struct.unpack("d", file.read(8))
-            free = max(free, time.monotonic() - 0.02) + found / self._rate
+            free = max(free, time.monotonic() - 0.02) + nbytes / self._rate
             file.seek(0)
             file.write(struct.pack("d", free))
             file.flush()
         time.sleep(max(0.0, free - time.monotonic()))
-        return found
+
+
+def _path(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def measure(directory: str) -> Iterator[list[str]]:
@@ -91,23 +106,9 @@ def measure(directory: str) -> Iterator[list[str]]:
 
 def _job(directory: str, count: int, what: str, rate: float, read: str) -> list[tuple[float, int]]:
     """The seconds of each restore, from the first process to begin until the last is done, and the bytes read."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     pathlib.Path(directory, "clock").write_bytes(struct.pack("d", 0.0))
-    command = [sys.executable, "-m", "benchmarks.collective_restore", "--child"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    running = [
-        subprocess.Popen(
-            [*command, json.dumps([address, count, index, directory, what, rate, read])],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for index in range(count)
-    ]
-    outputs = [process.communicate()[0].splitlines()[-1] for process in running]
-    rounds = zip(*map(json.loads, outputs), strict=True)
+    outputs = jobs.run("benchmarks.collective_restore", count, directory, what, rate, read)
+    rounds = zip(*outputs, strict=True)
     return [
         (max(end for _, end, _ in one) - min(begin for begin, _, _ in one), sum(n for *_, n in one)) for one in rounds
     ]
@@ -122,7 +123,7 @@ def _child(address: str, count: int, index: int, directory: str, what: str, rate
     found: list[tuple[float, float, int]] = []
     for turn in range((_REPEATS if rate > _SLOW_BYTES_PER_SECOND else _SLOW_REPEATS) + 1):
         disk.nbytes = 0
-        _barrier(f"{turn}")
+        jobs.barrier(f"{turn}")
         begun = time.monotonic()
         restored = jax.block_until_ready(tr.restore(os.path.join(directory, "saved"), like, read=read))
         found.append((begun, time.monotonic(), disk.nbytes))
@@ -130,15 +131,8 @@ def _child(address: str, count: int, index: int, directory: str, what: str, rate
             for shard in array.addressable_shards:
                 assert (np.asarray(shard.data) == int(name[1:])).all()
         del restored
-        _barrier(f"{turn} done")
+        jobs.barrier(f"{turn} done")
     print(json.dumps(found[1:]))  # the first compiles, and connects the processes
-
-
-def _barrier(name: str) -> None:
-    from jax._src import distributed
-
-    state: Any = distributed.global_state
-    state.client.wait_at_barrier(name, 600_000)
 
 
 def main() -> None:
