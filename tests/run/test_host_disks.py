@@ -137,6 +137,26 @@ ckpts.close()
 """
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_the_parts_of_a_lost_disk_are_read_remotely(tmp_path: pathlib.Path, lost: str) -> None:
+    """The remaining disk is read, and the remote tier only for what it lacks. A disk may lack the manifest too."""
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1)", hosts="ab")
+    shutil.rmtree(tmp_path / f"local-{lost}")
+    body = """
+ckpts = run()
+found = [is_state(ckpts.restore(template), 1), is_state(ckpts.restore(template, step=1), 1)]
+report([found, Lines.text])
+ckpts.close()
+"""
+    results = job(tmp_path, body, hosts="ab")
+    for result in results:
+        found, lines = result.report
+        assert found == [True, True] and not any("damaged" in line for line in lines)
+    reads = [line for result in results for line in result.report[1] if "from peers" in line]
+    assert len(reads) >= 2 and all(", 0 B from the remote tier" not in line for line in reads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "at", "hosts"),
