@@ -446,6 +446,30 @@ def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("damage", ["header", "block", "longer"])
+def test_a_step_with_a_good_copy_is_uploaded(tmp_path: pathlib.Path, damage: str) -> None:
+    """A damaged copy of a file on one disk does not keep a step from the remote tier: another disk has a good one."""
+    job(tmp_path, COPIED, hosts="ab", expect=ANY, recoverable=True)
+    for host, step in (("a", 1), ("b", 2)):
+        for file in tmp_path.glob(f"local-{host}/step-{step:08}/arrays-*"):
+            data = bytearray(file.read_bytes())
+            data[20 if damage == "header" else -5] ^= 1
+            file.chmod(0o644)
+            file.write_bytes(data + b"more" * (damage == "longer"))
+    body = """
+with run(local_copies=2, keep_local=None) as ckpts:
+    ckpts.restore(template)
+    save(ckpts, 3)
+report([tr.steps(remote), Lines.text])
+"""
+    for result in job(tmp_path, body, hosts="ab"):
+        there, lines = result.report
+        assert there == [1, 2, 3], lines
+    for step in (1, 2, 3):
+        _check(tmp_path / "remote", step)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_a_save_waits_for_room_on_each_disk(tmp_path: pathlib.Path, hosts: str) -> None:
     """A full disk of one process stops all, until an upload has freed room there. Without one all get its error."""

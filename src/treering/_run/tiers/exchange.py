@@ -105,11 +105,15 @@ class Exchange:
     def store(self, name: str) -> Store:
         """Returns a store that shows a located step at its path on this host."""
         one, path = self._located[name], self._local.path(name)
-        remote = (self._remote, one.remote) if one.remote else None
         small = {posixpath.basename(summary.manifest_path(path)): one.manifest}
+        remote = (self._remote, one.remote) if one.remote else None
         view = NearestCopyStore(self.peers, self._local.store, path, small, one.held, remote)
         self._views.append(view)
         return cast(Store, view)
+
+    def view(self, name: str, held: Mapping[str, HeldFile]) -> Store:
+        """Returns a store that shows some array files of a step at its path on this host."""
+        return cast(Store, NearestCopyStore(self.peers, self._local.store, self._local.path(name), {}, held))
 
     def end(self) -> None:
         """Logs what was read from where, and forgets what `locate` has found."""
