@@ -165,6 +165,26 @@ ckpts.close()
 """
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_the_parts_of_a_lost_disk_are_read_remotely(tmp_path: pathlib.Path, lost: str) -> None:
+    """The remaining disk is read, and the remote tier only for what it lacks. A disk may lack the manifest too."""
+    job(tmp_path, "with run() as ckpts: save(ckpts, 1)", hosts="ab")
+    shutil.rmtree(tmp_path / f"local-{lost}")
+    body = """
+ckpts = run()
+found = [is_state(ckpts.restore(template), 1), is_state(ckpts.restore(template, step=1), 1)]
+report([found, Lines.text])
+ckpts.close()
+"""
+    results = job(tmp_path, body, hosts="ab")
+    for result in results:
+        found, lines = result.report
+        assert found == [True, True] and not any("damaged" in line for line in lines)
+    reads = [line for result in results for line in result.report[1] if "from peers" in line]
+    assert len(reads) >= 2 and all(", 0 B from the remote tier" not in line for line in reads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "at", "hosts"),
@@ -451,6 +471,30 @@ def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str
         step, good, after, last, _ = result.report
         assert step == 2 and good and not after and last == [1, 2, 3]
     assert tr.verify(tmp_path / "remote").ok
+    for step in (1, 2, 3):
+        _check(tmp_path / "remote", step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["header", "block", "longer"])
+def test_a_step_with_a_good_copy_is_uploaded(tmp_path: pathlib.Path, damage: str) -> None:
+    """A damaged copy of a file on one disk does not keep a step from the remote tier: another disk has a good one."""
+    job(tmp_path, COPIED, hosts="ab", expect=ANY, recoverable=True)
+    for host, step in (("a", 1), ("b", 2)):
+        for file in tmp_path.glob(f"local-{host}/step-{step:08}/arrays-*"):
+            data = bytearray(file.read_bytes())
+            data[20 if damage == "header" else -5] ^= 1
+            file.chmod(0o644)
+            file.write_bytes(data + b"more" * (damage == "longer"))
+    body = """
+with run(local_copies=2, keep_local=None) as ckpts:
+    ckpts.restore(template)
+    save(ckpts, 3)
+report([tr.steps(remote), Lines.text])
+"""
+    for result in job(tmp_path, body, hosts="ab"):
+        there, lines = result.report
+        assert there == [1, 2, 3], lines
     for step in (1, 2, 3):
         _check(tmp_path / "remote", step)
 

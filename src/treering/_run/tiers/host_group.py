@@ -40,7 +40,7 @@ class HostGroup:
         self.index, self._leads = call.index, leads
         self._begun: dict[str, str] | None  # until the claim: the names and identities of the steps of the run
         self._begun, self.missing = meeting.hold(call, leads=leads)
-        self.exchange = Exchange(local, call, hosts)
+        self.exchange = Exchange(local, remote.store, call, hosts)
         self._orders: Orders | None = None  # of the claim, until a commit shows that all disks have obeyed
         self._call: Call | None = None  # the round that process 0 leads
 
@@ -180,7 +180,7 @@ class HostGroup:
     def joint_upload(self, path: str, to: str) -> JointUpload:
         """Returns the peers that upload the step at `path` to the path `to` together with process 0."""
         assert self._call is not None
-        return JointUpload(self._call, path, to)
+        return JointUpload(self._call, self._local, self.exchange, path, to)
 
     def _orders_after(self, found: Sequence[dict[str, str]]) -> Orders:
         """Returns what the other disks have to do after a round, given the identities of the steps that they have."""
@@ -235,7 +235,7 @@ class HostGroup:
                 call.gather_and_decide(mine, only_process_0)
                 local = self._local if self._leads else None
                 while job := call.broadcast(only_process_0):
-                    take_part(call, local, self.index, *job, on_progress=on_progress)
+                    take_part(call, local, self.exchange, self.index, *job, on_progress=on_progress)
                 orders = call.broadcast(only_process_0)
                 if self._leads:
                     with removal.logging_errors(self._local.root):

@@ -14,7 +14,7 @@ from ...errors import CorruptError, MismatchError, NotFoundError
 from ...formats.treering import host_files, summary
 from ...keep import Saved
 from ...stores.read_errors import is_momentary
-from ...stores.store import Store
+from .. import run_layout
 from ..plain_run import PlainRun
 from ..step_fallback import StepCopy
 from . import step_states
@@ -117,19 +117,17 @@ class TierReads:
 
     def copy_at(self, step: int, path: str, format: str | None = None) -> StepCopy:
         name = posixpath.basename(path)
-        if self.host_group and self._side(path) is self.local and (found := self.host_group.exchange.find(name)):
-            path = self.tier.path(name)
-            remote = None if found.is_complete else self._remote_copy(step, path)
-            return StepCopy(step, self.host_group.exchange.store(name, remote), path)
+        if self.host_group and self._side(path) is self.local and self.host_group.exchange.find(name):
+            return StepCopy(step, self.host_group.exchange.store(name), self.tier.path(name))
         return self._side(path).copy_at(step, path, format)
 
-    def _remote_copy(self, step: int, path: str) -> tuple[Store, str] | None:
-        """Returns the store and the path of the remote step, if it is the same as the local step at a path."""
-        remote = self.remote.steps
-        to = remote.committed().get(step)
-        if to is None or remote.is_damaged(step, to) or not self.is_copied(step, path, to):
-            return None
-        return remote.store, to
+    def _find_remote(self, name: str) -> str:
+        """Returns the path of the remote step that is the same as a local step, or "" if there is none."""
+        remote, step = self.remote.steps, run_layout.parse_step_name(name, self.local.steps.prefix)
+        to = remote.committed().get(step) if step is not None else None
+        if step is None or to is None or remote.is_damaged(step, to):
+            return ""
+        return to if self.is_copied(step, self.tier.path(name), to) else ""
 
     def readable_copies(self, step: int | None = None) -> list[StepCopy]:
         """Returns the candidates that can be read: if each host has its own disk, those whose files are all there.
@@ -159,7 +157,7 @@ class TierReads:
     def _is_readable(self, place: StepCopy) -> bool:
         assert self.host_group
         if found := self.host_group.exchange.find(posixpath.basename(place.path)):
-            return found.is_complete or self._remote_copy(place.step, place.path) is not None
+            return found.is_readable
         store = self.local.steps.store
         listed, own = host_files.listed_files(store, place.path), host_files.sizes(store, place.path)
         return listed is not None and all(own.get(file.name) == file.size for file in listed)
@@ -180,7 +178,7 @@ class TierReads:
 
     def begin_restore(self, call: Call) -> None:
         if self.host_group:
-            self.host_group.exchange.locate(call, self._located_identities)
+            self.host_group.exchange.locate(call, self._located_identities, self._find_remote)
 
     def end_restore(self) -> None:
         if self.host_group:

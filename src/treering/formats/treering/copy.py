@@ -2,17 +2,15 @@
 
 import contextlib
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from ..._core.leaf_paths import join_names
 from ...errors import CorruptError
-from ...stores.file_io import opened, read_file
+from ...stores.file_io import read_file
 from ...stores.lease_registry import LeaseLostError
-from ...stores.read_errors import ReplacedError, reading
+from ...stores.read_errors import ReplacedError
 from ...stores.store import Store
-from ..safetensors.header import header_size
-from . import manifest, metrics, pins
+from . import metrics, pins
 from .array_file import ArrayFile
 from .commit import Transaction
 from .manifest import file_names
@@ -21,25 +19,24 @@ from .read import Reader
 from .save_files import Outcome, SaveFiles
 from .schema import token_of
 
+OnProgress = Callable[[int], None]
+
 
 class PeerHosts(Protocol):
-    """The processes of the other hosts. Their disks have the files that this host's disk lacks."""
+    """The processes of all hosts. Each file of the checkpoint is on the disk of at least one host."""
 
     def copy(
         self,
         token: str,
         files: SaveFiles | None,
-        here: Mapping[str, int],
-        own: Callable[[Collection[str]], list[File]],
-        commit: Callable[[Sequence[File]], None],
+        listed: Sequence[File],
+        on_progress: OnProgress,
+        commit: Callable[[], None],
     ) -> None:
-        """Runs a copy in all processes, then calls `commit` with the files that they have copied.
+        """Copies the listed files in all processes with `copy_files`, then calls `commit`.
 
-        token: names the files of the checkpoint that the other processes copy.
-        files: None if the processes only read and verify their files.
-        here: the names and sizes of the files on this host's disk. Other disks may have some of them too, so each file
-            is assigned to one disk.
-        own: copies files of this host, given by their names, and returns them.
+        token: names the files of the checkpoint. files: None if the processes only read and verify their files.
+        on_progress: the parameter of `copy`, for the files that this process copies.
         """
         ...
 
@@ -51,7 +48,7 @@ def copy(
     to: str,
     *,
     overwrite: bool = False,
-    on_progress: Callable[[int], None] = lambda nbytes: None,
+    on_progress: OnProgress = lambda nbytes: None,
     others: PeerHosts | None = None,
 ) -> str:
     """Copies a checkpoint with its pin and the metrics that were added to it. Verifies every byte that it reads.
@@ -61,7 +58,7 @@ def copy(
     on_progress: called with the number of bytes of every buffer before it is written. An error that it raises ends the
         copy. Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there
         removes those.
-    others: the processes that copy, with `copy_local_files`, the files that this host lacks.
+    others: the processes that copy the files, if each host has a disk of its own with a part of them.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote,
     `ReplacedError` for one that is deleted during the copy, and the errors of a save.
@@ -69,30 +66,23 @@ def copy(
     reader = Reader(source, path)
     if others is None:
         reader.check_present()
-    listed = reader.files
-    here = [n for n, one in enumerate(listed) if others is None or source.stat(posixpath.join(path, one.name))]
-    # Where open files outlive their names, the copy can finish even if the source is deleted during it.
-    reader.open_files(here)
+        # Where open files outlive their names, the copy can finish even if the source is deleted during it.
+        reader.open_files(range(len(reader.files)))
     # The token in the names of the files leads other processes to the temporary manifest, whose lock shows that this
     # writer lives: see `collect_garbage`.
     token = _token(reader)
     files = _Copy(target, to, overwrite=overwrite, token=token)
 
-    def copy_own(names: Collection[str] | None = None) -> list[File]:
-        own = [number for number in here if names is None or listed[number].name in names]
-        for number in own:
-            _copy_file(files, listed[number], reader.contents(number), on_progress)
-        return [listed[number] for number in own]
-
-    def commit(found: Sequence[File]) -> None:
-        _check_complete(path, listed, found)
+    def commit() -> None:
         files.commit(reader.manifest_bytes)
 
     try:
         if others:
-            others.copy(files.token, files, _sizes(listed[number] for number in here), copy_own, commit)
+            others.copy(files.token, files, reader.files, on_progress, commit)
         else:
-            commit(copy_own())
+            for number, one in enumerate(reader.files):
+                _copy_file(files, one, reader.contents(number), on_progress)
+            commit()
     except BaseException:
         files.abort()
         raise
@@ -110,9 +100,7 @@ def damaged_files(store: Store, path: str) -> dict[str, str]:
     return found
 
 
-def repair(
-    source: Store, path: str, target: Store, to: str, *, on_progress: Callable[[int], None] = lambda nbytes: None
-) -> None:
+def repair(source: Store, path: str, target: Store, to: str, *, on_progress: OnProgress = lambda nbytes: None) -> None:
     """Replaces the damaged and missing files of a copy, each in one step. The other files stay as they are.
 
     Nothing is removed: if the repair is interrupted, every file of the copy is either the new or the old one.
@@ -144,75 +132,40 @@ def repair(
 def check(source: Store, path: str, others: PeerHosts | None = None) -> None:
     """Raises `CorruptError` for a checkpoint that is damaged or lacks files.
 
-    others: the processes that verify the files that this host lacks.
+    others: the processes that verify the files, if each host has a disk of its own with a part of them.
     """
     reader = Reader(source, path)
-    if others is None:
-        if problem := next(reader.problems(), None):
-            raise CorruptError(str(problem))
-        return
-    here = [one for one in reader.files if source.stat(posixpath.join(path, one.name))]
-
-    def read_own(names: Collection[str]) -> list[File]:
-        own = [one for one in here if one.name in names]
-        for one in own:
-            _verify_file(ArrayFile(source, path, one), one)
-        return own
-
-    others.copy(_token(reader), None, _sizes(here), read_own, lambda found: _check_complete(path, reader.files, found))
+    if others:
+        others.copy(_token(reader), None, reader.files, lambda nbytes: None, lambda: None)
+    elif problem := next(reader.problems(), None):
+        raise CorruptError(str(problem))
 
 
-def copy_local_files(
-    source: Store, path: str, names: Collection[str], files: SaveFiles | None, *, on_progress: Callable[[int], None]
-) -> list[File]:
-    """Copies, verified, array files that this host's disk has of a checkpoint, for a `copy` in process 0.
+def copy_files(
+    source: Store, path: str, listed: Sequence[File], files: SaveFiles | None, *, on_progress: OnProgress
+) -> None:
+    """Copies, verified, some array files of a checkpoint, for a `copy` in process 0.
 
-    Without `files` it only verifies them, for a `check` in process 0. Returns the files with the checksums of their
-    headers. Process 0 compares these with the manifest, which this host does not have.
+    Without `files` it only verifies them, for a `check` in process 0.
     """
-    found: list[File] = []
-    for name in names:
-        found.append(listed := _list_entry(source, path, name))
-        opened = ArrayFile(source, path, listed)
-        _copy_file(files, listed, opened.contents(listed), on_progress) if files else _verify_file(opened, listed)
-    if found and files:
+    for one in listed:
+        opened = ArrayFile(source, path, one)
+        if files:
+            _copy_file(files, one, opened.contents(one), on_progress)
+        else:
+            for _ in opened.contents(one):
+                pass
+    if listed and files:
         # Process 0 commits after all hosts have reported. By then the names of these files must be durable.
         files.store.settle(files.path)
-    return found
-
-
-def _sizes(files: Iterable[File]) -> dict[str, int]:
-    return {one.name: one.size for one in files}
-
-
-def _check_complete(path: str, listed: Sequence[File], found: Sequence[File]) -> None:
-    there = {one.name: one for one in found}
-    if missing := tuple(one.name for one in listed if there.get(one.name) != one):
-        raise CorruptError(
-            f"{path}: expected its files on the disks of this job's hosts, as they were saved; missing or damaged: "
-            f"{join_names(missing)}"
-        )
-
-
-def _verify_file(file: ArrayFile, listed: File) -> None:
-    for _ in file.contents(listed):
-        pass
 
 
 def _token(reader: Reader) -> str:
     return (token_of(reader.files[0].name) if reader.files else None) or ""
 
 
-def _list_entry(store: Store, path: str, name: str) -> File:
-    """An array file as a manifest would list it now."""
-    file = posixpath.join(path, name)
-    with reading(file), opened(store, file) as blob:
-        header = blob.read(0, header_size(blob.read(0, min(8, blob.size)), blob.size, file))
-        return File(name, blob.size, len(header), manifest.xxh3(header))
-
-
 def _copy_file(
-    files: SaveFiles, listed: File, contents: Iterable[tuple[int, memoryview]], on_progress: Callable[[int], None]
+    files: SaveFiles, listed: File, contents: Iterable[tuple[int, memoryview]], on_progress: OnProgress
 ) -> None:
     sink = files.create(listed.name, expected=listed.size)
     for offset, buffer in contents:

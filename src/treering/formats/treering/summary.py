@@ -81,18 +81,16 @@ def identity_or_none(store: Store, path: str) -> str | None:
 def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepSummary:
     """Reads the manifest, and checks the sizes of the files that it names.
 
-    allow_missing_files: allows missing files, because other hosts may have them on their disks.
+    allow_missing_files: allows missing and cut files, because other hosts may have them on their disks.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote, and
     `FileNotFoundError` without a manifest.
     """
     data = read_file(store, manifest_path(path))
     summary = manifest.summarize(data, path)
-    for listed in summary.files:
+    for listed in () if allow_missing_files else summary.files:
         with reading(path):
             found = store.stat(posixpath.join(path, listed.name))
-        if allow_missing_files and found is None:
-            continue
         if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
     added = _added(store, path, manifest.xxh3(data))
