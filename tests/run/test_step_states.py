@@ -142,7 +142,7 @@ class World:
                 if identity not in self.files:
                     listed = host_files.listed_files(store, f"{self.path(disk)}/step-{step:08}")
                     assert listed is not None
-                    self.files[identity] = {name: set() for name in listed}
+                    self.files[identity] = {file.name: set() for file in listed}
                     for name, holders in self.files[identity].items():
                         holders |= {self.life(one) for one in self.names if self.is_on(one, name)}
                     if identity not in job.must.values():
@@ -275,7 +275,7 @@ class RunningJob:
         def plain(root: str) -> PlainRun:
             return PlainRun(StepCatalog(stores.get(root), root, RunLayout()), lambda: False)
 
-        run = TieredRun(plain(local), plain(self.world.remote), self.world.keep, None, lambda error: None, 5.0)
+        run = TieredRun(plain(local), plain(self.world.remote), self.world.keep, None, lambda error: None, 5.0, 1)
         run._uploader.begin = lambda: None  # type: ignore[method-assign] # uploads run when the plan says so
         return run
 
@@ -311,7 +311,7 @@ class RunningJob:
         listed = next(
             host_files.listed_files(store, one) for one in places if host_files.identity(store, one) == identity
         )
-        return all(any(os.path.exists(f"{one}/{file}") for one in places) for file in listed or ())
+        return all(any(os.path.exists(f"{one}/{file.name}") for one in places) for file in listed or ())
 
     def _begin(self) -> None:
         """The model notes that the job is about to change something."""
