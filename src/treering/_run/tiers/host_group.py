@@ -51,7 +51,7 @@ class HostGroup:
         return self._meeting.claims()
 
     def claim(self, base: Generations, found: Generations | None) -> None:
-        """Claims the run for all disks. Process 0 calls it, and `orders` tells the other disks. See `Meeting.orders`."""
+        """Claims the run for all disks, as `Meeting.orders` says. Process 0 calls it, and `orders` tells the others."""
         self._orders = self._meeting.orders(base, found)
         self._local.obey(self._orders)
         self._on_claim()
@@ -122,7 +122,7 @@ class HostGroup:
         self._local.archive(paths)
 
     def _own_paths(self, step: int) -> list[str]:
-        """Returns the folder of a step, unless it is that of an abandoned branch, which the claim is going to archive."""
+        """Returns the folder of a step, unless it is of an abandoned branch: the claim is going to archive that one."""
         paths = self._paths(lambda one: one == step)
         if self._begun is None:
             return paths

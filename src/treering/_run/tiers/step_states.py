@@ -55,14 +55,18 @@ def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) ->
     """Returns the disks whose steps belong to the run: those that the job of the last claim used.
 
     A disk that the job was going to use may lack the claim, because the job was killed. It counts if its steps belonged
-    to the run before, unless it is an old copy of a disk that has the claim. `is_new`: True for a run that no job has claimed and that has no remote steps: all disks count.
+    to the run before, unless it is an old copy of a disk that has the claim.
+
+    is_new: True for a run that no job has claimed and that has no remote steps: all disks count.
     """
     if claim is None:
         return tuple(sorted(disks)) if is_new and not any(one.journal.claims for one in disks.values()) else ()
     claimed = {n: one.journal.disk for n, one in disks.items() if any(c.job == claim.job for c in one.journal.claims)}
     others = set(claim.heirs).difference(claimed.values())
     found = [index for index, one in disks.items() if index in claimed or one.journal.disk in others]
-    return tuple(sorted(found, key=lambda index: (disks[index].journal.disk != claim.disks[0], index)))
+    # The names decide between two others: the order of the processes may be another in every job.
+    names = {index: disks[index].journal.disk for index in found}
+    return tuple(sorted(found, key=lambda index: (names[index] != claim.disks[0], names[index], index)))
 
 
 def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:
