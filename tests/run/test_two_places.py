@@ -1,9 +1,11 @@
 """Runs in two tiers: saved to a local disk, and uploaded from there to the remote tier."""
 
+import contextlib
 import errno
 import logging
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import signal
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import obstore.store
 import pytest
@@ -26,9 +29,18 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering._run.tiers import uploader as copies
-from treering.errors import ExistsError, MismatchError, NotFoundError, SaveError, TreeringError, UnsupportedError
+from treering._run.tiers.journal import Contents, Generations
+from treering.errors import (
+    CorruptError,
+    ExistsError,
+    MismatchError,
+    NotFoundError,
+    SaveError,
+    TreeringError,
+    UnsupportedError,
+)
 from treering.formats.treering import copy as treering_copy
-from treering.formats.treering import removal
+from treering.formats.treering import manifest, removal
 from treering.stores import survival
 from treering.stores.objects.store import ObjectStore
 from treering.stores.posix import Disk
@@ -729,6 +741,66 @@ def test_a_local_run_that_was_written_alone_meanwhile_goes_on(local: str, remote
         _save(ckpts, 4)
         assert "journal.json" in os.listdir(local)
     assert tr.steps(remote) == [1, 2, 3, 4]
+
+
+def _later(data: bytes) -> bytes:
+    kind = Contents if b'"disk"' in data else Generations
+    return manifest.seal(msgspec.structs.replace(msgspec.json.decode(data, type=kind), version=2))
+
+
+@pytest.mark.parametrize("name", ["local/journal.json", "remote/generations.json"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda data: data[:-9], CorruptError, "found one that is cut short or changed; restore it from a backup, or"),
+        (lambda data: data.replace(b"1", b"3", 1), CorruptError, "found one that is cut short or changed"),
+        (lambda data: b"", CorruptError, "found one that is cut short or changed"),
+        (_later, UnsupportedError, "found that of a later release of treering; upgrade treering, or"),
+        (None, CorruptError, "expected a file, found a folder"),
+    ],
+)
+def test_bad_journal_or_generations(tmp_path: pathlib.Path, name: str, change: Any, error: Any, message: str) -> None:
+    """One error names the file before anything is written. Nothing is lost once the file is restored."""
+    remote, local, file = tmp_path / "remote", tmp_path / "local", tmp_path / name
+    with tr.Checkpointer(remote, local=local) as ckpts:
+        _save(ckpts, 1)
+    with tr.Checkpointer(local) as ckpts:
+        _save(ckpts, 2)
+    good = file.read_bytes()
+    file.unlink()
+    file.write_bytes(change(good)) if change else file.mkdir()
+
+    def contents() -> dict[pathlib.Path, bytes | None]:
+        files = (one for one in tmp_path.rglob("*") if one.name != "writer.lock")
+        return {one: one.read_bytes() if one.is_file() else None for one in files}
+
+    before = contents()
+    calls: list[Callable[[tr.Checkpointer], Any]] = [
+        *(lambda ckpts: ckpts.restore(), lambda ckpts: ckpts.steps, lambda ckpts: ckpts.save(3, _state(3))),
+        *(lambda ckpts: ckpts.delete(1), lambda ckpts: ckpts.rewind(None)),
+    ]
+    for call in calls:
+        ckpts = tr.Checkpointer(remote, local=local)
+        with pytest.raises(error, match=re.escape(f"{file}: ") + f".*{message}"):
+            call(ckpts)
+        with contextlib.suppress(TreeringError):
+            ckpts.close()
+    assert contents() == before
+    file.unlink() if change else file.rmdir()
+    file.write_bytes(good)
+    with tr.Checkpointer(remote, local=local) as ckpts:
+        assert ckpts.steps == [1, 2]
+
+
+def test_local_directory_of_another_run_is_refused(local: str, tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "remote", local=local) as ckpts:
+        _save(ckpts, 1)
+    ckpts = tr.Checkpointer(tmp_path / "other", local=local)
+    message = f"{local}: expected a directory for .*other, found that of .*remote; give each run its own local="
+    for call in (ckpts.restore, lambda: ckpts.save(3, _state(3)), ckpts.close):
+        with pytest.raises(MismatchError, match=message):
+            call()
+    assert tr.steps(local) == [1] and tr.steps(tmp_path / "other") == []
 
 
 def test_rewind_past_remote_steps_of_others_is_refused(local: str, tmp_path: pathlib.Path) -> None:

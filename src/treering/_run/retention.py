@@ -9,7 +9,7 @@ from .._core.leaf_paths import closest, join_names
 from .._save.pending import PendingSave, SaveReport
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
-from ..formats.treering import pins, removal
+from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved
 from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
@@ -98,7 +98,11 @@ class Retention:
                 if target and run_layout.parse_step_name(target, self._steps.prefix) is not None:
                     remove_unused(store, posixpath.join(place, name))
                 if run_layout.parse_step_name(name, self._steps.prefix) is not None:
-                    if not store.is_link(step := posixpath.join(place, name)):  # a link is not part of the run
+                    step = posixpath.join(place, name)
+                    # A link is not part of the run. An archived folder without a manifest is a part of a step that
+                    # another disk may have; only without folders it may be the rest of a killed move.
+                    is_part = place != root and store.has_folders and summary.stat_manifest(store, step) is None
+                    if not (is_part or store.is_link(step)):
                         removal.collect_garbage(store, step, remove_empty=True)
                 elif not store.has_locks and clock_probe_target(name) == LOCK_NAME:  # a killed writer's
                     with contextlib.suppress(FileNotFoundError):

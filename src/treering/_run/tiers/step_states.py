@@ -64,7 +64,9 @@ def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) ->
     claimed = {n: one.journal.disk for n, one in disks.items() if any(c.job == claim.job for c in one.journal.claims)}
     others = set(claim.heirs).difference(claimed.values())
     found = [index for index, one in disks.items() if index in claimed or one.journal.disk in others]
-    return tuple(sorted(found, key=lambda index: (disks[index].journal.disk != claim.disks[0], index)))
+    # The names decide between two others: the order of the processes may be another in every job.
+    names = {index: disks[index].journal.disk for index in found}
+    return tuple(sorted(found, key=lambda index: (names[index] != claim.disks[0], names[index], index)))
 
 
 def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ...errors import ExistsError, SaveError
 from ...stores.lease_registry import LeaseLostError
 from ...stores.store import ABSENT, Store
-from .removal import check_removable, collect_garbage, logging_errors, member_files, revoke_stale_saves
+from .removal import check_removable, collect_garbage, is_temporary, logging_errors, member_files, revoke_stale_saves
 from .save_files import CREATE_ATTEMPTS, Outcome, SaveFiles, write_small_file
 from .schema import MANIFEST, OWN_FILES
 
@@ -41,7 +41,7 @@ def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
         if not overwrite:
             raise ExistsError(f"{path}: expected a free path, found a checkpoint; pass overwrite=True to replace it")
         return names
-    if other := [name for name in names if not OWN_FILES.fullmatch(name)]:
+    if other := [name for name in names if not (OWN_FILES.fullmatch(name) or is_temporary(name))]:
         shown = ", ".join(other[:3]) + (", …" if len(other) > 3 else "")
         raise ExistsError(f"{path}: expected a free path, found a directory with {shown}; choose a path below it")
     return names

@@ -129,7 +129,11 @@ def is_in_use(store: Store, path: str) -> bool:
 
 
 def _manifest(store: Store, path: str) -> bytes:
+    """Returns the manifest at a path. Returns b"" for a damaged one: it would look like that of another checkpoint."""
+    name = summary.manifest_path(path)
     try:
-        return read_file(store, summary.manifest_path(path))
+        data = read_file(store, name)
+        manifest.check(data, name)
+        return data
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return b""

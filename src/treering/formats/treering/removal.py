@@ -76,11 +76,16 @@ def collect_garbage(store: Store, path: str, *, remove_empty: bool = False) -> N
                 store.remove_folder(path)
 
 
+def is_temporary(name: str) -> bool:
+    """Returns True if a killed writer of a single file of a checkpoint may have left a file with this name."""
+    place = final_name(name)
+    return place in (MANIFEST, PIN) or bool(place and token_of(place))
+
+
 def remove_temporaries(store: Store, path: str, names: Iterable[str]) -> None:
     """Removes the temporary files, among `names`, that killed writers of single files have left in a directory."""
     for name in names:
-        place = final_name(name)
-        if place in (MANIFEST, PIN) or (place and token_of(place)):
+        if is_temporary(name):
             remove_unused(store, posixpath.join(path, name))
 
 
