@@ -12,7 +12,7 @@ from ...stores.lease_registry import LeaseLostError
 from ...stores.read_errors import ReplacedError, reading
 from ...stores.store import Store
 from ..safetensors.header import header_size
-from . import manifest, metrics, pins
+from . import host_files, manifest, metrics, pins
 from .array_file import ArrayFile
 from .commit import Transaction
 from .manifest import file_names
@@ -168,11 +168,15 @@ def copy_local_files(
     """Copies, verified, array files that this host's disk has of a checkpoint, for a `copy` in process 0.
 
     Without `files` it only verifies them, for a `check` in process 0. Returns the files with the checksums of their
-    headers. Process 0 compares these with the manifest, which this host does not have.
+    headers. Process 0 compares these with its manifest, because this disk may lack the manifest.
+
+    Raises `CorruptError` for damaged files.
     """
+    known = {one.name: one for one in host_files.listed_files(source, path) or ()}
     found: list[File] = []
     for name in names:
-        found.append(listed := _list_entry(source, path, name))
+        # Only the manifest tells a damaged header from one that a later release wrote.
+        found.append(listed := known.get(name) or _list_entry(source, path, name))
         opened = ArrayFile(source, path, listed)
         _copy_file(files, listed, opened.contents(listed), on_progress) if files else _verify_file(opened, listed)
     if found and files:
