@@ -11,6 +11,7 @@ INSTALL := -m pip install --quiet --no-compile
 comma := ,
 
 FUZZ_SECONDS ?= 120
+FAULTS_SECONDS ?= 600
 
 BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhash
 
@@ -18,7 +19,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test durations thorough quick lint docs bench gpu gpu-wheels faults-disk faults-bucket faults-process damage fuzz elsewhere all-tools \
+.PHONY: demo test durations thorough quick lint docs bench gpu gpu-wheels faults-disk faults-bucket faults-hosts faults-process damage fuzz elsewhere all-tools \
   lowest newest clean
 
 demo: $(VENV)/demo
@@ -100,6 +101,10 @@ endif
 # What jobs can leave in a bucket, and do to each other there: takes about twenty minutes on two cores.
 faults-bucket: $(VENV)/test
 	PYTHONPATH=tests $(RUN) -m buckets --write benchmarks/results/buckets.md
+
+# Random jobs on hosts with disks of their own: FAULTS_SECONDS long, from another seed each day. A failure prints its seed.
+faults-hosts: $(VENV)/test
+	PYTHONPATH=tests $(RUN) -m buckets.random_hosts --seconds $(FAULTS_SECONDS) --seed $(shell date +%Y%m%d)00000
 
 # SIGKILL, errors and signals at every point, by strace, in several processes, beside other libraries; and ten thousand
 # saves in one process: takes some twenty minutes on two cores.

@@ -17,13 +17,15 @@ logging.getLogger("treering").addHandler(Lines())
 logging.getLogger("treering").setLevel(logging.INFO)
 HOST = HOSTS[INDEX]
 local, remote = tmp / HOST, REMOTE or tmp / "remote"
-template = {"w": put(np.zeros(SIZE, np.float32), P("x")), "b": put(np.zeros(300_000, np.float32)), "n": 0}
+HELD = np.zeros((3, 7), np.int16)  # a NumPy leaf, which all processes hold
+template = {"w": put(np.zeros(SIZE, np.float32), P("x")), "b": put(np.zeros(300_000, np.float32)), "h": HELD, "n": 0}
 def state(step):
     w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
-    return {"w": put(w, P("x")), "b": put(b), "n": step}
+    return {"w": put(w, P("x")), "b": put(b), "h": HELD + step, "n": step}
 def is_state(tree, step):
     w, b = np.arange(SIZE, dtype=np.float32) + step, np.full(300_000, step, np.float32)
-    return tree["n"] == step and same(tree["w"], w) and same(tree["b"], b)
+    held = tree["h"].dtype == np.int16 and np.array_equal(tree["h"], HELD + step)
+    return tree["n"] == step and held and same(tree["w"], w) and same(tree["b"], b)
 def run(**options):
     return tr.Checkpointer(remote, local=local, **{"timeout": 15, **options})
 def save(ckpts, *steps, **options):

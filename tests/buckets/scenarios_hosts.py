@@ -5,6 +5,7 @@ between requests, and between changes of their disks.
 """
 
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,11 @@ _TIMEOUT_SECONDS = 2.0  # seconds that its peers wait for a killed process
 _PATIENCE_SECONDS = 30.0  # seconds, in jobs where no process is killed
 
 
-def _run(job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT_SECONDS) -> tr.Checkpointer:
-    return tr.Checkpointer(place, keep=KEPT, local=f"{local}/{disks[job.rank]}", timeout=timeout)
+def _run(
+    job: Any, place: str, local: str, disks: str, timeout: float = _TIMEOUT_SECONDS, copies: int = 1
+) -> tr.Checkpointer:
+    local = f"{local}/{disks[job.rank]}"
+    return tr.Checkpointer(place, keep=KEPT, local=local, timeout=timeout, local_copies=copies)
 
 
 def _begin(ckpts: tr.Checkpointer) -> int:
@@ -68,14 +72,35 @@ def _change(job: Any, place: str, local: str) -> None:
             job.report(f"changed: {number}")
 
 
-def _last(disks: str, *, check_archived: bool = False) -> Callable[..., None]:
+def _copy_twice(steps: int, disks: str) -> Callable[..., None]:
+    """Returns a job that saves steps with two copies, and reports those whose copies are made."""
+
+    def job(job: Any, place: str, local: str) -> None:
+        with _run(job, place, local, disks, copies=2) as ckpts:
+            directory: Any = ckpts._directory
+            for step in range(1, steps + 1):
+                ckpts.save(step, tree(100 + step))
+                ckpts.wait()
+                copies = directory.together._copies
+                copies.wait()
+                if not job.rank and copies.is_safe(directory.local.step_path(step)):
+                    job.report(f"local: {step}")
+        report_uploads(job, 0, steps)
+
+    return job
+
+
+def _last(disks: str, *, check_archived: bool = False, lost: str = "", copies: int = 1) -> Callable[..., None]:
     """Returns a job that continues from the existing steps, on the disks of the job before or on others.
 
     check_archived: archived steps must be complete. Used only if all jobs use the same disks.
+    lost: a disk that is emptied before the job.
     """
 
     def job(job: Any, place: str, local: str) -> None:
-        with _run(job, place, local, disks, _PATIENCE_SECONDS) as ckpts:
+        if lost and not job.rank:  # The processes find out together which disks there are, after this.
+            shutil.rmtree(pathlib.Path(local, lost), ignore_errors=True)
+        with _run(job, place, local, disks, _PATIENCE_SECONDS, copies) as ckpts:
             begun = _begin(ckpts)
             ckpts.save(LAST, tree(LAST))
         if not job.rank:
@@ -141,6 +166,10 @@ HOSTS = {
         [_change, _last("ab", check_archived=True)], _check_changed, _end_changed, processes=2
     ),
     "hosts' disks, one lost": Scenario([_copy(1, 3, "ab"), _last("ac")], check_run, end_run, processes=2),
+    "hosts' disks, two copies": Scenario(
+        [_copy_twice(3, "ab"), _last("cb", lost="a", copies=2)], check_run, _end_local, processes=2
+    ),
+    "hosts' disks, exchanged": Scenario([_copy(1, 3, "abc"), _last("cab")], check_run, _end_local, processes=3),
     "hosts' disks, other hosts": Scenario(
         [_copy(1, 2, "ab"), _copy(2, 2, "cd"), _last("ba")], check_run, end_run, processes=2
     ),

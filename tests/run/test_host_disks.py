@@ -23,7 +23,7 @@ def _arrays(path: pathlib.Path) -> list[str]:
 
 def _check(remote: pathlib.Path | str, step: int) -> None:
     tree = tr.restore(remote, step=step)
-    assert tree["n"] == step and (tree["b"] == step).all()
+    assert tree["n"] == step and (tree["b"] == step).all() and (tree["h"] == step).all()
     assert np.array_equal(tree["w"], np.arange(SIZE, dtype=np.float32) + step)
 
 
@@ -84,8 +84,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 GOES_ON = """
 ckpts = run()
-tree, step = ckpts.restore_or_init(lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0},
-                                   sharding={"w": template["w"].sharding, "b": template["b"].sharding, "n": None})
+sharding = {"w": template["w"].sharding, "b": template["b"].sharding, "h": None, "n": None}
+init = lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "h": HELD, "n": 0}
+tree, step = ckpts.restore_or_init(init, sharding=sharding)
 good = step and is_state(tree, step)
 after = tr.steps(remote)
 save(ckpts, step + 1)
@@ -155,9 +156,12 @@ def test_a_host_is_lost_with_its_disk(tmp_path: pathlib.Path, lost: str) -> None
 BREAKS_OFF = """
 with run() as ckpts:
     save(ckpts, 1)
-if INDEX == VICTIM:
+if INDEX == VICTIM and AT[0] == "copying":
+    from treering._run.tiers import host_copies
+    host_copies.complete_copies = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+elif INDEX == VICTIM:
     die_at(*AT)
-ckpts = run()
+ckpts = run(local_copies=COPIES)
 for step in (2, 3):
     ckpts.save(step, state(step)).result()
     (tmp / f"committed-{INDEX}").write_text(str(step))
@@ -187,28 +191,38 @@ ckpts.close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "at", "hosts"),
+    ("first", "copies", "victim", "at", "hosts"),
     sample_points(
         [
-            (1, ("sync", "local-b/step-00000003"), "ba"),
-            (0, ("link", "local-a/step-00000003/treering.json"), "ab"),
-            (1, ("write", "remote/step-00000002"), "ba"),
-            (0, ("link", "remote/step-00000003/treering.json"), "ba"),
-            (0, ("rename", "local-a/journal.json"), "ba"),
-            (1, ("unlink", "local-b/step-00000002"), "ba"),
+            ("ab", 1, 1, ("sync", "local-b/step-00000003"), "ba"),
+            ("ab", 1, 0, ("link", "local-a/step-00000003/treering.json"), "ab"),
+            ("ab", 1, 1, ("write", "remote/step-00000002"), "ba"),
+            ("ab", 1, 0, ("link", "remote/step-00000003/treering.json"), "ba"),
+            ("ab", 1, 0, ("rename", "local-a/journal.json"), "ba"),
+            ("ab", 1, 1, ("unlink", "local-b/step-00000002"), "ba"),
+            ("aabc", 1, 3, ("sync", "local-c/step-00000003"), "cba"),
+            ("abc", 2, 1, ("copying", ""), "bcaa"),
+            ("abc", 2, 2, ("write", "remote/step-00000002"), "cba"),
+            ("aabc", 2, 0, ("link", "local-a/step-00000003/treering.json"), "bca"),
         ]
     ),
 )
-def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: tuple[str, str], hosts: str) -> None:
+def test_a_process_is_killed_anywhere(
+    tmp_path: pathlib.Path, first: str, copies: int, victim: int, at: tuple[str, str], hosts: str
+) -> None:
     """A step that any process saw committed is restored, and all remote steps are complete.
+
+    The process is killed in a save, in the copying to second disks, or in an upload. The next job has other ranks, and
+    perhaps more or fewer processes.
 
     The process is killed by SIGKILL, and the remote tier is a disk. `buckets.scenarios_hosts` tries all other moments
     with a double of a bucket.
     """
-    results = job(tmp_path, BREAKS_OFF, hosts="ab", expect={0: None, 1: None}, recoverable=True, VICTIM=victim, AT=at)
+    names = {"VICTIM": victim, "AT": at, "COPIES": copies}
+    results = job(tmp_path, BREAKS_OFF, hosts=first, expect=ANY, recoverable=True, **names)
     assert results[victim].code == -signal.SIGKILL, results[victim].output
     committed = [int(file.read_text()) for file in tmp_path.glob("committed-*")]
-    results = job(tmp_path, GOES_ON, hosts=hosts)
+    results = job(tmp_path, GOES_ON.replace("run()", f"run(local_copies={copies})"), hosts=hosts)
     for result in results:
         step, good, after, last, _ = result.report
         assert good and step >= max(committed, default=1) and after[-1] <= step and last[-1] == step + 1
@@ -216,7 +230,7 @@ def test_a_process_is_killed_anywhere(tmp_path: pathlib.Path, victim: int, at: t
     for step in tr.steps(tmp_path / "remote"):
         _check(tmp_path / "remote", step)
     # Nothing is left of the killed save.
-    assert {os.path.dirname(file) for name in "ab" for file in _arrays(tmp_path / f"local-{name}")} <= {
+    assert {os.path.dirname(file) for name in "abc" for file in _arrays(tmp_path / f"local-{name}")} <= {
         f"step-{step:08}" for step in (results[0].report[0], results[0].report[0] + 1)
     }
 
@@ -352,7 +366,7 @@ def test_nothing_was_copied_and_a_host_is_gone(tmp_path: pathlib.Path, hosts: st
 if COUNT == 1:  # A single process treats the directory as its complete local tier.
     save(run(), 7)
     os._exit(0)
-error = caught(run().restore_or_init, lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "n": 0})
+error = caught(run().restore_or_init, lambda: {"w": jnp.zeros(SIZE), "b": jnp.zeros(300_000), "h": HELD, "n": 0})
 report([error, Lines.text])
 """
     results = job(tmp_path, body, hosts=hosts)
@@ -420,11 +434,12 @@ class Closed(stores.posix.Disk):
 stores.register(stores.Filesystem(Closed()))
 layout = jax.sharding.NamedSharding(mesh(*SHAPE), P(*SPEC))
 made = jax.make_array_from_callback((SIZE,), layout, lambda at: np.zeros(SIZE, np.float32)[at])
-template = {"w": made, "b": np.zeros(300_000, np.float32), "n": 0}
+template = {"w": made, "b": np.zeros(300_000, np.float32), "h": HELD, "n": 0}
 ckpts = run()
 tree = ckpts.restore(template)
 full = np.arange(SIZE, dtype=np.float32) + 3
 good = all(np.array_equal(one.data, full[one.index]) for one in tree["w"].addressable_shards)
+good = good and np.array_equal(tree["h"], HELD + 3)
 report([ckpts.restored_step, good and tree["n"] == 3 and bool((tree["b"] == 3).all()), tr.steps(remote), Lines.text])
 sync("over")
 os._exit(0)

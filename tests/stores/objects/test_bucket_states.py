@@ -4,11 +4,12 @@ In some of them another job continues. These tests try some dozens of plans per 
 a thousand for most.
 """
 
+import collections
 import pathlib
 
 import pytest
 
-from buckets import scenarios
+from buckets import random_hosts, scenarios
 from buckets.__main__ import explored
 from buckets.explore import ALL, Explorer, Moment, Plan
 from buckets.scenario import Reports, read_value
@@ -26,6 +27,15 @@ def test_any_request_of_any_job(name: str) -> None:
     count = explored(name, number, seed=0)
     assert not count.failures, count.failures[0]
     assert count.plans == number and len(count.distinct) > min(number, 20) and len(count.ends) > 1
+
+
+@pytest.mark.slow
+def test_random_jobs_on_hosts_with_disks() -> None:
+    """No step is lost and no wrong tree restored after random faults. `make faults-hosts` plays thousands of jobs."""
+    results = [random_hosts.played(seed) for seed in sample_points(range(70))]
+    assert not (failures := [failure for _, failure in results if failure]), failures[0]
+    counts = sum((count for count, _ in results), collections.Counter[str]())
+    assert counts["killed"] and counts["restored"] and counts["flip"] and counts["empty"], counts
 
 
 @pytest.mark.slow
