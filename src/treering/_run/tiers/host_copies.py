@@ -42,11 +42,7 @@ class HostCopies:
         self._local, self._exchange, self._hosts = local, exchange, tuple(hosts)
         self._run, self._timeout = run, timeout
         self._queue = BackgroundQueue()
-        self._safe: set[str] = set()  # the identities of the steps of which each file is on two disks
-
-    def is_safe(self, path: str) -> bool:
-        """Returns True if each file of a step was found on two disks. Only process 0 knows it."""
-        return host_files.identity(self._local.store, path) in self._safe
+        self._safe: set[tuple[str, str]] = set()  # in process 0, the names and identities of steps on two disks
 
     def begin(self, after: str) -> None:
         """Begins to copy what lacks a second copy."""
@@ -79,7 +75,7 @@ class HostCopies:
         """Returns the files that lack a second copy, in process 0, and notes the steps that lack none."""
         disks = {process: decode(one, Report).steps for process, one in enumerate(reports) if one}
         jobs: list[_Job] = []
-        safe: set[str] = set()
+        safe: set[tuple[str, str]] = set()
         for name in sorted(self._local.folders(), reverse=True):  # the newest first
             path = self._local.path(name)
             identity, files = (
@@ -93,10 +89,13 @@ class HostCopies:
                 jobs.append(
                     _Job(name, identity, {str(n): [(one.file, one.source) for one in own] for n, own in found.items()})
                 )
-            elif all(sum(own.get(file.name) == file.size for own in there.values()) > 1 for file in files):
-                safe.add(identity)
-        for identity in safe - self._safe:
-            _log.info("%s: the step with the identity %s is on two disks", self._run, identity)
+                continue
+            manifests = sum(own[name].identity == identity for own in disks.values() if name in own)
+            copies = [sum(own.get(file.name) == file.size for own in there.values()) for file in files]
+            if min([manifests, *copies]) > 1:
+                safe.add((name, identity))
+        for name, _ in sorted(safe - self._safe):
+            _log.info("%s: each file of %s is on two disks", self._run, name)
         self._safe = safe
         return [encode(job) for job in jobs]
 
