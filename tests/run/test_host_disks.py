@@ -477,6 +477,31 @@ def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("first", "second"), [("ab", "ac"), ("aabb", "acc"), ("abc", "adc")])
+def test_a_new_host_gets_copies_of_earlier_steps(tmp_path: pathlib.Path, first: str, second: str) -> None:
+    """After a lost host, the next job copies earlier steps to a host that joins, so another host may be lost."""
+    job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    shutil.rmtree(tmp_path / "local-b")
+    body = """
+ckpts = run(upload_limit=1, local_copies=2, keep_local=None)
+ckpts.restore(template)
+save(ckpts, 3)
+ckpts._directory.together.wait_for_copies()
+report(Lines.text)
+sync("copied")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    for result in job(tmp_path, body, hosts=second, expect=ANY, recoverable=True):
+        assert not any("lacks the manifest" in line for line in result.report)
+    shutil.rmtree(tmp_path / "local-a")
+    for result in job(tmp_path, GOES_ON.replace("run()", "run(keep_local=None)"), hosts=second[::-1]):
+        step, good, after, last, _ = result.report
+        assert step == 3 and good and not after and last == [1, 2, 3, 4]
+    for step in (1, 2, 3):
+        _check(tmp_path / "remote", step)
+
+
+@pytest.mark.long
 def test_only_a_step_with_two_manifests_is_on_two_disks(tmp_path: pathlib.Path) -> None:
     """A step counts as copied if two disks have its manifest too. `close` waits for the copies."""
     body = """

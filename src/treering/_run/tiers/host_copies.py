@@ -14,7 +14,7 @@ import msgspec
 from ..._processes import coordinator
 from ..._processes.calls import Call, error_watcher
 from ...errors import TreeringError
-from ...formats.treering import host_files
+from ...formats.treering import host_files, removal, summary
 from ...formats.treering.complete_copies import Missing, complete_copies, missing_copies
 from ...formats.treering.manifest_fields import File
 from ..background_queue import BackgroundQueue
@@ -25,11 +25,16 @@ _log = logging.getLogger("treering")
 
 
 class _Job(msgspec.Struct, frozen=True, array_like=True):
-    """The files of a step that processes are to fetch: by process, the files and the processes that serve them."""
+    """The files of a step that processes are to fetch: by process, the files and the processes that serve them.
+
+    manifest_bytes: the size of the manifest. lacking: the processes that lead those of these disks that lack it.
+    """
 
     name: str
     identity: str
     missing: dict[str, list[tuple[File, int]]]
+    manifest_bytes: int
+    lacking: list[int]
 
 
 class HostCopies:
@@ -61,6 +66,10 @@ class HostCopies:
             with coordinator.ending_call(call):
                 call.set_activity("copying steps to second disks")
                 jobs = [decode(job, _Job) for job in call.gather_and_decide(self._report(index), self._plan)]
+                if any(job.lacking for job in jobs):  # The disk of a host that has joined the job lacks them.
+                    for job in jobs:
+                        self._fetch_manifest(job, index)
+                    call.gather_and_decide(None, lambda _: None)  # A host may have several processes.
                 for job in jobs:
                     self._fetch(job, call)
                 call.gather_and_decide(self._report(index), self._plan)
@@ -86,9 +95,10 @@ class HostCopies:
                 continue
             there = {process: own[name].sizes for process, own in disks.items() if name in own}
             if found := missing_copies(files, there, self._hosts):
-                jobs.append(
-                    _Job(name, identity, {str(n): [(one.file, one.source) for one in own] for n, own in found.items()})
-                )
+                there_too = {process for process, own in disks.items() if name in own and own[name].identity}
+                lacking = {self._hosts[process] for process in found} - there_too
+                missing = {str(n): [(one.file, one.source) for one in own] for n, own in found.items()}
+                jobs.append(_Job(name, identity, missing, self._manifest_bytes(path), sorted(lacking)))
                 continue
             manifests = sum(own[name].identity == identity for own in disks.values() if name in own)
             copies = [sum(own.get(file.name) == file.size for own in there.values()) for file in files]
@@ -98,6 +108,18 @@ class HostCopies:
             _log.info("%s: each file of %s is on two disks", self._run, name)
         self._safe = safe
         return [encode(job) for job in jobs]
+
+    def _manifest_bytes(self, path: str) -> int:
+        found = summary.stat_manifest(self._local.store, path)
+        return found.nbytes if found else 0
+
+    def _fetch_manifest(self, job: _Job, index: int) -> None:
+        """Fetches the manifest from process 0, unless that has deleted the step meanwhile."""
+        if index in job.lacking:
+            with removal.logging_errors(self._local.path(job.name)):
+                self._local.complete(
+                    job.name, lambda: self._exchange.manifest(job.name, job.identity, job.manifest_bytes)
+                )
 
     def _fetch(self, job: _Job, call: Call) -> None:
         path = self._local.path(job.name)

@@ -4,13 +4,14 @@ import contextlib
 import logging
 import posixpath
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal
+from ...formats.treering.schema import MANIFEST
 from .. import run_layout
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
@@ -121,6 +122,15 @@ class LocalTier:
         """Returns the manifest of a step by its name, as `Orders` have it; empty without one."""
         text = host_files.manifest_text(self.store, self.path(name))
         return {name: text} if text else {}
+
+    def complete(self, name: str, fetch: Callable[[], bytes]) -> None:
+        """Writes the manifest of a step, which `fetch` gets from the disk of process 0, unless this disk has one.
+
+        Both happen in one turn: an order to delete the step may come before or after, and is obeyed in both cases.
+        """
+        with self._turn:
+            if not host_files.identity(self.store, self.path(name)):
+                self.adopt(name, {MANIFEST: fetch().decode("latin-1")}, unpin=False)
 
     def adopt(self, name: str, notes: Mapping[str, str], *, unpin: bool) -> None:
         """Writes the manifest, the pin and the metrics of a step, which another disk has sent."""
