@@ -11,7 +11,6 @@ import msgspec
 
 from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal
-from ...formats.treering.schema import MANIFEST
 from .. import run_layout
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
@@ -129,8 +128,11 @@ class LocalTier:
         Both happen in one turn: an order to delete the step may come before or after, and is obeyed in both cases.
         """
         with self._turn:
-            if not host_files.identity(self.store, self.path(name)):
-                self.adopt(name, {MANIFEST: fetch().decode("latin-1")}, unpin=False)
+            path = self.path(name)
+            if not host_files.identity(self.store, path):
+                data = fetch()
+                self.store.make_folders(path, [])
+                host_files.adopt_manifest(self.store, path, data)
 
     def adopt(self, name: str, notes: Mapping[str, str], *, unpin: bool) -> None:
         """Writes the manifest, the pin and the metrics of a step, which another disk has sent."""
