@@ -280,6 +280,37 @@ def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.long
+def test_a_change_that_fails_on_one_disk_is_made_later(tmp_path: pathlib.Path) -> None:
+    """A disk that cannot delete or archive a step now does it in the next round. No process waits for another."""
+    body = """
+from treering._run.tiers.journal import Journal
+def full(*_): raise OSError(28, "No space left on device")
+def failing(call, *args, **options):
+    kept = Journal.retire
+    if INDEX: Journal.retire = full
+    try: return caught(call, *args, **options)
+    finally: Journal.retire = kept
+ckpts = run(keep_local=None)
+save(ckpts, 1, 2, 3, 4)
+changed = [failing(ckpts.delete, 1), failing(ckpts.rewind, 3)]
+save(ckpts, 5)
+ckpts.restore(template, step=3)
+refused = failing(save, ckpts, 6)
+ckpts.restore(template)
+save(ckpts, 6)
+ckpts.close()
+report([changed, refused, Lines.text])
+"""
+    for n, result in enumerate(job(tmp_path, body, hosts="ab")):
+        changed, refused, lines = result.report
+        assert changed == [None, None] and refused[0] == "SaveError"
+        assert sum("failed on this disk; the next upload tries again" in line for line in lines) == 2 * n
+        assert not any("uploading steps failed" in line or "nothing heard" in line for line in lines)
+    folders = [sorted({os.path.dirname(file) for file in _arrays(tmp_path / f"local-{host}")}) for host in "ab"]
+    assert folders[0] == folders[1] and "step-00000001" not in folders[0] and "step-00000004" not in folders[0]
+
+
+@pytest.mark.long
 def test_a_damaged_part(tmp_path: pathlib.Path) -> None:
     """A damaged step is not uploaded. Its remote copy is restored, or an earlier step if it has none."""
     job(tmp_path, KILLED_EARLY, hosts="ab", expect={0: None, 1: None}, recoverable=True)
@@ -488,6 +519,62 @@ def test_a_lost_host_costs_no_step(tmp_path: pathlib.Path, first: str, lost: str
     assert tr.verify(tmp_path / "remote").ok
     for step in (1, 2, 3):
         _check(tmp_path / "remote", step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "second"), [("ab", "ac"), ("aabb", "acc"), ("abc", "adc")])
+def test_a_new_host_gets_copies_of_earlier_steps(tmp_path: pathlib.Path, first: str, second: str) -> None:
+    """After a lost host, the next job copies earlier steps to a host that joins, so another host may be lost."""
+    job(tmp_path, COPIED, hosts=first, expect=ANY, recoverable=True)
+    shutil.rmtree(tmp_path / "local-b")
+    body = """
+ckpts = run(upload_limit=1, local_copies=2, keep_local=None)
+ckpts.restore(template)
+save(ckpts, 3)
+ckpts._directory.together.wait_for_copies()
+report(Lines.text)
+sync("copied")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    for result in job(tmp_path, body, hosts=second, expect=ANY, recoverable=True):
+        assert not any("lacks the manifest" in line for line in result.report)
+    shutil.rmtree(tmp_path / "local-a")
+    for result in job(tmp_path, GOES_ON.replace("run()", "run(keep_local=None)"), hosts=second[::-1]):
+        step, good, after, last, _ = result.report
+        assert step == 3 and good and not after and last == [1, 2, 3, 4]
+    for step in (1, 2, 3):
+        _check(tmp_path / "remote", step)
+
+
+@pytest.mark.long
+def test_only_a_step_with_two_manifests_is_on_two_disks(tmp_path: pathlib.Path) -> None:
+    """A step counts as copied if two disks have its manifest too. `close` waits for the copies."""
+    body = """
+from treering._run.tiers import host_copies
+from treering.formats.treering import host_files
+real, copy = host_files.adopt_manifest, host_copies.complete_copies
+ended = []
+def fail(*_): raise OSError(5, "Input/output error")
+def slow(*args):
+    time.sleep(1)
+    copy(*args)
+    ended.append(len(ckpts._directory.tier.folders()))
+host_copies.complete_copies = slow
+host_files.adopt_manifest = fail if INDEX else real
+ckpts = run(local_copies=2)
+ckpts.save(1, {"n": 1})
+ckpts.wait()
+ckpts._directory.together.wait_for_copies()
+host_files.adopt_manifest = real
+save(ckpts, 2)
+ckpts.close()
+report([Lines.text, len(ended)])
+"""
+    results = job(tmp_path, body, hosts="ab")
+    assert [result.report[1] > 0 for result in results] == [True, True]
+    on_two = [line for line in results[0].report[0] if "is on two disks" in line]
+    assert len(on_two) == 1 and "step-00000002" in on_two[0]
+    assert [len(_arrays(tmp_path / f"local-{host}")) for host in "ab"] == [3, 3]
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ class Exchange:
         found = call.gather_and_decide(report, decide)
         self._located = {
             name: Located(
-                self._manifest(name, identity, nbytes), {file: HeldFile(*one) for file, one in held.items()}, remote
+                self.manifest(name, identity, nbytes), {file: HeldFile(*one) for file, one in held.items()}, remote
             )
             for name, (identity, nbytes, held, remote) in found.items()
         }
@@ -86,8 +86,11 @@ class Exchange:
         remote = "" if all(one.holders for one in held.values()) else find_remote(name)
         return identity, found.nbytes if found else 0, held, remote
 
-    def _manifest(self, name: str, identity: str, nbytes: int) -> bytes:
-        """Returns the manifest of a step on this disk, or that of process 0's disk if this one lacks it."""
+    def manifest(self, name: str, identity: str, nbytes: int) -> bytes:
+        """Returns the manifest of a step on this disk, or that of process 0's disk if this one lacks it.
+
+        Raises `ReplacedError` if that disk has another one, or none.
+        """
         path = self._local.path(name)
         if host_files.identity(self._local.store, path) == identity:
             return read_file(self._local.store, summary.manifest_path(path))

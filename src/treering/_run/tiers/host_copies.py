@@ -14,7 +14,7 @@ import msgspec
 from ..._processes import coordinator
 from ..._processes.calls import Call, error_watcher
 from ...errors import TreeringError
-from ...formats.treering import host_files
+from ...formats.treering import host_files, removal, summary
 from ...formats.treering.complete_copies import Missing, complete_copies, missing_copies
 from ...formats.treering.manifest_fields import File
 from ..background_queue import BackgroundQueue
@@ -25,11 +25,16 @@ _log = logging.getLogger("treering")
 
 
 class _Job(msgspec.Struct, frozen=True, array_like=True):
-    """The files of a step that processes are to fetch: by process, the files and the processes that serve them."""
+    """The files of a step that processes are to fetch: by process, the files and the processes that serve them.
+
+    manifest_bytes: the size of the manifest. lacking: the processes that lead those of these disks that lack it.
+    """
 
     name: str
     identity: str
     missing: dict[str, list[tuple[File, int]]]
+    manifest_bytes: int
+    lacking: list[int]
 
 
 class HostCopies:
@@ -42,11 +47,11 @@ class HostCopies:
         self._local, self._exchange, self._hosts = local, exchange, tuple(hosts)
         self._run, self._timeout = run, timeout
         self._queue = BackgroundQueue()
-        self._safe: set[str] = set()  # the identities of the steps of which each file is on two disks
+        self._safe: set[tuple[str, str]] = set()  # in process 0, the names and identities of steps on two disks
 
     def is_safe(self, path: str) -> bool:
         """Returns True if each file of a step was found on two disks. Only process 0 knows it."""
-        return host_files.identity(self._local.store, path) in self._safe
+        return (posixpath.basename(path), host_files.identity(self._local.store, path)) in self._safe
 
     def begin(self, after: str) -> None:
         """Begins to copy what lacks a second copy."""
@@ -65,6 +70,10 @@ class HostCopies:
             with coordinator.ending_call(call):
                 call.set_activity("copying steps to second disks")
                 jobs = [decode(job, _Job) for job in call.gather_and_decide(self._report(index), self._plan)]
+                if any(job.lacking for job in jobs):  # The disk of a host that has joined the job lacks them.
+                    for job in jobs:
+                        self._fetch_manifest(job, index)
+                    call.gather_and_decide(None, lambda _: None)  # A host may have several processes.
                 for job in jobs:
                     self._fetch(job, call)
                 call.gather_and_decide(self._report(index), self._plan)
@@ -79,7 +88,7 @@ class HostCopies:
         """Returns the files that lack a second copy, in process 0, and notes the steps that lack none."""
         disks = {process: decode(one, Report).steps for process, one in enumerate(reports) if one}
         jobs: list[_Job] = []
-        safe: set[str] = set()
+        safe: set[tuple[str, str]] = set()
         for name in sorted(self._local.folders(), reverse=True):  # the newest first
             store, path = self._local.store, self._local.path(name)
             identity, files = host_files.identity(store, path), host_files.listed_files(store, path)
@@ -87,14 +96,31 @@ class HostCopies:
                 continue
             there = {process: own[name].sizes for process, own in disks.items() if name in own}
             if found := missing_copies(files, there, self._hosts):
-                missing = {str(process): [(one.file, one.source) for one in own] for process, own in found.items()}
-                jobs.append(_Job(name, identity, missing))
-            elif all(sum(own.get(file.name) == file.size for own in there.values()) > 1 for file in files):
-                safe.add(identity)
-        for identity in safe - self._safe:
-            _log.info("%s: the step with the identity %s is on two disks", self._run, identity)
+                there_too = {process for process, own in disks.items() if name in own and own[name].identity}
+                lacking = {self._hosts[process] for process in found} - there_too
+                missing = {str(n): [(one.file, one.source) for one in own] for n, own in found.items()}
+                jobs.append(_Job(name, identity, missing, self._manifest_bytes(path), sorted(lacking)))
+                continue
+            manifests = sum(own[name].identity == identity for own in disks.values() if name in own)
+            copies = [sum(own.get(file.name) == file.size for own in there.values()) for file in files]
+            if min([manifests, *copies]) > 1:
+                safe.add((name, identity))
+        for name, _ in sorted(safe - self._safe):
+            _log.info("%s: each file of %s is on two disks", self._run, name)
         self._safe = safe
         return [encode(job) for job in jobs]
+
+    def _manifest_bytes(self, path: str) -> int:
+        found = summary.stat_manifest(self._local.store, path)
+        return found.nbytes if found else 0
+
+    def _fetch_manifest(self, job: _Job, index: int) -> None:
+        """Fetches the manifest from process 0, unless that has deleted the step meanwhile."""
+        if index in job.lacking:
+            with removal.logging_errors(self._local.path(job.name)):
+                self._local.complete(
+                    job.name, lambda: self._exchange.manifest(job.name, job.identity, job.manifest_bytes)
+                )
 
     def _fetch(self, job: _Job, call: Call) -> None:
         path = self._local.path(job.name)

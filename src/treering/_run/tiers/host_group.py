@@ -34,7 +34,17 @@ class HostGroup:
     disk of the host, and serves its files.
     """
 
-    def __init__(self, local: LocalTier, remote: StepCatalog, meeting: Meeting, call: Call, hosts: Sequence[int]):
+    def __init__(
+        self,
+        local: LocalTier,
+        remote: StepCatalog,
+        meeting: Meeting,
+        call: Call,
+        hosts: Sequence[int],
+        acquire: Callable[[], None],
+    ):
+        """`acquire` acquires the lease of this host's disk."""
+        self._acquire = acquire
         self.hosts, leads = tuple(hosts), hosts[call.index] == call.index
         self._local, self._remote, self._meeting = local, remote, meeting
         self.index, self._leads = call.index, leads
@@ -65,6 +75,7 @@ class HostGroup:
         if orders is not None:
             with as_save_error(self._local.root):
                 if self._leads and self.index:
+                    self._acquire()  # A job that stood still for long must not change this disk after another one.
                     self._local.obey(decode(orders, Orders))
             self._on_claim()
 

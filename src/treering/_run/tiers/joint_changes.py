@@ -1,14 +1,19 @@
 """Collective changes of a run in which each host has its own disk, with a part of each step."""
 
+import contextlib
+import logging
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._processes.calls import Call
 from ..._save.pending import as_save_error
+from ...errors import TreeringError
 from .host_copies import HostCopies
 from .host_group import HostGroup
 from .uploader import Uploader
+
+_log = logging.getLogger("treering")
 
 
 class JointChanges:
@@ -53,7 +58,8 @@ class JointChanges:
         """Obeys the orders, and archives the steps after `back_to`. Returns the path of the new step on this disk."""
         self._group.obey(orders)
         if back_to is not None:
-            self._group.archive_after(back_to)
+            with as_save_error(self._local):
+                self._group.archive_after(back_to)
         path = posixpath.join(self._local, posixpath.basename(path))
         with as_save_error(self._local):
             self._group.replace(path)
@@ -76,7 +82,8 @@ class JointChanges:
 
     def deleted(self, step: int) -> None:
         """Deletes the parts of a step that process 0 has deleted."""
-        self._group.delete(step)
+        with self._logging_errors(f"deleting step {step}"):
+            self._group.delete(step)
         self._upload(f"the deletion of step {step}")
 
     def pinned(self, step: int, wanted: bool) -> None:
@@ -86,13 +93,26 @@ class JointChanges:
 
     def rewound(self, step: int) -> None:
         """Archives the parts of later steps after a rewind."""
-        self._group.archive_after(step)
-        self._upload("the rewind" if step < 0 else f"the rewind to step {step}")
+        after = "the rewind" if step < 0 else f"the rewind to step {step}"
+        with self._logging_errors(after):
+            self._group.archive_after(step)
+        self._upload(after)
 
     def free_room(self) -> None:
         """Waits for a round, in which the hosts delete the files of steps that process 0 has deleted."""
         self._upload("a save found a disk full")
         self._uploader.wait()
+
+    @contextlib.contextmanager
+    def _logging_errors(self, what: str) -> Iterator[None]:
+        """Logs errors of a change on the disk of this host, and continues: the peers wait for this process in a round.
+
+        Process 0 has recorded what leaves the run, so a later round changes this disk too.
+        """
+        try:
+            yield
+        except (TreeringError, OSError) as error:
+            _log.warning("%s: %s failed on this disk; the next upload tries again: %s", self._local, what, error)
 
     def _upload(self, after: str, **options: Any) -> None:
         self._uploader.begin_together(self._group, after, self._group.index, **options)

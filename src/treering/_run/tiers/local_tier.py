@@ -4,7 +4,7 @@ import contextlib
 import logging
 import posixpath
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -128,6 +128,18 @@ class LocalTier:
         """Returns the manifest of a step by its name, as `Orders` have it; empty without one."""
         text = host_files.manifest_text(self.store, self.path(name))
         return {name: text} if text else {}
+
+    def complete(self, name: str, fetch: Callable[[], bytes]) -> None:
+        """Writes the manifest of a step, which `fetch` gets from the disk of process 0, unless this disk has one.
+
+        Both happen in one turn: an order to delete the step may come before or after, and is obeyed in both cases.
+        """
+        with self._turn:
+            path = self.path(name)
+            if not host_files.identity(self.store, path):
+                data = fetch()
+                self.store.make_folders(path, [])
+                host_files.adopt_manifest(self.store, path, data)
 
     def adopt(self, name: str, notes: Mapping[str, str], *, unpin: bool) -> None:
         """Writes the manifest, the pin and the metrics of a step, which another disk has sent."""

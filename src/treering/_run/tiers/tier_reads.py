@@ -81,7 +81,7 @@ class TierReads:
                 _log.info("%s: the hosts have disks of their own, %d in all", self.local.root, len(set(hosts)))
             self.local.steps.allow_missing_files()
             meeting = Meeting(self.tier, self.remote.steps, self._locked)
-            self.host_group = HostGroup(self.tier, self.remote.steps, meeting, call, hosts)
+            self.host_group = HostGroup(self.tier, self.remote.steps, meeting, call, hosts, self.local.acquire)
         if self.host_group.missing and not self.index:
             _log.warning(
                 "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "

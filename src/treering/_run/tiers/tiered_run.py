@@ -223,6 +223,8 @@ class TieredRun(TierReads):
         self._retain(None)
 
     def end_writing(self) -> SaveError | None:
+        if self.together:
+            self.together.wait_for_copies()  # They write to this disk, which the next job may acquire after this.
         if self.index:
             self._uploader.lift_limit()
             self._uploader.wait()  # Process 0 leads the upload and waits for it there.
