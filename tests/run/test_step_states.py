@@ -126,6 +126,8 @@ class World:
         self.epoch, self.epoch_is_open = 0, True  # changes when the remote tier loses its generations
         self.writers = {0}  # the numbers of the jobs that may have changed the remote tier last
         self.files: dict[str, dict[str, set[str]]] = {}  # by version, its files, and the disks that have got each
+        self.known: dict[str, set[str]] = {}  # the versions of which a disk had the manifest after some job
+        self.adopted: dict[str, set[str]] = {}  # those that the disk of another job had before
         self.unwanted: set[str] = set()  # versions that a call was to delete or to replace
         self.uploaded: dict[str, int] = {}  # versions that must be remote, and their steps
         self.log: list[str] = []
@@ -150,6 +152,10 @@ class World:
         store = stores.get(self.root)
         for disk in (*self.names, "remote"):
             for step, identity in self.manifests(self.path(disk)).items():
+                life = self.life(disk) if disk != "remote" else disk
+                if identity in self.files and identity not in self.known.setdefault(life, set()):
+                    self.adopted.setdefault(life, set()).add(identity)
+                self.known.setdefault(life, set()).add(identity)
                 if identity not in self.files:
                     listed = host_files.listed_files(store, f"{self.path(disk)}/step-{step:08}")
                     assert listed is not None
@@ -176,7 +182,9 @@ class World:
                 continue
             for name, holders in files.items():
                 for disk in self.names:
-                    if self.life(disk) in holders:
+                    # A part without a manifest is what a save leaves that was killed before or after its commit. If
+                    # its step is not of the run any more, later jobs cannot tell which, and remove it.
+                    if self.life(disk) in holders and identity in self.known.get(self.life(disk), ()):
                         assert self.is_on(disk, name), f"{identity}: {name} is gone from disk {disk}"
 
     # What a job must see
@@ -207,6 +215,9 @@ class World:
     def problem(self, job: JobModel | None, listed: dict[int, str], disks: frozenset[str]) -> str:
         """Returns what is wrong with the steps that a job lists, if `job` was the last one; "" if nothing is."""
         allowed = {*self.uploaded, *(job.must.values() if job else ()), *(job.may if job else ())}
+        # Process 0 adopts manifests when a job begins. If the job is killed before its claim, they stay on that disk.
+        for disk in job.disks if job else ():
+            allowed |= self.adopted.get(disk, set())
         if strange := {step: one for step, one in listed.items() if one not in allowed}:
             return f"came back: {strange}"
         must = dict(job.must) if job else {}
