@@ -575,7 +575,7 @@ report([Lines.text, len(ended)])
     assert [result.report[1] > 0 for result in results] == [True, True]
     on_two = [line for line in results[0].report[0] if "is on two disks" in line]
     assert len(on_two) == 1 and "step-00000002" in on_two[0]
-    assert [len(_arrays(tmp_path / f"local-{host}")) for host in "ab"] == [3, 3]
+    assert [len(_arrays(tmp_path / f"local-{host}")) for host in "ab"] == [4, 4]
 
 
 @pytest.mark.long

@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 
 class MortalDisk(SteppedDisk):
-    """A disk at whose change number `at` a process is killed, or with `all` the whole job."""
+    """A disk at whose change number `at` a process is killed, or with `all` all processes of the job."""
 
     def __init__(self, at: int, kills_all: bool):
         super().__init__()
@@ -138,7 +138,7 @@ class World:
     def life(self, disk: str) -> str:
         return f"{disk}{self.lives[disk]}"
 
-    # What is there
+    # The files
 
     def manifests(self, place: str) -> dict[int, str]:
         found = {}
@@ -183,7 +183,7 @@ class World:
             for name, holders in files.items():
                 for disk in self.names:
                     # A part without a manifest is what a save leaves that was killed before or after its commit. If
-                    # its step is not of the run any more, later jobs cannot tell which, and remove it.
+                    # its step has left the run, later jobs cannot tell which, and remove it.
                     if self.life(disk) in holders and identity in self.known.get(self.life(disk), ()):
                         assert self.is_on(disk, name), f"{identity}: {name} is gone from disk {disk}"
 
@@ -531,7 +531,7 @@ def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_jobs_on_any_disks_killed_anywhere(number: int) -> None:
     """Nothing committed is lost, and no abandoned, deleted or replaced step comes back."""
     for n in range(4 if STRIDE > 1 else 100):
-        _try(f"{SEED} {number} {n}", 6)
+        _try(f"{SEED if STRIDE == 1 else 0} {number} {n}", 6)  # The rare sequences are left to `make thorough`.
 
 
 def _changes(disks: str, *plans: list[str], copies: int = 1) -> int:

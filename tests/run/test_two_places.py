@@ -912,7 +912,7 @@ class _SmallDisk(Disk):
 def test_a_save_waits_for_room_that_an_upload_frees(
     local: str, tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, operation: str, name: str
 ) -> None:
-    """The loop goes on meanwhile. Closing ends the limit of the upload, so that it does not wait for long."""
+    """The loop continues meanwhile. Closing ends the limit of the upload, so that it does not wait for long."""
     caplog.set_level(logging.INFO, "treering")
     use_disk(_SmallDisk(local, operation, name))
     with tr.Checkpointer(tmp_path / "remote", local=local, when_busy="skip", upload_limit=1) as ckpts:

@@ -216,8 +216,8 @@ report(found)
 """,
         "abcd",
     )
-    lacking = {name: [len(own) for own in found[0].report[name][0].values()].count(1) for name in found[0].report}
-    assert lacking == {"full": 1, "differs": 2, "rules": 4, "one": 4, "fails": 0}
+    single = {name: [len(own) for own in found[0].report[name][0].values()].count(1) for name in found[0].report}
+    assert single == {"full": 1, "differs": 2, "rules": 4, "one": 4, "fails": 0}
     for name, process, line in (("full", 1, "no space left"), ("differs", 2, "different values"), ("differs", 3, "")):
         _, lines, files = found[process].report[name]
         assert any("this second copy" in one and line in one for one in lines), lines

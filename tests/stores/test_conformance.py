@@ -68,7 +68,7 @@ class TestSqlite(StoreConformance):
 
     @pytest.mark.long
     def test_of_several_processes_one_wins(self, registered: str, tmp_path: pathlib.Path) -> None:
-        """Of several processes that save to one path, one commits, and the others raise `ExistsError`."""
+        """One of several processes that save to one path commits, and the others raise `ExistsError`."""
         code = """
 import sys
 import numpy as np

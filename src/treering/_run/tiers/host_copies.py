@@ -27,14 +27,14 @@ _log = logging.getLogger("treering")
 class _Job(msgspec.Struct, frozen=True, array_like=True):
     """The files of a step that processes are to fetch: by process, the files and the processes that serve them.
 
-    manifest_bytes: the size of the manifest. lacking: the processes that lead those of these disks that lack it.
+    manifest_bytes: the size of the manifest. without_manifest: the processes that lead those hosts whose disks lack it.
     """
 
     name: str
     identity: str
     missing: dict[str, list[tuple[File, int]]]
     manifest_bytes: int
-    lacking: list[int]
+    without_manifest: list[int]
 
 
 class HostCopies:
@@ -70,7 +70,7 @@ class HostCopies:
             with coordinator.ending_call(call):
                 call.set_activity("copying steps to second disks")
                 jobs = [decode(job, _Job) for job in call.gather_and_decide(self._report(index), self._plan)]
-                if any(job.lacking for job in jobs):  # The disk of a host that has joined the job lacks them.
+                if any(job.without_manifest for job in jobs):  # The disk of a host that has joined the job lacks them.
                     for job in jobs:
                         self._fetch_manifest(job, index)
                     call.gather_and_decide(None, lambda _: None)  # A host may have several processes.
@@ -97,9 +97,9 @@ class HostCopies:
             there = {process: own[name].sizes for process, own in disks.items() if name in own}
             if found := missing_copies(files, there, self._hosts):
                 there_too = {process for process, own in disks.items() if name in own and own[name].identity}
-                lacking = {self._hosts[process] for process in found} - there_too
+                without_manifest = {self._hosts[process] for process in found} - there_too
                 missing = {str(n): [(one.file, one.source) for one in own] for n, own in found.items()}
-                jobs.append(_Job(name, identity, missing, self._manifest_bytes(path), sorted(lacking)))
+                jobs.append(_Job(name, identity, missing, self._manifest_bytes(path), sorted(without_manifest)))
                 continue
             manifests = sum(own[name].identity == identity for own in disks.values() if name in own)
             copies = [sum(own.get(file.name) == file.size for own in there.values()) for file in files]
@@ -116,7 +116,7 @@ class HostCopies:
 
     def _fetch_manifest(self, job: _Job, index: int) -> None:
         """Fetches the manifest from process 0, unless that has deleted the step meanwhile."""
-        if index in job.lacking:
+        if index in job.without_manifest:
             with removal.logging_errors(self._local.path(job.name)):
                 self._local.complete(
                     job.name, lambda: self._exchange.manifest(job.name, job.identity, job.manifest_bytes)

@@ -214,7 +214,7 @@ class HostGroup:
         return Orders(retired=retired, manifests=manifests)
 
     def _why_strange(self, name: str, identity: str) -> str:
-        """Returns why a step that only other disks have is not of the run: "deleted" if it is complete remotely.
+        """Returns why a step that only other disks have left the run: "deleted" if it is complete remotely.
 
         Returns "" if that cannot be known now, and while the remote step is damaged.
         """

@@ -1,9 +1,9 @@
 """The journal of a local disk: the jobs that claimed the run with this disk, and the steps that have left the run.
 
 A step is committed on a disk if its manifest is there. The journal says only what files cannot say: which jobs used the
-disk, and which of the steps that other disks may still have are no longer of the run. Its facts only grow, so the
-journals of several disks are merged by their union, in any order (`step_states`). It is replaced as a whole, in one
-atomic step, so it has no torn lines.
+disk, and which of the steps that other disks may still have have left the run. Its facts only grow, so the
+journals of several disks are merged by their union, in any order (`step_states`). It is replaced in one atomic step,
+so it has no torn lines.
 
 The remote tier has a file with the generation of the job that last changed it. Every job has a larger generation than
 those before it. So no clock decides which of two disks is newer.
@@ -107,7 +107,7 @@ class Journal:
 
     @property
     def contents(self) -> Contents:
-        """What was read or written last. A disk without a journal gets a new name."""
+        """The contents that were read or written last. A disk without a journal gets a new name."""
         if self._contents is None:
             self._contents = self.read() or Contents(self._run, os.urandom(8).hex())
         return self._contents

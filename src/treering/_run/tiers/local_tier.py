@@ -30,7 +30,7 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     """What every disk does so that all agree with process 0.
 
     claim: to be recorded in the journal, once the other orders are obeyed.
-    retired: the identities of steps that are not of the run, and if they are "archived" or "deleted".
+    retired: the identities of steps that do not belong to the run, and if they are "archived" or "deleted".
     manifests: by name, those of steps of which a disk may have array files alone.
     unnamed: the names of the folders to archive if they have no manifest, because a disk that is not here, or cannot
         be read now, may have it.
