@@ -76,6 +76,7 @@ class HostCopies:
                     call.gather_and_decide(None, lambda _: None)  # A host may have several processes.
                 for job in jobs:
                     self._fetch(job, call)
+                call.gather_and_decide(None, lambda _: None)  # Each process of a host has fetched its files.
                 call.gather_and_decide(self._report(index), self._plan)
                 call.close()
         except (TreeringError, OSError) as error:
