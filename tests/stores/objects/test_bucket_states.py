@@ -12,7 +12,6 @@ import pytest
 from buckets import random_hosts, scenarios
 from buckets.__main__ import explored
 from buckets.explore import ALL, Explorer, Moment, Plan
-from buckets.scenario import Reports, read_value
 from sampling import STRIDE, sample_points
 
 # More plans for the fastest scenarios, and for those in which two jobs can interleave in many ways.
@@ -75,36 +74,6 @@ def test_a_job_that_stands_still_before_it_deletes_a_step(tmp_path: pathlib.Path
         count = explorer.explore(name, late)
     assert not count.failures, count.failures[0]
     assert count.ends["LeaseLostError, good"] > 20 // STRIDE and count.limits < 5
-
-
-@pytest.mark.slow
-def test_step_committed_after_the_disks_were_listed_stays(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first job commits its step 1 after the second job has listed the disks, and before that commits its own.
-
-    The second job must not replace that step, and the last job uploads it.
-    """
-    name = "hosts' disks, other ranks"
-    turns = ((0, Moment("disk rename .*/b/journal.json")), (1, Moment("disk make_dir .*/b/step-00000001")))
-    committed = Moment("report local: 1|put place/step-00000001/")  # and nothing is uploaded yet
-    scenario, found = scenarios.ALL[name], list[int]()
-
-    def over(place: str, error: str | None, faults: int) -> None:
-        """Asserts that both disks have the manifest of one step."""
-        here, other = (next(tmp_path.glob(f"*/{disk}/step-00000001/treering.json")) for disk in "ab")
-        assert here.read_bytes() == other.read_bytes()
-
-    def end(place: str, reports: Reports) -> None:
-        scenario.end(place, reports)
-        found.append(read_value(place, 1))
-
-    monkeypatch.setitem(scenarios.ALL, name, scenario._replace(over=over, end=end))
-    plan = Plan(turns, ((0, committed, "killed before"),), stopped=65.0)
-    with Explorer(str(tmp_path)) as explorer:
-        count = explorer.explore(name, iter([plan]))
-    assert not count.failures, count.failures[0]
-    assert count.limits == 0 and found == [101], "the step of the first job is complete"
 
 
 @pytest.mark.slow

@@ -118,7 +118,8 @@ def _is_state(first: Sequence[tuple[int, Any]], version: Any, *, own_name: bool)
     also have an unknown version, or none.
     """
     (_, count), (_, key), *rest = first
-    if key == "version" and rest[0][0] in (VALUE, STR) and rest[1][0] == STR:
+    is_empty = own_name and rest[0][1] == 0  # an unknown version may be an empty list or map
+    if key == "version" and (rest[0][0] in (VALUE, STR) or is_empty) and rest[1][0] == STR:
         own_keys = rest[1][1] == "optimizer" or rest[1][1] in _LEVELS
         return own_keys if own_name else count == 2 and _is_version(rest[0][1]) and _is_optimizer(rest[1:])
     if key == "optimizer" and _is_optimizer(first[1:]):
