@@ -92,6 +92,7 @@ class Retention:
 
     def _collect_garbage(self) -> None:
         store, root = self._steps.store, self._steps.root
+        is_tier = store.stat(posixpath.join(root, run_layout.JOURNAL)) is not None
         for place in (root, *run_layout.archived_runs(store, root)):
             for name in store.list(place):
                 target = final_name(name)
@@ -99,9 +100,9 @@ class Retention:
                     remove_unused(store, posixpath.join(place, name))
                 if run_layout.parse_step_name(name, self._steps.prefix) is not None:
                     step = posixpath.join(place, name)
-                    # A link is not part of the run. An archived folder without a manifest is a part of a step that
-                    # another disk may have; only without folders it may be the rest of a killed move.
-                    is_part = place != root and store.has_folders and summary.stat_manifest(store, step) is None
+                    # A link is not part of the run. In a local tier, an archived folder without a manifest is a part of
+                    # a step that another disk may have.
+                    is_part = is_tier and place != root and summary.stat_manifest(store, step) is None
                     if not (is_part or store.is_link(step)):
                         removal.collect_garbage(store, step, remove_empty=True)
                 elif not store.has_locks and clock_probe_target(name) == LOCK_NAME:  # a killed writer's
