@@ -5,7 +5,9 @@ a thousand for most.
 """
 
 import collections
+import multiprocessing
 import pathlib
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -31,7 +33,9 @@ def test_any_request_of_any_job(name: str) -> None:
 @pytest.mark.slow
 def test_random_jobs_on_hosts_with_disks() -> None:
     """No step is lost and no wrong tree restored after random faults. `make faults-hosts` plays thousands of jobs."""
-    results = [random_hosts.played(seed) for seed in sample_points(range(70))]
+    # Each job is a fork, which needs a process without JAX's threads. Other tests have started them in this one.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        results = [*pool.map(random_hosts.played, sample_points(range(70)))]
     assert not (failures := [failure for _, failure in results if failure]), failures[0]
     counts = sum((count for count, _ in results), collections.Counter[str]())
     assert counts["killed"] and counts["restored"] and counts["flip"] and counts["empty"], counts
