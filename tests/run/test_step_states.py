@@ -127,7 +127,6 @@ class World:
         self.writers = {0}  # the numbers of the jobs that may have changed the remote tier last
         self.files: dict[str, dict[str, set[str]]] = {}  # by version, its files, and the disks that have got each
         self.known: dict[str, set[str]] = {}  # the versions of which a disk had the manifest after some job
-        self.adopted: dict[str, set[str]] = {}  # those that the disk of another job had before
         self.unwanted: set[str] = set()  # versions that a call was to delete or to replace
         self.uploaded: dict[str, int] = {}  # versions that must be remote, and their steps
         self.log: list[str] = []
@@ -153,8 +152,6 @@ class World:
         for disk in (*self.names, "remote"):
             for step, identity in self.manifests(self.path(disk)).items():
                 life = self.life(disk) if disk != "remote" else disk
-                if identity in self.files and identity not in self.known.setdefault(life, set()):
-                    self.adopted.setdefault(life, set()).add(identity)
                 self.known.setdefault(life, set()).add(identity)
                 if identity not in self.files:
                     listed = host_files.listed_files(store, f"{self.path(disk)}/step-{step:08}")
@@ -166,7 +163,8 @@ class World:
                         job.may.add(identity)
         there = self.manifests(self.remote)
         for identity, step in self.uploaded.items():
-            assert there.get(step) == identity, f"step {step} left the remote tier"
+            # An upload may replace a version that was overwritten before.
+            assert there.get(step) == identity or identity in self.unwanted, f"step {step} left the remote tier"
         for step, identity in there.items():
             names = self.files[identity]
             if all(os.path.exists(f"{self.remote}/step-{step:08}/{name}") for name in names):
@@ -215,9 +213,6 @@ class World:
     def problem(self, job: JobModel | None, listed: dict[int, str], disks: frozenset[str]) -> str:
         """Returns what is wrong with the steps that a job lists, if `job` was the last one; "" if nothing is."""
         allowed = {*self.uploaded, *(job.must.values() if job else ()), *(job.may if job else ())}
-        # Process 0 adopts manifests when a job begins. If the job is killed before its claim, they stay on that disk.
-        for disk in job.disks if job else ():
-            allowed |= self.adopted.get(disk, set())
         if strange := {step: one for step, one in listed.items() if one not in allowed}:
             return f"came back: {strange}"
         must = dict(job.must) if job else {}
@@ -225,7 +220,8 @@ class World:
             later = [one for one in self.jobs if one.number > job.number]
             must = {step: one for step, one in must.items() if not any(one in other.dropped for other in later)}
         for identity, step in self.uploaded.items():
-            must.setdefault(step, identity)
+            if identity not in self.unwanted:
+                must.setdefault(step, identity)
         lost = {
             step: one
             for step, one in must.items()

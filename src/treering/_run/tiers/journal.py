@@ -54,12 +54,15 @@ class Contents(msgspec.Struct, frozen=True):
     claims: of the jobs that used this disk; only the newest are kept.
     retired: the identities of steps that are no longer of the run, and why: "archived" or "deleted". Steps that no
         disk has any more are left out.
+    borrowed: the identities of the steps whose manifests came from other disks, since the last claim. They do not
+        belong to this disk until the job that fetched them claims the run.
     """
 
     run: str
     disk: str
     claims: tuple[Claim, ...] = ()
     retired: dict[str, str] = {}
+    borrowed: tuple[str, ...] = ()
     version: Any = _VERSION
     requires: Any = ()
 
@@ -117,6 +120,11 @@ class Journal:
         """The name of this disk."""
         return self.contents.disk
 
+    @property
+    def had_other_disks(self) -> bool:
+        """True if other disks may have parts of the steps here."""
+        return bool(self.contents.borrowed) or any(len(one.disks) > 1 for one in self.contents.claims)
+
     def write(self, **changes: Any) -> None:
         """Changes fields durably. Also writes the journal again if it was removed, such as with its directory."""
         new = msgspec.structs.replace(self.contents, **changes)
@@ -127,7 +135,11 @@ class Journal:
     def claim(self, claim: Claim, retired: dict[str, str]) -> None:
         """Records a claim of the run, and the steps that have left it. The caller holds the lease of the disk."""
         claims = [one for one in self.contents.claims if one.job != claim.job]
-        self.write(claims=(*claims, claim)[-_MAX_CLAIMS:], retired=retired)
+        self.write(claims=(*claims, claim)[-_MAX_CLAIMS:], retired=retired, borrowed=())
+
+    def borrow(self, identity: str) -> None:
+        """Records, before its manifest is written, that a step came from another disk and no claim covers it yet."""
+        self.write(borrowed=tuple(dict.fromkeys((*self.contents.borrowed, identity))))
 
     def retire(self, identities: dict[str, str]) -> None:
         """Records steps that leave the run, before their files are removed."""

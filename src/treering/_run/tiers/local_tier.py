@@ -146,7 +146,10 @@ class LocalTier:
         path = self.path(name)
         with self._turn, contextlib.suppress(FileNotFoundError):
             own, text = host_files.identity(self.store, path), host_files.manifest_in(notes)
-            if own and own != host_files.identity_in(notes):
+            identity = host_files.identity_in(notes)
+            if own != identity:
+                self.journal.borrow(identity)
+            if own and own != identity:
                 if host_files.has_files_of(self.store, path, text):  # A killed save was to replace the step here.
                     host_files.adopt_manifest(self.store, path, text.encode("latin-1"))
                 else:

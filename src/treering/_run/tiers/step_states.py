@@ -105,8 +105,9 @@ def merge(
     }
     steps: dict[str, tuple[str, int]] = {}
     for index in heirs:
+        borrowed = disks[index].journal.borrowed
         for name, identity in disks[index].manifests.items():
-            if identity and identity not in recorded:
+            if identity and identity not in recorded and identity not in borrowed:
                 steps.setdefault(name, (identity, index))
     retired: dict[str, str] = {}
     for index, disk in disks.items():
