@@ -195,14 +195,9 @@ INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are
 
 
 class Written(NamedTuple):
-    """The result of a write: the bytes on disk, and the seconds that each stage took.
-
-    holders: by array file, the processes that have it on their disks, if each host has a disk of its own. The first is
-        the process that wrote it, a second has a copy. Process 0 knows them; in other processes it is empty.
-    """
+    """The result of a write: the bytes on disk, and the seconds that each stage took."""
 
     nbytes: int
     write_seconds: float
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
-    holders: Mapping[str, Sequence[int]] = {}

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 from .._core import html
 from .._core.source import Written
@@ -57,7 +57,6 @@ class SaveReport:
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
     wait_seconds: float = 0.0
-    _holders: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict, compare=False)  # see `Written`
 
     @property
     def gb_per_second(self) -> float:
@@ -239,13 +238,10 @@ class PendingSave:
         seconds = time.perf_counter() - self._start_time
         # The caller has staged everything and is about to return, so `_stall_seconds` is known.
         self._caller_released.wait()
-        nbytes, *parts, holders = written
+        nbytes, *parts = written
         stall = seconds if self._blocking else self._stall_seconds
         waited = min(self._wait_seconds, stall)
-        seconds = max(seconds, stall)
-        self._report = SaveReport(
-            self.path, self.step, nbytes, stall, seconds, *parts, wait_seconds=waited, _holders=holders
-        )
+        self._report = SaveReport(self.path, self.step, nbytes, stall, max(seconds, stall), *parts, wait_seconds=waited)
         return self._report
 
     def _mark_reported(self) -> None:

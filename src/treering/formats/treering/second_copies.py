@@ -123,15 +123,6 @@ def different(listed: Sequence[Sequence[File]], copies: Sequence[Sequence[File]]
     return [copy.name for own in copies for copy in own if files.get(copy.name) != copy]
 
 
-def holders(listed: Sequence[Sequence[File]], copies: Sequence[Sequence[File]]) -> dict[str, tuple[int, ...]]:
-    """Returns the processes that have each file on their disks: its writer, and then the keeper of an equal copy."""
-    found: dict[str, tuple[int, ...]] = {file.name: (n,) for n, own in enumerate(listed) for file in own}
-    wrong = set(different(listed, copies))
-    for process, own in enumerate(copies):
-        found.update({copy.name: (*found[copy.name], process) for copy in own if copy.name not in wrong})
-    return found
-
-
 def remove(files: SaveFiles, names: Collection[str]) -> None:
     """Removes the copies with these names, which differ from the files that they copy."""
     for name in names:

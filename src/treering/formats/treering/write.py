@@ -9,7 +9,6 @@ import logging
 import os
 import posixpath
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,10 +38,10 @@ from .manifest_fields import File, Layout, Manifest, Placement
 from .room import PatientSink, Room, RoomMaker
 from .save_files import SaveFiles
 from .second_copies import FileWriter, PlannedCopy
+from .stopwatch import Stopwatch
 
 _log = logging.getLogger("treering")
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
-_PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
 _SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
 
 
@@ -82,8 +81,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     be written is logged and does not fail the save.
     """
     files: Any = None
-    holders: dict[str, tuple[int, ...]] = {}
-    stopwatch = _Stopwatch()
+    stopwatch = Stopwatch()
     undurable: SaveError | None = None
     committed = b""  # the manifest, in process 0
     room = Room(call, job.room_maker, job.info.step, staging.check)
@@ -110,8 +108,6 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             # as a failure, which would make them remove theirs.
             undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        if job.hosts:
-            holders.update(second_copies.holders(listed, copies))
         return [nbytes, undurable and str(undurable), len(data), second_copies.different(listed, copies)]
 
     try:
@@ -156,7 +152,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         nbytes, problem, manifest_bytes, different = room.gather_and_decide(message, commit)
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
-                _share_manifest(store, job.path, call, committed, manifest_bytes)
+                host_files.share_manifest(store, job.path, call, committed, manifest_bytes)
             second_copies.remove(files, {file.name for file in copied}.intersection(different))
         finally:
             files.close()
@@ -176,8 +172,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    seconds = stopwatch.seconds
-    return Written(nbytes, seconds["write"], seconds["sync"], seconds["commit"], holders)
+    return Written(nbytes, stopwatch.seconds["write"], stopwatch.seconds["sync"], stopwatch.seconds["commit"])
 
 
 def _plan(
@@ -191,22 +186,6 @@ def _plan(
     pieces = assignment.pieces(entries, shards, shares, index)
     sizes = assignment.sizes_by_keeper(entries, shares, index)
     return pieces, layout.plan_groups(entries, pieces, map(len, sizes.values()), most)
-
-
-def _share_manifest(store: Store, path: str, call: Call, data: bytes, nbytes: int) -> None:
-    """Sends the manifest that process 0 has committed to the other disks. A disk that misses it gets it later.
-
-    data: the manifest, in process 0. nbytes: its size.
-    """
-    try:
-        parts = [
-            call.broadcast(lambda begin=begin: data[begin : begin + _PART_BYTES].decode("latin-1"))
-            for begin in range(0, nbytes, _PART_BYTES)
-        ]
-        if call.index:
-            host_files.adopt_manifest(store, path, "".join(parts).encode("latin-1"))
-    except (TreeringError, OSError) as error:
-        _log.warning("%s: the manifest is not on the disk of this host yet: %s", path, error)
 
 
 _last_plan: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
@@ -229,23 +208,6 @@ def _plan_single_process(
     found = pieces, layout.plan(entries, pieces, file_bytes=most)
     _last_plan = shards, most, found
     return found
-
-
-class _Stopwatch:
-    """The seconds that a process spends on each part of a save."""
-
-    def __init__(self) -> None:
-        self.seconds = {"write": 0.0, "sync": 0.0, "commit": 0.0}
-        self.begin()
-
-    def begin(self) -> None:
-        self._since = time.perf_counter()
-
-    def lap(self, what: str) -> None:
-        """Adds the time since the last lap to a part of the save."""
-        now = time.perf_counter()
-        self.seconds[what] += now - self._since
-        self._since = now
 
 
 def _manifest(
@@ -349,7 +311,7 @@ def _write_file(
     pieces: Sequence[Piece],
     staging: ShardSupply,
     pool: ThreadPool,
-    stopwatch: _Stopwatch,
+    stopwatch: Stopwatch,
 ) -> File:
     size = len(file.header) + file.nbytes
     room = sink.preallocate(round_up(size))
