@@ -19,7 +19,7 @@ from .._save.pending import PendingSave, SaveReport
 from .._threads.reentry import non_reentrant, refuse_reentry
 from ..keep import Policy
 from ..rules import Rule
-from . import arguments, metrics, resume
+from . import arguments, metrics, resume, step_changes
 from .closing import Closing
 from .collective import CollectiveCalls
 from .copy_path import CopyPath, copy_paths
@@ -129,9 +129,7 @@ class Checkpointer:
         kept = keep if local is None else arguments.local_policy(keep_local)
         retention = Retention(directory, kept, on_save, schedule.on_commit)
         self._late_metrics = late_metrics(directory, retention, pending_saves)
-        self._collective = CollectiveCalls(
-            self._root, timeout, directory.uploads.discover_hosts if directory.uploads else None, pending_saves
-        )
+        self._collective = CollectiveCalls(self._root, timeout, directory.uploads, pending_saves)
         self._last_state = LastState(enabled=save_on_error)
         preemption = Preemption() if save_on_preemption else None
         if preemption:  # If the user does not close this object, SIGTERM must still end the process.
@@ -388,34 +386,19 @@ class Checkpointer:
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
         refuse_reentry(f"pin({step})", self)
-        self._pin(step, True)
+        step_changes.pin(self._collective, self._directory, step, True)
 
     @non_reentrant
     def unpin(self, step: int) -> None:
         """Removes the mark that `pin` has set."""
         refuse_reentry(f"unpin({step})", self)
-        self._pin(step, False)
-
-    def _pin(self, step: int, wanted: bool) -> None:
-        resume.change(
-            f"{'' if wanted else 'un'}pin({step})",
-            self._collective,
-            self._directory,
-            lambda: self._directory.pin(step, wanted),
-            lambda together: together.pinned(step_number(step), wanted),
-        )
+        step_changes.pin(self._collective, self._directory, step, False)
 
     @non_reentrant
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` if it is pinned, is a link, or a link in the run leads to it."""
         refuse_reentry(f"delete({step})", self)
-        resume.change(
-            f"delete({step})",
-            self._collective,
-            self._directory,
-            lambda: self._directory.delete(step),
-            lambda together: together.deleted(step_number(step)),
-        )
+        step_changes.delete(self._collective, self._directory, step)
         if self._last_state.step == step:
             self._last_state.forget()
 
@@ -432,6 +415,6 @@ class Checkpointer:
         number = None if step is None else step_number(step)
         refuse_reentry(f"rewind({step})", self)
         with self._pending_saves.changing_run():
-            resume.rewind(f"rewind({step})", self._collective, self._directory, number)
+            step_changes.rewind(self._collective, self._directory, number)
         self._saver.has_looked = True
         self._last_state.forget()

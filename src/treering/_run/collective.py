@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from .._processes import coordinator
 from ..errors import MismatchError, SaveError, TreeringError
 from .pending_saves import PendingSaves, PendingStatus
+from .run_directory import Uploads
 
 
 class CollectiveCalls:
     """Begins the collective calls of one run. An error in one process ends the call in all processes.
 
-    The first call also calls `discover_hosts`, if there is a local tier. `closed` is True when the Checkpointer no
+    The first call also finds out which hosts have local disks of their own. `closed` is True when the Checkpointer no
     longer writes.
     """
 
@@ -19,11 +20,11 @@ class CollectiveCalls:
         self,
         root: str,
         timeout: float,
-        discover_hosts: Callable[[coordinator.Call], None] | None,
+        uploads: Uploads | None,
         pending_saves: PendingSaves,
     ) -> None:
         self._root, self._timeout, self._pending_saves = root, timeout, pending_saves
-        self._discover_hosts = discover_hosts
+        self._undiscovered = uploads
         self.closed = False
 
     def check_open(self) -> None:
@@ -37,9 +38,9 @@ class CollectiveCalls:
         call = coordinator.begin_call(f"Checkpointer({self._root!r}).{call_name}", timeout=self._timeout)
         with coordinator.ending_call(call):
             call.set_activity("deciding")
-            if self._discover_hosts:
-                self._discover_hosts(call)
-                self._discover_hosts = None
+            if self._undiscovered:
+                self._undiscovered.discover_hosts(call)
+                self._undiscovered = None
             yield call
 
     def settle(self, call: coordinator.Call) -> None:

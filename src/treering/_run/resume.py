@@ -13,8 +13,7 @@ from .._save.pending import wait_for_saves_in
 from ..formats.treering import summary
 from ..stores.nfs import refresh_dir_cache
 from .collective import CollectiveCalls
-from .run_directory import RunDirectory, Together
-from .run_layout import BEFORE_FIRST_STEP
+from .run_directory import RunDirectory
 from .step_fallback import first_valid, retry_if_replaced
 
 T = TypeVar("T")
@@ -148,27 +147,3 @@ def _use_valid(
 
     number, (_, result) = attempt() if step is not None else retry_if_replaced(attempt)
     return number, result
-
-
-def rewind(what: str, collective: CollectiveCalls, directory: RunDirectory, step: int | None) -> None:
-    """Waits for every save, then archives the steps after a step, or all. See `Checkpointer.rewind`."""
-    number = BEFORE_FIRST_STEP if step is None else step
-    collective.check_open()
-    change(what, collective, directory, lambda: directory.rewind(number), lambda together: together.rewound(number))
-    directory.back_to = None
-
-
-def change(
-    what: str,
-    collective: CollectiveCalls,
-    directory: RunDirectory,
-    action: Callable[[], object],
-    on_other_disks: Callable[[Together], None],
-) -> None:
-    """Waits for every save, and changes steps: calls `action` in process 0, and `on_other_disks` in all processes.
-
-    `on_other_disks` is called only if each host has its own disk. All processes raise the error of `action`.
-    """
-    collective.once_settled(what, action)
-    if (uploads := directory.uploads) and uploads.together:
-        on_other_disks(uploads.together)

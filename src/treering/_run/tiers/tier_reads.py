@@ -74,7 +74,7 @@ class TierReads:
         with as_save_error(self.local.root):
             hosts = find_hosts(call, self.local.steps.store, self.local.root)
             # The other files of the steps may be on hosts that this job lacks.
-            had_others = call.broadcast(lambda: any(len(one.disks) > 1 for one in self.tier.journal.contents.claims))
+            had_others = call.broadcast(lambda: self.tier.journal.had_other_disks)
             if len(set(hosts)) == 1 and not had_others:
                 return
             if call.index == 0:
@@ -262,6 +262,12 @@ class TierReads:
                 self.local.root, self.root, join_names(tuple(others)),
             )  # fmt: skip
         return found
+
+    def _abandoned(self) -> list[str]:
+        """Returns the paths of the local steps that are not in the remote tier, in which other jobs have continued."""
+        local = self.local.steps.committed()
+        remote = self.remote.steps.committed() if local else {}
+        return [path for step, path in local.items() if step not in remote or self._differ(path, remote[step])]
 
     def _differ(self, path: str, other: str) -> bool:
         """Returns True if a local step is surely another than the remote one. A damaged manifest may be the same."""

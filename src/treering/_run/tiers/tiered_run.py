@@ -12,17 +12,17 @@ from ...errors import CorruptError, ExistsError, SaveError
 from ...formats.treering import copy, metrics, pins, removal, summary
 from ...keep import Policy, Saved
 from ...stores import survival
-from ...stores.lease_registry import LeaseLostError
 from ...stores.read_errors import is_full
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
 from .clearing import clear_steps
+from .generation import Generation
 from .host_copies import HostCopies
 from .joint_changes import JointChanges
-from .journal import Claim, Generations, begin_series, read_generations, write_generations
+from .journal import Claim
 from .tier_reads import TierReads
-from .uploader import Uploader
+from .uploader import Uploader, upload_error
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.1
@@ -50,8 +50,7 @@ class TieredRun(TierReads):
         local.on_delete, remote.on_delete = self._on_local_delete, self._on_remote_delete
         self._retain: Callable[[int | None], None] = lambda step: None
         self._ever_remote: set[int] = set()  # A save looks at the remote tier only for these steps.
-        self._claimed_from = Generations("")  # the generations of the run when this job claimed it
-        self._has_written_remote = False
+        self._generation = Generation(remote.steps.store, remote.root)
         self.remote_retention = Retention(remote, keep)
         self._has_deleted = False  # True if local steps were deleted since a save last waited for room
         self.together: JointChanges | None = None
@@ -90,18 +89,16 @@ class TieredRun(TierReads):
 
     def discover_hosts(self, call: Call) -> None:
         super().discover_hosts(call)
-        group, host_copies = self.host_group, None
-        if self._copies > 1 and (group is None or len(set(group.hosts)) < 2):
-            if not self.index:
-                _log.warning(
-                    "%s: local_copies=%d: expected hosts with disks of their own, found one; if it is lost, so are the "
-                    "steps that are not uploaded",
-                    self.local.root, self._copies,
-                )  # fmt: skip
-        elif self._copies > 1 and group:
-            host_copies = HostCopies(self.tier, group.exchange, group.hosts, self.root, self._timeout)
+        group, copies = self.host_group, None
+        if self._copies > 1 and group and len(set(group.hosts)) > 1:
+            copies = HostCopies(self.tier, group.exchange, group.hosts, self.root, self._timeout)
+        elif self._copies > 1 and not self.index:
+            _log.warning(
+                "%s: local_copies=2: found one disk; if it is lost, so are the steps that are not uploaded; for a "
+                "second copy give each of several hosts a disk of its own", self.local.root,
+            )  # fmt: skip
         if group:
-            self.together = JointChanges(self.root, self.local.root, group, self._uploader, host_copies, self.retain)
+            self.together = JointChanges(self.root, self.local.root, group, self._uploader, copies, self.retain)
 
     # Writing
 
@@ -115,45 +112,20 @@ class TieredRun(TierReads):
             self.tier.journal.write()
             return
         self.remote.acquire()
-        found = read_generations(self.remote.steps.store, self.remote.root)
-        is_heir = self.host_group is None and self._is_heir()
+        is_heir = self.host_group is None and self._is_heir()  # Before this job takes a generation.
         claims = self.host_group.claims() if self.host_group else self.tier.journal.contents.claims
-        base = found or begin_series(claims)
-        self._claimed_from = base
-        claimed = Generations(base.series, base.next + 1, base.written_by)
-        if found:  # First: no other job may get this generation.
-            self._write_generations(claimed)
-        if self.host_group:
-            self.host_group.claim(base, found)
-        else:
-            # Archive first: the claim declares that all local steps belong to the run.
-            self.tier.archive(() if is_heir else self._abandoned())
-            disk = (self.tier.journal.disk,)
-            claim = Claim(base.next, base.written_by, disk, disk if is_heir else (), base.series)
-            self.tier.journal.claim(claim, {})
-        if not found:  # Last: a new series ends the claims of all earlier ones.
-            self._write_generations(claimed)
+        with self._generation.taking(claims) as (base, found):
+            if self.host_group:
+                self.host_group.claim(base, found)
+            else:
+                # Archive first: the claim declares that all local steps belong to the run.
+                self.tier.archive(() if is_heir else self._abandoned())
+                disk = (self.tier.journal.disk,)
+                claim = Claim(base.next, base.written_by, disk, disk if is_heir else (), base.series)
+                self.tier.journal.claim(claim, {})
         self._ever_remote.update(self.remote.steps.committed())
         self._claimed = True
         self._uploader.begin()
-
-    def _abandoned(self) -> list[str]:
-        """Returns the paths of the local steps that are not in the remote tier, in which other jobs have continued."""
-        local = self.local.steps.committed()
-        remote = self.remote.steps.committed() if local else {}
-        return [path for step, path in local.items() if step not in remote or self._differ(path, remote[step])]
-
-    def _write_generations(self, found: Generations) -> None:
-        write_generations(self.remote.steps.store, self.remote.root, found)
-
-    def _mark_remote(self) -> None:
-        """Records that this job changes the remote tier. Call it before the first change."""
-        if not self._has_written_remote:
-            base, found = self._claimed_from, read_generations(self.remote.steps.store, self.remote.root)
-            if found and (found.series != base.series or found.next > base.next + 1):
-                raise LeaseLostError(f"{self.root}: another job has written this run since this one claimed it")
-            self._write_generations(Generations(base.series, base.next + 1, base.next))
-            self._has_written_remote = True
 
     def reserve_step(self, step: int, on_exists: str, pending_steps: Collection[int | None]) -> tuple[str, bool] | None:
         self._claim()
@@ -238,6 +210,9 @@ class TieredRun(TierReads):
                 _log.exception("%s: the lease of the run was not released", one.root)
         return problem
 
+    def prepare_delete(self, path: str) -> None:
+        self._side(path).prepare_delete(path)
+
     def pin(self, step: int, wanted: bool) -> None:
         places = self.step_copies(step)
         if places[0].path in self.local_steps().values():  # First: an upload that ends meanwhile then copies the pin.
@@ -255,7 +230,7 @@ class TieredRun(TierReads):
         with self._uploader.paused():
             self._seen_remote = []
             if is_remote:
-                self._mark_remote()  # Otherwise an older local tier, which this job lacks, would upload it again.
+                self._generation.enter()  # Otherwise an older local tier, which this job lacks, would upload it again.
             for place in places:  # Local first: a step that is only local would be uploaded again.
                 self._side(place.path).delete(step)
             self._saved.discard(step_number(step))
@@ -276,7 +251,7 @@ class TieredRun(TierReads):
                 later = [path for one, path in self.local.steps.committed().items() if one > step]
                 self.tier.retire(later, "archived")
             self.local.archive_after(step)
-            self._mark_remote()
+            self._generation.enter()
             self.remote.archive_after(step)
             self._saved = {one for one in self._saved if one <= step}
             self._ever_remote = {one for one in self._ever_remote if one <= step}
@@ -284,7 +259,7 @@ class TieredRun(TierReads):
     def finish(self) -> None:
         self._claim()
         self.upload_all()
-        self._mark_remote()
+        self._generation.enter()
         for one in (self.local, self.remote):
             one.mark_finished()
 
@@ -346,17 +321,8 @@ class TieredRun(TierReads):
         gone = sorted(step for step in missing if step not in local or self.local.steps.is_damaged(step, local[step]))
         if error is None and not gone and (self.claimed or not missing):
             return None
-        there = ", ".join(str(step) for step in sorted(missing) if step not in gone)
-        parts = [f"{self.root}: not all steps are there, because uploading them failed"]
-        parts += ["another job, or another Checkpointer of this process, has acquired the run"] if self.lost else []
-        parts += [str(error)] if error else []
-        parts += (
-            [f"steps {there} are in {self.local.root}; the next job with this local= uploads them"] if there else []
-        )
-        parts += [f"steps {', '.join(map(str, gone))} are damaged in {self.local.root}, or deleted"] if gone else []
-        problem = SaveError("; ".join(parts))
-        problem.__cause__ = error
-        return problem
+        there = sorted(missing.difference(gone))
+        return upload_error(self.root, self.local.root, there, gone, error, lost=self.lost)
 
     def to_upload(self) -> list[int]:
         """Returns the valid local steps to upload, newest first: the policy keeps them, and no valid copy is remote."""
@@ -384,7 +350,7 @@ class TieredRun(TierReads):
     def upload(self, step: int, on_progress: Callable[[int], None]) -> bool:
         """Uploads a step. Returns False if the remote tier has it already. `on_progress`: see `copy.copy`."""
         local, remote = self.local.steps.store, self.remote.steps.store
-        self._mark_remote()
+        self._generation.enter()
         self._ever_remote.add(step)
         there = self.remote.steps.committed().get(step)
         path, to = self.local.step_path(step), there or self.remote.step_path(step)
@@ -408,9 +374,6 @@ class TieredRun(TierReads):
         if seen:
             self._note_copied(step, seen.version, identity)
         return True
-
-    def prepare_delete(self, path: str) -> None:
-        self._side(path).prepare_delete(path)
 
     def _on_local_delete(self, path: str) -> None:
         """Records that a local step is about to be deleted, so that the other hosts delete their files of it."""

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -269,6 +269,25 @@ class Uploader:
             raise _PausedError
         if group := self._run.host_group:
             group.check()
+
+
+def upload_error(
+    root: str, local: str, there: Sequence[int], gone: Sequence[int], error: BaseException | None, *, lost: bool
+) -> SaveError:
+    """Returns the error of a run that lacks steps.
+
+    there: the missing steps that are in the local tier. gone: those that are damaged there, or deleted. lost: True if
+        another job or Checkpointer has the run. error: that of the last upload.
+    """
+    parts = [f"{root}: not all steps are there, because uploading them failed"]
+    parts += ["another job, or another Checkpointer of this process, has acquired the run"] if lost else []
+    parts += [str(error)] if error else []
+    listed, damaged = ", ".join(map(str, there)), ", ".join(map(str, gone))
+    parts += [f"steps {listed} are in {local}; the next job with this local= uploads them"] if there else []
+    parts += [f"steps {damaged} are damaged in {local}, or deleted"] if gone else []
+    problem = SaveError("; ".join(parts))
+    problem.__cause__ = error
+    return problem
 
 
 class _Pace:
