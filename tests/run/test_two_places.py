@@ -748,6 +748,18 @@ def _later(data: bytes) -> bytes:
     return manifest.seal(msgspec.structs.replace(msgspec.json.decode(data, type=kind), version=2))
 
 
+class _UnreadableDisk(Disk):
+    """A disk on which a file cannot be opened."""
+
+    def __init__(self, name: str, code: int):
+        self._name, self._code = name, code
+
+    def open(self, path: str) -> int:
+        if path.endswith(self._name):
+            raise OSError(self._code, os.strerror(self._code), path)
+        return super().open(path)
+
+
 @pytest.mark.parametrize("name", ["local/journal.json", "remote/generations.json"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -757,9 +769,13 @@ def _later(data: bytes) -> bytes:
         (lambda data: b"", CorruptError, "found one that is cut short or changed"),
         (_later, UnsupportedError, "found that of a later release of treering; upgrade treering, or"),
         (None, CorruptError, "expected a file, found a folder"),
+        (errno.EIO, CorruptError, "cannot be read: .+; check the disk, or restore it from a backup, or"),
+        (errno.EACCES, (PermissionError, SaveError), ""),
     ],
 )
-def test_bad_journal_or_generations(tmp_path: pathlib.Path, name: str, change: Any, error: Any, message: str) -> None:
+def test_bad_journal_or_generations(
+    tmp_path: pathlib.Path, use_disk: Any, name: str, change: Any, error: Any, message: str
+) -> None:
     """One error names the file before anything is written. Nothing is lost once the file is restored."""
     remote, local, file = tmp_path / "remote", tmp_path / "local", tmp_path / name
     with tr.Checkpointer(remote, local=local) as ckpts:
@@ -767,8 +783,11 @@ def test_bad_journal_or_generations(tmp_path: pathlib.Path, name: str, change: A
     with tr.Checkpointer(local) as ckpts:
         _save(ckpts, 2)
     good = file.read_bytes()
-    file.unlink()
-    file.write_bytes(change(good)) if change else file.mkdir()
+    if isinstance(change, int):
+        use_disk(_UnreadableDisk(name, change))
+    else:
+        file.unlink()
+        file.write_bytes(change(good)) if change else file.mkdir()
 
     def contents() -> dict[pathlib.Path, bytes | None]:
         files = (one for one in tmp_path.rglob("*") if one.name != "writer.lock")
@@ -781,12 +800,13 @@ def test_bad_journal_or_generations(tmp_path: pathlib.Path, name: str, change: A
     ]
     for call in calls:
         ckpts = tr.Checkpointer(remote, local=local)
-        with pytest.raises(error, match=re.escape(f"{file}: ") + f".*{message}"):
+        with pytest.raises(error, match=re.escape(str(file)) + f".*{message}"):
             call(ckpts)
         with contextlib.suppress(TreeringError):
             ckpts.close()
     assert contents() == before
-    file.unlink() if change else file.rmdir()
+    use_disk(Disk())
+    file.unlink() if file.is_file() else file.rmdir()
     file.write_bytes(good)
     with tr.Checkpointer(remote, local=local) as ckpts:
         assert ckpts.steps == [1, 2]

@@ -20,6 +20,7 @@ from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, MismatchError, UnsupportedError
 from ...formats.treering import manifest
 from ...stores.file_io import read_file
+from ...stores.read_errors import UnreadableError
 from ...stores.store import Store
 from .. import run_layout
 
@@ -83,6 +84,9 @@ class Generations(msgspec.Struct, frozen=True):
 
 preload_decoders(Contents, Generations)
 _MAX_CLAIMS = 8
+_REMEDY = (
+    "restore it from a backup, or remove it: steps that are not in the other tier are then archived with the next save"
+)
 T = TypeVar("T", Contents, Generations)
 
 
@@ -188,14 +192,14 @@ def _read(store: Store, path: str, kind: type[T]) -> T | None:
         data = read_file(store, path)
     except FileNotFoundError:
         return None
+    except UnreadableError as error:
+        cause: Any = error.__cause__
+        raise CorruptError(f"{path}: cannot be read: {cause.strerror}; check the disk, or {_REMEDY}") from error
     what = f"{path}: expected version {_VERSION} of this file, found"
     try:
         manifest.check(data, path)
     except CorruptError:
-        raise CorruptError(
-            f"{what} one that is cut short or changed; restore it from a backup, or remove it: steps that are not in "
-            "the other tier are then archived with the next save"
-        ) from None
+        raise CorruptError(f"{what} one that is cut short or changed; {_REMEDY}") from None
     try:
         found = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
