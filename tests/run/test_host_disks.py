@@ -706,6 +706,32 @@ report(Lines.text)
     assert [result.report for result in job(tmp_path, body, hosts="ab")] == [[1002, [1, 2]]] * 2
 
 
+@pytest.mark.long
+def test_another_run_takes_a_disk_between_restore_and_save(tmp_path: pathlib.Path) -> None:
+    """A job whose disk has got steps of another live run changes nothing there and uploads nothing."""
+    body = """
+import subprocess
+ckpts = run()
+begun = ckpts.steps
+code = "import sys, treering as tr; ckpts = tr.Checkpointer(sys.argv[1], local=sys.argv[2]); ckpts.save(7, {'n': 7}); "
+code += "ckpts.wait(); print(flush=True); sys.stdin.readline(); ckpts.close()"
+if INDEX == 1:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp / "other"), str(local)], **pipes)
+    other.stdout.readline()
+sync("the other job has saved")
+name, text = caught(lambda: save(ckpts, 1))
+sync("refused")
+if INDEX == 1:
+    other.communicate("")
+report([begun, name, text, tr.steps(remote), tr.steps(tmp / "other"), tr.steps(tmp / "local-b")])
+"""
+    for result in job(tmp_path, body, hosts="ab"):
+        begun, name, text, *steps = result.report
+        assert begun == [] and name == "MismatchError" and steps == [[], [7], [7]]
+        assert re.search(r"local-b: expected a directory for .*remote, found that of .*other; give each run its", text)
+
+
 @pytest.mark.rare
 @pytest.mark.long
 def test_trees_without_arrays_and_slow_hosts(tmp_path: pathlib.Path) -> None:
