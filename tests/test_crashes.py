@@ -27,7 +27,8 @@ from treering.stores.store import Store
 
 SCENARIOS = checks.scenarios()
 ONCE = [name for name, one in SCENARIOS.items() if one.broken != "killed twice"]
-FOR_TORTURE = ("orbax", "flax", "several array files: killed")  # these have many states, and checking each takes long
+# These have many states, and checking each takes long.
+FOR_TORTURE = ("orbax", "flax", "several array files: killed", "run: an error of the disk, with unchanged arrays")
 CHECKED = [
     *(name for name in ONCE if not (SCENARIOS[name].broken and name.startswith(FOR_TORTURE))),
     "killed twice, then saved, overwriting",
@@ -39,7 +40,8 @@ QUICK = {  # one scenario of each kind
     *("safetensors, several files: overwriting", "safetensors, several files: overwriting, no exchange"),
 }
 MUTATED = [
-    *(name for name in ONCE if (":" not in name and "threads" not in name) or name.startswith("run")),
+    *(name for name in ONCE if ":" not in name and "threads" not in name),
+    *(name for name in CHECKED if name.startswith("run")),
     *(name for name in ONCE if name.startswith("safetensors")),
     *("several array files: an error of the disk, overwriting", "several array files: killed, then saved, overwriting"),
     *("orbax: first save", "orbax: overwriting"),

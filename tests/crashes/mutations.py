@@ -69,6 +69,9 @@ HARMLESS = {
     "without the sync of the checkpoint after an array file is removed by a killed one": _LEFT,
     "an array file is removed before the sync of the checkpoint after an array file is removed": _LEFT,
     "an array file is removed before the sync of the checkpoint after an array file is removed by a killed one": _LEFT,
+    "an array file is linked before the sync of the checkpoint after the manifest is linked": (
+        "its bytes are those of an earlier step, and were durable before that step's manifest was in place"
+    ),
     "a file of metrics is removed before an array file is removed": "the manifest that both belong to is durably gone",
 }
 """Mutations after which nothing can be lost, and why."""

@@ -11,11 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from treering import keep, stores
 from treering._run.checkpointer import Checkpointer
 from treering._run.metrics import record as record_metrics
 from treering._run.open import open_checkpoint
 from treering._run.run_layout import FINISHED_MARK, steps
+from treering._save import unchanged
 from treering.errors import NotFoundError, TreeringError
 from treering.formats.treering import manifest, metrics, pins, schema
 
@@ -24,6 +27,7 @@ from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
 from .scenarios_single import assert_tidy_inside
 
 _RUN, _ARCHIVED = "runs/gpt", "archived"
+_SHARED = jnp.asarray(tree("s")["w"])
 
 
 def runs() -> Iterator[Scenario]:
@@ -47,6 +51,8 @@ def runs() -> Iterator[Scenario]:
     yield _of_run("run: finishing and continuing", _finishing, before=(1, 2))
     yield _of_run("run: killed, then finishing", _killed_finishing, before=(1, 2), broken="killed")
     yield _of_run("run: killed, then pinning", _killed_pinning, before=(1, 2), broken="killed")
+    yield _of_run("run: with unchanged arrays", _unchanged)
+    yield _of_run("run: an error of the disk, with unchanged arrays", _failing_unchanged, broken="failing")
 
 
 def _of_run(name: str, record: Record, *, before: Sequence[int] = (), broken: Broken = "") -> Scenario:
@@ -62,7 +68,7 @@ def _of_run(name: str, record: Record, *, before: Sequence[int] = (), broken: Br
 
 
 def _step(label: str) -> int:
-    return int(label.rstrip("bcd"))
+    return int(label.rstrip("bcds"))
 
 
 def _save(run: Path, *labels: str, **options: Any) -> None:
@@ -107,7 +113,7 @@ _known: dict[int, str] = {}
 
 
 def _read_label(path: str, step: int) -> str:
-    label = label_at(path, [f"{step}{branch}" for branch in ("", "b", "c", "d")])
+    label = label_at(path, [f"{step}{branch}" for branch in ("", "b", "c", "d", "s")])
     pinned = "*" if pins.is_pinned(stores.get(""), path) else ""
     identity = manifest.xxh3(Path(path, schema.MANIFEST).read_bytes())
     found = [content for _, content in metrics.read(stores.get(""), path, identity)]
@@ -172,6 +178,45 @@ def _in_background(run: Path, disk: RecordingDisk) -> None:
     disk.expect(NOTHING, "1", "1 2", "1 2 3", "2 3", "1 2 3 4", "2 3 4", "1 3 4", "3 4")
     _save(run, "1", "2", "3", "4", keep=keep.last(2))
     disk.expect("3 4")
+
+
+def _save_unchanged(ckpts: Checkpointer, number: int) -> bool:
+    """Saves a step whose `w` is the array of all such steps. Returns True if it is in a file of an earlier step."""
+    before, unchanged._MIN_BYTES = unchanged._MIN_BYTES, 1
+    try:
+        pending = ckpts.save(number, {**tree(f"{number}s"), "w": _SHARED})
+        assert pending is not None
+        return pending.result().shared_bytes > 0
+    finally:
+        unchanged._MIN_BYTES = before
+
+
+def _unchanged(run: Path, disk: RecordingDisk) -> None:
+    """Two steps share files with earlier ones. Then one of these earlier ones is deleted."""
+    seen: list[str] = []
+    with Checkpointer(run) as ckpts:
+        for number in range(1, 6):
+            disk.expect(_view(seen), _view([*seen, f"{number}s"]))
+            assert _save_unchanged(ckpts, number) == (number > 3)
+            seen.append(f"{number}s")
+            disk.expect(_view(seen))
+        del seen[1]
+        disk.expect(_view([*seen, "2s"]), _view(seen))
+        ckpts.delete(2)
+    disk.expect(_view(seen))
+
+
+def _failing_unchanged(run: Path, disk: RecordingDisk) -> None:
+    """A step that fails leaves the others as they are, and the next one has all arrays."""
+    seen: list[str] = []
+    disk.expect(NOTHING)
+    with contextlib.suppress(TreeringError, OSError), Checkpointer(run) as ckpts:
+        for number in range(1, 6):
+            disk.expect(_view(seen), _view([*seen, f"{number}s"]))
+            with contextlib.suppress(TreeringError, OSError):
+                _save_unchanged(ckpts, number)
+            seen = [f"{step}s" for step in ckpts.committed_steps]
+            disk.expect(_view(seen))
 
 
 def _resaving(run: Path, disk: RecordingDisk) -> None:

@@ -195,9 +195,10 @@ INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are
 
 
 class Written(NamedTuple):
-    """The result of a write: the bytes on disk, and the seconds that each stage took."""
+    """The result of a write: the bytes on disk, the seconds that each stage took, and the bytes that took no room."""
 
     nbytes: int
     write_seconds: float
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
+    shared_bytes: int = 0

@@ -62,6 +62,9 @@ class Checkpointer:
     save_on_error: an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest call of
         `save` was given. Its arrays must still exist, because only weak references to them are held. Every call copies
         NumPy arrays. With several processes, all must raise at the same step.
+    reuse_unchanged: an array that is the same `jax.Array` object as in an earlier step is neither copied nor written
+        again, if another kept step has a second copy of it: the step's directory gets a hard link. On disks, and with
+        one process.
     when_busy: while a save is running, the next must "wait", so that only one state is staged, or "skip" unless forced.
     timeout: seconds without a sign of life after which a process considers another dead.
     on_save: process 0 calls it with the `SaveReport` of every save, in the background, and logs its errors.
@@ -106,6 +109,7 @@ class Checkpointer:
         on_save: Callable[[SaveReport], object] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         save_on_error: bool = False,
+        reuse_unchanged: bool = True,
         on_error: OnError = "raise",
         local: str | os.PathLike[str] | None = None,
         keep_local: Policy | int | None = arguments.KEEP_LOCAL,
@@ -136,7 +140,7 @@ class Checkpointer:
             weakref.finalize(self, preemption.close).atexit = False
         self._saver = StepSaver(
             directory, self._collective, pending_saves, schedule, retention, failures, self._last_state, preemption,
-            metadata=metadata, skip_if_busy=when_busy == "skip",
+            metadata=metadata, skip_if_busy=when_busy == "skip", reuse_unchanged=reuse_unchanged,
         )  # fmt: skip
         self._closing = Closing(directory, self._collective, pending_saves, retention, self._late_metrics, preemption)
 

@@ -3,13 +3,17 @@
 import contextlib
 import logging
 import posixpath
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from .._core.leaf_paths import closest, join_names
+from .._core.values import decode_float
 from .._save.pending import PendingSave, SaveReport
+from .._save.unchanged import Bases
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal, summary
+from ..formats.treering import write as native
 from ..keep import Policy, Saved
 from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
@@ -207,6 +211,33 @@ class Retention:
         """Returns the valid steps, and the paths of the committed ones."""
         with self._steps.store.glance(self._steps.root):
             return self._steps.valid_steps(), self._steps.committed()
+
+    def bases(self, info: native.Info) -> Bases:
+        """Returns the steps whose files a save may share. `info`: that of the save."""
+        try:
+            return self._find_bases(info)
+        except Exception:  # A policy may be the user's code.
+            _log.exception("%s: steps with the same arrays are not found; all arrays are written", self._steps.root)
+            return Bases((), None)
+
+    def _find_bases(self, info: native.Info) -> Bases:
+        saved, committed = self._list_steps()
+        others = [one for one in saved if one.step != info.step]
+        metrics = {name: decode_float(value) for name, value in info.metrics.items()}
+        new = Saved(info.step or 0, metrics, time.time(), saved[-1].nbytes if saved else 0)
+
+        def kept(steps: Sequence[Saved]) -> list[str]:
+            wanted = self._keep and self._steps_to_keep(self._keep, steps, ())
+            own = [(one.step, committed[one.step]) for one in steps if one.step in committed]
+            return [
+                path
+                for step, path in own
+                if wanted is None or step in wanted or pins.is_pinned(self._steps.store, path)
+            ]
+
+        stay = set(kept(sorted([*others, new], key=lambda one: one.step))) - {committed.get(new.step)}
+        newest_first = list(reversed(kept(saved)))
+        return Bases(newest_first, next((path for path in newest_first if path in stay), None))
 
     def _emptied_to_delete(
         self, keep: Policy, saved: Sequence[Saved], committed: Mapping[int, str], protected: Collection[int | None]

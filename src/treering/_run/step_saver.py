@@ -11,6 +11,7 @@ from .._save import save as _save
 from .._save.metadata import metadata_to_json
 from .._save.options import SaveOptions
 from .._save.pending import PendingSave, as_save_error
+from .._save.unchanged import UnchangedArrays
 from ..errors import MismatchError, SaveError, UnsupportedError
 from . import resume
 from .collective import CollectiveCalls
@@ -42,11 +43,13 @@ class StepSaver:
         *,
         metadata: Any,
         skip_if_busy: bool,
+        reuse_unchanged: bool,
     ) -> None:
         self._directory, self._collective, self._pending_saves = directory, collective, pending_saves
         self._schedule, self._retention, self._failures = schedule, retention, failures
         self._last_state, self._preemption = last_state, preemption
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
+        self._unchanged = UnchangedArrays(retention.bases) if reuse_unchanged else None
         self.preempted = self.has_looked = False
 
     def save(self, step: int, tree: Any, force: bool, options: StepOptions) -> PendingSave | None:
@@ -163,6 +166,7 @@ class StepSaver:
             hosts=self._together.hosts if self._together else None,
             copies=self._together.local_copies if self._together else 1,
             room_maker=self._retention,
+            reuse=self._unchanged and self._unchanged.without_unchanged,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
         return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .._core.boxes import box_shape
@@ -16,15 +16,22 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
 from ..formats import Format
+from ..formats.treering.shared_files import Reused
 from . import save_source
 from .save_target import SaveTarget
 
 
 class Unchanged(NamedTuple):
-    """A live tree whose arrays are saved unchanged in the native format."""
+    """A live tree whose arrays are saved unchanged in the native format.
+
+    described: without the arrays that are in the files of `reused`.
+    leaves: the leaves of the tree.
+    """
 
     skeleton: Skeleton
     described: Described
+    leaves: Sequence[Any] = ()
+    reused: Reused = Reused()
 
 
 class Changed(NamedTuple):
@@ -71,7 +78,7 @@ def describe(target: SaveTarget, tree: Any) -> Contents:
         if call.count == 1:
             _check_complete(described)
     if format.name == "treering" and not options.rules:
-        return Unchanged(flat_tree.skeleton, described)
+        return Unchanged(flat_tree.skeleton, described, flat_tree.leaves)
     live = LiveTree(target.path, flat_tree.skeleton, described)
     change = functools.partial(_view_to_write, target, flat_tree.boxes, guessed)
     return Changed(change(Checkpoint(live)), live, change)

@@ -15,6 +15,7 @@ from .._pytree.staged_supply import StagedSupply
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from ..formats.treering import write as native
+from ..formats.treering.shared_files import Reused
 from . import save_source
 from .contents import Changed, Unchanged
 from .memory import staged_if_it_fits
@@ -38,11 +39,12 @@ class Parts(NamedTuple):
     catalogue: Catalogue
     shares: Mapping[int, assignment.Assignment] | None
     supply: ShardSupply
+    reused: Reused = Reused()
 
 
 def staged(target: SaveTarget, contents: Unchanged) -> Prepared:
     """Plans the save of a tree whose arrays are staged unchanged."""
-    parts = stage_parts(target, *contents)
+    parts = stage_parts(target, contents.skeleton, contents.described)._replace(reused=contents.reused)
     return Prepared(parts.supply, functools.partial(write, target, parts))
 
 
@@ -96,7 +98,7 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
 
 def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
-    call, options, (skeleton, catalogue, shares, supply) = target.call, target.options, parts
+    call, options, (skeleton, catalogue, shares, supply, reused) = target.call, target.options, parts
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested_options(target))
     if single:  # The staged second copies may not fit these shares. They are left to the transfer after the commit.
         shares = assignment.assign(catalogue, call.count, single)
@@ -108,8 +110,9 @@ def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
         places = [_SINGLE_PROCESS_PLACE if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)
     job = native.Job(
-        target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker
-    )
+        target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker,
+        reused,
+    )  # fmt: skip
     with progress_bar.bar(
         f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress
     ) as supply.on_progress:

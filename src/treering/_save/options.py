@@ -1,6 +1,6 @@
 """The options of a save."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from ..formats.treering.room import RoomMaker
@@ -27,6 +27,7 @@ class SaveOptions(NamedTuple):
     copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
         memory. `second_copies.missing_copies` finds the files that still lack one after the commit.
     room_maker: frees room if a disk is full.
+    reuse: takes the arrays out of a save that are in files of earlier steps; see `UnchangedArrays`. None writes all.
     """
 
     format: str | None
@@ -41,3 +42,4 @@ class SaveOptions(NamedTuple):
     hosts: tuple[int, ...] | None = None
     copies: int = 1
     room_maker: RoomMaker | None = None
+    reuse: Callable[[Any, Any], Any] | None = None

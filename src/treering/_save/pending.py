@@ -44,6 +44,7 @@ class SaveReport:
     sync_seconds: the part of `seconds` in which this process waited until the disk had made its file durable.
     commit_seconds: the part of `seconds` in which this process waited for the commit, peers included.
     wait_seconds: the part of `stall_seconds` in which the call waited for the previous save.
+    shared_bytes: the part of `nbytes` that is shared with earlier steps and was not written again.
 
     Formats other than the native one count writing, sync and commit as writing.
     """
@@ -57,6 +58,7 @@ class SaveReport:
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
     wait_seconds: float = 0.0
+    shared_bytes: int = 0
 
     @property
     def gb_per_second(self) -> float:
@@ -66,6 +68,7 @@ class SaveReport:
 
     def _repr_html_(self) -> str:
         rows = [("size", nbytes(self.nbytes)), ("rate", f"{self.gb_per_second:.2f} GB/s")]
+        rows += [("shared", nbytes(self.shared_bytes))] if self.shared_bytes else []
         rows += [("step", str(self.step))] if self.step is not None else []
         seconds = ("seconds", "stall_seconds", "wait_seconds", "write_seconds", "sync_seconds", "commit_seconds")
         rows += [(name.replace("_", " "), f"{getattr(self, name):.3f}") for name in seconds]
@@ -76,9 +79,10 @@ class SaveReport:
 
     def __str__(self) -> str:
         before = f", {self.wait_seconds * 1e3:.1f} ms of it for the previous save" if self.wait_seconds >= 1e-4 else ""
+        shared = f", {self.shared_bytes / 1e6:.1f} MB of it shared with earlier steps" if self.shared_bytes else ""
         return (
-            f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s); the "
-            f"caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
+            f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s){shared}; "
+            f"the caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
         )
 
 
@@ -238,10 +242,12 @@ class PendingSave:
         seconds = time.perf_counter() - self._start_time
         # The caller has staged everything and is about to return, so `_stall_seconds` is known.
         self._caller_released.wait()
-        nbytes, *parts = written
+        nbytes, write, sync, commit, shared = written
         stall = seconds if self._blocking else self._stall_seconds
         waited = min(self._wait_seconds, stall)
-        self._report = SaveReport(self.path, self.step, nbytes, stall, max(seconds, stall), *parts, wait_seconds=waited)
+        self._report = SaveReport(
+            self.path, self.step, nbytes, stall, max(seconds, stall), write, sync, commit, waited, shared
+        )  # fmt: skip
         return self._report
 
     def _mark_reported(self) -> None:

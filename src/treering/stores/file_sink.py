@@ -29,6 +29,22 @@ class FileSink:
             self.close()
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
+    @classmethod
+    def linked(cls, disk: Disk, path: str) -> "FileSink":
+        """Opens a finished file that was just given the name `path`.
+
+        It is not locked: its other names belong to checkpoints, whose files no process locks.
+        """
+        sink = cls.__new__(cls)
+        sink.path, sink._disk = path, disk
+        try:
+            sink._fd = disk.open(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                disk.unlink(path)
+            raise
+        return sink
+
     @property
     def opened(self) -> Opened:
         return Opened(self.path, self._fd)

@@ -24,6 +24,7 @@ class Filesystem:
 
     has_folders = True
     has_locks = True
+    has_links = True
     object_bytes = None
 
     def __init__(self, disk: Disk):
@@ -71,6 +72,12 @@ class Filesystem:
 
     def create(self, path: str, *, visible: bool = False, expected: int = 0) -> FileSink:
         sink = self._sinks[path] = FileSink(self.disk, path)
+        return sink
+
+    def share(self, old: str, new: str) -> FileSink | None:
+        if not self.disk.hard_link(old, new):
+            return None
+        sink = self._sinks[new] = FileSink.linked(self.disk, new)
         return sink
 
     def delete(self, path: str) -> None:

@@ -219,6 +219,11 @@ class Store(Protocol):
         ...
 
     @property
+    def has_links(self) -> bool:
+        """True if `share` works, at least on some disks."""
+        ...
+
+    @property
     def object_bytes(self) -> int | None:
         """The most bytes that a file should have, so that several files are written at a time; None for no limit."""
         ...
@@ -288,6 +293,14 @@ class Store(Protocol):
         visible: other processes see the file from now on, and that its writer lives, until it is published or deleted.
             Other files appear when they are finished at the latest, and may raise `FileExistsError` only then.
         expected: the approximate number of bytes, if that is known.
+        """
+        ...
+
+    def share(self, old: str, new: str) -> Sink | None:
+        """Creates a file that shares its bytes with a finished file, so that they take no more room.
+
+        Deleting either leaves the other as it is. Returns None if the disk cannot do that. Raises `FileExistsError` and
+        `FileNotFoundError`.
         """
         ...
 

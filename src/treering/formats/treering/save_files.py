@@ -5,7 +5,7 @@ import enum
 import os
 import posixpath
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
@@ -97,6 +97,25 @@ class SaveFiles:
             time.sleep(0.001 * attempt)
         why = "do locks work here?" if self.store.has_locks else "does another job write there?"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
+
+    def share(self, name: str, old: str, version: Hashable) -> bool:
+        """Creates a file of this save that shares its bytes with the finished file `old`.
+
+        Returns False if the disk cannot do that, or if that file has not this version (see `Stat`) any more.
+        """
+        path = posixpath.join(self.path, name)
+        try:
+            sink = self.store.share(old, path)
+        except FileNotFoundError:  # It was deleted. If this directory was, `create` raises the same.
+            return False
+        if sink is None:
+            return False
+        self._sinks[path] = sink
+        found = self.store.stat(path)
+        if found is None or found.version != version:
+            self.discard(name)
+            return False
+        return True
 
     def discard(self, name: str) -> None:
         """Removes one of the files."""

@@ -38,6 +38,7 @@ from .manifest_fields import File, Layout, Manifest, Placement
 from .room import PatientSink, Room, RoomMaker
 from .save_files import SaveFiles
 from .second_copies import FileWriter, PlannedCopy
+from .shared_files import Reused, share
 from .stopwatch import Stopwatch
 
 _log = logging.getLogger("treering")
@@ -60,7 +61,7 @@ class Job(NamedTuple):
 
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has the
     number of the disk of each process, if each host has a disk of its own at the path; else it is None. `room_maker`
-    frees room if a disk is full.
+    frees room if a disk is full. `reused`: the unchanged arrays, of a process that saves alone.
     """
 
     path: str
@@ -71,6 +72,7 @@ class Job(NamedTuple):
     info: Info
     hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
+    reused: Reused = Reused()
 
 
 def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: Call) -> Written:
@@ -97,7 +99,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         listed = [[msgspec.convert(one, File) for one, _ in report] for report, _ in reports]
         firsts = [[first for _, first in report] for report, _ in reports]
         copies = [[msgspec.convert(one, File) for one in report] for _, report in reports]
-        committed = data = _manifest(job, pieces, spread, listed, firsts)
+        committed = data = _manifest(job, all_pieces, spread, listed, firsts)
         try:
             others = [] if job.hosts else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
@@ -122,7 +124,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             entries, shares, most = job.catalogue.entries, job.shares, store.object_bytes
             copies: Sequence[PlannedCopy] = ()
             if shares is None:
-                pieces, planned = _plan_single_process(entries, staging.shards, most)
+                pieces, planned = _plan_single_process(entries, staging.shards, job.reused.groups, most)
             else:
                 if most:
                     shares = assignment.cut_assignments(entries, shares, most)
@@ -132,13 +134,18 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
                 taken = [*pieces, *itertools.chain(*(copy.pieces for copy in copies))]
                 staging.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
             spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
-            names = layout.names(token, len(planned), call.index, call.count)
+            shared = job.reused.shared
+            names = layout.names(token, len(shared) + len(planned), call.index, call.count)
+            all_pieces = [*itertools.chain(*(one.pieces for one in shared)), *pieces] if shared else pieces
         call.set_activity("writing")
         stopwatch.begin()
-        report = [
-            (_write_file(PatientSink(room, files, name), name, file, pieces, staging, pool, stopwatch), file.first)
-            for name, file in zip(names, planned, strict=True)
-        ]
+        create = functools.partial(PatientSink, room, files)
+        report, shared_bytes = share(files, list(zip(names, shared, strict=False)), create)
+        stopwatch.lap("write")
+        first = len(all_pieces) - len(pieces)
+        for name, plan in zip(names[len(shared) :], planned, strict=True):
+            file = _write_file(create(name), name, plan, pieces, staging, pool, stopwatch)
+            report.append((file, first + plan.first))
         copied: list[File] = []
         for copy in copies:
             sink = second_copies.LenientSink(files, copy.name)
@@ -172,7 +179,9 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    return Written(nbytes, stopwatch.seconds["write"], stopwatch.seconds["sync"], stopwatch.seconds["commit"])
+    job.reused.committed(report, all_pieces)
+    seconds = stopwatch.seconds
+    return Written(nbytes, seconds["write"], seconds["sync"], seconds["commit"], shared_bytes)
 
 
 def _plan(
@@ -188,25 +197,27 @@ def _plan(
     return pieces, layout.plan_groups(entries, pieces, map(len, sizes.values()), most)
 
 
-_last_plan: tuple[Any, ...] = ()  # the shards and the limit of the last save in one process, and its plan
+_last_plan: tuple[Any, ...] = ()  # the shards, groups and limit of the last save in one process, and its plan
 
 
 def _plan_single_process(
-    entries: Sequence[Entry], shards: Sequence[LocalShard], most: int | None
+    entries: Sequence[Entry], shards: Sequence[LocalShard], groups: Sequence[int], most: int | None
 ) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
     """Returns the pieces that the only process of a save writes, and its files of at most `most` bytes.
 
     The plan of the last call is cached, because a training loop saves the same structure at every step.
+
+    groups: see `Reused`. There are none if there is a limit.
     """
     global _last_plan
     last = _last_plan
-    if last and last[0] is shards and last[1] == most:
-        return last[2]
+    if last and last[0] is shards and last[1:3] == (groups, most):
+        return last[3]
     pieces = assignment.pieces(entries, shards, None, 0)
     if most:
         pieces = assignment.cut(entries, pieces, most)
-    found = pieces, layout.plan(entries, pieces, file_bytes=most)
-    _last_plan = shards, most, found
+    found = pieces, layout.plan_groups(entries, pieces, groups or [len(pieces)], file_bytes=most)
+    _last_plan = shards, groups, most, found
     return found
 
 

@@ -48,6 +48,7 @@ class ObjectStore:
 
     has_folders = False
     has_locks = False
+    has_links = False
     object_bytes = OBJECT_BYTES
 
     def __init__(self, make: Callable[..., Any] = clients.make_client, *, conditional: bool = True):
@@ -176,6 +177,8 @@ class ObjectStore:
         if sink.heartbeat:
             self._heartbeats[path] = sink.heartbeat
         return sink
+
+    def share(self, old: str, new: str) -> None: ...
 
     def delete(self, path: str) -> None:
         bucket, key = self._find(path)

@@ -1,0 +1,202 @@
+"""Finds the arrays of a run that have not changed since earlier steps, so that a save need not write them again.
+
+An array is unchanged if it is the same `jax.Array` object as in an earlier save: JAX arrays never change. Only weak
+references are held, so device memory is not used longer than the loop uses it.
+
+Damage to one file must not cost all steps. So a save shares no file with the newest step that stays together with the
+new one: two copies take turns. From the second save on, unchanged arrays are in files of their own. So a loop writes
+them three times.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._core.boxes import Box
+from .._processes.assignment import Piece
+from .._pytree.leaves import Described, LocalShard
+from ..formats.treering import write as native
+from ..formats.treering.manifest_fields import File
+from ..formats.treering.shared_files import Reused, SavedFile, SharedFile, hold
+from ..stores.store import Store
+from .contents import Unchanged
+from .save_target import SaveTarget
+
+_MIN_BYTES = 64 << 10  # of an array; looking at smaller ones takes longer than writing them
+
+
+class Bases(NamedTuple):
+    """The steps whose files a save may share.
+
+    paths: of the steps, the newest first.
+    newest_kept: the path of the newest step that stays when retention has followed the save; None if all go.
+    """
+
+    paths: Sequence[str]
+    newest_kept: str | None
+
+
+class _Candidate(NamedTuple):
+    """An array that is worth a look: its bytes in this process, and the shards that it is cut into."""
+
+    leaf: int
+    path: str
+    dtype: str
+    nbytes: int
+    shards: Sequence[int]
+    boxes: tuple[Box, ...]
+
+    @property
+    def tensor(self) -> tuple[Any, ...]:
+        """The key of its bytes in a file: they are the same only if this is."""
+        return self.path, self.dtype, self.boxes
+
+
+class _Saved(NamedTuple):
+    """An array that was saved: its tensor, and the files that have it, by their origin."""
+
+    array: "weakref.ref[Any]"
+    tensor: tuple[Any, ...]
+    files: Mapping[str, SavedFile]
+
+
+class UnchangedArrays:
+    """The arrays of the saves of one run in this process.
+
+    bases: returns the steps whose files a save may share. It is called only if an array has not changed.
+    """
+
+    def __init__(self, bases: Callable[[native.Info], Bases]):
+        self._bases = bases
+        self._saved: dict[int, _Saved] = {}  # by the identity of the array
+        self._origins: dict[str, set[str]] = {}  # by the path of a step, the origins of its files
+        self._is_sharing = False  # True from the plan of a save that shares files until its commit
+        self._shards: Any = None  # the structure of the last save, and its candidates
+        self._candidates: Sequence[_Candidate] = ()
+        self._last_written: tuple[Any, ...] = (None, (), (), ())
+
+    def without_unchanged(self, target: SaveTarget, contents: Unchanged) -> Unchanged:
+        """Returns the contents of a save without the arrays that files of earlier steps have."""
+        if target.call.count > 1 or target.options.hosts or not target.store.has_links:
+            return contents
+        if self._is_sharing:  # The last save has failed, perhaps because of these files.
+            self._saved = {}
+        described, leaves = contents.described, contents.leaves
+        if described.shards is not self._shards:
+            self._shards, self._candidates = described.shards, _candidates(described)
+        known = [one for one in self._candidates if isinstance(leaves[one.leaf], jax.Array)]
+        arrays = {one.leaf: weakref.ref(leaves[one.leaf]) for one in known}
+        unchanged = {one.leaf: one for one in known if self._is_saved(leaves[one.leaf], one)}
+        shared = self._share(target, unchanged, leaves) if unchanged else []
+        self._is_sharing = bool(shared)
+        in_files = {piece.leaf for one in shared for piece in one.pieces}
+        groups: Sequence[int] = ()
+        if unchanged:
+            described, groups = self._to_write(described, frozenset(in_files), unchanged.keys() - in_files)
+        store, path, candidates = target.store, target.path, {one.leaf: one for one in known}
+
+        def on_commit(files: Sequence[tuple[File, Sequence[Piece]]]) -> None:
+            self._note(store, path, [one.saved.origin for one in shared], files, candidates, arrays)
+
+        return contents._replace(described=described, reused=Reused(shared, groups, on_commit))
+
+    def _is_saved(self, array: Any, candidate: _Candidate) -> bool:
+        saved = self._saved.get(id(array))
+        return saved is not None and saved.array() is array and saved.tensor == candidate.tensor
+
+    def _share(
+        self, target: SaveTarget, unchanged: Mapping[int, _Candidate], leaves: Sequence[Any]
+    ) -> list[SharedFile]:
+        """Opens the files that the save shares.
+
+        Leaves out those that also have other arrays: another reader of safetensors could take these for the new ones.
+        """
+        bases = self._bases(target.info)
+        newest_first = {path: n for n, path in enumerate(bases.paths)}
+        taken = self._origins.get(bases.newest_kept or "", set())
+        chosen: dict[tuple[str, str], tuple[SavedFile, list[_Candidate]]] = {}
+        for leaf, candidate in unchanged.items():
+            files = self._saved[id(leaves[leaf])].files
+            usable = [file for origin, file in files.items() if file.path in newest_first and origin not in taken]
+            if usable:
+                file = min(usable, key=lambda one: newest_first[one.path])
+                chosen.setdefault((file.path, file.listed.name), (file, []))[1].append(candidate)
+        shared: list[SharedFile] = []
+        for file, own in chosen.values():
+            if sum(len(one.boxes) for one in own) < file.pieces:
+                continue
+            if held := hold(target.store, file):
+                pieces = [Piece(one.leaf, box, -1, 0, 0) for one in own for box in one.boxes]
+                shared.append(SharedFile(file, held, pieces))
+                continue
+            for one in own:
+                saved = self._saved[id(leaves[one.leaf])]
+                files = {origin: other for origin, other in saved.files.items() if other is not file}
+                self._saved[id(leaves[one.leaf])] = saved._replace(files=files)
+        return shared
+
+    def _to_write(
+        self, described: Described, in_files: frozenset[int], again: "set[int]"
+    ) -> tuple[Described, Sequence[int]]:
+        """Returns what is left to write, and the groups of its shards.
+
+        The unchanged arrays, which are written `again`, get a file of their own. A later save can share it.
+        """
+        last = self._last_written
+        if last[0] is not described.shards or last[1:3] != (in_files, again):
+            numbers = [n for n, shard in enumerate(described.shards) if shard.leaf not in in_files]
+            first = [n for n in numbers if described.shards[n].leaf in again]
+            order = [*first, *(n for n in numbers if described.shards[n].leaf not in again)]
+            groups = [count for count in (len(first), len(order) - len(first)) if count]
+            shards = tuple(described.shards[n] for n in order)
+            last = self._last_written = described.shards, in_files, again, order, shards, groups
+        _, _, _, order, shards, groups = last
+        return described._replace(shards=shards, data=[described.data[n] for n in order]), groups
+
+    def _note(
+        self,
+        store: Store,
+        path: str,
+        origins: Sequence[str],
+        files: Sequence[tuple[File, Sequence[Piece]]],
+        candidates: Mapping[int, _Candidate],
+        arrays: Mapping[int, "weakref.ref[Any]"],
+    ) -> None:
+        """Notes which files of a committed step have which arrays. `origins`: of the shared files, which come first."""
+        saved_files: list[SavedFile] = []
+        by_leaf: dict[int, set[int]] = {}
+        for n, (listed, pieces) in enumerate(files):
+            found = store.stat(f"{path}/{listed.name}")
+            origin = origins[n] if n < len(origins) else listed.name
+            saved_files.append(SavedFile(path, listed, origin, found and found.version, len(pieces)))
+            for leaf in {piece.leaf for piece in pieces} & candidates.keys():
+                by_leaf.setdefault(leaf, set()).add(n)
+        self._is_sharing = False
+        self._origins[path] = {one.origin for one in saved_files}
+        alive = {key: one for key, one in self._saved.items() if one.array() is not None}
+        for leaf, numbers in by_leaf.items():
+            array = arrays[leaf]()
+            if array is None or len(numbers) > 1:
+                continue
+            file = saved_files[min(numbers)]
+            before = alive.get(id(array))
+            others = before.files if before and before.tensor == candidates[leaf].tensor else {}
+            alive[id(array)] = _Saved(arrays[leaf], candidates[leaf].tensor, {**others, file.origin: file})
+        self._saved = alive
+
+
+def _candidates(described: Described) -> list[_Candidate]:
+    """Returns the large arrays of a tree."""
+    by_leaf: dict[int, list[tuple[int, LocalShard]]] = {}
+    for n, shard in enumerate(described.shards):
+        by_leaf.setdefault(shard.leaf, []).append((n, shard))
+    found: list[_Candidate] = []
+    for leaf, own in by_leaf.items():
+        nbytes = sum(shard.nbytes for _, shard in own)
+        if nbytes >= _MIN_BYTES:
+            entry: Any = described.catalogue.entries[leaf]
+            boxes = tuple(shard.box for _, shard in own)
+            found.append(_Candidate(leaf, entry.path, entry.dtype, nbytes, [n for n, _ in own], boxes))
+    return found

@@ -1,0 +1,242 @@
+"""Arrays that have not changed since earlier steps are in files that steps share, and no step depends on another."""
+
+import gc
+import logging
+import os
+import pathlib
+import random
+import shutil
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treering as tr
+from sampling import sample_points
+from treering._save import unchanged
+from treering.errors import SaveError
+from treering.stores.posix import Disk
+
+_ELEMENTS = 20_000  # float32; an array of 80 kB is large enough to be shared
+
+
+def _array(value: float) -> jax.Array:
+    return jnp.full(_ELEMENTS, value, jnp.float32)
+
+
+def _arrays(step: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Returns the array files of a step by the number of their bytes on the disk."""
+    return {file.stat().st_ino: file for file in step.glob("arrays-*")}
+
+
+def _check(run: pathlib.Path, expected: dict[int, Any]) -> None:
+    """Checks each step bit by bit."""
+    assert tr.steps(run) == sorted(expected)
+    assert tr.verify(run).ok
+    for step, tree in expected.items():
+        restored = tr.restore(run, step=step)
+        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+        for found, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+            assert np.array_equal(found, wanted)
+
+
+def test_frozen_arrays_take_no_room(tmp_path: pathlib.Path) -> None:
+    """From the fourth save on, only what was trained is written. A step can be copied and removed by itself."""
+    run = tmp_path / "run"
+    frozen = {"a": _array(1), "b": [_array(2), jnp.arange(5, dtype=jnp.int16)]}
+    states = {step: {"frozen": frozen, "trained": _array(10 + step), "n": step} for step in range(1, 7)}
+    with tr.Checkpointer(run, on_save=(reports := []).append) as ckpts:
+        for step, tree in states.items():
+            ckpts.save(step, tree)
+            ckpts.wait()
+    _check(run, states)
+    shared = [report.shared_bytes for report in sorted(reports, key=lambda one: one.step)]
+    assert shared[:3] == [0, 0, 0] and min(shared[3:]) > 2 * 4 * _ELEMENTS
+    assert min(report.nbytes for report in reports) > 3 * 4 * _ELEMENTS and "shared with earlier" in str(reports[-1])
+    assert len(set().union(*(_arrays(step) for step in run.glob("step-*")))) == 1 + 2 + 2 + 3
+    for step in (2, 5):
+        shutil.copytree(run / f"step-{step:08}", tmp_path / f"copy-{step}")
+        shutil.rmtree(run / f"step-{step:08}")
+        assert np.array_equal(tr.restore(tmp_path / f"copy-{step}")["frozen"]["a"], frozen["a"])
+    _check(run, {step: tree for step, tree in states.items() if step not in (2, 5)})
+
+
+def test_what_has_changed_is_written(tmp_path: pathlib.Path) -> None:
+    """New arrays, arrays in other leaves or of another dtype, and those of NumPy are never taken from a file."""
+    run, a, b, in_numpy = tmp_path / "run", _array(1), _array(2), np.zeros(_ELEMENTS)
+    trees: dict[int, Any] = {step: {"a": a, "b": b, "n": in_numpy} for step in (1, 2, 3)}
+    trees[4] = {"a": b, "b": a, "n": in_numpy}  # exchanged
+    trees[5] = {"a": a, "b": jax.jit(lambda x: x + 0)(b), "n": in_numpy}  # equal, but another array
+    trees[6] = {"a": {"a": a}, "b": b, "n": in_numpy}
+    trees[7] = {"a": a, "b": a, "n": in_numpy}
+    expected: dict[int, Any] = {}
+    with tr.Checkpointer(run) as ckpts:
+        for step, tree in trees.items():
+            in_numpy += 1
+            ckpts.save(step, tree)
+            expected[step] = jax.tree.map(np.array, tree)
+            ckpts.wait()
+        report = ckpts.save(8, trees[3], dtype="bfloat16")
+        assert report and not report.result().shared_bytes
+        expected[8] = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), trees[3])
+        ckpts.save(9, {"c": a}, rules=[tr.rules.rename("c", "a")])
+        expected[9] = {"a": np.array(a)}
+    _check(run, expected)
+
+
+def _policy(choice: random.Random) -> tr.keep.Policy | None:
+    return choice.choice(
+        [
+            *(None, tr.keep.last(1), tr.keep.last(2), tr.keep.last(3), tr.keep.last(1) | tr.keep.every(4)),
+            *(tr.keep.best(2, "loss", "min", unscored="drop"), tr.keep.last(2) | tr.keep.best(1, "loss", "min")),
+            tr.keep.size(1_000_000),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", sample_points(range(42)))
+def test_two_copies_of_each_array_among_the_steps(tmp_path: pathlib.Path, seed: int) -> None:
+    """Under any policy, and whatever is deleted, pinned, rewound or overwritten, a new step has other files than the
+    newest one that stays next to it. If one of these files is damaged, a good step is left."""
+    choice, run, step = random.Random(seed), tmp_path / "run", 0
+    state = [_array(n) for n in range(4)]
+    expected: dict[int, Any] = {}
+    shares = 0
+    with tr.Checkpointer(run, keep=_policy(choice)) as ckpts:
+        for _ in range(14):
+            state = [choice.choice((array, array, array, _array(choice.random()))) for array in state]
+            overwrites = step > 0 and step not in ckpts.pinned and choice.random() < 0.15
+            step += not overwrites
+            pending = ckpts.save(
+                step, state, on_exists="overwrite", metrics={"loss": choice.random()} if choice.random() < 0.8 else None
+            )
+            assert pending
+            shares += pending.result().shared_bytes > 0
+            expected[step] = list(state)
+            ckpts._saver._retention.wait()
+            here = tr.steps(run)
+            if step in here and len(here) > 1:
+                other = max(one for one in here if one != step)
+                files = [_arrays(run / f"step-{one:08}").keys() for one in (other, step)]
+                assert not files[0] & files[1], f"steps {other} and {step} of {here} share files"
+            event = choice.choice(("", "", "", "pin", "delete", "rewind"))
+            if event == "pin":
+                ckpts.pin(step)
+            elif event == "delete" and len(here) > 1 and here[0] not in ckpts.pinned:
+                ckpts.delete(here[0])
+            elif event == "rewind" and len(here) > 1 and not ckpts.pinned:
+                ckpts.rewind(here[-2])
+                step = here[-2]
+    for one in tr.steps(run):
+        for found, wanted in zip(tr.restore(run, step=one), expected[one], strict=True):
+            assert np.array_equal(found, wanted)
+    assert tr.verify(run).ok and shares
+
+
+def _append(path: pathlib.Path) -> None:
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+
+
+@pytest.mark.parametrize(
+    "change", [pathlib.Path.unlink, _append, lambda path: os.replace(shutil.copy(path, f"{path}.x"), path)]
+)
+def test_a_file_that_is_not_as_it_was_written_is_not_shared(
+    tmp_path: pathlib.Path, change: Callable[[pathlib.Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of an earlier step was deleted, changed or replaced by another program: the arrays are written again."""
+    run, frozen = tmp_path / "run", _array(1)
+    caplog.set_level(logging.INFO, "treering")
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 6):
+            if step == 4:
+                (large,) = (one for one in _arrays(run / "step-00000002").values() if one.stat().st_size > 80_000)
+                change(large)
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+            ckpts.wait()
+    for step in (3, 4, 5):
+        assert tr.verify(run / f"step-{step:08}").ok and np.array_equal(tr.restore(run, step=step)["frozen"], frozen)
+    # The step with the deleted file is damaged, so that its files are not looked at.
+    assert (f"{large.name}: arrays in it that have not changed are written again" in caplog.text) == large.exists()
+
+
+class _DiskWithoutLinks(Disk):
+    def hard_link(self, old: str, new: str) -> bool:
+        return False if "arrays-" in old else super().hard_link(old, new)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_disk_without_hard_links(
+    tmp_path: pathlib.Path, use_disk: Any, damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes are copied, which is logged. If they are damaged, one save fails. The next one writes all arrays."""
+    use_disk(_DiskWithoutLinks())
+    run, frozen = tmp_path / "run", _array(1)
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 7):
+            if damaged and step == 4:
+                (large,) = (one for one in _arrays(run / "step-00000002").values() if one.stat().st_size > 80_000)
+                written = large.stat()
+                _append(large)
+                os.utime(large, ns=(written.st_atime_ns, written.st_mtime_ns))
+            pending = ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+            assert pending
+            if damaged and step == 4:
+                with pytest.raises(
+                    SaveError, match=r"damaged.*this step is not saved; the next save writes all arrays"
+                ):
+                    pending.result()
+            else:
+                assert not pending.result().shared_bytes
+    assert tr.steps(run) == [step for step in range(1, 7) if not (damaged and step == 4)]
+    for step in tr.steps(run)[2:]:
+        assert tr.verify(run / f"step-{step:08}").ok and np.array_equal(tr.restore(run, step=step)["frozen"], frozen)
+    assert "because the disk cannot give it a second name" in caplog.text
+
+
+def test_a_file_is_replaced_right_before_it_is_shared(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The file that was opened is copied, and not the one that has its name now."""
+
+    class Replacing(Disk):
+        def hard_link(self, old: str, new: str) -> bool:
+            if "arrays-" in old:
+                os.replace(shutil.copy(old, f"{old}.x"), old)
+                _append(pathlib.Path(old))
+            return super().hard_link(old, new)
+
+    use_disk(Replacing())
+    run, frozen = tmp_path / "run", _array(1)
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 5):
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+    assert tr.verify(run / "step-00000004").ok and not tr.verify(run / "step-00000002").ok
+    assert np.array_equal(tr.restore(run, step=4)["frozen"], frozen)
+
+
+def test_arrays_are_not_kept_in_memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may drop its arrays. A new one at the address of an old one is another array."""
+    monkeypatch.setattr(unchanged, "id", lambda array: 0, raising=False)  # An address is used again at any moment.
+    tree = {"w": _array(1)}
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(1, 5):
+            pending = ckpts.save(step, tree)
+            assert pending and (pending.result().shared_bytes > 0) == (step > 2)
+        array = weakref.ref(tree.pop("w"))
+        gc.collect()
+        assert array() is None
+        ckpts.save(5, {"w": _array(5)})
+    assert np.array_equal(tr.restore(tmp_path / "run")["w"], _array(5))
+
+
+def test_nothing_is_shared_on_request(tmp_path: pathlib.Path) -> None:
+    frozen = _array(1)
+    with tr.Checkpointer(tmp_path / "run", reuse_unchanged=False) as ckpts:
+        for step in range(1, 6):
+            ckpts.save(step, {"frozen": frozen})
+    assert {file.stat().st_nlink for file in tmp_path.rglob("arrays-*")} == {1}
