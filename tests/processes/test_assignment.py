@@ -25,7 +25,7 @@ from treering._core.entries import ArrayEntry, Entry, ValueEntry
 from treering._processes import assignment, keepers, layouts
 from treering._processes.assignment import Assignment, Piece
 from treering._processes.layouts import Layout
-from treering._pytree.leaves import Catalogue, Described, LocalShard, alignment
+from treering._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
 from treering.formats.safetensors import header as safetensors
 from treering.formats.treering import complete_copies, layout, manifest, second_copies
 from treering.formats.treering.layout import PlannedFile
@@ -179,7 +179,7 @@ def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, i
     """Cells begin at multiples of 64 bytes, so that JAX can adopt their memory."""
     box = ((0, rows), (0, columns))
     cuts = assignment._cuts(Layout([box], [[0]]), itemsize, parts)
-    cells = list(assignment.cells(box, cuts))
+    cells = list(assignment.cut_box(box, cuts))
     if rows >= 8 * 8 * 64 * parts or (columns * itemsize % 64 == 0 and rows >= 8 * parts):
         assert not any(assignment._offset(cell, box) * itemsize % 64 for cell in cells)
     assert len(cells) <= max(parts, 8 * parts + rows)
@@ -362,7 +362,7 @@ class State(NamedTuple):
                 if process in holders:
                     data = value[slices(box, full_box(value.shape))].copy()
                     found.append((LocalShard(leaf, box, value.dtype, data.nbytes, copies), data))
-        found.sort(key=lambda one: alignment(one[0].nbytes))
+        found.sort(key=lambda one: write_order_key(one[0].nbytes))
         parts = {leaf for leaf, together in enumerate(self.together) if together}
         catalogue = Catalogue(self.entries(), {}, dict.fromkeys(parts, object()), parts, [])  # type: ignore[arg-type]
         return Described(catalogue, tuple(shard for shard, _ in found), [data for _, data in found])
@@ -628,7 +628,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
     assert data.ravel()[assignment._offset(inner, outer)] == wanted.ravel()[0]
     for copies in (False, True):
         part, held = assignment._part(LocalShard(3, outer, data.dtype, data.nbytes, copies), data, inner)
-        assert (part.leaf, part.box, part.dtype, part.nbytes, part.copies) == (
+        assert (part.leaf, part.box, part.dtype, part.nbytes, part.needs_copy) == (
             *(3, inner, data.dtype, wanted.nbytes, copies),
         )
         np.testing.assert_array_equal(held, wanted)
@@ -643,7 +643,7 @@ def test_offsets_and_parts(case: tuple[tuple[int, ...], Box, Box]) -> None:
 )
 def test_cells_fill_their_box(axes: list[tuple[int, int]], cuts: list[tuple[int, int]]) -> None:
     box = tuple((start, start + size) for start, size in axes)
-    found = list(assignment.cells(box, [assignment.AxisCut(*cut) for cut in cuts[: len(box)]]))
+    found = list(assignment.cut_box(box, [assignment.AxisCut(*cut) for cut in cuts[: len(box)]]))
     covered = np.zeros(box_shape(box), int)
     for cell in found:
         assert all(start < stop for start, stop in cell)

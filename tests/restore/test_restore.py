@@ -249,7 +249,7 @@ def test_none_and_functions_are_no_arrays(saved: Any) -> None:
             tr.restore(path, like=like | {name: np.ones(2)})
         with pytest.raises(MismatchError, match=f"{name}: expected float32.*, found {said}; where the template has"):
             tr.restore(path, like=like | {name: jax.ShapeDtypeStruct((2,), "float32")})
-        with pytest.raises(MismatchError, match=f"found none of the 1 .*'{name}'") as error:
+        with pytest.raises(MismatchError, match=f"1, such as '{name}'") as error:
             tr.restore(path, like={name: np.ones(2)}, missing="template", extra="ignore")
         assert f"closest: {name}" not in str(error.value)
     without = tr.restore(path, like={"x": np.ones(2), "was": np.ones(2)})
@@ -686,9 +686,9 @@ def test_a_restore_that_finds_nothing_has_failed(tmp_path: pathlib.Path) -> None
     tr.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(2)}, "step": 7})
     lenient = {"missing": "template", "extra": "ignore"}
     for like in ({"w": np.zeros(3), "b": np.zeros(2)}, {"params": {"w": jnp.zeros(3)}, "act": jax.nn.relu, "n": None}):
-        with pytest.raises(MismatchError, match=r"found none of the .*; the checkpoint has model/b, model/w, step"):
+        with pytest.raises(MismatchError, match=r"found none of them.*; the checkpoint has model/b, model/w, step"):
             tr.restore(tmp_path / "c", like, **lenient)
-    with pytest.raises(MismatchError, match=r"found none of the 1 \(such as 'w'\), so nothing would be restored"):
+    with pytest.raises(MismatchError, match=r"\(1, such as 'w'\), found none of them, so nothing would be restored"):
         tr.restore(tmp_path / "c", {"w": np.zeros(3)}, missing=["w"], extra="ignore")
     assert tr.restore(tmp_path / "c", {"act": None}, **lenient) == {
         "act": None
@@ -703,7 +703,7 @@ def test_a_glob_of_what_may_be_missing_fits_something(tmp_path: pathlib.Path) ->
     like = {"w": np.zeros(3), "lora": {"a": np.zeros(2)}}
     for globs in (["lora/**"], iter(["lora/**"]), ("lora/**", "w")):
         assert tr.restore(tmp_path / "c", like, missing=globs)["w"].sum() == 3
-    with pytest.raises(MismatchError, match=r"missing=\['lorra/\*\*'\]: expected a glob of leaves of the template"):
+    with pytest.raises(MismatchError, match=r"missing=\['lorra/\*\*'\]: expected a glob that matches a leaf"):
         tr.restore(tmp_path / "c", like, missing=["lora/**", "lorra/**"])
 
 

@@ -147,7 +147,7 @@ def test_a_host_is_lost_with_its_disk(tmp_path: pathlib.Path, lost: str) -> None
         step, good, after, last, _ = result.report
         assert step == 1 and good and after == [1] and last == [1, 2]
     if lost == "b":  # Process 0's disk has the manifests.
-        assert any("steps 2, 3 are ignored; parts of them" in line for line in results[0].report[-1])
+        assert any("steps 2, 3 are ignored: some of their files" in line for line in results[0].report[-1])
         assert len(list(tmp_path.glob("local-a/rewound-1/step-*/treering.json"))) == 2
     _check(tmp_path / "remote", 2)
     assert tr.verify(tmp_path / "remote").ok
@@ -403,8 +403,8 @@ report([error, Lines.text])
     results = job(tmp_path, body, hosts=hosts)
     if hosts != "b":
         assert all(result.report[0][0] == "CorruptError" for result in results), results[0].report
-        assert all("restart with the missing hosts" in result.report[0][1] for result in results)
-        assert any("steps 1, 2 are ignored; parts of them" in line for line in results[0].report[1])
+        assert all("restart with the hosts that have them" in result.report[0][1] for result in results)
+        assert any("steps 1, 2 are ignored: some of their files" in line for line in results[0].report[1])
         for result in job(tmp_path, GOES_ON, hosts="ab"):
             assert result.report[:2] == [2, True]
     assert list(tmp_path.glob("local-b/**/step-00000002/arrays-*"))

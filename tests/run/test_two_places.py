@@ -173,7 +173,7 @@ def test_memory_stays_unless_the_job_ends_well(
         _until(lambda: not ckpts.uncopied)
         monkeypatch.setattr(treering_copy, "copy", _refuse)
         ckpts.save(3, _state(3))
-        with pytest.raises(SaveError, match="not all steps are there"):
+        with pytest.raises(SaveError, match="some steps were not uploaded"):
             ckpts.close()
     elif end == "lost":
         _until(lambda: not ckpts.uncopied)
@@ -191,7 +191,7 @@ def test_memory_stays_unless_the_job_ends_well(
             other_thread.join()
 
         monkeypatch.setattr(ckpts._directory, "upload_all", upload_and_save)
-        with pytest.raises(SaveError, match="not all steps are there"):
+        with pytest.raises(SaveError, match="some steps were not uploaded"):
             ckpts.close()
     assert tr.steps(memory)[:2] == [1, 2]
     monkeypatch.undo()
@@ -262,7 +262,7 @@ def _save_without_network(between: Proxy, local: str, remote: str) -> None:
     _save(ckpts, 5)
     assert notified and all("503" in str(error) and in_main for error, in_main in notified)
     with pytest.raises(
-        SaveError, match=rf"{remote}: not all steps are there.*503.*steps 3, 4, 5 are in {local}; the next job"
+        SaveError, match=rf"{remote}: some steps were not uploaded.*503.*steps 3, 4, 5 are in {local}; the next job"
     ):
         ckpts.close()
     assert {3, 4, 5} <= set(tr.steps(local))
@@ -541,7 +541,7 @@ def test_what_is_wrong_is_named(local: str, remote: str) -> None:
     for options, about in {
         "local": ({"local": remote}, "expected another directory, found that of the run"),
         "a count": ({"local": local, "keep_local": 3}, "keep_local=3: expected a policy .* or a number of bytes"),
-        "upload_limit": ({"local": local, "upload_limit": 0}, "upload_limit=0: expected a number of bytes a second"),
+        "upload_limit": ({"local": local, "upload_limit": 0}, "upload_limit=0: expected more than 0 bytes per second"),
         "keep alone": ({"keep_local": None}, "keep_local=None: expected local="),
         "limit alone": ({"upload_limit": 5}, "upload_limit=5: expected local="),
     }.values():
@@ -613,7 +613,7 @@ def test_an_interrupt_while_a_change_waits_for_a_copy(local: str, tmp_path: path
     ckpts.save(1, _state(1))
     ckpts.wait()
     _until(lambda: tr.steps(tmp_path / "remote") == [1])
-    with ckpts._directory._uploader._one:  # type: ignore[attr-defined] # a copy that takes long
+    with ckpts._directory._uploader._change_lock:  # type: ignore[attr-defined] # a copy that takes long
         thread = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         thread.start()
         with pytest.raises(KeyboardInterrupt):
@@ -717,7 +717,7 @@ def test_an_overwritten_step_is_judged_by_its_own_metrics(local: str, remote: st
         ckpts.save(1, _state(1), metrics={"loss": 4})
         ckpts.save(2, _state(2), metrics={"loss": 5})
         _until(lambda: 2 in tr.steps(remote))
-        with ckpts._directory._uploader._one:  # type: ignore[attr-defined] # a copy that takes long
+        with ckpts._directory._uploader._change_lock:  # type: ignore[attr-defined] # a copy that takes long
             ckpts.save(2, _state(20), metrics={"loss": 0.1}, on_exists="overwrite")
             ckpts.save(3, _state(3), metrics={"loss": 3})
             ckpts.wait()

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("place", type=PATH)
-@click.option("--size", type=Bytes(), default="256M", show_default=True, help="Bytes to write and read back.")
+@click.option("--size", type=Bytes(), default="256M", show_default=True, help="Size of the test checkpoint in bytes.")
 @as_json
 def doctor(place: str, size: int, json_: bool) -> None:
-    """Test a PLACE for checkpoints, a directory or the prefix of a bucket: its features and its speed.
+    """Test the features and the speed of PLACE, a directory or the prefix of a bucket.
 
-    It writes files there and removes them. It measures a save and a restore of --size bytes as Treering does them,
-    with checksums and the wait until the disk has the data.
+    Writes files there and removes them. Times a save and a restore of --size bytes: with checksums, and until the disk
+    has the data. The exit code is 3 if the place cannot be tested; advice leaves it at 0.
     """
     from .._tools.doctor import examine
 
@@ -42,13 +42,15 @@ def doctor(place: str, size: int, json_: bool) -> None:
 
 
 def _finding_text(one: "Finding") -> str:
+    from ..stores.probe import BYTES_PER_SECOND
+
     if isinstance(one.value, bool):
         return click.style("yes", fg="green") if one.value else click.style("no", fg="yellow")
     if isinstance(one.value, str):
         return safe(one.value)
     if one.unit == "seconds":
         return f"{number(one.value * 1e3)} ms"
-    return nbytes(one.value) + ("/s" if one.unit == "bytes a second" else "")
+    return nbytes(one.value) + ("/s" if one.unit == BYTES_PER_SECOND else "")
 
 
 @click.command()
@@ -75,7 +77,7 @@ def browse(path: str, other: str | None, prefix: str | None) -> None:
     sources: list[Checkpoint | Listing] = []
     for one in (path, other):
         if one is not None:
-            try:
+            try:  # A path may be a run or one checkpoint.
                 sources.append(list_run(one, prefix=prefix))
             except NotFoundError:
                 sources.append(open_prefixed(one, prefix, step=None))

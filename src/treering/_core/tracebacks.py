@@ -27,7 +27,7 @@ class _WithoutFrames:
 
 
 def _folders(traceback: TracebackType | None) -> Iterator[str]:
-    """Yields the file of each frame's code, with `_HERE` for all files of this library."""
+    """Yields the file of each frame's code, with `_PACKAGE_FOLDER` for all files of this library."""
     while traceback:
         file = traceback.tb_frame.f_code.co_filename
         yield _PACKAGE_FOLDER if file.startswith(_PACKAGE_FOLDER) else file

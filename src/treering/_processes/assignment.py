@@ -1,4 +1,4 @@
-"""Assigns each piece to the process that writes it. All functions are pure: every process computes the same answer.
+"""Assigns each piece to the process that writes it. All functions are deterministic: each process computes the same.
 
 A piece is a rectangular part of a global array. One process holds it, or several if it is replicated. Exactly one of
 the holders writes it, chosen so that all processes write about the same number of bytes.
@@ -17,17 +17,17 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_shape, full_box, intersect, slice_boxes, slices
 from .._core.entries import ArrayEntry, StatesEntry
-from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
+from .._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
 from .layouts import Layout, held_by, layout_of, owner
 
-_MIN_CUT_BYTES = 1 << 20  # bytes; smaller pieces are not cut up among their holders
+_MIN_CUT_BYTES = 1 << 20  # bytes; no part of a cut piece has fewer, and arrays of smaller pieces go to few writers
 _MAX_LOOPED_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
 NO_KEEPER = -1
-_CELLS_PER_WRITER = 8  # cells per part; with eight, a process writes at most an eighth more than its fair share
+_CELLS_PER_PART = 8  # cells for each part of a piece whose rows cannot be divided evenly into parts
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A piece of a leaf that this process writes, or a run of it: `nbytes` bytes of `shard`, from byte `begin`."""
+    """A piece that this process writes, or a range of its bytes: `nbytes` of shard number `shard`, from `begin` on."""
 
     leaf: int
     box: Box
@@ -39,9 +39,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Assignment(NamedTuple):
     """The writers of an array: process `writers[i]` writes the piece `boxes[i]`.
 
-    With a `layout`, the boxes are the boxes of the layout, and the writers are row `turn` of its `holders.turns`.
-    `keepers[i]` is the process that writes a second copy of the piece on another disk, or `NO_KEEPER`. None: no piece
-    has one.
+    layout: the layout with these boxes, unless they are cut up. The writers are row `turn` of its `holders.turns`.
+    keepers: the processes that write a second copy of each piece on another disk, or `NO_KEEPER`. None: no copies.
     """
 
     boxes: Sequence[Box]
@@ -101,50 +100,50 @@ def assign_states(entries: Sequence[Any], count: int) -> dict[int, Assignment]:
 
 def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:
     """Returns the pieces of a process that writes alone; pieces of more than `most` bytes are cut up."""
-    steps = _steps(entries, ((piece.leaf, piece.box) for piece in pieces), most)
+    part_shapes = _part_shapes(entries, ((piece.leaf, piece.box) for piece in pieces), most)
     found: list[Piece] = []
     for piece in pieces:
-        if piece.leaf not in steps:
+        if piece.leaf not in part_shapes:
             found.append(piece)
             continue
         itemsize = dtypes.itemsize(entries[piece.leaf].dtype)
         begin = piece.begin
-        for cell in _cells(piece.box, steps[piece.leaf]):
-            nbytes = itemsize * math.prod(box_shape(cell))
-            found.append(Piece(piece.leaf, cell, piece.shard, begin, nbytes))
+        for part in _parts_of_shape(piece.box, part_shapes[piece.leaf]):
+            nbytes = itemsize * math.prod(box_shape(part))
+            found.append(Piece(piece.leaf, part, piece.shard, begin, nbytes))
             begin += nbytes
     return found
 
 
 def cut_assignments(entries: Sequence[Any], shares: Mapping[int, Assignment], most: int) -> dict[int, Assignment]:
     """Returns the shares with boxes of more than `most` bytes cut up. The writer of a box writes all of its parts."""
-    steps = _steps(entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), most)
+    part_shapes = _part_shapes(entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), most)
     found = dict(shares)
-    for leaf, step in steps.items():
-        cells = [(cell, n) for n, box in enumerate(shares[leaf].boxes) for cell in _cells(box, step)]
-        found[leaf] = Assignment([cell for cell, _ in cells], [int(shares[leaf].writers[n]) for _, n in cells])
+    for leaf, shape in part_shapes.items():
+        parts = [(part, n) for n, box in enumerate(shares[leaf].boxes) for part in _parts_of_shape(box, shape)]
+        found[leaf] = Assignment([part for part, _ in parts], [int(shares[leaf].writers[n]) for _, n in parts])
     return found
 
 
 def cells_of(boxes: Sequence[Box], itemsize: int, most: int) -> list[Box]:
     """Returns the boxes of an array, all cut up if the largest has more than `most` bytes."""
-    step = _step(boxes, itemsize, most)
-    return [cell for box in boxes for cell in _cells(box, step)] if step else list(boxes)
+    shape = _part_shape(boxes, itemsize, most)
+    return [part for box in boxes for part in _parts_of_shape(box, shape)] if shape else list(boxes)
 
 
-def _steps(entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], most: int) -> dict[int, tuple[int, ...]]:
+def _part_shapes(entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], most: int) -> dict[int, tuple[int, ...]]:
     """Returns the shape of the parts, in elements, for each leaf that has a box of more than `most` bytes."""
     by_leaf: dict[int, list[Box]] = {}
     for leaf, box in boxes:
         by_leaf.setdefault(leaf, []).append(box)
-    found = ((leaf, _step(own, dtypes.itemsize(entries[leaf].dtype), most)) for leaf, own in by_leaf.items())
-    return {leaf: step for leaf, step in found if step}
+    found = ((leaf, _part_shape(own, dtypes.itemsize(entries[leaf].dtype), most)) for leaf, own in by_leaf.items())
+    return {leaf: shape for leaf, shape in found if shape}
 
 
-def _step(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | None:
+def _part_shape(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | None:
     """Returns the shape of the parts of an array's boxes; None if no box has more than `most` bytes.
 
-    A part of this shape is one run of bytes of its box. The shape is the same for every box, so that a grid of boxes
+    A part of this shape is contiguous in its box. The shape is the same for every box, so that a grid of boxes
     stays a grid.
     """
     shape = [max(stop - start for start, stop in axis) for axis in zip(*boxes, strict=True)]
@@ -153,9 +152,9 @@ def _step(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | N
     return box_shape(next(slice_boxes(shape, itemsize, most)))
 
 
-def _cells(box: Box, step: Sequence[int]) -> Iterator[Box]:
-    """Yields the parts of a box, in C order."""
-    axes = zip(box, step, strict=True)
+def _parts_of_shape(box: Box, shape: Sequence[int]) -> Iterator[Box]:
+    """Yields the parts of a box that have a shape, in C order. The last ones along an axis may be smaller."""
+    axes = zip(box, shape, strict=True)
     return itertools.product(
         *([(n, min(n + size, stop)) for n in range(start, stop, size)] for (start, stop), size in axes)
     )
@@ -166,7 +165,7 @@ def assign_unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int,
     boxes: dict[int, list[Box]] = {leaf: [] for leaf in spread}
     for piece in pieces:
         own = boxes.get(piece.leaf)
-        if own is not None and (not own or own[-1] != piece.box):  # A repeated box is another run of the same piece.
+        if own is not None and (not own or own[-1] != piece.box):  # The same box again is the same piece.
             own.append(piece.box)
     return {leaf: Assignment(own, [0] * len(own)) for leaf, own in boxes.items()}
 
@@ -177,8 +176,8 @@ def select_shards(
     """Returns the shards that process `index` stages, in the order in which it writes them, and their arrays.
 
     If `shares` is None, it stages all shards. Otherwise it stages the parts of global arrays that it writes, and all of
-    the arrays that each process has its own copy of, because `check_consistent` compares these copies. Last it stages
-    the pieces of which it writes second copies: by themselves, so that the shards of its own files can be freed before.
+    the arrays that each process has its own copy of, because `check_consistent` compares these copies. The pieces
+    of which it writes second copies come last, as separate shards, so that the shards of its own files are freed first.
     """
     catalogue, shards, data = described
     if shares is None:
@@ -189,6 +188,7 @@ def select_shards(
         if leaf in own:  # A leaf may exist only in another process; `check_consistent` finds that later.
             n, shard = _containing(own[leaf], box)
             if leaf in catalogue.global_leaves and shard.box != box:
+                # Keys are the numbers of shards. A part has none, so its key is one that no shard and no part has.
                 chosen[len(shards) + len(chosen)] = _part(shard, data[n], box)
             else:
                 chosen[n] = shard, data[n]
@@ -198,7 +198,7 @@ def select_shards(
         if leaf in own:
             n, shard = _containing(own[leaf], box)
             part, array = (shard, data[n]) if shard.box == box else _part(shard, data[n], box)
-            staged.append((msgspec.structs.replace(part, again=True), array))
+            staged.append((msgspec.structs.replace(part, for_second_copy=True), array))
     return [shard for shard, _ in staged], [array for _, array in staged]
 
 
@@ -207,7 +207,7 @@ def pieces(
 ) -> list[Piece]:
     """Returns the pieces that process `index` writes, in order; if `shares` is None, one for each shard.
 
-    Entries with the same leaf and box are runs of one piece.
+    Successive ones with the same leaf and box are ranges of bytes of one piece.
     """
     if shares is None:
         return [Piece(s.leaf, s.box if s.piece is None else s.piece, n, 0, s.nbytes) for n, s in enumerate(shards)]
@@ -229,7 +229,7 @@ def kept_pieces(
     entries: Sequence[Any], shards: Sequence[LocalShard], shares: Mapping[int, Assignment], index: int
 ) -> dict[int, list[Piece]]:
     """Returns the pieces of which process `index` writes a second copy, by writer, each in the writer's order."""
-    places = {(shard.leaf, shard.box): n for n, shard in enumerate(shards) if shard.again}
+    places = {(shard.leaf, shard.box): n for n, shard in enumerate(shards) if shard.for_second_copy}
     return {
         writer: [Piece(leaf, box, places[leaf, box], 0, nbytes) for leaf, box, nbytes in sizes]
         for writer, sizes in kept_sizes(entries, shares, index).items()
@@ -239,7 +239,7 @@ def kept_pieces(
 def piece_sizes(entries: Sequence[Any], shares: Mapping[int, Assignment], index: int) -> Sizes:
     """Returns leaf, box and size in bytes of each piece that process `index` writes, in the order of writing.
 
-    Pieces with the same keeper are together, because they are in files of their own, in the order of `alignment`.
+    Pieces with the same keeper are together, because they are in files of their own, in the order of `write_order_key`.
     """
     return list(itertools.chain(*sizes_by_keeper(entries, shares, index).values()))
 
@@ -274,7 +274,7 @@ def kept_sizes(entries: Sequence[Any], shares: Mapping[int, Assignment], index: 
 
 
 def _in_order_of_writing(groups: Mapping[int, Sizes]) -> dict[int, Sizes]:
-    return {key: sorted(groups[key], key=lambda one: alignment(one[2])) for key in sorted(groups)}
+    return {key: sorted(groups[key], key=lambda one: write_order_key(one[2])) for key in sorted(groups)}
 
 
 def _by_leaf(shards: Sequence[LocalShard]) -> dict[int, list[tuple[int, LocalShard]]]:
@@ -292,9 +292,9 @@ def _containing(shards: Sequence[tuple[int, LocalShard]], box: Box) -> tuple[int
 def _part(shard: LocalShard, data: Any, box: Box) -> tuple[LocalShard, Any]:
     """Returns a part of a shard as a shard. From an accelerator, only that part is copied."""
     if data is not None:  # None stands for data that is read on demand.
-        data = (data if shard.copies else np.asarray(data))[slices(box, shard.box)]
+        data = (data if shard.needs_copy else np.asarray(data))[slices(box, shard.box)]
     nbytes = math.prod(box_shape(box)) * shard.dtype.itemsize
-    return LocalShard(shard.leaf, box, shard.dtype, nbytes, shard.copies), data
+    return LocalShard(shard.leaf, box, shard.dtype, nbytes, shard.needs_copy), data
 
 
 def _offset(box: Box, origin: Box) -> int:
@@ -314,13 +314,14 @@ def balance(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) 
     so no process gets more than about a quarter above its fair share. Small arrays go to the processes that are closest
     to their fair share, or to a megabyte if that is more, so that few processes write them.
     """
-    least, enough = max(fair // 8, _MIN_CUT_BYTES), max(fair, _MIN_CUT_BYTES)
+    min_part = max(fair // 8, _MIN_CUT_BYTES)  # A piece of a quarter of a fair share is the smallest to have two parts.
+    full = max(fair, _MIN_CUT_BYTES)
     shares: list[Any] = [None] * len(arrays)
     held: dict[Layout, np.ndarray] = {}  # elements by process
     for n in sorted(range(len(arrays)), key=lambda n: -arrays[n][0].largest * arrays[n][1]):
         layout, itemsize = arrays[n]
         turns, largest = layout.holders.turns, layout.largest * itemsize
-        parts = min(len(turns), largest // least)
+        parts = min(len(turns), largest // min_part)
         if parts > 1:
             shares[n] = _cut_up(layout, itemsize, parts, loads)
             continue
@@ -331,15 +332,18 @@ def balance(arrays: Sequence[tuple[Layout, int]], loads: np.ndarray, fair: int) 
             shares[n] = Assignment(layout.boxes, turns[0], layout)
             continue
         sizes = layout.elements * itemsize
+        # The loads of the writers of each turn, with their pieces. If all pieces have the same size, it does not change
+        # the order of the turns, and is subtracted from the limit instead.
         after = loads.take(turns)
         if not layout.is_regular:
             after += sizes
         # With few pieces and many holders, NumPy's `max` would reduce the short axis row by row, which is slow.
         most = after.max(axis=1) if len(sizes) > _MAX_LOOPED_PIECES else functools.reduce(np.maximum, after.T)
-        most_before = enough - largest if layout.is_regular else enough
+        limit = full - largest if layout.is_regular else full
         turn = int(most.argmin())
-        if largest < _MIN_CUT_BYTES and most[turn] <= most_before:  # Otherwise each process would write a small file.
-            turn = int(np.where(most <= most_before, most, -1).argmax())
+        # A small array goes to the busiest writers that have room. Otherwise each process would write a small file.
+        if largest < _MIN_CUT_BYTES and most[turn] <= limit:
+            turn = int(np.where(most <= limit, most, -1).argmax())
         np.add.at(loads, turns[turn], sizes)
         shares[n] = Assignment(layout.boxes, turns[turn], layout, turn)
     return shares
@@ -351,7 +355,7 @@ def _cut_up(layout: Layout, itemsize: int, parts: int, loads: np.ndarray) -> Ass
     cuts = _cuts(layout, itemsize, parts)
     for box, holders in zip(layout.boxes, layout.holders, strict=True):
         idlest = np.array(holders)[np.argsort(loads[list(holders)], kind="stable")]
-        for cell, writer in zip(cells(box, cuts), itertools.cycle(idlest)):
+        for cell, writer in zip(cut_box(box, cuts), itertools.cycle(idlest)):
             boxes.append(cell)
             writers.append(int(writer))
             loads[writer] += math.prod(box_shape(cell)) * itemsize
@@ -366,22 +370,22 @@ class AxisCut(NamedTuple):
 
 
 def _cuts(layout: Layout, itemsize: int, parts: int) -> list[AxisCut]:
-    """Returns the cuts of each axis. They are along the leading axes, so that each cell is one run of bytes of its box.
+    """Returns the cuts of each axis. They are along the leading axes, so that each cell is contiguous in its box.
 
     The cuts are the same for every box, so that the cells of a grid form a grid again. If the rows do not divide evenly
-    into `parts` parts, there are about eight times as many cells, which can be assigned more evenly.
+    into `parts` parts, there are about eight cells for each part, so that all writers get nearly as much.
     """
     shape = tuple(max(map(operator.sub, axis[1:], axis)) for axis in layout.boxes.cuts)
     cuts: list[AxisCut] = []
     finer = 1
     for axis, size in enumerate(shape):
-        if finer == 1 and size % parts and parts % size and size < _CELLS_PER_WRITER * parts:
-            finer = _CELLS_PER_WRITER
+        if finer == 1 and size % parts and parts % size and size < _CELLS_PER_PART * parts:
+            finer = _CELLS_PER_PART
             parts *= finer
-        if size % parts == 0 or size >= parts * _CELLS_PER_WRITER // finer:
+        if size % parts == 0 or size >= parts * _CELLS_PER_PART // finer:
             row = itemsize * math.prod(shape[axis + 1 :])
             even = 64 // math.gcd(row, 64)  # JAX can adopt memory without a copy only at multiples of 64 bytes.
-            cuts.append(AxisCut(parts, even if size >= _CELLS_PER_WRITER * parts * even else 1))
+            cuts.append(AxisCut(parts, even if size >= _CELLS_PER_PART * parts * even else 1))
             parts = 1
         else:
             cuts.append(AxisCut(size, 1))
@@ -389,8 +393,8 @@ def _cuts(layout: Layout, itemsize: int, parts: int) -> list[AxisCut]:
     return cuts
 
 
-def cells(box: Box, cuts: Sequence[AxisCut]) -> Iterator[Box]:
-    """Yields the parts of a box, in C order."""
+def cut_box(box: Box, cuts: Sequence[AxisCut]) -> Iterator[Box]:
+    """Yields the cells of a box that is cut into so many parts along each axis, in C order."""
     axes = [_ranges(start, stop, cut) for (start, stop), cut in zip(box, cuts, strict=True)]
     return itertools.product(*axes)
 

@@ -132,7 +132,7 @@ def _digests(catalogue: Catalogue, staging: ShardSupply) -> dict[int, str]:
     """Returns the checksum of the bytes of each leaf that every process has its own copy of."""
     excluded = {n for n, entry in enumerate(catalogue.entries) if isinstance(entry, StatesEntry)}
     excluded.update(catalogue.global_leaves)
-    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in excluded and not shard.again]
+    own = [n for n, shard in enumerate(staging.shards) if shard.leaf not in excluded and not shard.for_second_copy]
     found: dict[int, xxhash.xxh3_64] = {}
     for n in sorted(own, key=lambda n: (staging.shards[n].leaf, staging.shards[n].box)):
         found.setdefault(staging.shards[n].leaf, xxhash.xxh3_64()).update(staging.peek(n).data)

@@ -47,20 +47,20 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
     box: the part of the array.
     dtype: the stored dtype.
     nbytes: the size as stored, in bytes.
-    copies: True if the bytes must be copied before they are written: they are on a device, or have another layout or
-        dtype, or the caller may change them.
-    piece: the piece that this shard is a part of, if the piece is too large to be read at once. Its shards follow each
-        other.
-    again: True if it is staged once more, for the second copy of a file that another process writes.
+    needs_copy: True if the bytes must be copied before they are written. They are on a device, or have another layout
+        or dtype, or the caller may change them.
+    piece: the piece that this shard is a part of, if the piece is too large to be read at once. All shards of a piece
+        are next to each other in the list of shards.
+    for_second_copy: True if this process stages the shard only to write a second copy of the file of another process.
     """
 
     leaf: int
     box: Box
     dtype: Any
     nbytes: int
-    copies: bool
+    needs_copy: bool
     piece: Box | None = None
-    again: bool = False
+    for_second_copy: bool = False
 
 
 class Catalogue(NamedTuple):
@@ -155,11 +155,11 @@ def describe_leaves(
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
-            found.entries.append(ValueEntry(path, "none"))  # keeps the numbers of the leaves after it
+            found.entries.append(ValueEntry(path, "none"))  # A stand-in: `len(entries)` must stay the next number.
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems]))
-    order = sorted(range(len(found.shards)), key=lambda n: _misalignment(found.shards[n]))
+    order = sorted(range(len(found.shards)), key=lambda n: _shard_order_key(found.shards[n]))
     shards = tuple(found.shards[n] for n in order)
     return Described(Catalogue(*found[:5]), shards, [found.data[n] for n in order])
 
@@ -174,29 +174,30 @@ def local_parts(leaf: jax.Array) -> list[tuple[Box, Any]]:
     return local_shards(jax.random.key_data(leaf) if leaf_kind(type(leaf)) == "key" else leaf)
 
 
-def alignment(nbytes: int) -> int:
+def write_order_key(nbytes: int) -> int:
     """Returns the sort key of a piece of `nbytes` bytes in the order of writing.
 
-    Multiples of 64 bytes come first, and then falling powers of two. So each piece begins at an address that is aligned
-    for its elements.
+    Sizes that are multiples of 64 come first, then those that are only multiples of 32, of 16, and so on down to odd
+    sizes. So every piece begins at a multiple of the largest power of two, up to 64, that divides its size. There its
+    elements are aligned, because their size is a power of two that divides the size of the piece.
     """
     return -min(nbytes & -nbytes, 64) if nbytes else -64
 
 
-def _misalignment(shard: LocalShard) -> int:
+def _shard_order_key(shard: LocalShard) -> int:
     """Returns the sort key of the piece that a shard is a part of, so that the shards of a piece stay together."""
     if shard.piece is None:
-        return alignment(shard.nbytes)
-    return alignment(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
+        return write_order_key(shard.nbytes)
+    return write_order_key(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
 
 
-def host_bytes(shard: LocalShard, data: Any, on_host: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def host_bytes(shard: LocalShard, data: Any, host_copy: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Returns the bytes of a shard that must be copied, C-ordered and little-endian, in memory of their own.
 
     data: the array that holds the shard.
-    on_host: a copy of it on the host, if one was made.
+    host_copy: a copy of that array on the host, if one was made.
     """
-    array = fetch(data) if on_host is None else np.asarray(on_host)
+    array = fetch(data) if host_copy is None else np.asarray(host_copy)
     if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(data, np.ndarray):
         array = dtypes.cast(array, shard.dtype)
     return dtypes.defined_bytes(array).reshape(-1).view(np.uint8)
@@ -226,8 +227,8 @@ def _add_numpy(found: _Draft, path: str, kind: Any, array: np.ndarray, cast: Any
     leaf = len(found.entries)
     found.places[leaf] = placements.CAST if cast is not None and stored != array.dtype else None
     found.entries.append(ArrayEntry(path, kind, text, array.shape))
-    copies = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    found.add(LocalShard(leaf, full_box(array.shape), stored, array.size * stored.itemsize, copies), array)
+    needs_copy = detach or packed or array.dtype != stored or not array.flags.c_contiguous
+    found.add(LocalShard(leaf, full_box(array.shape), stored, array.size * stored.itemsize, needs_copy), array)
 
 
 def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_process: bool) -> None:
@@ -241,30 +242,30 @@ def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_
     aval, sharding = array.aval, array.sharding  # three times as fast as asking the array for its shape and dtype
     stored, text, packed = _storage(aval.dtype, cast)
     if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
-        _check_reduced(sharding)
+        _reject_unreduced(sharding)
     leaf = len(found.entries)
     found.places[leaf] = placements.placement_to_json(at, committed, layout, cast is not None and stored != aval.dtype)
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # The buffer of a CPU array can be written as it is, unless JAX would have to unpack its elements.
-    copies = packed or aval.dtype != stored or not on_host(sharding)
+    needs_copy = packed or aval.dtype != stored or not on_host(sharding)
     if single and (single_process or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
-        found.add(LocalShard(leaf, full_box(aval.shape), stored, nbytes, copies), array)
+        found.add(LocalShard(leaf, full_box(aval.shape), stored, nbytes, needs_copy), array)
         return
     found.shardings[leaf] = sharding
     if not (single_process or array.is_fully_addressable):
         found.global_leaves.add(leaf)
     for box, data in local_shards(array):
-        found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, copies), data)
+        found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, needs_copy), data)
 
 
-def _check_reduced(sharding: jax.sharding.Sharding) -> None:
+def _reject_unreduced(sharding: jax.sharding.Sharding) -> None:
     if unreduced := getattr(getattr(sharding, "spec", None), "unreduced", None):
         axes = ", ".join(sorted(map(str, unreduced)))
         raise UnsupportedError(
-            f"an array of partial sums over the mesh axes {axes} (an unreduced sharding); add them up first, for "
-            "example by jax.reshard to a PartitionSpec without unreduced="
+            f"an array of partial sums over the mesh axes {axes} (an unreduced sharding); sum it before the save, for "
+            "example with jax.reshard to a PartitionSpec without unreduced="
         )
 
 

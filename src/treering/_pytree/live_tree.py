@@ -97,7 +97,7 @@ class LiveTree:
         if self._staging is not None:
             (staged,) = self._staging.take([n])
             return _within(staged.view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
-        if not shard.copies:
+        if not shard.needs_copy:
             return _within(np.asarray(data), box, shard.box)
         # Only the wanted box is copied from the device, or read from the checkpoint.
         if box != shard.box and isinstance(data, jax.Array | LazyPart):

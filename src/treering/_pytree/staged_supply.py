@@ -46,7 +46,7 @@ class StagedSupply:
         self._limit, self._memory_ok = limit, memory_ok
         self._views: list[Any] = [None] * len(shards)
         self._has_warned = False  # of too little memory
-        self._copies = True in [shard.copies for shard in shards]
+        self._copies = True in [shard.needs_copy for shard in shards]
         self._remaining_bytes = [shard.nbytes for shard in shards]
         self._staged_count = self._held_bytes = 0
         self._skipped_shards: set[int] = set()
@@ -129,7 +129,7 @@ class StagedSupply:
 
     def _drop(self, n: int, shard: LocalShard) -> None:
         self._views[n] = None
-        if shard.copies:
+        if shard.needs_copy:
             self._held_bytes -= shard.nbytes
 
     @property
@@ -144,7 +144,7 @@ class StagedSupply:
         with self._lock:
             for n, size in zip(numbers, nbytes, strict=True):
                 self._remaining_bytes[n] -= size
-                if not self._remaining_bytes[n] and self.shards[n].copies:
+                if not self._remaining_bytes[n] and self.shards[n].needs_copy:
                     self._drop(n, self.shards[n])
                     self._room_freed.set()
 
@@ -172,7 +172,7 @@ class StagedSupply:
             self._views = [None] * len(self.shards)  # a new list, because the caller may be writing into the old one
 
     def _cost(self, first: int, last: int) -> int:
-        return sum([shard.nbytes for shard in self.shards[first:last] if shard.copies]) if self._copies else 0
+        return sum([shard.nbytes for shard in self.shards[first:last] if shard.needs_copy]) if self._copies else 0
 
     def _groups(self) -> Iterator[tuple[int, int]]:
         """Yields runs of shards whose copies fit the limit together. Their copies from devices run at the same time."""
@@ -185,7 +185,7 @@ class StagedSupply:
             return
         first = cost = 0
         for n, shard in enumerate(self.shards):
-            own = shard.nbytes if shard.copies else 0
+            own = shard.nbytes if shard.needs_copy else 0
             if n > first and cost + own > limit:
                 yield first, n
                 first, cost = n, 0
@@ -221,7 +221,7 @@ class StagedSupply:
 
     def _stage(self, first: int, last: int) -> None:
         data, shards, unneeded = self._data, self.shards, self._skipped_shards
-        on_host = start_copies([data[n] for n in range(first, last) if shards[n].copies and n not in unneeded])
+        on_host = start_copies([data[n] for n in range(first, last) if shards[n].needs_copy and n not in unneeded])
         for begin, end in self._publish_runs(first, last):
             if self._copies or unneeded:
                 found = [None if n in unneeded else self._bytes(n, on_host) for n in range(begin, end)]
@@ -249,7 +249,7 @@ class StagedSupply:
     def _bytes(self, n: int, on_host: Iterator[Any]) -> np.ndarray:
         """Returns shard `n` on the host, copied if necessary. `on_host` yields its copy from the device next."""
         shard, data = self.shards[n], self._data[n]
-        return host_bytes(shard, data, next(on_host)) if shard.copies else np.asarray(data)
+        return host_bytes(shard, data, next(on_host)) if shard.needs_copy else np.asarray(data)
 
 
 def _views(arrays: list[Any]) -> list[Any]:

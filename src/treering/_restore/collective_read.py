@@ -27,7 +27,7 @@ from .._processes.calls import Call
 from .._processes.consistency import CollectiveError
 from .._processes.read_assignment import assign_reads
 from .._pytree import devices
-from .._pytree.leaves import alignment
+from .._pytree.leaves import write_order_key
 from .._threads.prefetch import prefetch
 from ..errors import PeerError, TreeringError
 from ..stores.buffers import empty_aligned_array, round_up
@@ -223,7 +223,7 @@ class _Exchange:
             for file, piece in pieces(self._source, item.entry, item.box):
                 if (inner := intersect(piece, item.box)) is None:
                     continue
-                order = file, alignment(size * math.prod(box_shape(piece))), n
+                order = file, write_order_key(size * math.prod(box_shape(piece))), n
                 for part in slice_boxes(box_shape(inner), size, self._slab_bytes):
                     box = tuple((a + first, b + first) for (a, b), (first, _) in zip(part, inner, strict=True))
                     found.append(((*order, box), _Slab(n, box, size * math.prod(box_shape(box)))))

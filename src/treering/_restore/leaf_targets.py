@@ -120,7 +120,7 @@ def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | s
     if have == want.newbyteorder("<") or dtypes.widens(have, want):
         return want
     if dtypes.is_integer(have) and dtypes.is_integer(want):
-        return want  # `groups._cast` tests the values when the array is read.
+        return want  # `read_groups._cast` tests the values when the array is read.
     if dtypes.is_float(have) and dtypes.is_float(want):
         return want if asked == "template" else "dtype='template' narrows floats to the template's"
     rule = f"tr.rules.cast({{path!r}}, {want.name!r})"

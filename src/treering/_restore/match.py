@@ -42,15 +42,16 @@ def match(
     flat_tree: the template.
     entries, skeleton: the checkpoint.
     name: the path of the checkpoint, for errors.
-    as_written: the entries under the names that rules see, with levels for boxes if the format has them.
+    as_written: the entries under their paths in the checkpoint, which rules match. The paths of `entries` are those of
+        the template: they lack the levels that some formats have for boxes (see `variable_levels`).
     numbers_are_arrays: see `treering.formats.Source`.
     elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
-    policy = policy.among(flat_tree.paths, entries)
+    policy = policy.among(flat_tree.paths, entries)  # A glob that matches nothing stays; `_check_globs` rejects it.
     if LostEntry in set(map(type, entries.values())):
-        check_readable(_needed(entries, flat_tree, policy))
+        check_readable(_needed_lost_entries(entries, flat_tree, policy))
 
     def compare(
         like: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
@@ -61,6 +62,7 @@ def match(
     _check_globs(policy, flat_tree.paths)
     targets, found, differences = compare(flat_tree, entries, skeleton, policy, written=False)
     filled = [] if differences else [p for p, target in zip(flat_tree.paths, targets, strict=True) if target.filled]
+    # If all leaves are missing, the restore fails even if `missing` allows that: probably the path or names are wrong.
     if differences or (filled and not found):
         differences = with_hints(differences, flat_tree, entries, elsewhere())
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
@@ -141,14 +143,16 @@ def _compare(
             continue
         hint = f"extra='ignore' or extra=[{path!r}] leaves it out"
         differences.append(Difference(path, without.get(path, NOTHING), describe_entry(entry), hint))
-    # The class of a container matters only if the checkpoint has something to restore in it.
+    # The class of a container matters only if the checkpoint has something to restore in it. If the restore fails
+    # anyway, all classes are compared, because another class may be the cause.
     classes = named_tuples.class_differences(flat_tree.skeleton, skeleton or ())
-    everywhere = bool(differences) or not found
-    differences += [one for one in classes if everywhere or not _is_own(one.path, flat_tree.paths, targets)]
+    if not differences and found:
+        classes = [one for one in classes if not _keeps_own_values(one.path, flat_tree.paths, targets)]
+    differences += classes
     return _Compared(targets, found, differences)
 
 
-def _is_own(path: str, paths: Sequence[str], targets: Sequence[LeafTarget]) -> bool:
+def _keeps_own_values(path: str, paths: Sequence[str], targets: Sequence[LeafTarget]) -> bool:
     """Returns True if all leaves of a container keep the template's values, because the checkpoint has none."""
     inside = [target.filled for at, target in zip(paths, targets, strict=True) if relative_to(at, path) is not None]
     return bool(inside) and all(inside)
@@ -159,18 +163,20 @@ def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
     for glob in () if isinstance(policy.missing, str) else policy.missing:
         if not any(matches(path, glob) for path in paths):
             shown = join_names(tuple(paths))
-            raise MismatchError(f"missing=[{glob!r}]: expected a glob of leaves of the template, found none in {shown}")
+            raise MismatchError(
+                f"missing=[{glob!r}]: expected a glob that matches a leaf of the template, found no match in {shown}"
+            )
 
 
 def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry], cause: str) -> MismatchError:
-    """Returns the error for a template of which the checkpoint has no array.
+    """Returns the error for a template of which the checkpoint has no leaf.
 
     Without this error, only the training loss would show that nothing was restored.
     """
     nearest = closest(filled[0], [path for path, entry in entries.items() if not is_absent(entry)])
     hint = f"; likely: {cause}" if cause else f"; closest: {nearest}" if nearest else ""
     return MismatchError(
-        f"{name}: expected arrays of the template, found none of the {len(filled)} (such as {filled[0]!r}), so "
+        f"{name}: expected the leaves of the template ({len(filled)}, such as {filled[0]!r}), found none of them, so "
         f"nothing would be restored; the checkpoint has {join_names(tuple(entries))}{hint}"
     )
 
@@ -216,8 +222,11 @@ def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> LeafTarg
     return LeafTarget(make, entry, dtype, entry.type == "jax-weak")
 
 
-def _needed(entries: Mapping[str, Entry], flat_tree: FlatTree, policy: Policy) -> Iterator[Entry]:
-    """Yields the unreadable entries that a template asks for or may not leave out."""
+def _needed_lost_entries(entries: Mapping[str, Entry], flat_tree: FlatTree, policy: Policy) -> Iterator[Entry]:
+    """Yields the unreadable entries that cannot be skipped.
+
+    The template asks for them, or for a leaf inside or around them, or `policy` does not let it leave them out.
+    """
     skipped = [path for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if leaf is ...]
     asked, leaves = {""}, set[str]()
     for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):

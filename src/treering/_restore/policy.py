@@ -41,7 +41,7 @@ class Policy:
             raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
 
     def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
-        """Returns the policy with the paths that its globs match, instead of the globs."""
+        """Returns the policy in which globs without wildcards are the paths that they mean; see `find_path`."""
         missing, extra = (
             value if isinstance(value, str) else find_globs(value, paths)
             for value, paths in ((self.missing, template), (self.extra, found))

@@ -36,17 +36,17 @@ def check_can_begin(store: Store, root: str, prefix: str) -> None:
         )
 
 
-def warn_of_other_runs(store: Store, root: str, *, local: bool = False, knows_local: bool = False) -> None:
+def warn_of_other_runs(store: Store, root: str, *, local: bool = False, has_last_local_tier: bool = False) -> None:
     """Logs similar steps and runs that the caller may mean instead of a directory without steps.
 
-    local: the directory is the local tier of a run. knows_local: the job has the local tier of the job that wrote the
-        run last.
+    local: the directory is the local tier of a run.
+    has_last_local_tier: the job has the local tier of the job that wrote the run last.
     """
     found = _checkpoints_within(store, root)
     if not local:
         archived = _archived_steps(store, root)
         found += [*archived, *_runs_within(store, root), *_runs_around(store, root)]
-        if not (knows_local or archived) and store.stat(posixpath.join(root, run_layout.GENERATIONS)):
+        if not (has_last_local_tier or archived) and store.stat(posixpath.join(root, run_layout.GENERATIONS)):
             found.append("it was written from another local= directory, which may have steps that are not uploaded")
     if found:
         _log.warning("%s: starts over, but %s", root, "; ".join(found))

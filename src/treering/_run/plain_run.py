@@ -285,7 +285,7 @@ class PlainRun:
         return [number for number in self.steps.committed() if number > step]
 
     def rewind(self, step: int) -> None:
-        """Archives the steps after a step, or all: with 0, if step 0 is not saved, or with `run.BEFORE_ALL`.
+        """Archives the steps after a step, or all: with 0, if step 0 is not saved, or with `BEFORE_FIRST_STEP`.
 
         Raises `NotFoundError` if there is no such step, and `UnsupportedError` if a later one is another library's.
         """

@@ -21,7 +21,7 @@ def limited(target: SaveTarget, described: Described | None) -> SaveTarget:
     """
     if described is None or target.options.memory_limit is not None:
         return target
-    copies = sum([shard.nbytes for shard in described.shards if shard.copies])
+    copies = sum([shard.nbytes for shard in described.shards if shard.needs_copy])
     if coordinator.is_multi_process():
         target = target._replace(memory_ok=host_memory.host_memory_check(copies))
     limit = host_memory.copy_limit(copies)
@@ -43,7 +43,7 @@ def staged_if_it_fits(target: SaveTarget, live: LiveTree) -> StagedSupply | None
     With None the caller waits until the writers have read the tree.
     """
     limit = target.options.memory_limit
-    copies = sum(shard.nbytes for shard in live.shards if shard.copies)
+    copies = sum(shard.nbytes for shard in live.shards if shard.needs_copy)
     if limit is not None and copies > limit:
         return None
     if target.memory_ok and not target.memory_ok(copies * min(target.call.count, _MAX_PROCESSES_ON_A_HOST)):

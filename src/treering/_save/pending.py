@@ -24,9 +24,11 @@ from .._threads.weak_registry import WeakRegistry
 from ..errors import RequestError, SaveError, TreeringError
 
 _log = logging.getLogger("treering")
-_LONG_STALL_SECONDS = 1.0  # seconds
+_LONG_STALL_SECONDS = 1.0  # A call that blocks the training loop for this long or longer is logged.
 
-last_finished: Latch | None = None  # set when the latest save is over: saves are written in the order of the calls
+# Set when the save that began last is over. The next save waits for it, because saves are written in the order of the
+# calls.
+newest_save_finished: Latch | None = None
 unreported: "list[PendingSave]" = []  # failed saves whose error no caller has got yet
 _live_saves: "WeakRegistry[PendingSave]" = WeakRegistry()
 
@@ -124,7 +126,10 @@ class PendingSave:
 
     @classmethod
     def _already_failed(cls, path: str, step: int | None, call: Call, error: BaseException) -> "PendingSave":
-        """Returns a save that failed in this process before it began. Its peers may have begun theirs."""
+        """Returns a save that failed in this process before it began.
+
+        Its peers may have begun theirs, and the list of saves must be the same in all processes.
+        """
         pending = cls(path, step, StagedSupply([], [], None), call, managed=True)
         pending._error = error
         pending._finished.set()
@@ -153,8 +158,8 @@ class PendingSave:
     def log_error(self) -> None:
         """Logs the error of this process, and marks it as reported.
 
-        Used if process 0 raises no error, so that this process must not raise alone. Process 0 raises none if its save
-        succeeded, or if its caller has got the error already.
+        Used if process 0 raises no error, because its save succeeded or its caller has got the error already. If this
+        process then raised alone, its peers would wait for it in their next call.
         """
         self._mark_reported()
         _log.error("%s: in this process the save failed: %s", self.path, self._error)
@@ -199,7 +204,7 @@ class PendingSave:
                 self._supply.check()
                 write(pool)
         except BaseException as error:
-            self._supply.fail(error)  # Otherwise the caller would wait for room that no writer makes.
+            self._supply.fail(error)  # Otherwise the caller might wait for staging memory, which no writer frees now.
             if self._reported:
                 # The caller raises this error. Its frames may still run in the caller's thread, so they stay as they
                 # are; `_as_save_error` would clear them.
@@ -219,7 +224,8 @@ class PendingSave:
         since = time.perf_counter()
         while not self._supply.failed and not previous.wait(0.1):
             pass
-        if self._blocking or not self._caller_released.is_set():  # The caller has waited too, at least for room.
+        # If the caller is still in its call, it has waited too: for the save, or for staging memory.
+        if self._blocking or not self._caller_released.is_set():
             self._wait_seconds += time.perf_counter() - since
 
     def _release_caller(self) -> None:
@@ -240,7 +246,7 @@ class PendingSave:
 
     def _make_report(self, written: Written) -> SaveReport:
         seconds = time.perf_counter() - self._start_time
-        # The caller has staged everything and is about to return, so `_stall_seconds` is known.
+        # The caller has staged everything and returns soon. Then `_stall_seconds` is known.
         self._caller_released.wait()
         nbytes, write, sync, commit, shared = written
         stall = seconds if self._blocking else self._stall_seconds
@@ -308,13 +314,13 @@ def _print_unreported() -> None:
 
 def _forget_after_fork() -> None:
     """Ends the saves of the parent in a forked child, because the child has none of the threads that write them."""
-    global last_finished
-    last_finished = None
+    global newest_save_finished
+    newest_save_finished = None
     coordinator.forget_after_fork()
     unreported.clear()
     for pending in _live_saves.all():
         if not pending.done():
-            pending._error = SaveError(f"{pending.path}: this save belongs to the process that was forked")
+            pending._error = SaveError(f"{pending.path}: this save runs in the parent process; wait for it there")
             pending._finished = Latch()  # A thread of the parent may have held the old one's lock at the fork.
             pending._finished.set()
 

@@ -22,7 +22,7 @@ from .._core.subtree import full_source
 from .._core.values import decode
 from .._processes.assignment import cells_of
 from .._pytree import variable_levels, walk
-from .._pytree.leaves import Catalogue, Described, LocalShard, alignment
+from .._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, UnsupportedError
@@ -162,7 +162,7 @@ def describe_view(
         if piece_bytes:
             pieces = cells_of(pieces, dtype.itemsize, piece_bytes)
         for piece in pieces:
-            order = alignment(math.prod(box_shape(piece)) * dtype.itemsize)
+            order = write_order_key(math.prod(box_shape(piece)) * dtype.itemsize)
             for part in _slices_of(piece, dtype.itemsize, slice_bytes) if slice_bytes else (piece,):
                 nbytes = math.prod(box_shape(part)) * dtype.itemsize
                 shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))

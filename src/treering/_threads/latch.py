@@ -4,15 +4,19 @@ import contextlib
 import threading
 import time
 
-_MAX_WAIT_SECONDS = 0.5  # A thread that was not woken by `set` notices it after this time at most.
+_MAX_WAIT_SECONDS = 0.5  # A waiting thread looks at the flag this often. An interrupt may have left the gate closed.
 
 
 class Latch:
-    """A `threading.Event` that an interrupt at any moment cannot break.
+    """A `threading.Event` that still works after a ctrl-C at any point of its methods.
 
-    `Event` is written in Python. A ctrl-C right after it took its lock leaves the lock held, and every thread that sets
-    or awaits the event hangs forever. Here a lock written in C wakes the waiting threads. A thread that it does not
-    wake looks at the flag again after a moment.
+    `Event` is written in Python and has a lock inside. A ctrl-C just after a thread acquired that lock leaves it held
+    for good, and every thread that then sets or awaits the event hangs.
+
+    A latch has a flag, and a gate that wakes the waiting threads. The gate is a lock written in C: it is closed while
+    the lock is held. `set` opens the gate. The gate lets one thread through and closes behind it, and that thread
+    opens it for the next one. A ctrl-C between two of these steps may leave the gate closed, so waiting threads also
+    look at the flag from time to time.
     """
 
     def __init__(self) -> None:
@@ -27,7 +31,7 @@ class Latch:
     def set(self) -> None:
         """Sets the latch for good, and wakes the waiting threads."""
         self._happened = True
-        self._open()
+        self._open_gate()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the latch is set, at most `timeout` seconds. Returns True if it is set."""
@@ -37,9 +41,9 @@ class Latch:
             if left <= 0:
                 break
             if self._gate.acquire(timeout=left):
-                self._open()  # so that the next waiting thread wakes too
+                self._open_gate()  # for the next waiting thread
         return self._happened
 
-    def _open(self) -> None:
+    def _open_gate(self) -> None:
         with contextlib.suppress(RuntimeError):  # raised if the gate is open already
             self._gate.release()

@@ -14,7 +14,7 @@ from .._save.save import save
 from ..errors import CorruptError, NotFoundError
 from ..formats.treering import removal
 from ..stores import survival
-from ..stores.probe import Finding, disk_findings, drop_page_cache, median_seconds
+from ..stores.probe import BYTES_PER_SECOND, Finding, disk_findings, drop_page_cache, median_seconds
 from ..stores.store import Store
 
 
@@ -78,12 +78,12 @@ def _probe_rates(store: Store, folder: str, size: int) -> Iterator[Finding]:
     path = posixpath.join(folder, "checkpoint")
     array = np.frombuffer(np.random.default_rng(0).bytes(size), np.uint8)
     report = save(path, {"x": array}, processes="this")
-    yield Finding("save", size / max(report.seconds, 1e-9), "bytes a second")
+    yield Finding("save", size / max(report.seconds, 1e-9), BYTES_PER_SECOND)
     drop_page_cache(store, path)
     begun = time.perf_counter()
     found = restore(path, mmap=False)
     seconds = time.perf_counter() - begun
     if not np.array_equal(found["x"], array):
         raise CorruptError(f"{path}: expected the bytes that were written, found others; do not use this place")
-    yield Finding("restore", size / max(seconds, 1e-9), "bytes a second")
+    yield Finding("restore", size / max(seconds, 1e-9), BYTES_PER_SECOND)
     removal.delete(store, path)

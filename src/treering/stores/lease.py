@@ -36,15 +36,18 @@ class _HeldLock(NamedTuple):
     made: list[str]  # directories that were made for it
 
 
-class _Claim(NamedTuple):
-    """The file that a lock holds. It outlives the lock: a file may be held for a moment after its lock is gone."""
+class _Entry(NamedTuple):
+    """The entry of a `WriterLock` in `_registry`, with the file that it holds.
+
+    It outlives the object: a file of a dropped object stays locked until a thread can release it.
+    """
 
     owner: "weakref.ref[WriterLock]"
     disk: Disk
     held: list[_HeldLock]
 
 
-_claims: dict[int, _Claim] = {}  # by the identity of `held`
+_registry: dict[int, _Entry] = {}  # by the identity of `held`
 
 
 class _Envelope(msgspec.Struct):
@@ -56,20 +59,20 @@ preload_decoders(_Envelope)
 
 
 class WriterLock:
-    """The right to write a run. The system releases it when the process ends, for whatever reason.
+    """The lease of a run: a lock on a file, which the system releases when the process ends, for whatever reason.
 
-    Within a process the newest claim wins. A failed notebook cell has not closed its Checkpointer, and the next cell
-    must be able to continue. A lock whose owner's `busy` returns True stays with its owner. A lock that another claim
-    acquired can never be acquired again.
+    Within a process a new `WriterLock` acquires the lease from an older one of the same run: a failed notebook cell has
+    not closed its Checkpointer, and the next cell must be able to continue. But an older one whose `busy` returns True
+    keeps the lease. One that has lost it can never acquire it again.
     """
 
     def __init__(self, disk: Disk, run: str, busy: Callable[[], bool] = lambda: False):
         self._disk, self._run, self._busy = disk, run, busy
         self.lost = False  # another WriterLock of this process has acquired the run
-        # One element once the file is locked; a list, because the finalizer empties it
+        # Has one element while the file is locked. It is a list, because the finalizer empties it.
         self._held: list[_HeldLock] = []
-        _claims[id(self._held)] = claim = _Claim(weakref.ref(self), disk, self._held)
-        weakref.finalize(self, _on_drop, claim)
+        _registry[id(self._held)] = entry = _Entry(weakref.ref(self), disk, self._held)
+        weakref.finalize(self, _on_drop, entry)
 
     def acquire(self) -> None:
         """Acquires the lock unless it is held, and makes the run's directory.
@@ -162,12 +165,14 @@ class WriterLock:
                     _check_version(self._disk, fd, path)
                     if not (self._disk.size(fd) and os.fstat(fd).st_nlink > 1):
                         return fd
-                    self._disk.unlink(path)  # A hard link elsewhere has the same contents, which must not change.
+                    # The file has another hard link, such as in a backup of the run. Writing to it would change the
+                    # backup too, so a new file takes its name.
+                    self._disk.unlink(path)
             except BaseException as error:
-                # Only close the file: releasing would delete it, and a later release made it.
+                # A later version of Treering wrote this file. Forget it, because `_release` would delete it.
                 if isinstance(error, UnsupportedError):
                     self._held.clear()
-                if not self._held:  # the file belongs to another process
+                if not self._held:  # Otherwise the caller releases it.
                     self._disk.close(fd)
                 raise
             self._held.pop()  # The path no longer names this file: try again with a new one.
@@ -191,36 +196,37 @@ def _exclusively() -> Iterator[None]:
 
 def _existing_locks() -> list[WriterLock]:
     """Returns the locks of this process, and releases what dropped ones hold. The caller has `_acquire_lock`."""
-    # Listed first: a lock that is dropped after a release of the others would be in neither.
-    found = [one for claim in list(_claims.values()) if (one := claim.owner()) is not None]
+    # List before releasing. In the other order, one that is dropped in between would be neither listed nor released.
+    found = [one for entry in list(_registry.values()) if (one := entry.owner()) is not None]
     _release_dropped()
     return found
 
 
 def _release_dropped() -> None:
     """Releases what dropped locks hold, unless another thread has `_acquire_lock`. That thread then does it."""
-    while dropped := [claim for claim in list(_claims.values()) if claim.owner() is None]:
+    while dropped := [entry for entry in list(_registry.values()) if entry.owner() is None]:
         if not _release_unless_busy(dropped):
             return
 
 
-def _on_drop(claim: _Claim) -> None:
+def _on_drop(entry: _Entry) -> None:
     """Releases what a dropped lock holds, and at the end of the process what any lock holds."""
-    _release_unless_busy([claim])
+    _release_unless_busy([entry])
     _release_dropped()
 
 
-def _release_unless_busy(claims: list[_Claim]) -> bool:
-    """Releases what locks hold. Returns False, and does nothing, while another thread has `_acquire_lock`.
+def _release_unless_busy(entries: list[_Entry]) -> bool:
+    """Releases what the entries hold. Returns False, and does nothing, while another thread has `_acquire_lock`.
 
-    The garbage collector drops locks in any thread, also in one that the other thread waits for. So this never waits.
+    The garbage collector may call this in any thread, even in one that the holder of `_acquire_lock` waits for. So it
+    must not wait for that lock.
     """
     if not _acquire_lock.acquire(blocking=False):
         return False
     try:
-        for claim in claims:
-            _release(claim.disk, claim.held)
-            _claims.pop(id(claim.held), None)
+        for entry in entries:
+            _release(entry.disk, entry.held)
+            _registry.pop(id(entry.held), None)
     finally:
         _acquire_lock.release()
     return True
@@ -295,10 +301,10 @@ def _close_after_fork() -> None:
     """
     global _acquire_lock
     _acquire_lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
-    for claim in list(_claims.values()):
-        while claim.held:
+    for entry in list(_registry.values()):
+        while entry.held:
             with contextlib.suppress(OSError):
-                claim.disk.close(claim.held.pop().fd)
+                entry.disk.close(entry.held.pop().fd)
 
 
 if hasattr(os, "register_at_fork"):

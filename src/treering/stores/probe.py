@@ -20,11 +20,16 @@ _SLOW_SYNC_SECONDS = 0.02
 _MIN_FREE_BYTES = 10 << 30
 _NETWORK_ADVICE = "over a network; local= saves to a local disk first, and uploads in the background"
 _NO_LOCKS = "files of killed saves are not removed, and two jobs may write one run; mount it with locks (Lustre: flock)"
+BYTES_PER_SECOND = "bytes a second"  # the unit of a rate; part of the JSON that `treering doctor` prints
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One fact about a disk. `unit` says whether `value` is a bool, seconds, bytes, bytes per second or text."""
+    """One fact about a disk.
+
+    unit: of a number: "seconds", "bytes" or `BYTES_PER_SECOND`. Empty for True, False and text.
+    advice: what the user should do about it; empty if nothing.
+    """
 
     name: str
     value: bool | float | str

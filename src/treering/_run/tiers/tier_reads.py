@@ -29,17 +29,19 @@ _log = logging.getLogger("treering")
 class TierReads:
     """The local and the remote directory of one run. See `RunDirectory` for the methods.
 
-    Both copies of a step have the same manifest, byte for byte. Local steps belong to the run as long as no other job
-    has written the remote tier, which the journal knows. Otherwise only local steps that are also remote are used.
+    Both copies of a step have the same manifest, byte for byte. Local steps belong to the run until another job writes
+    the remote tier; the journal and the generations of the run show that. After that, only local steps that are also
+    remote are used.
 
-    `host_group` is set if each host has its own local disk, which the first call of all processes finds out. Each host
-    then reads the files on its own disk, those on the disks of other hosts over the network, and all others remotely.
+    `discover_hosts` sets `host_group` if the hosts of this job, or of an earlier one, have local disks of their own. A
+    restore then reads each file from the disk of its host, or from that of another host over the network, or remotely.
     """
 
     def __init__(self, local: PlainRun, remote: PlainRun):
         if local.steps.store.real_path(local.root) == remote.steps.store.real_path(remote.root):
             raise MismatchError(f"local={local.root!r}: expected another directory, found that of the run")
         self.local, self.remote = local, remote
+        # Steps are saved to the local tier, and messages name the run by the path of its remote tier.
         self.steps, self.root = local.steps, remote.root
         self.tier = LocalTier(local.steps, remote.root)
         self.host_group: HostGroup | None = None
@@ -84,8 +86,8 @@ class TierReads:
             self.host_group = HostGroup(self.tier, self.remote.steps, meeting, call, hosts, self.local.acquire)
         if self.host_group.missing and not self.index:
             _log.warning(
-                "%s: steps %s are ignored; parts of them were not uploaded, and are on no disk of this job's hosts, "
-                "or another job held the run when this one began",
+                "%s: steps %s are ignored: some of their files are neither uploaded nor on a disk of this job's hosts. "
+                "The cause may also be another job that held the run when this one began",
                 self.local.root, join_names(tuple(map(str, sorted(self.host_group.missing)))),
             )  # fmt: skip
 
@@ -130,9 +132,9 @@ class TierReads:
         return to if self.is_copied(step, self.tier.path(name), to) else ""
 
     def readable_copies(self, step: int | None = None) -> list[StepCopy]:
-        """Returns the candidates that can be read: if each host has its own disk, those whose files are all there.
+        """Returns the copies of steps that can be read: if each host has its own disk, those with all files.
 
-        Without `locate`, which all processes call together, these are the files on the disk of this host.
+        Before `begin_restore`, which all processes call together, only the disk of this host can be read.
         """
         places = self.step_copies(step)
         if not self.host_group:
@@ -141,8 +143,9 @@ class TierReads:
         remote = {place.step for place in places if self._side(place.path) is self.remote}
         local = {place.step for place in places if self._side(place.path) is self.local and self._is_readable(place)}
         places = [one for one in places if one.step in (remote if self._side(one.path) is self.remote else local)]
-        there = {*remote, *local}
-        if missing := sorted(one for one in all_steps if one > max(there, default=-1)):
+        # An unreadable step matters only if it is newer than all others: an older step would be read instead of it.
+        newest = max({*remote, *local}, default=-1)
+        if missing := sorted(one for one in all_steps if one > newest):
             _log.warning(
                 "%s: steps %s are only on the disks of several hosts; `restore` reads them, in all processes together",
                 self.root, join_names(tuple(map(str, missing))),
@@ -168,7 +171,7 @@ class TierReads:
         for one in self.local.valid_steps():
             if one.step in local:
                 same = one.step in found and self.is_copied(one.step, local[one.step], remote.get(one.step))
-                metrics = found[one.step].metrics if same else {}  # Otherwise they are the replaced step's.
+                metrics = found[one.step].metrics if same else {}  # A remote step that differs will be replaced.
                 found[one.step] = Saved(one.step, {**one.metrics, **metrics}, one.created, one.nbytes)
         return [found[step] for step in sorted(found)]
 
@@ -189,17 +192,17 @@ class TierReads:
         return {posixpath.basename(path): identity for path, identity in found.items() if identity}
 
     def check_new(self) -> None:
+        """Checks both tiers of a run without steps. Raises `CorruptError` if the local disks have parts of steps."""
         if self.host_group and self.host_group.missing:
             missing = join_names(tuple(map(str, sorted(self.host_group.missing))))
             raise CorruptError(
-                f"{self.root}: expected a step, found none, and in {self.local.root} only parts of {missing}: "
-                "the other "
-                "parts are on no disk of this job's hosts, or another job held the run when this one began; restart "
-                "with the missing hosts, or end the other job; if they are lost, remove that directory on all hosts to "
-                "start over"
+                f"{self.root}: expected a step, found none, and in {self.local.root} only some files of steps "
+                f"{missing}. The other files are neither uploaded nor on a disk of this job's hosts: restart with the "
+                "hosts that have them. If another job held the run when this one began, end it and restart. If the "
+                "files are lost, remove that directory on all hosts to start over"
             )
-        knows_local = bool(self.tier.journal.contents.claims) and self._is_heir()
-        self.remote.check_new(knows_local=knows_local)
+        has_last_local_tier = bool(self.tier.journal.contents.claims) and self._is_heir()
+        self.remote.check_new(has_last_local_tier=has_last_local_tier)
         self.local.check_new(local=True)
 
     def path(self, step: int) -> str:
@@ -236,7 +239,9 @@ class TierReads:
         return self.remote if os.path.dirname(path) == self.remote.root else self.local
 
     def _is_heir(self) -> bool:
-        """Returns True if the steps on this disk belong to the run: no later job has written the remote tier.
+        """Returns True if the steps on this disk belong to the run.
+
+        They do if no other job has written the remote tier since the last claim of this disk, and if the run is new.
 
         Raises the errors of `Journal.read`.
         """
@@ -264,13 +269,13 @@ class TierReads:
         return found
 
     def _abandoned(self) -> list[str]:
-        """Returns the paths of the local steps that are not in the remote tier, in which other jobs have continued."""
+        """Returns the paths of local steps without an equal remote step: other jobs have continued without them."""
         local = self.local.steps.committed()
         remote = self.remote.steps.committed() if local else {}
         return [path for step, path in local.items() if step not in remote or self._differ(path, remote[step])]
 
     def _differ(self, path: str, other: str) -> bool:
-        """Returns True if a local step is surely another than the remote one. A damaged manifest may be the same."""
+        """Returns True if a local and a remote step surely differ. With a damaged manifest they may be the same."""
         try:
             return summary.identity(self.local.steps.store, path) != summary.identity(self.remote.steps.store, other)
         except (CorruptError, FileNotFoundError):

@@ -201,7 +201,7 @@ class TieredRun(TierReads):
             self._uploader.lift_limit()
             self._uploader.wait()  # Process 0 leads the upload and waits for it there.
         own = self._claimed and os.getpid() == self._process and not self._ended
-        problem = self._problem(self._uploader.finish() if self.claimed else self._uploader.taken_over) if own else None
+        problem = self._problem(self._finish_uploads()) if own else None
         self._claimed = False
         for one in (self.remote, self.local):
             try:
@@ -290,10 +290,13 @@ class TieredRun(TierReads):
             return
         if self.acquire_for_upload():
             self._ended = True  # `leave` does not try again.
-            error = self._uploader.finish() if self.claimed else self._uploader.taken_over
+            error = self._finish_uploads()
             self._retain(None)
             if problem := self._problem(error):
                 raise problem
+
+    def _finish_uploads(self) -> BaseException | None:
+        return self._uploader.finish() if self.claimed else self._uploader.lost_lease_error
 
     def clear_memory(self, call: Call) -> None:
         """Removes the steps from all disks if that of process 0 is in memory, and this job writes the run.

@@ -49,14 +49,12 @@ class Uploadable(Protocol):
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.2
-_MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = (
-    10.0,
-    600.0,
-)  # the first and the longest wait after a failed attempt; doubled each time
+_MIN_RETRY_SECONDS = 10.0  # the wait after a failed attempt; each further failure doubles it
+_MAX_RETRY_SECONDS = 600.0  # the longest wait
 
 
 class _PausedError(Exception):
-    """The upload was interrupted because the run is being changed, or this job has left it."""
+    """The upload was interrupted: this process is changing the run, or no longer holds its leases."""
 
     def __str__(self) -> str:
         return "the upload was interrupted"
@@ -78,15 +76,17 @@ class Uploader:
         timeout: float,
     ):
         if bytes_per_second is not None and not bytes_per_second > 0:
-            raise MismatchError(f"upload_limit={bytes_per_second!r}: expected a number of bytes a second above 0")
+            raise MismatchError(
+                f"upload_limit={bytes_per_second!r}: expected more than 0 bytes per second, or None for no limit"
+            )
         self.step: int | None = None
         self._run, self._remote, self._notify, self._timeout = run, remote, notify, timeout
         self._queue = BackgroundQueue()
         self._pace = _Pace(bytes_per_second)
-        self._one = threading.Lock()  # held by the thread that uploads or otherwise changes the run
+        self._change_lock = threading.Lock()  # held by the thread that uploads or otherwise changes the run
         self._stopped = False
         self._error: BaseException | None = None  # the error of the last attempt
-        self._told: BaseException | None = None  # the error that the user's function was last called with
+        self._notified_error: BaseException | None = None  # the error that the user's function was last called with
         self._wait = _MIN_RETRY_SECONDS  # seconds before the next attempt, if this one fails
         self._timer: threading.Timer | None = None
 
@@ -101,7 +101,7 @@ class Uploader:
         return self._error
 
     @property
-    def taken_over(self) -> BaseException | None:
+    def lost_lease_error(self) -> BaseException | None:
         """The error of the last attempt if it found that another job writes the run; else None."""
         return self._error if isinstance(self._error, LeaseLostError) else None
 
@@ -120,14 +120,15 @@ class Uploader:
     ) -> None:
         """Begins an upload in which all hosts take part. Every process makes this call.
 
-        then: process 0 calls it before the other processes delete files.
+        then: called in process 0 when the steps are uploaded. At the end of the round the other hosts also delete the
+            steps that it deletes.
         """
         what, timeout = f"{self._run.root}: uploading steps after {after}", self._timeout
         if process == 0:
-            meeting = functools.partial(group.round, what, timeout)
-            self._queue.add(what, lambda: self._upload_all(meeting, then))
+            joint_round = functools.partial(group.round, what, timeout)
+            self._queue.add(what, lambda: self._upload_all(joint_round, then))
         else:
-            self._queue.add(what, lambda: group.follow(what, timeout, self._moved))
+            self._queue.add(what, lambda: group.follow(what, timeout, self._throttle))
 
     def _stop(self) -> None:
         self._stopped = True
@@ -144,15 +145,15 @@ class Uploader:
         self._pace.lift()
 
     def check(self) -> None:
-        """Tries again after an error. Raises `LeaseLostError` when copying has found that another job writes the run.
+        """Tries again after an error. Raises `LeaseLostError` if an upload found that another job writes the run.
 
         Called in the user's thread, where the user's function may be called with the error.
         """
-        if error := self.taken_over:
+        if error := self.lost_lease_error:
             raise error
         error = self._error
-        if error and error is not self._told and not isinstance(error, _PausedError):
-            self._told = error
+        if error and error is not self._notified_error and not isinstance(error, _PausedError):
+            self._notified_error = error
             self._notify(error)
         if error and not self.busy:
             self.begin()
@@ -162,7 +163,7 @@ class Uploader:
         """Uploads nothing within a `with` block. A running upload is cancelled, and begins again after the block."""
         self._stop()
         try:
-            with self._one:
+            with self._change_lock:
                 yield
         finally:  # Also after an interrupt.
             self._stopped = False
@@ -180,12 +181,13 @@ class Uploader:
 
     def _upload_all(
         self,
-        meeting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        joint_round: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         then: Callable[[], None] = lambda: None,
     ) -> None:
         try:
-            with meeting(), self._one:
-                if not self.taken_over:  # Final: the other job may have replaced remote steps.
+            with joint_round(), self._change_lock:
+                # Once another job has acquired the run, never upload again: the job may have replaced remote steps.
+                if not self.lost_lease_error:
                     self._upload_missing()
                     then()
         except _PausedError as error:  # The upload starts over once the change is done.
@@ -201,6 +203,7 @@ class Uploader:
         while todo := [step for step in self._missing() if step not in tried]:
             tried.add(todo[0])
             self._upload(todo[0])
+        # Before that the newest remote step may be damaged, so deleting older ones might delete the last valid step.
         if self._remote.knows_valid_step:
             self._remote.retain(None)
         self._wait = _MIN_RETRY_SECONDS if self._error is None else self._wait
@@ -218,7 +221,7 @@ class Uploader:
         begun = time.monotonic()
         self.step = step
         try:
-            copied = self._run.upload(step, self._moved)
+            copied = self._run.upload(step, self._throttle)
         except (TreeringError, OSError) as error:
             if is_momentary(error) or isinstance(error, LeaseLostError | PeerError):
                 raise
@@ -232,10 +235,12 @@ class Uploader:
 
     def _report(self, error: BaseException) -> None:
         self._error = error
-        when = "with the next save" if self._run.host_group else "after a while, and with the next save"
-        about = f"%s: uploading steps failed; it is tried again {when}: %s"
-        _log.error(about, self._run.root, error, exc_info=not isinstance(error, TreeringError | OSError))
-        if not isinstance(error, LeaseLostError):
+        is_final = isinstance(error, LeaseLostError)
+        retry = "with the next save" if self._run.host_group else "within ten minutes, and with the next save"
+        outcome = "this job uploads no more steps" if is_final else f"it is retried {retry}"
+        has_traceback = not isinstance(error, TreeringError | OSError)
+        _log.error("%s: uploading steps failed; %s: %s", self._run.root, outcome, error, exc_info=has_traceback)
+        if not is_final:
             self._begin_later()
 
     def _begin_later(self) -> None:
@@ -255,14 +260,18 @@ class Uploader:
         except SaveError:  # No more threads can start: the next save tries again.
             self._timer = None
 
-    def _moved(self, nbytes: int, look: Callable[[], None] | None = None) -> None:
-        look = look or self._check
+    def _throttle(self, nbytes: int, check: Callable[[], None] | None = None) -> None:
+        """Waits before bytes are sent, so that the upload stays within the limit.
+
+        check: called meanwhile; an error that it raises cancels the upload. By default it is that of process 0.
+        """
+        check = check or self._check
         self._pace.spend(nbytes)
-        look()
+        check()
         # Sleep in short naps, so that a cancelled upload ends soon.
         while (left := self._pace.left()) > 0:
             time.sleep(min(left, _POLL_SECONDS))
-            look()
+            check()
 
     def _check(self) -> None:
         if self._stopped or not self._run.claimed:
@@ -272,18 +281,18 @@ class Uploader:
 
 
 def upload_error(
-    root: str, local: str, there: Sequence[int], gone: Sequence[int], error: BaseException | None, *, lost: bool
+    root: str, local: str, waiting: Sequence[int], gone: Sequence[int], error: BaseException | None, *, lost: bool
 ) -> SaveError:
     """Returns the error of a run that lacks steps.
 
-    there: the missing steps that are in the local tier. gone: those that are damaged there, or deleted. lost: True if
-        another job or Checkpointer has the run. error: that of the last upload.
+    waiting: the missing steps that a later job can upload from the local tier. gone: those that are damaged there, or
+        deleted. error: that of the last upload. lost: True if another job or Checkpointer has the run.
     """
-    parts = [f"{root}: not all steps are there, because uploading them failed"]
+    parts = [f"{root}: some steps were not uploaded"]
     parts += ["another job, or another Checkpointer of this process, has acquired the run"] if lost else []
     parts += [str(error)] if error else []
-    listed, damaged = ", ".join(map(str, there)), ", ".join(map(str, gone))
-    parts += [f"steps {listed} are in {local}; the next job with this local= uploads them"] if there else []
+    listed, damaged = ", ".join(map(str, waiting)), ", ".join(map(str, gone))
+    parts += [f"steps {listed} are in {local}; the next job with this local= uploads them"] if waiting else []
     parts += [f"steps {damaged} are damaged in {local}, or deleted"] if gone else []
     problem = SaveError("; ".join(parts))
     problem.__cause__ = error

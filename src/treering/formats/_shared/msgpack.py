@@ -202,7 +202,7 @@ class Scanner:
     def _read_alike(self, frame: list[Any], at: int, end: int) -> int:
         """Reads entries of a map while they are extensions with a known beginning. Returns the offset after the last.
 
-        It stops at an entry that is malformed or has a long key. `_one` then reads that entry or raises.
+        It stops at an entry that is malformed or has a long key. `_begin_value` then reads that entry or raises.
         """
         container, missing, _ = frame
         known, lengths, text = self._templates, self._template_lengths, 0

@@ -13,7 +13,7 @@ from ..._core.json_floats import floats_to_text
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
 from ..._core.values import encode_float
-from ..._pytree.leaves import alignment
+from ..._pytree.leaves import write_order_key
 from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
 from .._shared.recognition import new_file
@@ -129,7 +129,7 @@ def _metadata(contents: Source) -> dict[str, str]:
 
 def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
     """Returns the header of a file, and its tensors in an order that aligns each for its elements."""
-    order = sorted(entries, key=lambda entry: alignment(nibbles.stored_nbytes(entry)))
+    order = sorted(entries, key=lambda entry: write_order_key(nibbles.stored_nbytes(entry)))
     tensors: dict[str, Tensor] = {}
     position = 0
     for entry in order:

@@ -1,6 +1,8 @@
-"""Second copies of array files during a save, where each host has a disk of its own.
+"""Second copies of array files, written during a save if each host has a disk of its own.
 
-A keeper (see `_processes.keepers`) writes the same bytes as the process whose file it copies, from its own memory.
+With a copy on the disk of another host, the step outlives its host before it is uploaded. Copies are made from memory,
+without network traffic: a keeper (see `_processes.keepers`) also holds the pieces of a file, and writes the same bytes
+as the process whose file it copies. After the commit, `complete_copies` fetches the files that still lack a copy.
 """
 
 import contextlib
@@ -24,7 +26,11 @@ _log = logging.getLogger("treering")
 
 
 class PlannedCopy(NamedTuple):
-    """A second copy before it is written: the name and the plan of a file of another process, and its pieces here."""
+    """A second copy before it is written.
+
+    name, file: the name and the plan of the file that it copies, which another process writes.
+    pieces: the pieces of that file, as shards of this process.
+    """
 
     name: str
     file: PlannedFile
@@ -42,8 +48,10 @@ def plan(
     """Returns the second copies that process `index` of `count` writes."""
     found: list[PlannedCopy] = []
     for writer, pieces in assignment.kept_pieces(entries, shards, shares, index).items():
+        # All files of the writer are planned again here, because the name of each depends on how many there are.
         files: dict[int, list[PlannedFile]] = {}
         for keeper, sizes in assignment.sizes_by_keeper(entries, shares, writer).items():
+            # The pieces of other keepers are only planned, so they need no shard: -1 stands for it.
             own = pieces if keeper == index else [Piece(leaf, box, -1, 0, nbytes) for leaf, box, nbytes in sizes]
             files[keeper] = layout.plan(entries, own)
         names = iter(layout.names(token, sum(map(len, files.values())), writer, count))
@@ -53,48 +61,37 @@ def plan(
 
 
 class FileWriter(Protocol):
-    """The methods of a `Sink` that write an array file."""
+    """The methods that write an array file; see `Sink`."""
 
-    def preallocate(self, nbytes: int) -> memoryview | None:
-        """See `Sink`."""
-        ...
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """See `Sink`."""
-        ...
-
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
-        """See `Sink`."""
-        ...
+    def preallocate(self, nbytes: int) -> memoryview | None: ...
+    def write(self, data: memoryview, offset: int) -> None: ...
+    def finish(self, nbytes: int, *, read_only: bool = False) -> None: ...
 
 
 class LenientSink:
-    """Writes a second copy. An `OSError` ends the copy and not the save: later calls do nothing."""
+    """Writes a second copy; see `FileWriter`. An `OSError` ends the copy and not the save: later calls do nothing."""
 
     def __init__(self, files: SaveFiles, name: str):
         self._files, self._name = files, name
         self._sink: Sink | None = None
         self._problem: OSError | None = None
-        with self._giving_up():
+        with self._ending_copy_on_error():
             self._sink = files.create(name)
 
     def preallocate(self, nbytes: int) -> memoryview | None:
-        """See `Sink`."""
         if sink := self._sink:
-            with self._giving_up():
+            with self._ending_copy_on_error():
                 return sink.preallocate(nbytes)
         return None
 
     def write(self, data: memoryview, offset: int) -> None:
-        """See `Sink`."""
         if sink := self._sink:
-            with self._giving_up():
+            with self._ending_copy_on_error():
                 sink.write(data, offset)
 
     def finish(self, nbytes: int, *, read_only: bool = False) -> None:
-        """See `Sink`."""
         if sink := self._sink:
-            with self._giving_up():
+            with self._ending_copy_on_error():
                 sink.finish(nbytes, read_only=read_only)
 
     def end(self) -> bool:
@@ -103,18 +100,22 @@ class LenientSink:
             return True
         self._files.discard(self._name)
         path = posixpath.join(self._files.path, self._name)
-        _log.warning("%s: this second copy cannot be written; it is sent later: %s", path, self._problem)
+        _log.warning(
+            "%s: this second copy cannot be written: %s. It is fetched over the network after the commit; if that "
+            "fails too, check this disk",
+            path, self._problem,
+        )  # fmt: skip
         return False
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def _ending_copy_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self._sink, self._problem = None, error
 
 
-def different(listed: Sequence[Sequence[File]], copies: Sequence[Sequence[File]]) -> list[str]:
+def differing_copies(listed: Sequence[Sequence[File]], copies: Sequence[Sequence[File]]) -> list[str]:
     """Returns the names of the copies whose bytes differ from the files that they copy.
 
     listed: the files that each process has written. copies: the second copies that each process has written.
@@ -128,8 +129,9 @@ def remove(files: SaveFiles, names: Collection[str]) -> None:
     for name in names:
         files.discard(name)
         _log.warning(
-            "%s: this second copy differs from the file of another process and is removed: the processes hold different"
-            " values of a replicated array",
+            "%s: this second copy is removed, because it differs from the file that it copies: two processes hold "
+            "different values of a replicated array. The checkpoint has those of the other process; make the array "
+            "equal in all processes, such as by the same seed",
             posixpath.join(files.path, name),
         )
     if names:

@@ -28,12 +28,12 @@ from .schema import MANIFEST
 _MAX_NAME_BYTES = 255  # of a file's name
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_MAX_REPEATED_NODES = 500  # nodes of a subtree that `_repeats` compares with the nodes after it
-_row_kind, _row_location = (
-    operator.attrgetter("type", "dtype", "shape", "impl"),
-    operator.attrgetter("where"),
-)  # of array rows
+# `_repeats` does not compare larger subtrees with the nodes after them. Otherwise it would compare the nodes of a deep
+# tree once for every container around them.
+_MAX_REPEATED_NODES = 500
 _MAX_DEPTH = 200  # levels of objects and lists in fields where users may write anything
+_row_kind = operator.attrgetter("type", "dtype", "shape", "impl")
+_row_location = operator.attrgetter("where")
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
@@ -77,9 +77,9 @@ def check(manifest: Manifest, top: dict[str, Any]) -> None:
     shapes = [_check_layout(layout, n, manifest.holders) for n, layout in enumerate(manifest.layouts)]
     for n, listed in enumerate(manifest.holders):
         if not listed or not all(listed):
-            raise ValueError(f"holders {n} have a cell without a file")
+            raise ValueError(f"holders {n} are empty or have a cell without a file")
         if any(not 0 <= file < len(manifest.files) for own in listed for file in own):
-            raise ValueError(f"holders {n} name a file that is not listed")
+            raise ValueError(f"holders {n} have a number that is not that of a file")
     paths = [row.path for row in manifest.leaves]
     if len(set(paths)) != len(paths):
         twice = collections.Counter(paths).most_common(1)[0][0]
@@ -96,7 +96,7 @@ def _check_placement(placement: Placement, leaves: int) -> None:
     for number, place in enumerate(placement.places):
         found = msgspec.convert(place, _Place)
         if (found.mesh is msgspec.UNSET) != (found.spec is msgspec.UNSET):
-            raise ValueError(f"place {number} has a mesh or a spec without the other")
+            raise ValueError(f"place {number} has only one of mesh and spec")
         if isinstance(found.mesh, dict):
             size = 1
             for length in found.mesh.values():  # Capped, because the product of many axes could become huge.
@@ -124,17 +124,18 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
                 row.decode()
     for row in dict(zip(map(_row_kind, arrays), arrays, strict=True)).values():  # One row of each kind.
         _check_array(row)
-    places = set(map(_row_location, arrays))
-    if not all(isinstance(where, int | tuple | str) for where in places):
+    locations = set(map(_row_location, arrays))
+    if not all(isinstance(where, int | tuple | str) for where in locations):
+        # The `where` of iterator states is an object around the location of their bytes. That location is checked here.
         arrays = [(row.of_states() or ((), row))[1] for row in arrays]
-        places = set(map(_row_location, arrays))
-    for where in places:
+        locations = set(map(_row_location, arrays))
+    for where in locations:
         if type(where) is int and not 0 <= where < len(manifest.files):
             row = next(row for row in arrays if row.where == where)
             raise ValueError(f"{row.path!r:.100} is in file {where}, which is not listed")
-    elsewhere = [row for row in arrays if type(row.where) is not int] if set(map(type, places)) != {int} else []
+    elsewhere = [row for row in arrays if type(row.where) is not int] if set(map(type, locations)) != {int} else []
     for row in elsewhere:
-        _check_place(row, layouts)
+        _check_location(row, layouts)
     ties = [row for row in elsewhere if isinstance(row.where, str)]
     numbers = {row.path: n for n, row in enumerate(manifest.leaves)} if ties else {}
     for row in ties:
@@ -142,17 +143,20 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
         target: Any = manifest.leaves[first] if first < numbers[row.path] else None
         same = type(target) is type(row) and target.at(row.path) == row.at(row.path)
         if not same or isinstance(target.where, str) or target.of_states():
-            raise ValueError(f"{row.path!r:.100} names {row.where!r:.100} as the same array, which it cannot be")
+            raise ValueError(
+                f"{row.path!r:.100} is the same array as {row.where!r:.100}: that must be an earlier leaf with the "
+                "same type, dtype, shape and impl, and with bytes of its own"
+            )
 
 
-def _check_place(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
-    """Checks the place of a row that is not in one piece in one file."""
+def _check_location(row: ArrayRow, layouts: Sequence[tuple[int, ...]]) -> None:
+    """Checks the `where` of a row that is not a file number."""
     where = row.where
     if isinstance(where, tuple):
         if not 0 <= where[0] < len(layouts) or not 0 <= where[1] <= MAX_EXACT_INT or layouts[where[0]] != row.shape:
-            raise ValueError(f"{row.path!r:.100} is cut as {list(where)}, which does not fit its shape")
+            raise ValueError(f"{row.path!r:.100} has the layout and turn {list(where)}, which do not fit its shape")
     elif not isinstance(where, str | int) and not where.requires:
-        raise ValueError(f"{row.path!r:.100} requires nothing")
+        raise ValueError(f"{row.path!r:.100} has a where whose list `requires` is empty")
 
 
 def check_summary(summary: Manifest | Summary) -> None:
@@ -161,7 +165,7 @@ def check_summary(summary: Manifest | Summary) -> None:
         raise ValueError(f"the step is {summary.step}")
     metrics(summary.metrics)
     if not _TIME.fullmatch(summary.created):
-        raise ValueError(f"{summary.created!r:.100} is not a time with its offset")
+        raise ValueError(f"{summary.created!r:.100} is not a time with its offset, such as 2026-01-31T12:00:00Z")
     if not 1970 <= datetime.datetime.fromisoformat(summary.created).year < datetime.MAXYEAR:
         raise ValueError(f"{summary.created!r} is a time that not every reader can represent")
     for file in summary.files:
@@ -192,7 +196,7 @@ def _check_layout(layout: Layout, number: int, holders: Sequence[Sequence[Any]])
     """Checks a layout and returns the shape that it cuts."""
     cells = Cells(layout.cuts)
     if not is_shape(cells.shape, 1):
-        raise ValueError(f"layout {number} cuts an array of {len(cells.shape)} axes that cannot be")
+        raise ValueError(f"layout {number} has cuts for the shape {list(cells.shape)!r:.100}, which no array can have")
     if layout.sharding is not None:
         msgspec.convert(layout.sharding, _Sharding)
     if not 0 <= layout.holders < len(holders) or len(holders[layout.holders]) != len(cells):
@@ -205,7 +209,10 @@ def _check_array(row: ArrayEntry) -> None:
     if not is_shape(row.shape, dtypes.itemsize(row.dtype)) or (row.type == "numpy-scalar" and row.shape):
         raise ValueError(f"{row.path!r:.100} cannot have the shape {list(row.shape)!r:.100}")
     if bool(row.impl) != is_key or (is_key and (row.dtype != "uint32" or not row.shape)):
-        raise ValueError(f"{row.path!r:.100} is of the type {row.type} with {row.dtype}, {row.impl!r:.40}")
+        raise ValueError(
+            f"{row.path!r:.100} is a {row.type} of {len(row.shape)} axes, with {row.dtype} and impl {row.impl!r:.40}; "
+            "a key has uint32, at least one axis and an impl, and no other array has an impl"
+        )
 
 
 def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:

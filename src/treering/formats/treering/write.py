@@ -110,7 +110,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             # as a failure, which would make them remove theirs.
             undurable = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        return [nbytes, undurable and str(undurable), len(data), second_copies.different(listed, copies)]
+        return [nbytes, undurable and str(undurable), len(data), second_copies.differing_copies(listed, copies)]
 
     try:
         call.set_activity("planning")
@@ -156,11 +156,11 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
         message = msgspec.to_builtins([report, copied])
-        nbytes, problem, manifest_bytes, different = room.gather_and_decide(message, commit)
+        nbytes, problem, manifest_bytes, differing = room.gather_and_decide(message, commit)
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
                 host_files.share_manifest(store, job.path, call, committed, manifest_bytes)
-            second_copies.remove(files, {file.name for file in copied}.intersection(different))
+            second_copies.remove(files, {file.name for file in copied}.intersection(differing))
         finally:
             files.close()
         stopwatch.lap("commit")

@@ -16,15 +16,17 @@ from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
 from .upload import Stream, Upload, Uploads
 
-# Bytes; a smaller object is put before `finish` returns, a larger one in the background
+# `finish` puts an object of at most so many bytes before it returns, and a larger one in the background.
 _MAX_FOREGROUND_BYTES = 256 << 10
 
 
 class ObjectSink:
-    """An object that does not exist before `finish`, or before `publish` if it is `visible`.
+    """A new object of one of two kinds.
 
-    A `visible` one has a heartbeat under its name from the start, which names the writer and is renewed. Its data is
-    put only under the name that `publish` gives it.
+    Without `visible`, nothing exists at `key` until `finish` puts the data there.
+
+    With `visible`, a heartbeat exists at `key` from the start: it names the writer, and is renewed. The data is put
+    under the name that `publish` gives it, and only there.
     """
 
     def __init__(self, bucket: Bucket, key: str, uploads: Uploads, *, visible: bool, expected: int):
@@ -78,18 +80,20 @@ class ObjectSink:
             self._versions[self._key] = self._stream.put(replaces=None, overwrite=False)
 
     def _put(self, data: memoryview) -> None:
-        self._bucket.put(self._key, data, overwrite=True)  # safe without a condition: no other object gets this name
+        # The put needs no condition: the name has a random part, so no other writer uses it.
+        self._bucket.put(self._key, data, overwrite=True)
         self._uploads.release_buffer(data)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         self._uploads.wait_for_folder(self.path.rpartition("/")[0])
         key = path[len(self._bucket.url) + 1 :]
+        # The put creates the object, or replaces the version that the caller saw, or overwrites any object.
         replaces: Any = version if overwrite and version != ABSENT else None
-        anything = overwrite and version is None
+        overwrites_any = overwrite and version is None
         lease_registry.check(path)
         data = self._stream.contents()
         try:
-            published = self._bucket.put(key, data, replaces=replaces, overwrite=anything)
+            published = self._bucket.put(key, data, replaces=replaces, overwrite=overwrites_any)
         except RequestError:
             found = self._bucket.find_same(key, data)  # The put may have succeeded and its answer may be lost.
             if found is None:
@@ -99,12 +103,12 @@ class ObjectSink:
         try:
             lease_registry.check(path)
         except LeaseLostError as error:  # The put took so long that another job may have begun to write here.
-            if replaces is None and not anything:
-                raise  # The caller may remove it.
+            if replaces is None and not overwrites_any:
+                raise  # The put has created the object, so the caller may remove it.
             raise LeaseLostError(f"{path}: it is in place, but another job may have replaced it: {error}") from None
         except OSError as error:
             raise LeaseLostError(
-                f"{path}: it is in place, but it is unknown if another job has begun to write here: {error}"
+                f"{path}: it is in place, but the lease could not be checked, so another job may write here: {error}"
             ) from error
         if overwrite and key != self._key and self.heartbeat:
             self.heartbeat.stop(delete=True)
@@ -114,10 +118,11 @@ class ObjectSink:
         if self._upload is not None and key == self._key:
             self._upload.wait()
             self._upload.check()
-            return True  # no other object gets this name
+            return True  # No other writer uses this name.
         if self.heartbeat and key == self._key:
             return self.heartbeat.verify()
-        if key not in self._versions:  # The answer to the put may be lost, and the object in place.
+        if key not in self._versions:
+            # The put got no answer. If it succeeded nevertheless, an object with these bytes is in place.
             if self.heartbeat is None or self._bucket.find_same(key, self._stream.contents()) is None:
                 return False
             lease_registry.check(path)
