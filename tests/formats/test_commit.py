@@ -178,7 +178,7 @@ def test_a_file_that_can_never_be_locked_fails_the_save_soon(tmp_path: pathlib.P
             return super().create(path)
 
     disk = use_disk(Refusing())
-    with pytest.raises(tr.errors.SaveError, match="do locks work here"):
+    with pytest.raises(tr.errors.SaveError, match="check that file locks"):
         tr.save(tmp_path / "c", {"x": np.ones(3)})
     assert disk.tries < 100
 

@@ -208,6 +208,23 @@ def test_policies_decide_what_is_saved(tmp_path: Path) -> None:
         assert save(ours, 2) == [False]
 
 
+def test_a_policy_of_the_user_sees_all_saved_steps(tmp_path: Path) -> None:
+    """Also a subclass of a policy whose decisions need only the number of the step."""
+    policies = ocp.checkpoint_managers
+    seen: list[list[int]] = []
+
+    class Interval(policies.FixedIntervalPolicy):
+        def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+            seen.append([one.step for one in previous_steps])
+            return super().should_save(step, previous_steps, context=context)
+
+    for name, policy in {"alone": Interval(1), "nested": policies.AnySavePolicy([Interval(1)])}.items():
+        seen.clear()
+        with manager(tmp_path / name, save_decision_policy=policy) as ours:
+            assert save(ours, 1, 2, 3) == [True] * 3
+        assert seen == [[], [1], [1, 2]]
+
+
 def test_a_save_that_ends_while_the_steps_are_listed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with manager(tmp_path, should_save_fn=lambda step, latest: latest is None) as ours:
         save(ours, 1)

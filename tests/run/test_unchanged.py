@@ -21,7 +21,13 @@ from treering._save import unchanged
 from treering.errors import SaveError
 from treering.stores.posix import Disk
 
-_ELEMENTS = 20_000  # float32; an array of 80 kB is large enough to be shared
+_ELEMENTS = 20_000  # float32
+
+
+@pytest.fixture(autouse=True)
+def _small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares arrays of 80 kB too."""
+    monkeypatch.setattr(unchanged, "_MIN_BYTES", 64 << 10)
 
 
 def _array(value: float) -> jax.Array:

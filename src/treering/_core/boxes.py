@@ -1,4 +1,4 @@
-"""Computes with the boxes of arrays. It does no I/O.
+"""Computes with boxes, and describes the shards and shardings of JAX arrays. It does no I/O.
 
 A box is the half-open range of a piece of an array along each axis: ``((start, stop), …)``.
 """
@@ -50,7 +50,8 @@ def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iter
     if not all(stop > start for start, stop in box):
         return
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    # From the first axis whose rows are no longer than the gap, everything from the first to the last byte is joined.
+    # A gap along an axis is shorter than the stride of the axis. So from the first axis whose stride is at most `gap`,
+    # the bytes from the first to the last element become one range.
     split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
     outer = box[:split]
     first = sum(start * stride for (start, _), stride in zip(box[split:], strides[split:], strict=True))
@@ -69,14 +70,16 @@ def byte_ranges(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iter
 
 
 def split_at_gaps(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> Iterator[Box]:
-    """Yields the parts of a box of a C-ordered array that have no gap of `gap` bytes or more in them.
+    """Yields parts of a box of a C-ordered array. In memory, no part spans a gap of `gap` bytes or more.
 
-    These are the rows of the box, if they are separate in memory.
+    The box is cut at every index of its outer axes, those with a stride of more than `gap` bytes. The last of these
+    axes stays uncut if its rows follow each other without a gap.
     """
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # As in `byte_ranges`, the gaps from this axis on are shorter than `gap`.
     split = next((axis for axis, stride in enumerate(strides) if stride <= gap), len(shape))
     if all(bounds == (0, size) for bounds, size in zip(box[split:], shape[split:], strict=True)):
-        split = max(split - 1, 0)  # complete rows follow each other without a gap
+        split = max(split - 1, 0)  # The rows of the axis before are complete, so no gap is between them.
     for outer in _positions(box[:split]):
         yield (*((n, n + 1) for n in outer), *box[split:])
 
@@ -121,7 +124,8 @@ class Cells(Sequence[Box]):
     def of(cls, boxes: Sequence[Box]) -> "tuple[Cells, Sequence[int]]":
         """Returns the grid whose cells are these boxes, and for each cell the number of its box.
 
-        Raises `ValueError` for boxes that overlap or leave holes.
+        Raises `ValueError` for boxes that overlap, leave holes or form no grid. In a grid, each cut of an axis divides
+        the entire array.
         """
         if isinstance(boxes, cls):
             return boxes, range(len(boxes))
@@ -179,9 +183,10 @@ class Cells(Sequence[Box]):
 
 
 def _positions(box: Box) -> Iterator[tuple[int, ...]]:
-    """Yields every position in a box.
+    """Yields every position in a box, in C order.
 
-    `itertools.product` would make a list of each side, and a damaged file may claim a side of any length.
+    `itertools.product` is not used, because it first makes a list of each range. A damaged file may claim an axis of
+    any length, and the list would fill the memory.
     """
     if not box:
         yield ()
@@ -192,6 +197,7 @@ def _positions(box: Box) -> Iterator[tuple[int, ...]]:
 
 
 def _offsets(box: Box, strides: Sequence[int]) -> Iterator[int]:
+    """Yields the offset in bytes of every position in a box, in C order."""
     if not box:
         yield 0
         return
@@ -214,8 +220,8 @@ def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
 def sharding_to_json(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
     """Returns a `NamedSharding` as JSON: the sizes of the mesh axes, and the spec.
 
-    Returns None for other shardings, because their boxes say enough, and for axis names that are not text, because
-    JSON would turn them into text.
+    Returns None for other shardings: the manifest describes these by the boxes of their shards. Also returns None if
+    an axis name is not text, because JSON would turn it into text.
     """
     mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
     if mesh is None or spec is None:

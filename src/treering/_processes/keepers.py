@@ -18,14 +18,19 @@ from .._pytree.leaves import Catalogue
 from .assignment import NO_KEEPER, Assignment, held_layout
 from .layouts import Holders
 
-_MIN_KEPT_PART = 8  # Pieces with a keeper get a file of their own from an eighth of the bytes without one.
+# A writer puts the pieces with one keeper in a file of their own if they have at least this fraction of the bytes that
+# it writes without a keeper. Fewer bytes are not worth another file: their second copy is sent after the commit.
+_MIN_KEPT_FRACTION = 1 / 8
 
 
 def with_keepers(catalogue: Catalogue, shares: Mapping[int, Assignment], hosts: Sequence[int]) -> dict[int, Assignment]:
-    """Returns the shares of `assign` with keepers. `hosts` has the number of the disk of each process.
+    """Returns the shares of `assign` with keepers.
 
-    Each writer gets as few keepers as its pieces allow, because each keeper takes a file of its own. A keeper is on the
-    next disk, in a ring, among those whose processes hold the piece; on that disk it has the least to write so far.
+    hosts: for each process, the lowest process that shares its disk.
+
+    A writer has a file of its own for each keeper, so its pieces share keepers where they can. A new keeper is on the
+    next disk after that of the writer, in a ring of the disks whose processes hold the piece. Of the processes of that
+    disk it is the one that keeps the fewest bytes so far.
     """
     classes: dict[tuple[int, ...], int] = {}  # the numbers of the distinct sets of holders
     of_holders: dict[Holders, np.ndarray] = {}  # the class of each box
@@ -38,7 +43,7 @@ def with_keepers(catalogue: Catalogue, shares: Mapping[int, Assignment], hosts: 
         if (of_boxes := of_holders.get(layout.holders)) is None:
             numbers = [classes.setdefault(holders, len(classes)) for holders in layout.holders]
             of_boxes = of_holders[layout.holders] = np.array(numbers, np.int64)
-        if share.layout is None:  # The boxes are parts of those of the layout.
+        if share.layout is None:  # The boxes are parts of those of the layout. An empty box may have any class.
             of_boxes = of_boxes[[next(layout.boxes.overlapping(box), 0) for box in share.boxes]]
             sizes, name = np.array([math.prod(box_shape(box)) for box in share.boxes], np.int64), leaf
         else:
@@ -61,7 +66,7 @@ def with_keepers(catalogue: Catalogue, shares: Mapping[int, Assignment], hosts: 
 class _Pattern(NamedTuple):
     """The boxes of arrays with the same holders and writers.
 
-    keys: the class of the holders and the writer of each box, as one number.
+    keys: the class of the holders of each box times the number of processes, plus the writer of the box.
     nbytes: the bytes of each box, of all these arrays together.
     """
 
@@ -72,7 +77,10 @@ class _Pattern(NamedTuple):
 def _keeper_of_each(
     nbytes: Mapping[int, int], classes: Sequence[tuple[int, ...]], hosts: Sequence[int]
 ) -> dict[int, int]:
-    """Returns the keeper for each set of holders and writer, given as one number; `nbytes` has their bytes."""
+    """Returns the keeper for each key of `_Pattern`.
+
+    nbytes: the bytes of the boxes with each key. classes: the sets of holders, by the number of the class.
+    """
     count = len(hosts)
     by_disk = [_by_disk(holders, hosts) for holders in classes]
     loads = [0] * count
@@ -80,10 +88,10 @@ def _keeper_of_each(
     order = sorted(nbytes, key=lambda key: (key % count, len(by_disk[key // count]), -nbytes[key], key))
     for writer, keys in itertools.groupby(order, lambda key: key % count):
         groups: dict[int, list[int]] = {NO_KEEPER: []}
-        for key in keys:  # The fewest holders come first; the rest may follow to the same keepers.
+        for key in keys:  # Pieces on few disks have the least choice. They come first, so others may share keepers.
             holders = by_disk[key // count]
-            again = (q for q in groups if q != NO_KEEPER and q in holders.get(hosts[q], ()))
-            keeper = next(again, None)
+            known = (one for one in groups if one != NO_KEEPER and one in holders.get(hosts[one], ()))
+            keeper = next(known, None)
             if keeper is None:
                 keeper = _next_on_another_disk(holders, hosts[writer], loads)
             groups.setdefault(keeper, []).append(key)
@@ -91,12 +99,13 @@ def _keeper_of_each(
                 loads[keeper] += nbytes[key]
         sizes = {keeper: sum(nbytes[key] for key in own) for keeper, own in groups.items()}
         for keeper, own in groups.items():
-            is_small = sizes[keeper] * _MIN_KEPT_PART < sizes[NO_KEEPER]
+            is_small = sizes[keeper] < sizes[NO_KEEPER] * _MIN_KEPT_FRACTION
             found.update(dict.fromkeys(own, NO_KEEPER if is_small else keeper))
     return found
 
 
 def _by_disk(holders: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the holders by disk, both ascending."""
     found: dict[int, list[int]] = {}
     for process in holders:
         found.setdefault(hosts[process], []).append(process)
@@ -104,6 +113,10 @@ def _by_disk(holders: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int
 
 
 def _next_on_another_disk(by_disk: Mapping[int, Sequence[int]], disk: int, loads: Sequence[int]) -> int:
+    """Returns the process with the smallest load on the next disk after `disk`, in the ring of the holders' disks.
+
+    Returns `NO_KEEPER` if no other disk has a holder.
+    """
     disks = list(by_disk)
     chosen = disks[bisect.bisect_right(disks, disk) % len(disks)]
     return NO_KEEPER if chosen == disk else min(by_disk[chosen], key=loads.__getitem__)

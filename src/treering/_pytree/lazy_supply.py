@@ -35,17 +35,18 @@ class _Group:
 class LazySupply:
     """The shards of a source. The first writer that needs a shard reads it, once. See `StagedSupply` for the methods.
 
-    The writers hold two or three groups of about `group_bytes` in memory at a time.
+    The writers work on consecutive chunks, together at most `SLICE_BYTES` at a time. So with the default `group_bytes`
+    they hold about two groups in memory, and `prefetch_groups` more.
 
     parallel: False if only one group may be read at a time, because reading it takes much more memory than it has
         bytes, such as to decode chunks.
     prefetch_groups: how many more groups are read before a writer needs them. This helps if each read has to wait long.
     block_caller: True if `run` waits until all shards are read or `release_caller` is called. Used for a live tree,
         which must not change until `run` returns.
-    check: raises if no more may be read.
+    before_read: is called before more is read. It raises if the save has failed elsewhere.
     """
 
-    writers_needed = Latch()
+    writers_needed = Latch()  # always set, so all supplies share it: only the writers read, so they begin at once
     writers_needed.set()
 
     def __init__(
@@ -57,26 +58,26 @@ class LazySupply:
         parallel: bool = True,
         prefetch_groups: int = 0,
         block_caller: bool = False,
-        check: Callable[[], None] = lambda: None,
+        before_read: Callable[[], None] = lambda: None,
     ):
         self.shards = shards
         # Called with the number of bytes that were written
         self.on_progress: Callable[[int], None] = lambda nbytes: None
         self._source: Source | None = source
         self._entries: list[Any] | None = list(source.entries.values())
-        self._prefetch_groups, self._block_caller, self._check_source = prefetch_groups, block_caller, check
+        self._prefetch_groups, self._block_caller, self._before_read = prefetch_groups, block_caller, before_read
         self._groups = list(self._make_groups(group_bytes))
         self._group_of_shard = [n for n, group in enumerate(self._groups) for _ in range(group.first, group.last)]
         self._unread_groups = sum(group.remaining_bytes > 0 for group in self._groups)
         self._lock = threading.Lock()
         self._read_lock = contextlib.nullcontext() if parallel else threading.Lock()  # held while one group is read
-        self._read = Latch()  # set when all shards are read, or when no writer will read any more
+        self._caller_may_continue = Latch()  # set when all shards are read, or no writer will read any more
         self._error: BaseException | None = None
 
     def run(self) -> None:
         """Waits until the caller may continue."""
         if self._block_caller:
-            self._read.wait()
+            self._caller_may_continue.wait()
 
     def take(self, numbers: Sequence[int]) -> list[Bytes]:
         """Returns the bytes of some shards, and reads them unless another writer has read them."""
@@ -106,16 +107,17 @@ class LazySupply:
                 group.lock.release()
 
     def _read_group(self, group: _Group) -> list[Bytes]:
-        entries = self._entries or ()
-        wanted = [(entries[shard.leaf], shard.box) for shard in self.shards[group.first : group.last]]
         with self._read_lock:
-            return _read(self._source, wanted)
+            return self._read(self.shards[group.first : group.last])
+
+    def _read(self, shards: Sequence[LocalShard]) -> list[Bytes]:
+        assert self._source is not None and self._entries is not None  # Both stay until all groups are read.
+        return _read_boxes(self._source, [(self._entries[shard.leaf], shard.box) for shard in shards])
 
     def peek(self, n: int) -> Bytes:
         """Reads and returns the bytes of shard `n`, and keeps none of them."""
         self.check()
-        shard = self.shards[n]
-        (array,) = _read(self._source, [((self._entries or ())[shard.leaf], shard.box)])
+        (array,) = self._read([self.shards[n]])
         return array
 
     def plan_reads(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
@@ -127,7 +129,7 @@ class LazySupply:
                 self._groups[self._group_of_shard[n]].remaining_bytes += size
             self._unread_groups = sum(group.remaining_bytes > 0 for group in self._groups)
             if not self._unread_groups:
-                self._read.set()
+                self._caller_may_continue.set()
 
     @property
     def nbytes(self) -> int:
@@ -145,12 +147,12 @@ class LazySupply:
 
     def release_caller(self) -> None:
         """Lets the caller continue, even if some shards are not read yet."""
-        self._read.set()
+        self._caller_may_continue.set()
 
     def fail(self, error: BaseException) -> None:
         """Stops the reading, and lets the caller continue."""
         self._error = self._error or error
-        self._read.set()
+        self._caller_may_continue.set()
 
     @property
     def failed(self) -> bool:
@@ -158,10 +160,10 @@ class LazySupply:
         return self._error is not None
 
     def check(self) -> None:
-        """Raises the error that `fail` was given."""
+        """Raises the error that `fail` was given, or that of `before_read`."""
         if self._error:
             raise self._error
-        self._check_source()
+        self._before_read()
 
     def clear(self) -> None:
         """Releases all bytes and the source."""
@@ -188,7 +190,7 @@ class LazySupply:
             if not self._unread_groups:
                 # Otherwise the arrays of a live tree would stay in memory until everything is written.
                 self._source = self._entries = None
-                self._read.set()
+                self._caller_may_continue.set()
 
 
 ShardSupply = StagedSupply | LazySupply
@@ -196,12 +198,13 @@ ShardSupply = StagedSupply | LazySupply
 
 @devices.allow_transfers()
 @non_reentrant
-def _read(source: Source | None, wanted: Sequence[tuple[Any, Box]]) -> list[Bytes]:
-    """Reads the bytes of boxes. During this call a rule's function may not save: that save would wait for this one.
+def _read_boxes(source: Source, wanted: Sequence[tuple[Any, Box]]) -> list[Bytes]:
+    """Reads the bytes of boxes.
 
-    Files are not mapped, because everything read of a mapped file would stay in memory until the last group is freed.
+    Not reentrant: a rule that this call runs must not save, because that save would wait for this one, and this one for
+    the rule. Files are not mapped, because everything read of a mapped file would stay in memory until the last group
+    is freed.
     """
-    assert source is not None
     return list(map(_as_bytes, source.read(wanted, mmap=False)))
 
 

@@ -15,7 +15,7 @@ from .._core.entries import ArrayEntry
 from .._pytree import devices
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
-from . import array_placement as _place
+from . import array_placement
 from .array_placement import ShardingOrNone
 from .leaf_targets import LeafTarget, fits_dtype
 
@@ -23,7 +23,8 @@ from .leaf_targets import LeafTarget, fits_dtype
 def group_targets(targets: Sequence[LeafTarget], limit: int | None) -> Iterator[list[int]]:
     """Yields the numbers of the leaves to read, in groups of at most `limit` bytes; without a limit in one group.
 
-    A leaf that is larger than the limit is a group of its own.
+    The bytes are those of the entire arrays, as saved. So all processes that restore together form the same groups,
+    although each may need only a part of each array. A leaf that is larger than the limit is a group of its own.
     """
     numbers = [n for n, target in enumerate(targets) if target.entry is not None]
     if limit is None:
@@ -53,57 +54,60 @@ class ReadGroup:
     def __init__(self, targets: Sequence[LeafTarget], places: Sequence[ShardingOrNone], numbers: list[int]):
         self.numbers = numbers
         self.wanted: list[tuple[ArrayEntry, Box]] = []
-        self._targets, self._final = targets, places
-        self._places: list[ShardingOrNone] = []  # of the arrays that are read; for typed keys the place of their data
+        self._targets, self._places = targets, places
+        self._data_places: list[ShardingOrNone] = []  # where the arrays are made; of keys, their data
         self._counts: list[int] = []  # of the boxes of each leaf
         last: ShardingOrNone = None
-        alone, shape, box = True, (), full_box(())
+        reads_all, shape, box = True, (), full_box(())
         # Thousands of leaves in a row may have one shape and one place, so what the last leaf needed is kept.
         for n in numbers:
             target, place = targets[n], places[n]
             entry: Any = target.entry
             if target.make == "key":
-                place = _place.key_data_sharding(place)
+                place = array_placement.key_data_sharding(place)
             if place is not last:
-                last, alone = place, place is None or bool(_place.single_device(place))
-            if alone or target.make not in _place.JAX_MAKES:
+                last, reads_all = place, place is None or bool(array_placement.single_device(place))
+            if reads_all or target.make not in array_placement.JAX_MAKES:
                 if entry.shape != shape:
                     shape, box = entry.shape, full_box(entry.shape)
                 self.wanted.append((entry, box))
                 self._counts.append(1)
             else:
                 assert place is not None
-                boxes = _place.local_boxes(place, entry.shape)
+                boxes = array_placement.local_boxes(place, entry.shape)
                 self.wanted += [(entry, box) for box in boxes]
                 self._counts.append(len(boxes))
-            self._places.append(place)
+            self._data_places.append(place)
 
     def put(self, paths: Sequence[str], found: Sequence[np.ndarray], values: list[Any]) -> list[jax.Array]:
         """Writes what was read into `values`. Returns the JAX arrays, whose transfers may not have finished."""
         with gc_paused():
             arrays = iter(found)
             in_jax: list[int] = []
-            items: list[_place.ArrayToPut] = []
-            for n, count, place in zip(self.numbers, self._counts, self._places, strict=True):
+            items: list[array_placement.ArrayToPut] = []
+            for n, count, place in zip(self.numbers, self._counts, self._data_places, strict=True):
                 target = self._targets[n]
-                if target.make in _place.JAX_MAKES:
+                if target.make in array_placement.JAX_MAKES:
                     own = list(itertools.islice(arrays, count))
                     dtype, entry = target.dtype, target.entry
                     assert entry is not None
+                    # Most arrays have the right dtype, and this test is quicker than calls of `_cast`.
                     if count != 1 or own[0].dtype is not dtype:
                         own = [_cast(array, target, paths[n]) for array in own]
                     in_jax.append(n)
-                    items.append(_place.ArrayToPut(place, entry.shape, dtype, target.weak, own))
+                    items.append(array_placement.ArrayToPut(place, entry.shape, dtype, target.weak, own))
                 else:
                     array = next(arrays)
                     if target.make != "numpy" or array.dtype is not target.dtype:
                         array = host_value(_cast(array, target, paths[n]), target)
                     values[n] = array
-            made = _place.put_arrays(items)
+            made = array_placement.put_arrays(items)
             for n, item, array in zip(in_jax, items, made, strict=True):
                 target = self._targets[n]
                 value = as_key(array, target_entry(target)) if target.make == "key" else array
-                values[n] = value if item.where is self._final[n] else jax.device_put(value, self._final[n])
+                place = self._places[n]
+                # The data of a key is on the default device if `key_data_sharding` has found no place for it.
+                values[n] = value if item.where is place else jax.device_put(value, place)
         return made
 
 
@@ -141,10 +145,11 @@ def host_value(array: np.ndarray, target: LeafTarget) -> Any:
 
 @devices.allow_transfers()
 def as_key(data: Any, entry: ArrayEntry) -> Any:
-    """Returns key data as a typed key. Raises `UnsupportedError` if JAX does not know the key implementation."""
+    """Returns key data as a typed key. Raises `UnsupportedError` if JAX cannot make it, such as of an unknown kind."""
     try:
         return jax.random.wrap_key_data(data, impl=entry.impl)
     except (ValueError, TypeError) as error:
         raise UnsupportedError(
-            f"{entry.path}: {entry.dtype}{list(entry.shape)} as a {entry.impl} key: {error}"
+            f"{entry.path}: JAX cannot use {entry.dtype}{list(entry.shape)} as a {entry.impl} key ({error}); "
+            "use a version of JAX that has this implementation, or register it"
         ) from None

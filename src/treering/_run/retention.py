@@ -39,13 +39,14 @@ class Retention:
     ):
         self._directory, self._steps = directory, directory.steps
         self._keep, self._on_save, self._on_commit = keep, on_save, on_commit
-        self._release_error: SaveError | None = None  # the error of leaving the run
+        self._release_error: SaveError | None = None  # the error of releasing the run
         self._has_valid_step = False  # True once this job has saved or uploaded a step here
         self._has_cleaned = False
-        self._last_save_failed = False  # True from the beginning of a save until its commit
+        self._has_uncommitted_save = False  # set when a save begins, cleared by its commit
         self._logged_metrics: set[str] = set()  # metrics that no step had, already logged
         self._logged_links: set[str] = set()  # steps that stay because links lead to them, already logged
-        # Three queues: a slow hook must not delay deletions, and a save may have to wait for the deletions alone.
+        # A slow hook must not delay deletions, and a save may have to wait for the deletions alone. The release of the
+        # run waits for the other two queues.
         self._deletion_queue, self._hook_queue, self._release_queue = (
             BackgroundQueue(),
             BackgroundQueue(),
@@ -59,9 +60,9 @@ class Retention:
     def before_write(self) -> None:
         """Prepares a save. Before the first one, removes leftovers of killed jobs and the mark of a finished run."""
         needs_room = self._directory.before_write(self.retain)
-        if needs_room or self._last_save_failed:  # The last save may have failed because the disk was full.
+        if needs_room or self._has_uncommitted_save:  # The last save may have failed because the disk was full.
             self._deletion_queue.wait()
-        self._last_save_failed = True
+        self._has_uncommitted_save = True
         if self._has_cleaned:
             return
         try:
@@ -72,7 +73,7 @@ class Retention:
             _log.exception("removing leftovers of earlier jobs failed; the next save tries again")
 
     def wait_for_room(self, problem: str, step: int | None, check: Callable[[], None]) -> str | None:
-        """Waits until old steps were deleted; see `formats.treering.room.RoomMaker`."""
+        """Waits until old steps are deleted; see `formats.treering.room.RoomMaker`."""
         if self._deletion_queue.busy:
             self._deletion_queue.wait()
             return None
@@ -80,7 +81,7 @@ class Retention:
             reason = uploads.wait_for_room(problem, lambda: self.retain(step), check)
             self._deletion_queue.wait()
             return reason
-        return "nothing under way frees room"
+        return "no deletion or upload is under way that frees room"
 
     def free_on_all_hosts(self) -> None:
         """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
@@ -120,7 +121,7 @@ class Retention:
 
     def after_commit(self, report: SaveReport) -> None:
         """Follows a commit: deletes the steps that the policy does not keep, and calls `on_save` in another thread."""
-        self._last_save_failed = False
+        self._has_uncommitted_save = False
         self._directory.on_commit(report.step, self.retain)
         self._on_commit(report)
         if on_save := self._on_save:
@@ -133,7 +134,9 @@ class Retention:
             uploads.together.saved(report.step)
 
     def close(self) -> None:
-        """Waits for all background jobs, and releases the lease of the run. After an interrupt this continues.
+        """Waits for all background jobs, and releases the lease of the run.
+
+        After an interrupt of this wait, both continue in the background.
 
         Raises `SaveError` if steps could not be uploaded.
         """
@@ -167,21 +170,21 @@ class Retention:
             self._deletion_queue.wait()
             self._release_error = self._directory.end_writing()
 
-        self._release_queue.add("leaving the run", release)
+        self._release_queue.add("releasing the run", release)
 
     def retain(self, *protected: int | None) -> None:
-        """Deletes the steps that the policy does not keep, except `protected_steps`, such as the new step.
+        """Deletes the steps that the policy does not keep, except the `protected` ones, such as a step just saved.
 
-        Logs errors.
+        Never deletes `RunDirectory.protected_steps`. Logs errors.
         """
         with self._logging_errors():
             self._retain(protected)
 
     def retain_late(self, check: Callable[[], None] = lambda: None) -> None:
-        """Deletes these steps only if a metric that the policy uses came after the save of its step.
+        """Does what `retain` does, but only if a metric that the policy uses came after its step was saved.
 
         `check` is called right before a step is deleted, and raises `MismatchError` if it must stay. After a restore
-        of an earlier step, nothing changes until the next save.
+        of an earlier step it does nothing: the policy would judge the later steps too, which the next save archives.
         """
         with self._logging_errors():
             if self._directory.back_to is None and self.has_late_metrics():
@@ -248,15 +251,15 @@ class Retention:
         unwanted = unwanted_emptied(saved, emptied, lambda steps: self._steps_to_keep(keep, steps, protected))
         for step in unwanted:
             _log.warning(
-                "%s: only the manifest is left of step %d, which `keep` does not keep, so it is deleted; it "
-                "arrived after the step was deleted, or another program removed the arrays",
+                "%s: only the manifest is left of step %d, and `keep` does not keep that step, so it is deleted; the "
+                "manifest was written after the step had been deleted, or another program removed the arrays",
                 self._steps.root, step,
             )  # fmt: skip
         return {step: committed[step] for step in unwanted}
 
     @property
     def knows_valid_step(self) -> bool:
-        """True if this job has saved, uploaded or restored a step here. The newest step at its start may be damaged."""
+        """True if this job has saved, uploaded or restored a step here. Before that, all steps may be damaged."""
         return self._has_valid_step or bool(self._directory.protected_steps())
 
     def _steps_to_keep(
@@ -268,6 +271,7 @@ class Retention:
     def _retain(self, protected: Collection[int | None], check: Callable[[], None] = lambda: None) -> None:
         if self._keep is None:
             return
+        # `protected` has steps that this job has saved, uploaded or restored.
         self._has_valid_step = self._has_valid_step or any(step is not None for step in protected)
         saved, committed = self._list_steps()
         self._warn_of_unknown_metrics(saved, self._keep.metrics)

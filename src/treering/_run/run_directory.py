@@ -197,7 +197,7 @@ class Together(Protocol):
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The process that leads the host of each process."""
+        """For each process, the lowest process that shares its disk. It leads the host."""
         ...
 
     @property

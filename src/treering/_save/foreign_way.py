@@ -38,7 +38,7 @@ def foreign(target: SaveTarget, contents: Changed, check: Callable[[], None] = l
         else None
     )
     block_caller = live is not None and staging is None
-    reading = LazySupply(view, compared.shards if compared else [], block_caller=block_caller, check=check)
+    reading = LazySupply(view, compared.shards if compared else [], block_caller=block_caller, before_read=check)
     supply = staging or reading
     write = functools.partial(_write, target, view, compared, reading, supply.check)
     return Prepared(supply, releasing(reading, write))

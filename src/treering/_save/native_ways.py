@@ -22,9 +22,10 @@ from .memory import staged_if_it_fits
 from .prepared import Prepared, releasing
 from .save_target import SaveTarget, requested_options
 
-# Slices that are read ahead. With those that the writers hold they are four, which the memory limit allows for.
+# Slices that are read ahead. The writers hold about two more (see `LazySupply`). Each is a quarter of the memory limit.
 _PREFETCH_SLICES = 2
 _MIN_PARALLEL_READ_BYTES = 256 << 20  # bytes; with a lower memory limit only one thread at a time reads the source
+# The record of the place of a leaf that only one process has; see `write`.
 _SINGLE_PROCESS_PLACE = {"unrecorded": "the devices of one process of several"}
 _MIN_SLICE_BYTES = 1 << 20  # bytes of an array that are read at a time, even if the memory limit is lower
 
@@ -53,6 +54,7 @@ def stage_parts(target: SaveTarget, skeleton: Skeleton, described: Described) ->
     call, catalogue, options = target.call, described.catalogue, target.options
     with gc_paused():
         shares = assignment.assign(catalogue, call.count) if call.count > 1 else None
+        # In a store that limits the size of objects, `native.write` cuts pieces up, and the parts have no keepers.
         if shares and options.copies > 1 and options.hosts and not target.store.object_bytes:
             shares = keepers.with_keepers(catalogue, shares, options.hosts)
         shards = assignment.select_shards(described, shares, call.index)
@@ -64,8 +66,8 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
     """Plans the save of a view, which the writers read box by box.
 
     A live tree is staged first, unless its copies take too much memory. The reader calls `check` before it reads more;
-    `check` raises if the save has failed elsewhere. No process writes second copies, because it would read twice as
-    much of the view: these files are sent after the commit.
+    `check` raises if the save has failed elsewhere. No process writes second copies of array files, because it
+    would have to read those parts of the view too. The files are copied after the commit instead.
     """
     call, limit, (view, live, _) = target.call, target.options.memory_limit, contents
     staging = staged_if_it_fits(target, live) if live else None
@@ -80,7 +82,7 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
     )
     shares = None if alone else assignment.assign(described.catalogue, call.count)
     shards, _ = assignment.select_shards(described, shares, call.index)
-    # A local disk, which can be mapped, needs none.
+    # Reading ahead hides the delay of requests over a network. A file that can be mapped is on a local disk.
     prefetch_groups = _PREFETCH_SLICES if is_unchanged and not view.can_mmap(None) else 0
     block_caller = live is not None and staging is None
     reading = LazySupply(
@@ -90,7 +92,7 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
         parallel=parallel,
         prefetch_groups=prefetch_groups,
         block_caller=block_caller,
-        check=check,
+        before_read=check,
     )
     parts = Parts(view.skeleton, described.catalogue, shares, reading)
     return Prepared(staging or reading, releasing(reading, functools.partial(write, target, parts)))
@@ -100,13 +102,17 @@ def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
     call, options, (skeleton, catalogue, shares, supply, reused) = target.call, target.options, parts
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested_options(target))
-    if single:  # The staged second copies may not fit these shares. They are left to the transfer after the commit.
+    # `single` maps each leaf that only one process has to that process. It must write the leaf.
+    if single:
+        # These shares have no keepers, because the second copies that are staged may not fit them. The files are copied
+        # after the commit instead.
         shares = assignment.assign(catalogue, call.count, single)
     if shares is not None:
         shares = {**shares, **assignment.assign_states(catalogue.entries, call.count)}
     if single:
-        # Process 0 writes the manifest. To it, its own part of these leaves looks like an array of every process, so
-        # the devices that it knows would be recorded wrongly.
+        # The manifest has the places as process 0 sees them. If process 0 has such a leaf, that looks to it like a leaf
+        # of which each process has a copy on its own devices. A restore would then put it on the devices of every
+        # process. So the places of these leaves are not recorded.
         places = [_SINGLE_PROCESS_PLACE if n in single else place for n, place in enumerate(catalogue.places)]
         catalogue = catalogue._replace(places=places)
     job = native.Job(

@@ -22,8 +22,9 @@ class SaveOptions(NamedTuple):
     """The arguments of `treering.save`, which documents them.
 
     `given` names those of step, metrics and metadata that the caller passed; the rest come from a copied checkpoint.
-    hosts: the number of the disk of each process, if each host has its own disk at the path. Process 0 then writes the
-        manifest, and each process writes its own arrays on the disk of its host. None if all processes share one place.
+    hosts: for each process, the lowest process that shares its disk, if each host has its own disk at the path. Process
+        0 then writes the manifest, and each process writes its own arrays on the disk of its host. None if all
+        processes share one place.
     copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
         memory. `complete_copies.missing_copies` finds the files that still lack one after the commit.
     room_maker: frees room if a disk is full.

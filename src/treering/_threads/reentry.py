@@ -29,11 +29,11 @@ def runs_user_code(function: F) -> F:
 
 
 def refuse_reentry(name: str, owner: object = None) -> None:
-    """Raises `MismatchError` if the calling function was called in the middle of a function marked with `alone`.
+    """Raises `MismatchError` if this call was made in the middle of a function that `non_reentrant` marks.
 
-    The caller would wait for that function. It cannot continue before the signal handler, or the function of a rule,
-    has returned. Methods count only if they are those of `owner`. Containers that flatten themselves, and iterators
-    that return their state, may make calls of their own; see `runs_user_code`.
+    The calling function would wait for that function, which cannot continue before the signal handler, or the function
+    of a rule, has returned. Methods count only if they are those of `owner`. Containers that flatten themselves, and
+    iterators that return their state, may make calls of their own; see `runs_user_code`.
 
     This looks at the stack and keeps no record, so an interrupt can leave nothing behind.
     """

@@ -19,7 +19,7 @@ from .manager_items import ManagerItems, agree
 from .manager_options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
 from .metadata import RootMetadata, step_metadata
 from .run import OrbaxRun, as_path, directory_of
-from .save_decisions import DecisionContext, is_by_step
+from .save_decisions import DecisionContext, decides_alike
 
 _log = logging.getLogger("treering")
 
@@ -145,7 +145,7 @@ class CheckpointManager:
             multiprocessing_options=self._options.multiprocessing_options,
         )
         now = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), None)
-        if is_by_step(policy):  # These look only at whether there is a step, so no directory is listed.
+        if decides_alike(policy):  # It needs only the number of the latest step, so no directory is listed.
             known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
             return policy.should_save(now, known, context=context)
         decide = lambda: bool(policy.should_save(now, self._infos(), context=context))  # noqa: E731

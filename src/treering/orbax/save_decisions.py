@@ -10,7 +10,11 @@ from .preservation import CheckpointInfo
 
 @dataclasses.dataclass(kw_only=True)
 class DecisionContext:
-    """Facts besides the steps: a save is running, and the job is about to be preempted."""
+    """The state of the job, which a policy may use in addition to the steps.
+
+    is_saving_in_progress: True if a save is running. reached_preemption: True if the job is about to be preempted.
+    multiprocessing_options: those of the `CheckpointManager`.
+    """
 
     is_saving_in_progress: bool
     reached_preemption: bool
@@ -30,7 +34,7 @@ class SaveDecisionPolicy(Protocol):
 
 @dataclasses.dataclass
 class FixedIntervalPolicy:
-    """Saves the multiples of `interval`."""
+    """Saves the steps that are multiples of `interval`; none if that is 0 or less."""
 
     interval: int
 
@@ -92,7 +96,7 @@ class AnySavePolicy:
 
 @dataclasses.dataclass
 class ShouldSaveFnPolicy:
-    """Saves what a function of the step and the latest step (or None) says."""
+    """Saves a step if the function returns True for it and the latest step, which is None before the first save."""
 
     should_save_fn: Callable[[int, int | None], bool]
 
@@ -100,11 +104,16 @@ class ShouldSaveFnPolicy:
         return bool(self.should_save_fn(step.step, previous_steps[-1].step if previous_steps else None))
 
 
-_BY_STEP = (FixedIntervalPolicy, SpecificStepsPolicy, InitialSavePolicy)
+# They look only at the number of the step, the number of the latest step, and the preemption, which JAX synchronizes.
+# So their decision is the same in every process.
+_DECIDE_ALIKE = (FixedIntervalPolicy, SpecificStepsPolicy, InitialSavePolicy, PreemptionCheckpointingPolicy)
 
 
-def is_by_step(policy: SaveDecisionPolicy) -> bool:
-    """Returns True if all processes decide alike without asking each other, because only the step decides."""
-    if isinstance(policy, AnySavePolicy):
-        return all(map(is_by_step, policy.policies))
-    return isinstance(policy, (*_BY_STEP, PreemptionCheckpointingPolicy))  # JAX synchronizes the preemption itself.
+def decides_alike(policy: SaveDecisionPolicy) -> bool:
+    """Returns True if all processes reach the same decision without asking each other.
+
+    Returns False for a subclass, because its `should_save` may look at anything, such as a clock.
+    """
+    if type(policy) is AnySavePolicy:
+        return all(map(decides_alike, policy.policies))
+    return type(policy) in _DECIDE_ALIKE

@@ -1,4 +1,4 @@
-"""Shows the files of one step, of which several hosts and a remote store may have copies. Reads the nearest copy."""
+"""A store with the files of one step, of which several hosts and the remote tier may have copies. Reads the nearest."""
 
 import collections
 import contextlib
@@ -26,20 +26,21 @@ class HeldFile(NamedTuple):
 
 
 class NearestCopyStore:
-    """The files of the step at `path`. It has only those methods of `stores.store.Store` that read.
+    """The files of the step at `path`, as a store: the readers of checkpoints need not know where the copies are.
+
+    It has only those methods of `stores.store.Store` that read.
 
     local: the store of this host's local tier, where the folder `path` has some of the files.
-    small: the contents of small files, such as the manifest. They are answered from memory.
-    held: the files that hosts have.
-    remote: the store and the folder that have every file too. They are read last.
-    prefer: the copy to read first. 0 is the copy on this host, and after it the other hosts in an order that differs
-        between the processes, so that they share the load. With 1, 2, … every process first reads the first, second, …
-        holder of each file: after damage, one of these numbers avoids the damaged copy in all processes.
+    small: the contents of small files by name, such as the manifest. No copy of them is read.
+    held: the array files of the step, by name. If no host has a file, only `remote` has it.
+    remote: the store of the remote tier, and the folder there that has every file of the step.
 
-    A host that cannot be reached is tried again only when no other copy is left.
+    The copy on this host is read first, and the remote one last. Between them are the other hosts, in an order that
+    differs between the processes, so that the hosts share the load. A host that cannot be reached is tried
+    again only when no other copy is left.
     """
 
-    has_folders, object_bytes = True, None
+    has_folders, object_bytes = True, None  # as in a directory, because that is what `path` is
 
     def __init__(
         self,
@@ -49,10 +50,9 @@ class NearestCopyStore:
         small: Mapping[str, bytes],
         held: Mapping[str, HeldFile],
         remote: tuple[Store, str] | None = None,
-        prefer: int = 0,
     ):
         self.has_locks = local.has_locks
-        self._peers, self._local, self._path, self._held, self._prefer = peers, local, path, held, prefer
+        self._peers, self._local, self._path, self._held = peers, local, path, held
         self._remote, self._small = remote, small
         self._unreachable: set[int] = set()
         # Appending is atomic. An interrupt could leave a lock held.
@@ -89,12 +89,14 @@ class NearestCopyStore:
         return contextlib.nullcontext()
 
     def is_local(self, path: str) -> bool:
+        # The disk of this host has all array files. Otherwise some are read over the network.
         return all(self._peers.host in one.holders for one in self._held.values())
 
     def is_link(self, path: str) -> bool:
         return False
 
     def real_path(self, path: str) -> str:
+        # The path that the step has, or would have, in the local tier.
         return self._local.real_path(path)
 
     def log_reads(self) -> None:
@@ -105,10 +107,9 @@ class NearestCopyStore:
     def _copies(self, path: str, name: str) -> "list[FileCopy]":
         """Returns the copies of a file in the order in which they are to be read."""
         nbytes, holders = self._held[name]
-        begin = (self._prefer - 1 if self._prefer else self._peers.index) % max(len(holders), 1)
+        begin = self._peers.index % max(len(holders), 1)
         order = [*holders[begin:], *holders[:begin]]
-        if not self._prefer:
-            order.sort(key=lambda process: process != self._peers.host)
+        order.sort(key=lambda process: process != self._peers.host)
         folder = posixpath.basename(self._path)
         copies: list[FileCopy] = [
             StoredCopy(Place.HERE, functools.partial(self._local.open, path), nbytes)

@@ -35,7 +35,8 @@ class Located(NamedTuple):
 class Exchange:
     """The steps that this process can read from the disks of all hosts. All processes make one together.
 
-    remote: the store of the remote tier. hosts: the process that serves the disk of each process.
+    remote: the store of the remote tier.
+    hosts: for each process, the lowest process that shares its disk. It serves the files.
     """
 
     def __init__(self, local: LocalTier, remote: Store, call: Call, hosts: Sequence[int]):

@@ -40,7 +40,7 @@ class _Job(msgspec.Struct, frozen=True, array_like=True):
 class HostCopies:
     """Copies the steps of a run to second disks. Every process of the job calls `begin` in the same order.
 
-    hosts: the process that serves the disk of each process.
+    hosts: for each process, the lowest process that shares its disk. It serves the files.
     """
 
     def __init__(self, local: LocalTier, exchange: Exchange, hosts: Sequence[int], run: str, timeout: float):

@@ -30,8 +30,8 @@ _log = logging.getLogger("treering")
 class HostGroup:
     """The disks of the job. `missing`: steps of the run that lack files which no disk of the job has.
 
-    Every process makes one, in a call of all. `hosts`: the process that leads the host of each process: it changes the
-    disk of the host, and serves its files.
+    Every process makes one, in a call of all. `hosts`: for each process, the lowest process that shares its disk. It
+    leads the host: it changes the disk and serves its files.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ _LOOK_SECONDS = 2.5  # to wait for the marks of other processes on a network fil
 
 
 def find_hosts(call: Call, store: Store, root: str) -> list[int]:
-    """Returns, for each process, the lowest index of the processes that share its local directory.
+    """Returns, for each process, the lowest process that shares its local directory.
 
     Each process makes a file there for a moment, and looks which files of other processes it sees. Raises `SaveError`
     if this process cannot write there.

@@ -1,5 +1,9 @@
 """Decides which steps on the disks of a job belong to its run. All functions are pure.
 
+The heirs are the disks whose steps belong to the run although the remote tier may lack them: the disks of the last job
+that claimed the run, unless another job has changed the remote tier since. A disk that is not an heir has steps of an
+abandoned branch, or copies of remote steps.
+
 The journals and manifests of the disks are merged by union, so their order does not matter, and a job that was killed
 at any moment leaves disks that a later job merges in the same way.
 """
@@ -38,15 +42,18 @@ class Verdict(NamedTuple):
 
 
 def last_claim(disks: Mapping[int, Disk], generations: Generations | None, *, is_empty: bool) -> Claim | None:
-    """Returns the newest claim that the remote tier confirms: no later job has changed it. None if there is none.
+    """Returns the newest claim after which no other job has changed the remote tier. Returns None if there is none.
 
-    is_empty: True if the remote tier has no steps. Without its file of generations every claim counts then.
+    generations: None if the remote tier has no file of generations. Then all claims are valid if `is_empty`, else none.
+    is_empty: True if the remote tier has no steps.
     """
     claims = [claim for disk in disks.values() for claim in disk.journal.claims]
     if generations is None:
         confirmed = claims if is_empty else []
     else:
         own = [one for one in claims if one.series == generations.series]
+        # `written_by` is the job that changed the remote tier last. That is the job of the claim, or still the one that
+        # had changed it last when the job claimed the run (`base`).
         confirmed = [one for one in own if generations.written_by in (one.generation, one.base)]
     return max(confirmed, key=lambda claim: claim.job, default=None)
 
@@ -64,13 +71,14 @@ def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) ->
     claimed = {n: one.journal.disk for n, one in disks.items() if any(c.job == claim.job for c in one.journal.claims)}
     others = set(claim.heirs).difference(claimed.values())
     found = [index for index, one in disks.items() if index in claimed or one.journal.disk in others]
-    # The names decide between two others: the order of the processes may be another in every job.
+    # The disk of the process 0 of that job comes first. The names order the rest, because the numbers of the processes
+    # may differ from job to job.
     names = {index: disks[index].journal.disk for index in found}
     return tuple(sorted(found, key=lambda index: (names[index] != claim.disks[0], names[index], index)))
 
 
 def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:
-    """Returns why a step has left the run, as a disk has recorded and done; "" if it has not."""
+    """Returns "archived" or "deleted" if an heir has recorded that a step left the run, and has removed it; else ""."""
     # A disk with both the manifest and the record was killed before it removed the step, or a save failed that was to
     # replace it. A manifest that cannot be read now may be this one.
     found = [
@@ -78,7 +86,9 @@ def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:
         for one in heirs
         if identity in one.journal.retired and one.manifests.get(name) != identity and name not in one.unreadable
     ]
-    return min(found, default="")  # "archived" rather than "deleted", in whatever order the disks come
+    if "archived" in found:
+        return "archived"  # Where the heirs differ, nothing is lost in this way.
+    return min(found, default="")
 
 
 def merge(
@@ -90,9 +100,9 @@ def merge(
 ) -> Verdict:
     """Returns the steps of the run that the disks have.
 
-    disks: by the index of a process that reads the disk.
-    remote_identity: returns the identity of the remote step with a name. A disk whose job another one has overtaken
-        may still serve copies of remote steps.
+    disks: by the process that reads the disk.
+    remote_identity: returns the identity of the remote step with a name, or None if there is none. A step with the same
+        identity on a disk that is not an heir is a copy of it, and can be read.
     """
     claim = last_claim(disks, generations, is_empty=is_empty)
     heirs = heirs_of(disks, claim, is_new=generations is None and is_empty)
@@ -114,6 +124,7 @@ def merge(
         for name, identity in disk.manifests.items():
             if not identity or steps.get(name, ("",))[0] == identity:
                 continue
+            # A copy of a remote step belongs to the run on any disk, unless an heir has another step with its name.
             if identity not in recorded and name not in steps and remote_identity(name) == identity:
                 steps[name] = identity, index
             else:

@@ -1,9 +1,9 @@
 """Commits a checkpoint: all array files are durable first, then the manifest is put in place in one step.
 
-A directory is a checkpoint if it holds the manifest. The array files of a save have names that no other save uses; a
-repair by a copy puts the same bytes there. A writer holds
-the lock of each of its files until its commit is over. So if a process gets the lock of a file that no manifest lists,
-it knows that the file is a leftover.
+A directory is a checkpoint if it holds the manifest. The names of array files are unique to a save. Only copies of a
+checkpoint use the names of the original, for files with the same bytes. A writer holds the locks of its files until its
+commit is over; in a store without locks it renews an object instead. So a file is a leftover if no manifest lists it
+and its writer is gone.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from ...errors import ExistsError, SaveError
 from ...stores.lease_registry import LeaseLostError
 from ...stores.store import ABSENT, Store
 from .removal import check_removable, collect_garbage, is_temporary, logging_errors, member_files, revoke_stale_saves
-from .save_files import CREATE_ATTEMPTS, Outcome, SaveFiles, write_small_file
+from .save_files import CREATE_ATTEMPTS, LOCK_ADVICE, Outcome, SaveFiles, write_small_file
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
@@ -51,8 +51,11 @@ class Transaction(SaveFiles):
     """One save into one directory: readers do not see it before `commit`, and `abort` removes all of it.
 
     Process 0 makes the temporary manifest first. Its peers look for it to check that they see the same file system.
-    `token` is the unique part of the file names, a new one by default. With `rolls_back` a commit is rolled back if
-    another job may have taken this save for dead and removed its files.
+    `token` is the unique part of the file names, a new one by default.
+
+    rolls_back: True if the new manifest is removed when the lease was lost during the commit, because another job may
+        have removed files of this save. False for copies in a store without locks: there the manifest may be that of
+        another job's copy, which has the same bytes.
     """
 
     rolls_back = True
@@ -97,31 +100,36 @@ class Transaction(SaveFiles):
         self.store.settle(self.path)  # The names of the array files must be durable before a manifest lists them.
         for path, sink in self._sinks.items():
             if not sink.is_at(path):
-                why = "do locks work here?" if self.store.has_locks else "did this job stand still for long?"
+                why = LOCK_ADVICE if self.store.has_locks else "this job may have stood still for too long; save again"
                 raise SaveError(f"{path}: removed by another program while the save was under way; {why}")
         check()
-        found = self.store.stat(self._manifest) if self._overwrite else None
-        replaced = member_files(self.store, self.path) if found else []
+        old = self.store.stat(self._manifest) if self._overwrite else None
+        replaced = member_files(self.store, self.path) if old else []
         self.outcome = None  # From here on, an interrupt may leave the manifest in place; `abort` finds out.
         try:
             self._sinks[self._temporary].publish(
                 self._manifest,
                 overwrite=self._overwrite,
-                version=found.version if found else ABSENT,
+                version=old.version if old else ABSENT,
             )
         except LeaseLostError:
             self.outcome = self._roll_back() if self.rolls_back else self._look()
             raise
         except OSError as error:
-            found = self._look()  # Over a network, the manifest may be in place in spite of the error.
-            if found is Outcome.IN_DOUBT:  # The files of both checkpoints stay, because either may be valid.
-                self.outcome = found
+            # Over a network, the manifest may be in place in spite of the error. Then the commit continues below.
+            outcome = self._look()
+            if outcome is Outcome.IN_DOUBT:  # The files of both checkpoints stay, because either may be valid.
+                self.outcome = outcome
                 raise SaveError(
-                    f"{self.path}: commit not confirmed ({error}); it cannot be known whether the new checkpoint or "
-                    + ("the old one" if self._overwrite else "none")
-                    + " is in place; either is complete"
+                    f"{self.path}: commit not confirmed ({error}); "
+                    + (
+                        "either the new or the old checkpoint is in place, and it is complete"
+                        if self._overwrite
+                        else "the new checkpoint may be in place; if it is, it is complete"
+                    )
+                    + "; open it to find out"
                 ) from error
-            if found is Outcome.ABORTED:
+            if outcome is Outcome.ABORTED:
                 if not isinstance(error, FileExistsError):
                     raise
                 raise ExistsError(
@@ -141,7 +149,7 @@ class Transaction(SaveFiles):
         self.outcome = Outcome.COMMITTED
         with logging_errors(self.path):
             if not self._overwrite:
-                with contextlib.suppress(FileNotFoundError):  # Some file systems need a rename instead of a link.
+                with contextlib.suppress(FileNotFoundError):  # Without links, it was renamed to the manifest.
                     self.store.delete(self._temporary)
         self.close()
         if self._overwrite:
@@ -183,8 +191,9 @@ class Transaction(SaveFiles):
     def _remove_stale(self) -> None:
         """Removes the files that killed saves have left.
 
-        Without locks, a suspended save looks dead too, and may continue later. It must not commit arrays that are gone.
-        So its array files are removed only after this save has committed, which makes that save's commit fail.
+        In a store without locks, a save that looks killed may only be suspended, right before it puts its manifest in
+        place. That fails once this save has committed. So its array files are removed only then: no manifest must list
+        files that are gone.
         """
         if self.store.has_locks:
             collect_garbage(self.store, self.path)

@@ -36,8 +36,8 @@ def missing_copies(
 ) -> dict[int, list[Missing]]:
     """Returns what each process is to fetch, by process, so that two disks have each of the files of a step.
 
-    disks: the sizes in bytes of the files that each disk has, by its number. hosts: the number of the disk of each
-        process. A file that no disk has in full is left out: it is lost here.
+    hosts: for each process, the lowest process that shares its disk. disks: the sizes in bytes of the files that each
+        disk has, by that process. A file that no disk has in full is left out: it is lost here.
 
     A copy goes to the next disk in a ring. The processes of a disk share the work.
     """

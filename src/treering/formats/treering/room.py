@@ -1,8 +1,11 @@
 """Waits for room on a full disk during a save, if something under way is about to free it.
 
 The write that found the disk full is repeated, so no estimate of free room is needed: quotas and other writers make
-every estimate unreliable. Only process 0 can free room. So a process whose disk is full takes part in the exchange
-that precedes the commit, and asks there. The other processes take part once they have written their files.
+every estimate unreliable.
+
+Only process 0 can free room. A process whose disk is full reports that in the exchange that precedes the commit. Its
+peers join this exchange once they have written their files, or their disks are full too. Then process 0 waits for room,
+and all processes repeat the exchange.
 """
 
 import contextlib
@@ -48,7 +51,7 @@ class Room:
         self._lock = threading.Lock()  # held by the thread that waits for room
         self._waits = 0  # how often this process has waited for room
         self._error: BaseException | None = None  # the error of the last wait
-        self._decides = False  # True in process 0 while its peers wait for its decision, so that it cannot ask
+        self._decides = False  # True in process 0 while its peers wait for its decision, so that it must not exchange
 
     def retry(self, path: str, nbytes: int, write: Callable[[], T]) -> T:
         """Calls `write`, which needs `nbytes` bytes of room, until the disk at the path is not full.
@@ -77,7 +80,10 @@ class Room:
             self._decides = False
 
     def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        """Does what `Call.gather_and_decide` does, once no process waits for room. The decision is not None."""
+        """Does what `Call.gather_and_decide` does, and repeats it until no process waits for room.
+
+        `decide` must not return None, which stands for a process that waits.
+        """
         while (decision := self._exchange(value, None, decide)) is None:
             pass
         return decision
@@ -86,11 +92,12 @@ class Room:
         needed = f"{nbytes} bytes" if nbytes else "a new file"
         problem = f"{path}: expected room for {needed}, found {_free(path)} ({error.strerror})"
         try:
+            # While process 0 decides, it cannot begin another exchange. Without a maker no process can free room.
             if self._decides or self._maker is None:
                 self._wait_for_room(problem)
             else:
                 self._call.set_activity("waiting for room on the disk")
-                self._exchange(None, problem, _not_yet)
+                self._exchange(None, problem, _never_called)
                 self._call.set_activity("writing")
         except BaseException as failure:
             self._error = failure
@@ -116,13 +123,13 @@ class Room:
         return decision
 
     def _wait_for_room(self, problem: str) -> None:
-        look = error_watcher(self._call)
+        raise_errors_of_peers = error_watcher(self._call)
 
         def check() -> None:
             self._check()
-            look()
+            raise_errors_of_peers()
 
-        reason = self._maker.wait_for_room(problem, self._step, check) if self._maker else "nothing frees room"
+        reason = self._maker.wait_for_room(problem, self._step, check) if self._maker else "this save frees no room"
         if reason is not None:
             raise SaveError(f"{problem}; {reason}; delete files there or save to a larger disk, then save again")
 
@@ -144,17 +151,19 @@ class PatientSink:
 
     def finish(self, nbytes: int, *, read_only: bool = False) -> None:
         """See `Sink`."""
+        # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
         self._sink.finish(nbytes, read_only=read_only)
 
 
-def _not_yet(_: Sequence[Any]) -> Any:
+def _never_called(_: Sequence[Any]) -> Any:
+    """Stands for `decide` in an exchange of a process that lacks room, which ends without a decision."""
     raise AssertionError("a process lacks room")
 
 
 def _free(path: str) -> str:
-    """Returns the free bytes of the disk with a path, as text."""
+    """Returns the free bytes of the disk with a path as text, or "an unknown amount"."""
     with contextlib.suppress(OSError):
         while not os.path.exists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
         return f"{shutil.disk_usage(path).free} bytes free"
-    return "none"
+    return "an unknown amount"

@@ -15,6 +15,7 @@ from ...stores.store import Sink, Store
 from .schema import MANIFEST
 
 CREATE_ATTEMPTS = 50  # to create a file that other processes may remove as a leftover
+LOCK_ADVICE = "check that file locks (flock) work on this file system, then save again"
 
 
 _alive: "WeakRegistry[SaveFiles]" = WeakRegistry()
@@ -95,7 +96,7 @@ class SaveFiles:
                 # The folder was still empty, and a process that removed leftovers removed the folder too.
                 self.store.make_folders(self.path, self.made)
             time.sleep(0.001 * attempt)
-        why = "do locks work here?" if self.store.has_locks else "does another job write there?"
+        why = LOCK_ADVICE if self.store.has_locks else "stop other jobs that write there, then save again"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
 
     def share(self, name: str, old: str, version: Hashable) -> bool:

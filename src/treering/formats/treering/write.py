@@ -59,9 +59,9 @@ class Info(NamedTuple):
 class Job(NamedTuple):
     """The contents and the path of a save.
 
-    `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has the
-    number of the disk of each process, if each host has a disk of its own at the path; else it is None. `room_maker`
-    frees room if a disk is full. `reused`: the unchanged arrays, of a process that saves alone.
+    `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
+    for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
+    is None. `room_maker` frees room if a disk is full. `reused`: the unchanged arrays, of a process that saves alone.
     """
 
     path: str

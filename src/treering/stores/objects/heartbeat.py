@@ -1,7 +1,8 @@
 """Small objects that name a living writer and are renewed while it lives.
 
-They replace locks in stores without locks. An object that was not renewed for a full period belongs to no process.
-Nothing else shows that a writer is dead: two clones of a virtual machine have the same processes and boot id.
+They replace locks in stores without locks. An object that was not renewed for `LEASE_SECONDS` belongs to no process.
+Nothing else shows that a writer is dead. A process number that is not in use here shows nothing, even with the boot id
+of this machine: the writer may live on a clone of this virtual machine, which has the same boot id.
 """
 
 import contextlib
@@ -23,9 +24,11 @@ from .. import lease_registry
 from .bucket import Bucket, ObjectMeta, Version, now
 from .request_errors import ChangedError
 
-LEASE_SECONDS = 90.0  # after its last renewal by the server's clock, another writer may acquire it
+LEASE_SECONDS = 90.0  # Another writer may acquire an object that is older than this by the server's clock.
 _RENEWAL_SECONDS = 20.0
-LEASE_SAFE_SECONDS = 60.0  # after its last renewal, no other writer can have acquired it
+# For so long after a renewal, by this machine's clock, its writer writes without asking the server: no other writer can
+# have acquired the object. It is shorter than `LEASE_SECONDS`, so that the write that follows has time to end.
+LEASE_SAFE_SECONDS = 60.0
 VERSION = 1
 _MAX_RECORD_BYTES = 4096  # larger objects are not heartbeats
 _log = logging.getLogger("treering")
@@ -36,7 +39,8 @@ class WriterRecord(msgspec.Struct):
     """The contents of the object: which process writes.
 
     `generation` orders the holders of one object: each has a larger number than the one before. `beat` differs in each
-    renewal, so that a writer recognizes its own. Clones of a virtual machine have the same `token`.
+    renewal, so that a writer recognizes its own. The `token` alone does not identify a writer: if a virtual machine is
+    cloned while it writes, both machines have the same.
     """
 
     version: Any = VERSION
@@ -84,7 +88,7 @@ class Heartbeat:
         _start_renewals(self)
 
     def check(self) -> None:
-        """Raises `LeaseLostError` if another job may have taken this writer for dead by now."""
+        """Raises `LeaseLostError` if another writer has acquired or removed the object. See `is_valid`."""
         if not self.stopped and not self.is_valid():
             raise lease_registry.LeaseLostError(
                 f"{self.place}: another job has acquired this place, because this one did not renew its lease in time; "
@@ -103,6 +107,7 @@ class Heartbeat:
             if self.lost:
                 return False
             found = self._bucket.head(self.key)
+            # Each renewal has another `beat`, so its ETag is enough to recognize it.
             return found is not None and found.version[0] == self._version[0]
 
     def renew(self) -> None:
@@ -123,9 +128,10 @@ class Heartbeat:
                 _log.warning("%s/%s: not renewed: %s", self._bucket.url, self.key, error)
 
     def _check_owner(self) -> None:
-        """Finds out who holds the object.
+        """Finds out whether this writer still holds the object, after a conditional put has failed. Else sets `lost`.
 
-        If the answer to a renewal was lost, it is this writer's in a newer version.
+        If the answer to an earlier renewal was lost, the object has a version that this writer does not know, and a
+        beat of this writer.
         """
         with contextlib.suppress(FileNotFoundError):
             record, found = read(self._bucket, self.key)
@@ -172,7 +178,7 @@ class Heartbeat:
         self._stop_requested.set()
 
     def renew_until_stopped(self) -> None:
-        """Renews the object regularly until `revoke` is called."""
+        """Renews the object regularly until `stop`, `release` or `release_soon` is called. The last lets it release."""
         while not self._stop_requested.wait(_RENEWAL_SECONDS):
             try:
                 self.renew()
@@ -206,11 +212,11 @@ def has_writer(bucket: Bucket, key: str) -> bool:
 
 
 def is_alive(bucket: Bucket, record: WriterRecord, found: ObjectMeta) -> bool:
-    """Returns True if the writer that an object names may still write. A writer of a later release may."""
+    """Returns True if the writer that an object names may still write. Records of later releases count as alive."""
     if not record.is_supported:
         return True
     if not record.token:
-        return False  # a released object, or a copied lock file of a disk, whose holder does not write here
+        return False  # It was released, or it is the lock file of a directory that was copied here, which has no token.
     for one in _heartbeats.all():
         # A clone of this machine may have put a later version with the same token.
         if one._record.token == record.token and one._version[0] == found.version[0] and not one.lost:
@@ -219,10 +225,10 @@ def is_alive(bucket: Bucket, record: WriterRecord, found: ObjectMeta) -> bool:
 
 
 def revoke(bucket: Bucket, key: str) -> bool:
-    """Takes an object away from a dead writer. Returns False if the writer lives.
+    """Takes an object away from a dead writer. Returns True if no living writer has it, so that it may be removed.
 
-    A writer that was wrongly taken for dead finds out, because its object has changed. An object that is not a
-    heartbeat stays as it is. Raises `FileNotFoundError`.
+    A writer that was wrongly taken for dead notices that its object has changed. An object that is not a heartbeat
+    names no writer: it stays as it is, and the result is True. Raises `FileNotFoundError`.
     """
     record, found = read(bucket, key)
     if record is not None:
