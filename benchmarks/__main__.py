@@ -24,6 +24,7 @@ from . import (
     table,
     targets,
     tiers,
+    unchanged,
 )
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -47,6 +48,7 @@ _SEPARATE = [
     "processes",
     "planning",
     "objects",
+    "unchanged",
 ]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_SEPARATE, *states.STATES]
 _TIERS = "tiers"  # has a page of its own
@@ -111,6 +113,8 @@ def run(directory: str, repeats: int, only: set[str]) -> list[table.Row]:
         found += planning.rows(min(repeats, 3))  # which hardly differ
     if "objects" in only:
         found += objects.rows(repeats)
+    if "unchanged" in only:
+        found += unchanged.rows(directory, repeats)
     return found
 
 
