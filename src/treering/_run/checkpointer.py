@@ -19,16 +19,16 @@ from .._save.pending import PendingSave, SaveReport
 from .._threads.reentry import non_reentrant, refuse_reentry
 from ..keep import Policy
 from ..rules import Rule
-from . import arguments, metrics, resume, step_changes
+from . import arguments, resume, step_changes
 from .closing import Closing
 from .collective import CollectiveCalls
-from .copy_path import CopyPath, copy_paths
 from .failures import Failures, OnError, log_failure
 from .last_state import LastState, StepOptions
 from .pending_saves import PendingSaves
 from .retention import Retention
 from .run_layout import RunLayout
 from .schedule import SaveEvery, Schedule
+from .step_list import StepList
 from .step_saver import StepSaver
 from .tiers.make import late_metrics, make_directory
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @hide_internal_frames_of_methods
-class Checkpointer:
+class Checkpointer(StepList):
     """Saves the steps of a run in the background, keeps those that are wanted, and finds where to continue.
 
     >>> with tr.Checkpointer("runs/gpt", save_every=1000, keep=tr.keep.last(3)) as ckpts:
@@ -172,30 +172,7 @@ class Checkpointer:
         ]
         return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
 
-    # Steps
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of the run, ascending: those committed, and those that this `Checkpointer` is saving.
-
-        `save` refuses to save these steps again. The step of a failed save leaves the list.
-        """
-        return sorted({*self._pending_saves.pending_steps(), *self._directory.all_steps()})
-
-    @property
-    def committed_steps(self) -> list[int]:
-        """The committed steps, ascending, with those that another library has left in the directory."""
-        return list(self._directory.all_steps())
-
-    @property
-    def latest_step(self) -> int | None:
-        """The newest of `steps`, or None if there is none."""
-        return max(self.steps, default=None)
-
-    @property
-    def restored_step(self) -> int | None:
-        """The step that was restored, from which the loop continues; None before that."""
-        return self._directory.restored_step
+    # Saving
 
     @property
     def preempted(self) -> bool:
@@ -206,44 +183,6 @@ class Checkpointer:
     def last_error(self) -> BaseException | None:
         """The error of the newest ended save, if `on_error` is not "raise"; None if that save succeeded."""
         return self._failures.last_error
-
-    @property
-    def pinned(self) -> list[int]:
-        """The steps that are never deleted, ascending."""
-        return self._directory.pinned()
-
-    @property
-    def disk_usage(self) -> dict[int, int]:
-        """The valid steps, and the bytes that each takes on the disk."""
-        return {one.step: one.nbytes for one in self._directory.valid_steps()}
-
-    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """Returns the best valid step by a metric; None if there are no metrics yet. NaN is never best.
-
-        Raises `MismatchError` for a metric that no step has, if steps have other metrics.
-        """
-        return metrics.best(self._directory.valid_steps(foreign=True), metric, mode)
-
-    def path(self, step: int) -> str:
-        """Returns the directory of a step, even if it does not exist."""
-        return self._directory.path(step_number(step))
-
-    def copies(self, step: int) -> list[CopyPath]:
-        """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none.
-
-        Each is a `str` with an attribute `survives`: "the process" for memory, "the process and a restart of the host"
-        for a disk, "the loss of any one host" for the disks of two hosts, "the loss of all hosts" for a bucket or a
-        network file system.
-        """
-        return copy_paths(self._directory, step)
-
-    @property
-    def uncopied(self) -> list[int]:
-        """The steps that are only in `local`, or not known to be uploaded, ascending; none without a `local`."""
-        uploads = self._directory.uploads
-        return uploads.uncopied() if uploads else []
-
-    # Saving
 
     @non_reentrant
     def save(
