@@ -8,6 +8,7 @@ new one: two copies take turns. From the second save on, unchanged arrays are in
 them three times.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from ..stores.store import Store
 from .contents import Unchanged
 from .save_target import SaveTarget
 
+_log = logging.getLogger("treering")
 _MIN_BYTES = 1 << 20  # of an array; it takes 4 µs to look at one and to note it, 1 % of the time to write a megabyte
 
 
@@ -39,13 +41,11 @@ class Bases(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """An array that is worth a look: its bytes in this process, and the shards that it is cut into."""
+    """An array that is worth a look."""
 
     leaf: int
     path: str
     dtype: str
-    nbytes: int
-    shards: Sequence[int]
     boxes: tuple[Box, ...]
 
     @property
@@ -71,7 +71,7 @@ class UnchangedArrays:
     def __init__(self, bases: Callable[[native.Info], Bases]):
         self._bases = bases
         self._saved: dict[int, _Saved] = {}  # by the identity of the array
-        self._origins: dict[str, set[str]] = {}  # by the path of a step, the origins of its files
+        self._holders: dict[str, set[str]] = {}  # by the origin of a file, the paths of the steps that share it
         self._is_sharing = False  # True from the plan of a save that shares files until its commit
         self._shards: Any = None  # the structure of the last save, and its candidates
         self._candidates: Sequence[_Candidate] = ()
@@ -100,7 +100,11 @@ class UnchangedArrays:
         store, path, candidates = target.store, target.path, {one.leaf: one for one in known}
 
         def on_commit(files: Sequence[tuple[File, Sequence[Piece]]]) -> None:
-            self._note(store, path, [one.saved.origin for one in shared], files, candidates, arrays)
+            try:
+                self._note(store, path, [one.saved.origin for one in shared], files, candidates, arrays)
+            except OSError as error:  # The step is committed.
+                self._saved = {}
+                _log.info("%s: the next save writes all arrays: %s", path, error)
 
         return contents._replace(described=described, reused=Reused(shared, groups, on_commit))
 
@@ -117,7 +121,9 @@ class UnchangedArrays:
         """
         bases = self._bases(target.info)
         newest_first = {path: n for n, path in enumerate(bases.paths)}
-        taken = self._origins.get(bases.newest_kept or "", set())
+        for paths in self._holders.values():
+            paths.intersection_update(newest_first)
+        taken = {origin for origin, paths in self._holders.items() if bases.newest_kept in paths}
         chosen: dict[tuple[str, str], tuple[SavedFile, list[_Candidate]]] = {}
         for leaf, candidate in unchanged.items():
             files = self._saved[id(leaves[leaf])].files
@@ -176,7 +182,8 @@ class UnchangedArrays:
             for leaf in {piece.leaf for piece in pieces} & candidates.keys():
                 by_leaf.setdefault(leaf, set()).add(n)
         self._is_sharing = False
-        self._origins[path] = {one.origin for one in saved_files}
+        for paths in self._holders.values():  # A step that was here before is replaced.
+            paths.discard(path)
         alive = {key: one for key, one in self._saved.items() if one.array() is not None}
         for leaf, numbers in by_leaf.items():
             array = arrays[leaf]()
@@ -187,18 +194,21 @@ class UnchangedArrays:
             others = before.files if before and before.tensor == candidates[leaf].tensor else {}
             alive[id(array)] = _Saved(arrays[leaf], candidates[leaf].tensor, {**others, file.origin: file})
         self._saved = alive
+        known = {origin for one in alive.values() for origin in one.files}
+        self._holders = {origin: paths for origin, paths in self._holders.items() if origin in known}
+        for one in saved_files:
+            if one.origin in known:
+                self._holders.setdefault(one.origin, set()).add(path)
 
 
 def _candidates(described: Described) -> list[_Candidate]:
     """Returns the large arrays of a tree."""
-    by_leaf: dict[int, list[tuple[int, LocalShard]]] = {}
-    for n, shard in enumerate(described.shards):
-        by_leaf.setdefault(shard.leaf, []).append((n, shard))
+    by_leaf: dict[int, list[LocalShard]] = {}
+    for shard in described.shards:
+        by_leaf.setdefault(shard.leaf, []).append(shard)
     found: list[_Candidate] = []
     for leaf, own in by_leaf.items():
-        nbytes = sum(shard.nbytes for _, shard in own)
-        if nbytes >= _MIN_BYTES:
+        if sum(shard.nbytes for shard in own) >= _MIN_BYTES:
             entry: Any = described.catalogue.entries[leaf]
-            boxes = tuple(shard.box for _, shard in own)
-            found.append(_Candidate(leaf, entry.path, entry.dtype, nbytes, [n for n, _ in own], boxes))
+            found.append(_Candidate(leaf, entry.path, entry.dtype, tuple(shard.box for shard in own)))
     return found
