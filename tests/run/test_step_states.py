@@ -69,6 +69,10 @@ class MortalDisk(SteppedDisk):
         self._open_fds.add(fd := super().open(path))
         return fd
 
+    def open_dir(self, path: str) -> int:
+        self._open_fds.add(fd := super().open_dir(path))
+        return fd
+
     def close(self, fd: int) -> None:
         if fd in self._open_fds:  # otherwise `end` has closed it
             self._open_fds.remove(fd)
