@@ -9,7 +9,7 @@ them three times.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +19,12 @@ from .._processes.assignment import Piece
 from .._pytree.leaves import Described, LocalShard
 from ..formats.treering import write as native
 from ..formats.treering.manifest_fields import File
-from ..formats.treering.shared_files import Reused, SavedFile, SharedFile, hold
+from ..formats.treering.shared_files import Reused, SavedFile, SharedFile, hold, version
 from ..stores.store import Store
 from .contents import Unchanged
 from .save_target import SaveTarget
 
+_MAX_SHARED_FILES = 64  # of a save, which has two descriptors of each; the arrays of the others get one file together
 _MIN_BYTES = 1 << 20  # of an array; it takes 4 µs to look at one and to note it, 1 % of the time to write a megabyte
 
 
@@ -32,10 +33,12 @@ class Bases(NamedTuple):
 
     paths: of the steps, the newest first.
     newest_kept: the path of the newest step that stays when retention has followed the save; None if all go.
+    committed: the paths of all committed steps. The others have no files any more.
     """
 
     paths: Sequence[str]
     newest_kept: str | None
+    committed: Collection[str]
 
 
 class _Candidate(NamedTuple):
@@ -65,10 +68,11 @@ class _Saved(NamedTuple):
 class UnchangedArrays:
     """The arrays of the saves of one run in this process.
 
-    bases: returns the steps whose files a save may share. It is called only if an array has not changed.
+    bases: returns the steps whose files a save of so many bytes may share, or None if they cannot be found. It is
+        called only if an array has not changed.
     """
 
-    def __init__(self, bases: Callable[[native.Info], Bases]):
+    def __init__(self, bases: Callable[[native.Info, int], Bases | None]):
         self._bases = bases
         self._saved: dict[int, _Saved] = {}  # by the identity of the array
         self._origins: dict[str, set[str]] = {}  # by the path of a step, the origins of its files
@@ -91,7 +95,7 @@ class UnchangedArrays:
             return contents
         arrays = {one.leaf: weakref.ref(leaves[one.leaf]) for one in known}
         unchanged = {one.leaf: one for one in known if self._is_saved(leaves[one.leaf], one)}
-        shared = self._share(target, unchanged, leaves) if unchanged else []
+        shared = self._share(target, described, unchanged, leaves) if unchanged else []
         self._is_sharing = bool(shared)
         in_files = {piece.leaf for one in shared for piece in one.pieces}
         groups: Sequence[int] = ()
@@ -109,13 +113,16 @@ class UnchangedArrays:
         return saved is not None and saved.array() is array and saved.tensor == candidate.tensor
 
     def _share(
-        self, target: SaveTarget, unchanged: Mapping[int, _Candidate], leaves: Sequence[Any]
+        self, target: SaveTarget, described: Described, unchanged: Mapping[int, _Candidate], leaves: Sequence[Any]
     ) -> list[SharedFile]:
         """Opens the files that the save shares.
 
         Leaves out those that also have other arrays: another reader of safetensors could take these for the new ones.
         """
-        bases = self._bases(target.info)
+        bases = self._bases(target.info, sum(shard.nbytes for shard in described.shards))
+        if bases is None:
+            return []
+        self._forget_all_but(bases.committed)
         newest_first = {path: n for n, path in enumerate(bases.paths)}
         taken = self._origins.get(bases.newest_kept or "", set())
         chosen: dict[tuple[str, str], tuple[SavedFile, list[_Candidate]]] = {}
@@ -126,9 +133,8 @@ class UnchangedArrays:
                 file = min(usable, key=lambda one: newest_first[one.path])
                 chosen.setdefault((file.path, file.listed.name), (file, []))[1].append(candidate)
         shared: list[SharedFile] = []
-        for file, own in chosen.values():
-            if sum(len(one.boxes) for one in own) < file.pieces:
-                continue
+        fitting = [(file, own) for file, own in chosen.values() if sum(len(one.boxes) for one in own) == file.pieces]
+        for file, own in sorted(fitting, key=lambda one: -one[0].listed.size)[:_MAX_SHARED_FILES]:
             if held := hold(target.store, file):
                 pieces = [Piece(one.leaf, box, -1, 0, 0) for one in own for box in one.boxes]
                 shared.append(SharedFile(file, held, pieces))
@@ -138,6 +144,14 @@ class UnchangedArrays:
                 files = {origin: other for origin, other in saved.files.items() if other is not file}
                 self._saved[id(leaves[one.leaf])] = saved._replace(files=files)
         return shared
+
+    def _forget_all_but(self, paths: Collection[str]) -> None:
+        """Forgets the files of deleted steps."""
+        paths = set(paths)
+        self._origins = {path: origins for path, origins in self._origins.items() if path in paths}
+        for key, saved in self._saved.items():
+            files = {origin: file for origin, file in saved.files.items() if file.path in paths}
+            self._saved[key] = saved._replace(files=files)
 
     def _to_write(
         self, described: Described, in_files: frozenset[int], again: "set[int]"
@@ -170,9 +184,8 @@ class UnchangedArrays:
         saved_files: list[SavedFile] = []
         by_leaf: dict[int, set[int]] = {}
         for n, (listed, pieces) in enumerate(files):
-            found = store.stat(f"{path}/{listed.name}")
             origin = origins[n] if n < len(origins) else listed.name
-            saved_files.append(SavedFile(path, listed, origin, found and found.version, len(pieces)))
+            saved_files.append(SavedFile(path, listed, origin, version(store, path, listed), len(pieces)))
             for leaf in {piece.leaf for piece in pieces} & candidates.keys():
                 by_leaf.setdefault(leaf, set()).add(n)
         self._is_sharing = False
