@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import treering as tr
 from sampling import sample_points
 from treering._run.retention import Retention
+from treering._run.tensorboard import TensorBoardScalars
 from treering._save import unchanged
 from treering.errors import SaveError
 from treering.stores.posix import Disk
@@ -348,3 +350,21 @@ def test_an_error_of_the_disk(
     assert not disk.left
     _check(run, {step: {"frozen": frozen, "n": step} for step in range(1, 8)})
     assert not _arrays(run / "step-00000006").keys() & _arrays(run / "step-00000007").keys()
+
+
+def test_event_files_are_not_read_in_the_loop(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading new events takes long. Only a policy that uses metrics needs them to choose what a save may share."""
+    pytest.importorskip("tensorboard")
+    readers: list[threading.Thread] = []
+    read = TensorBoardScalars.read
+
+    def recorded(self: TensorBoardScalars, steps: Any) -> Any:
+        readers.append(threading.current_thread())
+        return read(self, steps)
+
+    monkeypatch.setattr(TensorBoardScalars, "read", recorded)
+    frozen = _array(1)
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(2), tensorboard=tmp_path) as ckpts:
+        for step in range(1, 5):
+            ckpts.save(step, {"frozen": frozen})
+    assert readers and threading.current_thread() not in readers

@@ -210,10 +210,10 @@ class Retention:
         except Exception:  # A policy may be the user's code, and the step is committed.
             _log.exception("deleting old steps failed; it is tried again after the next save")
 
-    def _list_steps(self) -> tuple[Sequence[SavedStep], dict[int, str]]:
-        """Returns the valid steps, and the paths of the committed ones."""
+    def _list_steps(self, *, events: bool = True) -> tuple[Sequence[SavedStep], dict[int, str]]:
+        """Returns the valid steps, see `StepCatalog.valid_steps`, and the paths of the committed ones."""
         with self._steps.store.glance(self._steps.root):
-            return self._steps.valid_steps(), self._steps.committed()
+            return self._steps.valid_steps(events=events), self._steps.committed()
 
     def bases(self, info: native.Info, nbytes: int) -> Bases | None:
         """Returns the steps whose files a save may share; None if they cannot be found, which is logged.
@@ -227,7 +227,7 @@ class Retention:
             return None
 
     def _find_bases(self, info: native.Info, nbytes: int) -> Bases:
-        saved, committed = self._list_steps()
+        saved, committed = self._list_steps(events=bool(self._keep and self._keep.metrics))
         if (back_to := self._directory.back_to) is not None:  # The save archives the later steps.
             saved = [one for one in saved if one.step <= back_to]
         others = [one for one in saved if one.step != info.step]
