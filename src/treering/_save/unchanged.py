@@ -8,6 +8,7 @@ new one: two copies take turns. From the second save on, unchanged arrays are in
 them three times.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,11 +59,12 @@ class _Candidate(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """An array that was saved: its tensor, and the files that have it, by their origin."""
+    """An array that was saved: its tensor, the files that have it, by their origin, and the number of the saves."""
 
     array: "weakref.ref[Any]"
     tensor: tuple[Any, ...]
     files: Mapping[str, SavedFile]
+    times: int
 
 
 class UnchangedArrays:
@@ -100,7 +102,8 @@ class UnchangedArrays:
         in_files = {piece.leaf for one in shared for piece in one.pieces}
         groups: Sequence[int] = ()
         if unchanged:
-            described, groups = self._to_write(described, frozenset(in_files), unchanged.keys() - in_files)
+            again = {leaf: self._saved[id(leaves[leaf])].times > 1 for leaf in unchanged.keys() - in_files}
+            described, groups = self._to_write(described, frozenset(in_files), again)
         store, path, candidates = target.store, target.path, {one.leaf: one for one in known}
 
         def on_commit(files: Sequence[tuple[File, Sequence[Piece]]]) -> None:
@@ -154,18 +157,19 @@ class UnchangedArrays:
             self._saved[key] = saved._replace(files=files)
 
     def _to_write(
-        self, described: Described, in_files: frozenset[int], again: "set[int]"
+        self, described: Described, in_files: frozenset[int], again: Mapping[int, bool]
     ) -> tuple[Described, Sequence[int]]:
         """Returns what is left to write, and the groups of its shards.
 
-        The unchanged arrays, which are written `again`, get a file of their own. A later save can share it.
+        The unchanged arrays, which are written `again`, get a file of their own. A later save can share it, unless one
+        of them has changed. So those that have not changed for longer (True) get another file.
         """
         last = self._last_written
         if last[0] is not described.shards or last[1:3] != (in_files, again):
             numbers = [n for n, shard in enumerate(described.shards) if shard.leaf not in in_files]
-            first = [n for n in numbers if described.shards[n].leaf in again]
-            order = [*first, *(n for n in numbers if described.shards[n].leaf not in again)]
-            groups = [count for count in (len(first), len(order) - len(first)) if count]
+            age = {n: again.get(described.shards[n].leaf, -1) for n in numbers}
+            order = sorted(numbers, key=lambda n: -age[n])
+            groups = [len(list(group)) for _, group in itertools.groupby(order, age.get)]
             shards = tuple(described.shards[n] for n in order)
             last = self._last_written = described.shards, in_files, again, order, shards, groups
         _, _, _, order, shards, groups = last
@@ -196,9 +200,9 @@ class UnchangedArrays:
             if array is None or len(numbers) > 1:
                 continue
             file = saved_files[min(numbers)]
-            before = alive.get(id(array))
-            others = before.files if before and before.tensor == candidates[leaf].tensor else {}
-            alive[id(array)] = _Saved(arrays[leaf], candidates[leaf].tensor, {**others, file.origin: file})
+            tensor, before = candidates[leaf].tensor, alive.get(id(array))
+            others, times = (before.files, before.times) if before and before.tensor == tensor else ({}, 0)
+            alive[id(array)] = _Saved(arrays[leaf], tensor, {**others, file.origin: file}, times + 1)
         self._saved = alive
 
 
