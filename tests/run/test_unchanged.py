@@ -1,11 +1,13 @@
 """Arrays that have not changed since earlier steps are in files that steps share, and no step depends on another."""
 
+import errno
 import gc
 import logging
 import os
 import pathlib
 import random
 import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,8 @@ import pytest
 
 import treering as tr
 from sampling import sample_points
+from treering._run.retention import Retention
+from treering._run.tensorboard import TensorBoardScalars
 from treering._save import unchanged
 from treering.errors import SaveError
 from treering.stores.posix import Disk
@@ -157,7 +161,7 @@ def test_a_file_that_is_not_as_it_was_written_is_not_shared(
     tmp_path: pathlib.Path, change: Callable[[pathlib.Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file of an earlier step was deleted, changed or replaced by another program: the arrays are written again."""
-    run, frozen = tmp_path / "run", _array(1)
+    run, frozen, large = tmp_path / "run", _array(1), tmp_path
     caplog.set_level(logging.INFO, "treering")
     with tr.Checkpointer(run) as ckpts:
         for step in range(1, 6):
@@ -246,3 +250,124 @@ def test_nothing_is_shared_on_request(tmp_path: pathlib.Path) -> None:
         for step in range(1, 6):
             ckpts.save(step, {"frozen": frozen})
     assert {file.stat().st_nlink for file in tmp_path.rglob("arrays-*")} == {1}
+
+
+def test_the_step_after_a_restored_one(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The save that archives the later steps shares no file with the step that it continues from, nor with those."""
+    run, frozen = tmp_path / "run", _array(1)
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 7):
+            ckpts.save(step, {"frozen": frozen, "n": step})
+        ckpts.restore(step=5)
+        ckpts.save(7, {"frozen": frozen, "n": 7})
+    assert tr.steps(run) == [1, 2, 3, 4, 5, 7]
+    assert not _arrays(run / "step-00000005").keys() & _arrays(run / "step-00000007").keys()
+    assert "second name" not in caplog.text
+
+
+def test_a_step_that_is_smaller_than_the_one_before(tmp_path: pathlib.Path) -> None:
+    """By `keep.size`, a small step leaves room for the one before, so it shares no file with that."""
+    run, frozen = tmp_path / "run", _array(1)
+    with tr.Checkpointer(run, keep=tr.keep.size(500_000)) as ckpts:
+        for step in range(1, 6):
+            ckpts.save(step, {"frozen": frozen, "large": jnp.full(70_000, step, jnp.float32)})
+        ckpts.save(6, {"frozen": frozen})
+    assert tr.steps(run) == [5, 6]
+    assert not _arrays(run / "step-00000005").keys() & _arrays(run / "step-00000006").keys()
+
+
+def test_two_networks_that_are_trained_in_turns(tmp_path: pathlib.Path) -> None:
+    """One of them has changed whenever the other has not, and the frozen one is in a file without them. Files of
+    deleted steps are forgotten."""
+    state, shared = {"frozen": _array(1), "a": _array(2), "b": _array(3)}, []
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(2)) as ckpts:
+        for step in range(1, 12):
+            state["ab"[step % 2]] = _array(10 + step)
+            pending = ckpts.save(step, state)
+            assert pending
+            shared.append(pending.result().shared_bytes > 0)
+        known = ckpts._saver._unchanged
+        assert known and len(known._origins) <= 3 and max(len(saved.files) for saved in known._saved.values()) <= 3
+    assert all(shared[4:])
+
+
+def test_a_step_has_few_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more array freezes at each step. A file of its own for each would take all descriptors of the process."""
+    monkeypatch.setattr(unchanged, "_MAX_SHARED_FILES", 2)
+    run, state = tmp_path / "run", [_array(n) for n in range(8)]
+    with tr.Checkpointer(run, keep=tr.keep.last(3)) as ckpts:
+        for step in range(1, 16):
+            state = [array if n < step else array + 1 for n, array in enumerate(state)]
+            pending = ckpts.save(step, state)
+            assert pending and pending.result() and len(_arrays(run / f"step-{step:08}")) <= 5
+    _check(run, dict.fromkeys((13, 14, 15), state))
+
+
+def test_an_array_file_that_is_a_link(tmp_path: pathlib.Path) -> None:
+    """A program moved the array files and left links. Another name of a link would not be a file of the step's own."""
+    run, frozen = tmp_path / "run", _array(1)
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 5):
+            ckpts.save(step, {"frozen": frozen, "n": step})
+            ckpts.wait()
+            for file in run.glob("step-*/arrays-*") if step == 3 else ():
+                file.symlink_to(file.rename(tmp_path / file.name))
+    assert not any(file.is_symlink() for file in (run / "step-00000004").iterdir())
+    assert np.array_equal(tr.restore(run)["frozen"], frozen)
+
+
+class _FailingDisk(Disk):
+    """Fails once: the link to an array file, because the disk is full, or the look at one after its commit."""
+
+    def __init__(self, what: str) -> None:
+        self.left = [what]
+
+    def hard_link(self, old: str, new: str) -> bool:
+        if "arrays-" in old and "link" in self.left:
+            self.left = []
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), new)
+        return super().hard_link(old, new)
+
+    def stat(self, path: str) -> os.stat_result | None:
+        if (
+            "step-00000004/arrays-" in path
+            and "stat" in self.left
+            and os.path.exists(f"{os.path.dirname(path)}/treering.json")
+        ):
+            self.left = []
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().stat(path)
+
+
+@pytest.mark.parametrize("what", ["link", "stat"])
+def test_an_error_of_the_disk(
+    tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The save waits for room, as with other files. Once it is committed, it does not fail."""
+    disk = use_disk(_FailingDisk(what))
+    monkeypatch.setattr(Retention, "wait_for_room", lambda *arguments: None)
+    run, frozen = tmp_path / "run", _array(1)
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 8):
+            ckpts.save(step, {"frozen": frozen, "n": step})
+    assert not disk.left
+    _check(run, {step: {"frozen": frozen, "n": step} for step in range(1, 8)})
+    assert not _arrays(run / "step-00000006").keys() & _arrays(run / "step-00000007").keys()
+
+
+def test_event_files_are_not_read_in_the_loop(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading new events takes long. Only a policy that uses metrics needs them to choose what a save may share."""
+    pytest.importorskip("tensorboard")
+    readers: list[threading.Thread] = []
+    read = TensorBoardScalars.read
+
+    def recorded(self: TensorBoardScalars, steps: Any) -> Any:
+        readers.append(threading.current_thread())
+        return read(self, steps)
+
+    monkeypatch.setattr(TensorBoardScalars, "read", recorded)
+    frozen = _array(1)
+    with tr.Checkpointer(tmp_path / "run", keep=tr.keep.last(2), tensorboard=tmp_path) as ckpts:
+        for step in range(1, 5):
+            ckpts.save(step, {"frozen": frozen})
+    assert readers and threading.current_thread() not in readers

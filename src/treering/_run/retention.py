@@ -210,24 +210,29 @@ class Retention:
         except Exception:  # A policy may be the user's code, and the step is committed.
             _log.exception("deleting old steps failed; it is tried again after the next save")
 
-    def _list_steps(self) -> tuple[Sequence[SavedStep], dict[int, str]]:
-        """Returns the valid steps, and the paths of the committed ones."""
+    def _list_steps(self, *, events: bool = True) -> tuple[Sequence[SavedStep], dict[int, str]]:
+        """Returns the valid steps, see `StepCatalog.valid_steps`, and the paths of the committed ones."""
         with self._steps.store.glance(self._steps.root):
-            return self._steps.valid_steps(), self._steps.committed()
+            return self._steps.valid_steps(events=events), self._steps.committed()
 
-    def bases(self, info: native.Info) -> Bases:
-        """Returns the steps whose files a save may share. `info`: that of the save."""
+    def bases(self, info: native.Info, nbytes: int) -> Bases | None:
+        """Returns the steps whose files a save may share; None if they cannot be found, which is logged.
+
+        info, nbytes: the information that is recorded with the save, and the size of its arrays.
+        """
         try:
-            return self._find_bases(info)
+            return self._find_bases(info, nbytes)
         except Exception:  # A policy may be the user's code.
             _log.exception("%s: steps with the same arrays are not found; all arrays are written", self._steps.root)
-            return Bases((), None)
+            return None
 
-    def _find_bases(self, info: native.Info) -> Bases:
-        saved, committed = self._list_steps()
+    def _find_bases(self, info: native.Info, nbytes: int) -> Bases:
+        saved, committed = self._list_steps(events=bool(self._keep and self._keep.metrics))
+        if (back_to := self._directory.back_to) is not None:  # The save archives the later steps.
+            saved = [one for one in saved if one.step <= back_to]
         others = [one for one in saved if one.step != info.step]
         metrics = {name: decode_float(value) for name, value in info.metrics.items()}
-        new = Saved(info.step or 0, metrics, time.time(), saved[-1].nbytes if saved else 0)
+        new = Saved(info.step or 0, metrics, time.time(), nbytes)
 
         def kept(steps: Sequence[Saved]) -> list[str]:
             wanted = self._keep and self._steps_to_keep(self._keep, steps, ())
@@ -240,7 +245,8 @@ class Retention:
 
         stay = set(kept(sorted([*others, new], key=lambda one: one.step))) - {committed.get(new.step)}
         newest_first = list(reversed(kept(saved)))
-        return Bases(newest_first, next((path for path in newest_first if path in stay), None))
+        newest_kept = next((path for path in newest_first if path in stay), None)
+        return Bases(newest_first, newest_kept, committed.values())
 
     def _emptied_to_delete(
         self, keep: Policy, saved: Sequence[Saved], committed: Mapping[int, str], protected: Collection[int | None]

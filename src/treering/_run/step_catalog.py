@@ -117,12 +117,15 @@ class StepCatalog:
         found = formats.foreign_steps(self.store, self.root, own, formats.get("orbax"), self.layout.foreign_prefix)
         return {step: one.path for step, one in found.items()}
 
-    def valid_steps(self, *, foreign: bool = False) -> list[SavedStep]:
-        """Returns the valid steps, ascending; with `foreign` also those of other libraries in the directory."""
-        with self.store.glance(self.root):
-            return self._valid_steps(foreign)
+    def valid_steps(self, *, foreign: bool = False, events: bool = True) -> list[SavedStep]:
+        """Returns the valid steps, ascending; with `foreign` also those of other libraries in the directory.
 
-    def _valid_steps(self, foreign: bool) -> list[SavedStep]:
+        events: False to leave out the metrics in event files, because reading new events may take seconds.
+        """
+        with self.store.glance(self.root):
+            return self._valid_steps(foreign, events)
+
+    def _valid_steps(self, foreign: bool, events: bool) -> list[SavedStep]:
         own_names = run_layout.committed_names(self.store, self.root, self.prefix)
         own = {step: posixpath.join(self.root, name) for step, name in own_names.items()}
         with self._lock:
@@ -137,7 +140,7 @@ class StepCatalog:
                 saved for step, one in others.items() if step not in own and (saved := self._read_foreign(step, *one))
             ]
             valid.sort(key=lambda one: one.step)
-        if self._tensorboard_scalars is None:
+        if self._tensorboard_scalars is None or not events:
             return valid
         written = self._tensorboard_scalars.read(one.step for one in valid)
         found: list[SavedStep] = []

@@ -8,9 +8,10 @@ new one: two copies take turns. From the second save on, unchanged arrays are in
 them three times.
 """
 
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +21,13 @@ from .._processes.assignment import Piece
 from .._pytree.leaves import Described, LocalShard
 from ..formats.treering import write as native
 from ..formats.treering.manifest_fields import File
-from ..formats.treering.shared_files import Reused, SavedFile, SharedFile, hold
+from ..formats.treering.shared_files import Reused, SavedFile, SharedFile, hold, version
 from ..stores.store import Store
 from .contents import Unchanged
 from .save_target import SaveTarget
 
 _log = logging.getLogger("treering")
+_MAX_SHARED_FILES = 64  # of a save, which has two descriptors of each; the arrays of the others get one file together
 _MIN_BYTES = 1 << 20  # of an array; it takes 4 µs to look at one and to note it, 1 % of the time to write a megabyte
 
 
@@ -34,10 +36,12 @@ class Bases(NamedTuple):
 
     paths: of the steps, the newest first.
     newest_kept: the path of the newest step that stays when retention has followed the save; None if all go.
+    committed: the paths of all committed steps. The others have no files any more.
     """
 
     paths: Sequence[str]
     newest_kept: str | None
+    committed: Collection[str]
 
 
 class _Candidate(NamedTuple):
@@ -55,20 +59,22 @@ class _Candidate(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """An array that was saved: its tensor, and the files that have it, by their origin."""
+    """An array that was saved: its tensor, the files that have it, by their origin, and the number of the saves."""
 
     array: "weakref.ref[Any]"
     tensor: tuple[Any, ...]
     files: Mapping[str, SavedFile]
+    times: int
 
 
 class UnchangedArrays:
     """The arrays of the saves of one run in this process.
 
-    bases: returns the steps whose files a save may share. It is called only if an array has not changed.
+    bases: returns the steps whose files a save of so many bytes may share, or None if they cannot be found. It is
+        called only if an array has not changed.
     """
 
-    def __init__(self, bases: Callable[[native.Info], Bases]):
+    def __init__(self, bases: Callable[[native.Info, int], Bases | None]):
         self._bases = bases
         self._saved: dict[int, _Saved] = {}  # by the identity of the array
         self._holders: dict[str, set[str]] = {}  # by the origin of a file, the paths of the steps that share it
@@ -91,12 +97,13 @@ class UnchangedArrays:
             return contents
         arrays = {one.leaf: weakref.ref(leaves[one.leaf]) for one in known}
         unchanged = {one.leaf: one for one in known if self._is_saved(leaves[one.leaf], one)}
-        shared = self._share(target, unchanged, leaves) if unchanged else []
+        shared = self._share(target, described, unchanged, leaves) if unchanged else []
         self._is_sharing = bool(shared)
         in_files = {piece.leaf for one in shared for piece in one.pieces}
         groups: Sequence[int] = ()
         if unchanged:
-            described, groups = self._to_write(described, frozenset(in_files), unchanged.keys() - in_files)
+            again = {leaf: self._saved[id(leaves[leaf])].times > 1 for leaf in unchanged.keys() - in_files}
+            described, groups = self._to_write(described, frozenset(in_files), again)
         store, path, candidates = target.store, target.path, {one.leaf: one for one in known}
 
         def on_commit(files: Sequence[tuple[File, Sequence[Piece]]]) -> None:
@@ -113,16 +120,17 @@ class UnchangedArrays:
         return saved is not None and saved.array() is array and saved.tensor == candidate.tensor
 
     def _share(
-        self, target: SaveTarget, unchanged: Mapping[int, _Candidate], leaves: Sequence[Any]
+        self, target: SaveTarget, described: Described, unchanged: Mapping[int, _Candidate], leaves: Sequence[Any]
     ) -> list[SharedFile]:
         """Opens the files that the save shares.
 
         Leaves out those that also have other arrays: another reader of safetensors could take these for the new ones.
         """
-        bases = self._bases(target.info)
+        bases = self._bases(target.info, sum(shard.nbytes for shard in described.shards))
+        if bases is None:
+            return []
+        self._forget_all_but(bases.committed)
         newest_first = {path: n for n, path in enumerate(bases.paths)}
-        for paths in self._holders.values():
-            paths.intersection_update(newest_first)
         taken = {origin for origin, paths in self._holders.items() if bases.newest_kept in paths}
         chosen: dict[tuple[str, str], tuple[SavedFile, list[_Candidate]]] = {}
         for leaf, candidate in unchanged.items():
@@ -132,9 +140,8 @@ class UnchangedArrays:
                 file = min(usable, key=lambda one: newest_first[one.path])
                 chosen.setdefault((file.path, file.listed.name), (file, []))[1].append(candidate)
         shared: list[SharedFile] = []
-        for file, own in chosen.values():
-            if sum(len(one.boxes) for one in own) < file.pieces:
-                continue
+        fitting = [(file, own) for file, own in chosen.values() if sum(len(one.boxes) for one in own) == file.pieces]
+        for file, own in sorted(fitting, key=lambda one: -one[0].listed.size)[:_MAX_SHARED_FILES]:
             if held := hold(target.store, file):
                 pieces = [Piece(one.leaf, box, -1, 0, 0) for one in own for box in one.boxes]
                 shared.append(SharedFile(file, held, pieces))
@@ -145,19 +152,29 @@ class UnchangedArrays:
                 self._saved[id(leaves[one.leaf])] = saved._replace(files=files)
         return shared
 
+    def _forget_all_but(self, paths: Collection[str]) -> None:
+        """Forgets the files of deleted steps."""
+        paths = set(paths)
+        for holders in self._holders.values():
+            holders.intersection_update(paths)
+        for key, saved in self._saved.items():
+            files = {origin: file for origin, file in saved.files.items() if file.path in paths}
+            self._saved[key] = saved._replace(files=files)
+
     def _to_write(
-        self, described: Described, in_files: frozenset[int], again: "set[int]"
+        self, described: Described, in_files: frozenset[int], again: Mapping[int, bool]
     ) -> tuple[Described, Sequence[int]]:
         """Returns what is left to write, and the groups of its shards.
 
-        The unchanged arrays, which are written `again`, get a file of their own. A later save can share it.
+        The unchanged arrays, which are written `again`, get a file of their own. A later save can share it, unless one
+        of them has changed. So those that have not changed for longer (True) get another file.
         """
         last = self._last_written
         if last[0] is not described.shards or last[1:3] != (in_files, again):
             numbers = [n for n, shard in enumerate(described.shards) if shard.leaf not in in_files]
-            first = [n for n in numbers if described.shards[n].leaf in again]
-            order = [*first, *(n for n in numbers if described.shards[n].leaf not in again)]
-            groups = [count for count in (len(first), len(order) - len(first)) if count]
+            age = {n: again.get(described.shards[n].leaf, -1) for n in numbers}
+            order = sorted(numbers, key=lambda n: -age[n])
+            groups = [len(list(group)) for _, group in itertools.groupby(order, age.get)]
             shards = tuple(described.shards[n] for n in order)
             last = self._last_written = described.shards, in_files, again, order, shards, groups
         _, _, _, order, shards, groups = last
@@ -176,9 +193,8 @@ class UnchangedArrays:
         saved_files: list[SavedFile] = []
         by_leaf: dict[int, set[int]] = {}
         for n, (listed, pieces) in enumerate(files):
-            found = store.stat(f"{path}/{listed.name}")
             origin = origins[n] if n < len(origins) else listed.name
-            saved_files.append(SavedFile(path, listed, origin, found and found.version, len(pieces)))
+            saved_files.append(SavedFile(path, listed, origin, version(store, path, listed), len(pieces)))
             for leaf in {piece.leaf for piece in pieces} & candidates.keys():
                 by_leaf.setdefault(leaf, set()).add(n)
         self._is_sharing = False
@@ -190,9 +206,9 @@ class UnchangedArrays:
             if array is None or len(numbers) > 1:
                 continue
             file = saved_files[min(numbers)]
-            before = alive.get(id(array))
-            others = before.files if before and before.tensor == candidates[leaf].tensor else {}
-            alive[id(array)] = _Saved(arrays[leaf], candidates[leaf].tensor, {**others, file.origin: file})
+            tensor, before = candidates[leaf].tensor, alive.get(id(array))
+            others, times = (before.files, before.times) if before and before.tensor == tensor else ({}, 0)
+            alive[id(array)] = _Saved(arrays[leaf], tensor, {**others, file.origin: file}, times + 1)
         self._saved = alive
         known = {origin for one in alive.values() for origin in one.files}
         self._holders = {origin: paths for origin, paths in self._holders.items() if origin in known}

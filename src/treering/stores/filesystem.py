@@ -75,7 +75,8 @@ class Filesystem:
         return sink
 
     def share(self, old: str, new: str) -> FileSink | None:
-        if not self.disk.hard_link(old, new):
+        # A second name of a link would lead to the file of another checkpoint.
+        if self.is_link(old) or not self.disk.hard_link(old, new):
             return None
         sink = self._sinks[new] = FileSink.linked(self.disk, new)
         return sink

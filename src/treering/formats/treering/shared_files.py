@@ -4,6 +4,7 @@ The save gives such a file another name in its own directory (a hard link), so e
 itself. If the disk cannot do that, the bytes are copied and checked.
 """
 
+import functools
 import logging
 import posixpath
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,8 +15,8 @@ from ...errors import CorruptError, SaveError
 from ...stores.store import Store
 from .array_file import ArrayFile
 from .manifest_fields import File
+from .room import PatientSink, Room
 from .save_files import SaveFiles
-from .second_copies import FileWriter
 
 _log = logging.getLogger("treering")
 
@@ -79,14 +80,21 @@ def hold(store: Store, saved: SavedFile) -> ArrayFile | None:
     return None
 
 
-def share(
-    files: SaveFiles, shared: Sequence[tuple[str, SharedFile]], create: Callable[[str], FileWriter]
-) -> tuple[list[tuple[File, int]], int]:
+def version(store: Store, path: str, listed: File) -> Hashable:
+    """Returns the version of a file of a committed step; None if it is not known, so that no save shares the file."""
+    try:
+        found = store.stat(posixpath.join(path, listed.name))
+    except OSError:  # The step is committed all the same.
+        return None
+    return found and found.version
+
+
+def share(files: SaveFiles, shared: Sequence[tuple[str, SharedFile]], room: Room) -> tuple[list[tuple[File, int]], int]:
     """Puts shared files into a save, under new names.
 
     Returns the entry of each file and the number of its first piece, and how many bytes take no room.
 
-    create: creates a file whose bytes must be copied.
+    room: waits for room if the disk is full.
 
     Raises `SaveError` if bytes must be copied and are damaged.
     """
@@ -95,17 +103,18 @@ def share(
     for name, (saved, held, pieces) in shared:
         listed = File(name, saved.listed.size, saved.listed.header, saved.listed.xxh3)
         old = posixpath.join(saved.path, saved.listed.name)
-        if files.share(name, old, saved.version):
+        link = functools.partial(files.share, name, old, saved.version)
+        if room.retry(posixpath.join(files.path, name), 0, link):
             nbytes += listed.size
         else:
             _log.warning("%s: copied to %s, because the disk cannot give it a second name", old, files.path)
-            _copy(create(name), listed, held.contents(saved.listed))
+            _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
         report.append((listed, first))
         first += len(pieces)
     return report, nbytes
 
 
-def _copy(sink: FileWriter, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:
+def _copy(sink: PatientSink, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:
     sink.preallocate(listed.size)
     try:
         for offset, buffer in contents:

@@ -139,12 +139,11 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             all_pieces = [*itertools.chain(*(one.pieces for one in shared)), *pieces] if shared else pieces
         call.set_activity("writing")
         stopwatch.begin()
-        create = functools.partial(PatientSink, room, files)
-        report, shared_bytes = share(files, list(zip(names, shared, strict=False)), create)
+        report, shared_bytes = share(files, list(zip(names, shared, strict=False)), room)
         stopwatch.lap("write")
         first = len(all_pieces) - len(pieces)
         for name, plan in zip(names[len(shared) :], planned, strict=True):
-            file = _write_file(create(name), name, plan, pieces, staging, pool, stopwatch)
+            file = _write_file(PatientSink(room, files, name), name, plan, pieces, staging, pool, stopwatch)
             report.append((file, first + plan.first))
         copied: list[File] = []
         for copy in copies:
