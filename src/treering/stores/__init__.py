@@ -38,8 +38,8 @@ def register(store: Store, scheme: str = "") -> None:
     missing = [name for name in vars(Store) if not name.startswith("_") and not hasattr(store, name)]
     if missing:
         raise MismatchError(
-            f"{scheme}://: expected a store, found a {type(store).__name__} without `{missing[0]}`; if it has the methods "
-            "of `KeyValues`, pass treering.stores.key_values.KeyValueStore(…) with it"
+            f"{scheme}://: expected a store, found a {type(store).__name__} without `{missing[0]}`; if it has the "
+            "methods of `KeyValues`, pass treering.stores.key_values.KeyValueStore(…) with it"
         )
     _stores[scheme] = store
 
