@@ -147,7 +147,9 @@ def test_the_api_page_has_everything_public() -> None:
     assert [name for name in sorted(modules) if f"automodule:: treering.{name}\n" not in page] == []
     names = [name for name in [*tr.__all__, "open"] if name not in modules and not name.startswith("__")]
     assert [name for name in names if not re.search(rf":: treering\.{name}(\(\))?$", page, re.MULTILINE)] == []
-    assert re.search(r"automodule:: treering\.errors\n   :members:\n", page)  # all of them
+    for module in ("errors", "stores.key_values"):
+        assert re.search(rf"automodule:: treering\.{module}\n   :members:\n", page)  # all of them
+    assert ":: treering.testing.StoreConformance\n" in page
     for module in (tr.formats, tr.rules):
         members = re.search(rf"automodule:: {module.__name__}\n   :members:(.*)", page)
         assert members and (

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,11 @@ import pytest
 import treering as tr
 from jobs import run_job
 from treering import stores
+from treering._run.interval import Interval
 from treering._save.pending import PendingSave
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.formats.treering import summary
+from treering.stores.memory import MemoryStore
 from treering.stores.posix import Disk
 
 
@@ -586,7 +588,8 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
         assert report.nbytes > 8_000_000 and report.path == ckpts.path(report.step or 0)
         parts = report.write_seconds, report.sync_seconds, report.commit_seconds
         assert all(part > 0 for part in parts) and sum(parts) <= report.seconds and report.stall_seconds > 0
-        assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / (report.seconds - report.wait_seconds))
+        own = report.seconds - report.wait_seconds - report.lease_seconds
+        assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / own)
     lines = [record.message for record in caplog.records if record.levelno >= logging.INFO]
     assert len(lines) == 3 and all(line.startswith("saved /") and "GB/s" in line for line in lines)
 
@@ -608,11 +611,48 @@ def test_report_has_stall_and_wait_seconds(
     assert quick.wait_seconds < 0.01 and quick.stall_seconds < 1
     assert 1 < held_up.wait_seconds <= held_up.stall_seconds <= stood <= held_up.stall_seconds + 0.1
     assert held_up.stall_seconds <= held_up.seconds
-    assert held_up.gb_per_second == pytest.approx(held_up.nbytes / 1e9 / (held_up.seconds - held_up.wait_seconds))
+    own = held_up.seconds - held_up.wait_seconds - held_up.lease_seconds
+    assert held_up.gb_per_second == pytest.approx(held_up.nbytes / 1e9 / own)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "step 2: the loop stood still for 1." in warning and "for the previous save" in warning
     assert "save_every" in warning and 'when_busy="skip"' in warning and "1." in str(held_up)
     ckpts.close()
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_report_has_the_seconds_of_the_lease(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, tiers: int
+) -> None:
+    """A wait for the lease of a killed job is neither for the copy nor a cost of saving."""
+
+    class Waiting(MemoryStore):
+        def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> Any:
+            lease = super().lease(run, busy)
+            acquire, pauses = lease.acquire, [1.1]
+
+            def wait_and_acquire() -> None:
+                time.sleep(pauses.pop() if pauses else 0)
+                acquire()
+
+            lease.acquire = wait_and_acquire  # type: ignore[method-assign]
+            return lease
+
+    with stores.using(Waiting(), "waiting"):
+        with tr.Checkpointer("waiting://db/run", local=tmp_path / "fast" if tiers == 2 else None) as ckpts:
+            first = ckpts.save(1, {"x": np.ones(3)})
+            second = ckpts.save(2, {"x": np.ones(3)})
+        assert first and second
+        report, later = first.result(), second.result()
+    assert 1.1 < report.lease_seconds <= report.stall_seconds and report.wait_seconds < 0.1
+    assert later.lease_seconds < 0.1 and "for the lease of the run" not in str(later)
+    own = report.seconds - report.wait_seconds - report.lease_seconds
+    assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / own)
+    (warning,) = [record.message for record in caplog.records if "stood still" in record.message]
+    assert "1.1 s of it for the lease of the run; only a job's first save waits for it" in warning
+    assert "ms for the lease of the run" in str(report)
+    interval = Interval(None)
+    interval.add_save(report)
+    assert interval._cost() < 0.5
 
 
 @pytest.mark.long

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import inspect
 import ntpath
 import os
 import pathlib
 import posixpath
+import re
 import secrets
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import obstore.store
 import pytest
 
@@ -24,7 +27,7 @@ import sqlite_store
 import treering as tr
 from sqlite_store import SqliteValues
 from treering import stores
-from treering.errors import UnsupportedError
+from treering.errors import MismatchError, RequestError, SaveError, UnsupportedError
 from treering.stores.file_io import files_in, is_in_use
 from treering.stores.key_values import KeyValueStore, Value
 from treering.stores.memory import MemoryStore, MemoryValues
@@ -273,6 +276,40 @@ class _RacingStore(MemoryStore):
         self.values = _Racing()
 
 
+def _store_of(write: Callable[..., Value]) -> Callable[[], KeyValueStore]:
+    """Returns a maker of stores with another `write`, which gets the values and the arguments."""
+    return lambda: KeyValueStore(type("Values", (MemoryValues,), {"write": write})())
+
+
+def _replaces_absent(self: MemoryValues, key: str, data: bytes, *, exclusive: bool, replaces: str | None) -> Value:
+    """Writes a value that is to replace one that was deleted."""
+    return MemoryValues.write(self, key, data, exclusive=exclusive, replaces=replaces if self.stat(key) else None)
+
+
+def _deletes_first(self: MemoryValues, key: str, data: bytes, *, exclusive: bool, replaces: str | None) -> Value:
+    """Deletes a value before it writes the new one."""
+    if not exclusive and replaces is None:
+        self.delete(key)
+    return MemoryValues.write(self, key, data, exclusive=exclusive, replaces=replaces)
+
+
+def _counts_from_one(self: MemoryValues, key: str, data: bytes, *, exclusive: bool, replaces: str | None) -> Value:
+    """Uses the first version again after a delete."""
+    found = self.stat(key)
+    value = MemoryValues.write(self, key, data, exclusive=exclusive, replaces=replaces)
+    value = value._replace(version=f"v{int(found.version[1:]) + 1 if found else 1}")
+    self.data[key] = value, data
+    return value
+
+
+class _Patterns(MemoryValues):
+    """Takes a prefix for a pattern, as LIKE of SQL does."""
+
+    def list(self, prefix: str) -> list[Value]:
+        pattern = re.compile(re.escape(prefix).replace("_", ".").replace("%", ".*"), re.IGNORECASE)
+        return [value for value in super().list("") if pattern.match(value.key)]
+
+
 class _Hidden(MemoryStore):
     """Lists no file that is being written."""
 
@@ -318,9 +355,13 @@ def _move(store: MemoryStore, old: str, new: str) -> None:
         (_Prefixed, "a_name_may_begin_with_another"),
         (_RacingStore, "of_many_writers_one_wins"),
         (_Hidden, "a_file_is_seen_while_it_is_written"),
+        (_store_of(_replaces_absent), "conditions_of_write_hold"),
+        (_store_of(_counts_from_one), "conditions_of_write_hold"),
+        (_store_of(_deletes_first), "a_value_is_replaced_in_one_step"),
+        (lambda: KeyValueStore(_Patterns()), "prefixes_are_literal"),
     ],
 )
-def test_what_is_wrong_is_found(store: type[MemoryStore], test: str) -> None:
+def test_what_is_wrong_is_found(store: Callable[[], Store], test: str) -> None:
     """The conformance tests pass with a correct store and fail with each broken one."""
     run = getattr(TestMemory(), f"test_{test}")
     run(store=MemoryStore(), root="memory://bucket/folder")
@@ -345,3 +386,124 @@ def test_what_a_thread_meets_is_what_the_test_raises() -> None:
         TestMemory().test_of_many_writers_one_wins(store=_Broken(), root="memory://bucket/folder")
     for one in heartbeat._heartbeats.all():
         one.stop(delete=False)
+
+
+class _Faulty(MemoryValues):
+    """Raises `error` in the method `on` while it is set; `write` does so once it has written."""
+
+    on, error = "", OSError()
+
+    def _fail(self, method: str) -> None:
+        if method == self.on:
+            raise self.error
+
+    def stat(self, key: str) -> Value | None:
+        self._fail("stat")
+        return super().stat(key)
+
+    def list(self, prefix: str) -> list[Value]:
+        self._fail("list")
+        return super().list(prefix)
+
+    def read(self, key: str, begin: int, end: int) -> tuple[bytes, Value]:
+        self._fail("read")
+        return super().read(key, begin, end)
+
+    def write(self, key: str, data: bytes, **conditions: Any) -> Value:
+        value = super().write(key, data, **conditions)
+        if key.endswith("/treering.json"):
+            self._fail("write")
+        return value
+
+
+@pytest.fixture
+def faulty() -> Iterator[_Faulty]:
+    values = _Faulty()
+    with stores.using(KeyValueStore(values), "faulty"):
+        yield values
+
+
+@pytest.mark.parametrize("method", ["list", "read"])
+def test_errors_of_five_methods_name_the_path(faulty: _Faulty, method: str) -> None:
+    """A run neither starts over nor falls back to an earlier step. The error says what failed, and where."""
+    run = "faulty://db/run"
+    for step in (1, 2):
+        tr.save(f"{run}/step-{step:08d}", {"w": np.full(3, step)}, step=step)
+    faulty.on = method
+    for error in (ConnectionError("lost"), TimeoutError("late"), FileNotFoundError(2, "gone", "/data/values.tar")):
+        if method == "read" and isinstance(error, FileNotFoundError):
+            continue  # It says that the value is absent.
+        faulty.error = error
+        with tr.Checkpointer(run) as ckpts, pytest.raises(RequestError) as caught:
+            ckpts.restore_or_init(lambda: {"w": np.zeros(3)})
+        assert str(caught.value).startswith(run) and caught.value.__cause__ is error
+        assert f"`{method}` raised {type(error).__name__}: {error}; try again" in str(caught.value)
+    faulty.error = PermissionError(13, "not allowed")
+    with pytest.raises(PermissionError, match=f"not allowed: '{run}"):
+        tr.restore(run)
+    faulty.on = ""
+    assert tr.restore(run)["w"][0] == 2
+
+
+@pytest.mark.parametrize("error", [TimeoutError("no reply"), OSError(5, "no reply")], ids=["time-out", "EIO"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_write_may_raise_after_it_has_written(faulty: _Faulty, error: OSError, overwrite: bool) -> None:
+    """The save finds its manifest in place, succeeds, and leaves no other files."""
+    path = "faulty://db/c"
+    if overwrite:
+        tr.save(path, {"w": np.zeros(3)})
+    faulty.on, faulty.error = "write", error
+    tr.save(path, {"w": np.ones(3)}, overwrite=overwrite)
+    assert tr.restore(path)["w"][0] == 1 and len(stores.get(path).list(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "found"),
+    [
+        ("write", lambda value: None, "found None"),
+        ("write", lambda value: value._replace(version=None), "found Value(key='db/c"),
+        ("stat", lambda value: types.SimpleNamespace(**value._asdict()), "found namespace(key='db/c"),
+        ("list", lambda values: [one.key for one in values], "found 'db/c"),
+        ("read", lambda answer: answer[0], "found b'"),
+        ("read", lambda answer: (answer[0][:-1], answer[1]), "bytes, found"),
+    ],
+)
+def test_answers_of_five_methods_are_checked(method: str, answer: Callable[[Any], Any], found: str) -> None:
+    """The error names the method, and says which values it returns."""
+
+    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+        right = getattr(MemoryValues, method)(self, *arguments, **options)
+        return right if method != "write" and not right else answer(right)
+
+    values = type("Wrong", (MemoryValues,), {} if method == "list" else {method: wrong})()
+    with stores.using(KeyValueStore(values), "wrong"), pytest.raises(OSError, match="wrong://db/c") as caught:
+        tr.save("wrong://db/c", {"w": np.zeros(3)})
+        values.list = wrong.__get__(values)
+        tr.steps("wrong://db/c")
+    assert isinstance(caught.value, RequestError | SaveError)
+    assert f"expected `{method}` to return" in str(caught.value) and found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("store", "scheme", "problem"),
+    [
+        (MemoryValues(), "mine", "expected a store, found a MemoryValues without `has_folders`"),
+        (MemoryStore, "mine", "expected a store, found a class"),
+        (MemoryStore(), "mine://", "'mine://': expected the name of a scheme alone"),
+        (MemoryStore(), 5, "5: expected the name of a scheme alone"),
+    ],
+)
+def test_only_stores_and_names_are_registered(store: Any, scheme: Any, problem: str) -> None:
+    with pytest.raises(MismatchError, match=problem):
+        stores.register(store, scheme)
+
+
+def test_an_unknown_scheme_names_the_known_ones(faulty: _Faulty) -> None:
+    with pytest.raises(UnsupportedError, match=r"nowhere://x: .* faulty, .* s3, .*; treering.stores.register"):
+        tr.save("nowhere://x", {})
+
+
+@pytest.mark.parametrize("name", ["store", "root"])
+def test_missing_fixtures_of_the_suite_are_named(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"_Buckets: define the fixture `{name}`"):
+        inspect.unwrap(getattr(StoreConformance, name))(_Buckets())

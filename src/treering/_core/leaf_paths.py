@@ -211,8 +211,9 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
         return f"{scheme}://{'/'.join(names)}"
     if _URL.match(text):
         raise UnsupportedError(
-            f"{text}: expected a path of the file system, found a URL that no store reads; object stores are s3://, "
-            "gs://, az:// and https://, as text (a folder of that name has an absolute path)"
+            f"{text}: expected a path of the file system, found a URL whose scheme this process does not know; known "
+            f"are {', '.join(sorted(filter(None, schemes)))}; treering.stores.register adds one (a folder of that name "
+            "has an absolute path)"
         )
     home = os.path.expanduser(text)
     if home.startswith("~"):

@@ -42,9 +42,10 @@ class Interval:
 
     def add_save(self, report: SaveReport) -> None:
         """Notes the cost of a save, and chooses the interval again."""
-        # At this interval no save waits for another.
-        self._stall_seconds.append(report.stall_seconds - report.wait_seconds)
-        self._write_seconds.append(report.seconds - report.wait_seconds)
+        # At this interval no save waits for another, and only the first one waits for the lease of the run.
+        waited = report.wait_seconds + report.lease_seconds
+        self._stall_seconds.append(report.stall_seconds - waited)
+        self._write_seconds.append(report.seconds - waited)
         cost, failure = self._cost(), self._seconds_between_failures()
         # The interval is at least the time of a write: a save that begins earlier only waits for the one before.
         self.seconds = max(optimal_interval(cost, failure), statistics.median(self._write_seconds))

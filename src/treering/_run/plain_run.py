@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import posixpath
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .._core.entries import step_number
@@ -35,6 +36,7 @@ class PlainRun:
         self._has_invalidated_local_tiers = self._has_warned_of_later = False
         self._starts_over = False  # True if this job has archived all steps
         self.has_held_lock = False  # True once this object has had the lease
+        self.lease_seconds = 0.0
         self._holder_pid: int | None = None  # The process that has the lease: a forked child does not have it.
         self._lock = steps.store.lease(steps.root, busy)
         self._store, self._root, self._prefix = steps.store, steps.root, steps.prefix
@@ -224,7 +226,9 @@ class PlainRun:
 
     def acquire(self) -> None:
         """Acquires the lease. Raises `ExistsError` if another writer has it."""
+        begun = time.perf_counter()
         self._lock.acquire()
+        self.lease_seconds += time.perf_counter() - begun
         self._holder_pid, self.has_held_lock = os.getpid(), True
 
     def release(self) -> None:

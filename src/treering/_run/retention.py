@@ -53,9 +53,11 @@ class Retention:
             BackgroundQueue(),
         )
 
-    def on_start(self) -> None:
-        """Acquires the lease of the run. Raises `ExistsError` if another writer has it."""
+    def on_start(self) -> float:
+        """Acquires the lease of the run. Returns the seconds that took. Raises `ExistsError` if another has it."""
+        before = self._directory.lease_seconds
         self._directory.acquire_for_save()
+        return self._directory.lease_seconds - before
 
     def before_write(self) -> None:
         """Prepares a save. Before the first one, removes leftovers of killed jobs and the mark of a finished run."""

@@ -38,6 +38,11 @@ class RunDirectory(Protocol):
         ...
 
     @property
+    def lease_seconds(self) -> float:
+        """All seconds in which this process has waited for the lease of the run."""
+        ...
+
+    @property
     def lost(self) -> bool:
         """True if another `Checkpointer` of this process has acquired the run."""
         ...

@@ -84,7 +84,7 @@ class StepSaver:
             return None
         self._collective.check_open()
         with self._collective.call(f"save({step})") as call:
-            status_fields, destination, orders = call.broadcast(
+            status_fields, destination, orders, lease_seconds = call.broadcast(
                 lambda: self._decide_save(step, options.on_exists, force, several)
             )
             status = PendingStatus(*status_fields)
@@ -101,7 +101,7 @@ class StepSaver:
             try:
                 if together := self._together:
                     path = together.prepare(path, orders, self._directory.back_to)
-                pending = self._start(call, path, overwrite, step, tree, options, started_at, waited)
+                pending = self._start(call, path, overwrite, step, tree, options, started_at, waited, lease_seconds)
             except BaseException as error:
                 if several:  # All processes must have the same list of saves.
                     self._pending_saves.add(PendingSave._already_failed(path, step, call, error))
@@ -115,22 +115,25 @@ class StepSaver:
 
     def _decide_save(
         self, step: int, on_exists: str, force: bool, several: bool
-    ) -> tuple[PendingStatus, tuple[str, bool] | None, Any]:
+    ) -> tuple[PendingStatus, tuple[str, bool] | None, Any, float]:
         """Returns the state of earlier saves, where to save (None to skip the step), and the run's state for peers.
 
-        "Where" is the path, and True to overwrite. Called in process 0. Raises `ExistsError`.
+        "Where" is the path, and True to overwrite. The last element is the seconds of a wait for the run's lease.
+        Called in process 0. Raises `ExistsError`.
         """
         status = self._pending_saves.status()
         if status.raises:
-            return status, None, None
+            return status, None, None, 0.0
         if not force and (several and not self._schedule.is_due(step)):
-            return status, None, None
+            return status, None, None, 0.0
         if not force and self._skip_if_busy and status.calls:
-            return status, None, None
+            return status, None, None, 0.0
+        before = self._directory.lease_seconds
         with as_save_error(self._directory.root):
             self._look()
             place = self._directory.reserve_step(step, on_exists, self._pending_saves.steps_of(status.calls))
-            return status, place, self._together and self._together.orders()
+            waited = self._directory.lease_seconds - before
+            return status, place, self._together and self._together.orders(), waited
 
     @property
     def _together(self) -> Together | None:
@@ -158,6 +161,7 @@ class StepSaver:
         options: StepOptions,
         started_at: float,
         waited: float,
+        lease_seconds: float,
     ) -> PendingSave:
         layout = self._directory.steps.layout
         requested = SaveOptions(
@@ -169,7 +173,7 @@ class StepSaver:
             reuse=self._unchanged and self._unchanged.without_unchanged,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
-        return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited)
+        return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited, lease_seconds)
 
 
 def _merged_metadata(run_metadata: Any, step_metadata: Any) -> Any:

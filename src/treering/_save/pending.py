@@ -46,6 +46,7 @@ class SaveReport:
     sync_seconds: the part of `seconds` in which this process waited until the disk had made its file durable.
     commit_seconds: the part of `seconds` in which this process waited for the commit, peers included.
     wait_seconds: the part of `stall_seconds` in which the call waited for the previous save.
+    lease_seconds: the part of `stall_seconds` in which the call waited for the lease of the run.
     shared_bytes: the part of `nbytes` that is shared with earlier steps and was not written again.
 
     Formats other than the native one count writing, sync and commit as writing.
@@ -60,19 +61,21 @@ class SaveReport:
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
     wait_seconds: float = 0.0
+    lease_seconds: float = 0.0
     shared_bytes: int = 0
 
     @property
     def gb_per_second(self) -> float:
-        """The rate in 10^9 bytes per second, from the call to the commit, without `wait_seconds`."""
-        own = self.seconds - self.wait_seconds
+        """The rate in 10^9 bytes per second, from the call to the commit, without both waits."""
+        own = self.seconds - self.wait_seconds - self.lease_seconds
         return self.nbytes / 1e9 / own if own else 0.0
 
     def _repr_html_(self) -> str:
         rows = [("size", nbytes(self.nbytes)), ("rate", f"{self.gb_per_second:.2f} GB/s")]
         rows += [("shared", nbytes(self.shared_bytes))] if self.shared_bytes else []
         rows += [("step", str(self.step))] if self.step is not None else []
-        seconds = ("seconds", "stall_seconds", "wait_seconds", "write_seconds", "sync_seconds", "commit_seconds")
+        seconds = ("seconds", "stall_seconds", "wait_seconds", "lease_seconds")
+        seconds += ("write_seconds", "sync_seconds", "commit_seconds")
         rows += [(name.replace("_", " "), f"{getattr(self, name):.3f}") for name in seconds]
         return html.page(self.path, html.table(rows))
 
@@ -80,8 +83,9 @@ class SaveReport:
         return f"<SaveReport {self}>"
 
     def __str__(self) -> str:
-        before = f", {self.wait_seconds * 1e3:.1f} ms of it for the previous save" if self.wait_seconds >= 1e-4 else ""
         shared = f", {self.shared_bytes / 1e6:.1f} MB of it shared with earlier steps" if self.shared_bytes else ""
+        waits = ((self.wait_seconds, "the previous save", 1e-4), (self.lease_seconds, "the lease of the run", 0.1))
+        before = "".join(f", {took * 1e3:.1f} ms for {what}" for took, what, least in waits if took >= least)
         return (
             f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s){shared}; "
             f"the caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
@@ -95,6 +99,7 @@ class PendingSave:
     blocking: True if the caller waits until the save is over.
     begun: the time of the call, by `time.perf_counter`.
     waited: seconds for which the caller has waited for the previous save since then.
+    lease_seconds: seconds for which the caller has waited for the lease of the run since then.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class PendingSave:
         blocking: bool = False,
         begun: float | None = None,
         waited: float = 0.0,
+        lease_seconds: float = 0.0,
     ):
         self.path = path
         self.step = step
@@ -116,7 +122,7 @@ class PendingSave:
         self._managed = managed
         self._blocking = blocking
         self._start_time = time.perf_counter() if begun is None else begun
-        self._stall_seconds, self._wait_seconds = 0.0, waited
+        self._stall_seconds, self._wait_seconds, self._lease_seconds = 0.0, waited, lease_seconds
         self._caller_released = Latch()  # set when the caller's thread is free again
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -237,12 +243,14 @@ class PendingSave:
         """Logs a warning if the call blocked the training loop for long. The warning says what helps."""
         if self._stall_seconds < _LONG_STALL_SECONDS:
             return
-        if self._wait_seconds > self._stall_seconds / 2:
-            why, help = f", {self._wait_seconds:.1f} s of it for the previous save", ', and so does when_busy="skip"'
+        if self._lease_seconds > self._stall_seconds / 2:
+            why = f"{self._lease_seconds:.1f} s of it for the lease of the run; only a job's first save waits for it"
+        elif self._wait_seconds > self._stall_seconds / 2:
+            why = f"{self._wait_seconds:.1f} s of it for the previous save; a larger save_every helps, and so does "
+            why += 'when_busy="skip"'
         else:
-            why, help = ", while the state was copied", ""
-        stood = f"step {self.step}: the loop stood still for {self._stall_seconds:.1f} s"
-        _log.warning("%s: %s%s; a larger save_every helps%s", self.path, stood, why, help)
+            why = "while the state was copied; a larger save_every helps"
+        _log.warning("%s: step %s: the loop stood still for %.1f s, %s", self.path, self.step, self._stall_seconds, why)
 
     def _make_report(self, written: Written) -> SaveReport:
         seconds = time.perf_counter() - self._start_time
@@ -250,9 +258,9 @@ class PendingSave:
         self._caller_released.wait()
         nbytes, write, sync, commit, shared = written
         stall = seconds if self._blocking else self._stall_seconds
-        waited = min(self._wait_seconds, stall)
+        waits = min(self._wait_seconds, stall), min(self._lease_seconds, stall)
         self._report = SaveReport(
-            self.path, self.step, nbytes, stall, max(seconds, stall), write, sync, commit, waited, shared
+            self.path, self.step, nbytes, stall, max(seconds, stall), write, sync, commit, *waits, shared
         )  # fmt: skip
         return self._report
 

@@ -196,11 +196,13 @@ def start_save(
     hooks: "SaveHooks | None" = None,
     begun: float | None = None,
     waited: float = 0.0,
+    lease_seconds: float = 0.0,
 ) -> PendingSave:
     """Begins a save: stages the tree in the caller's thread, and starts the background thread that writes it.
 
     `hooks` are called around the save. The user's call began at `begun` (by default now), and has waited `waited`
-    seconds since then for the previous save. `call` ends with the save; if this function raises, its caller ends it.
+    seconds since then for the previous save, and `lease_seconds` for the lease of its run. `call` ends with the save;
+    if this function raises, its caller ends it.
     """
     begun = time.perf_counter() if begun is None else begun
     call.set_activity("copying the state")
@@ -211,7 +213,7 @@ def start_save(
     prepared = pipeline.prepare(call, place, tree, info, options, format)
     with _pending.as_save_error(place):
         if hooks and call.index == 0:
-            hooks.on_start()
+            lease_seconds += hooks.on_start()
         # In all other cases the background thread checks the path: process 0 checks it for all processes, and a request
         # to a bucket would block the caller too long.
         if call.count == 1 and format.name == "treering" and stores.get(place).has_folders:
@@ -225,6 +227,7 @@ def start_save(
         blocking=not options.background,
         begun=begun,
         waited=waited,
+        lease_seconds=lease_seconds,
     )
 
     def write(pool: ThreadPool) -> None:
@@ -303,8 +306,11 @@ def _format_for(place: str, options: SaveOptions) -> Format:
 class SaveHooks(Protocol):
     """Functions that Treering calls around a save. With several processes, only process 0 calls the first three."""
 
-    def on_start(self) -> None:
-        """Runs in the caller's thread after the tree was checked. An error fails the call."""
+    def on_start(self) -> float:
+        """Runs in the caller's thread after the tree was checked. An error fails the call.
+
+        Returns the seconds in which it waited for the lease of the run.
+        """
         ...
 
     def before_write(self) -> None:

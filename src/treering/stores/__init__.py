@@ -6,12 +6,13 @@ A public function calls `get` once for the store of its path, and passes that st
 import contextlib
 import functools
 import os
+import re
 import urllib.parse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .._core import leaf_paths
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 from .filesystem import Filesystem
 from .objects import clients
 from .posix import Disk
@@ -24,7 +25,22 @@ _stores: dict[str, Store] = {"": Filesystem(Disk())}  # by URL scheme; a path ha
 
 
 def register(store: Store, scheme: str = "") -> None:
-    """Makes `store` the store of all paths with this scheme."""
+    """Makes `store` the store of all paths with this scheme (``mine`` of ``mine://``), in this process.
+
+    Raises `MismatchError` for anything but a `Store` and the name of a scheme.
+    """
+    if not isinstance(scheme, str) or not re.fullmatch(r"(?:[A-Za-z][\w+.-]*)?", scheme):
+        raise MismatchError(
+            f"{scheme!r}: expected the name of a scheme alone, found other text; pass 'mine' for mine://"
+        )
+    if isinstance(store, type):
+        raise MismatchError(f"{scheme}://: expected a store, found a class; pass an object of it")
+    missing = [name for name in vars(Store) if not name.startswith("_") and not hasattr(store, name)]
+    if missing:
+        raise MismatchError(
+            f"{scheme}://: expected a store, found a {type(store).__name__} without `{missing[0]}`; if it has the "
+            "methods of `KeyValues`, pass treering.stores.key_values.KeyValueStore(…) with it"
+        )
     _stores[scheme] = store
 
 

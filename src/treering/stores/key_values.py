@@ -20,13 +20,19 @@ from .objects.request_errors import ChangedError, missing
 from .objects.store import ObjectStore
 
 _NO_BYTES = memoryview(b"")
+_RETURNED = {  # what each method returns, for messages
+    "stat": "a `treering.stores.key_values.Value` or None",
+    "list": "`treering.stores.key_values.Value`s",
+    "read": "bytes and a `treering.stores.key_values.Value`",
+    "write": "a `treering.stores.key_values.Value`",
+}
 
 
 class Value(NamedTuple):
     """What is stored under a key: its size in bytes, when it was written, and its version.
 
     `modified` is in seconds since the epoch, by one clock for all processes, because it decides which writers live.
-    Each write makes another version.
+    `version` is text. Different contents of a key have different versions. Equal contents may have equal ones.
     """
 
     key: str
@@ -36,7 +42,11 @@ class Value(NamedTuple):
 
 
 class KeyValues(Protocol):
-    """Bytes by key. A key is text such as ``gpt/step-1/a.json``. Several threads and processes call at once."""
+    """Bytes by key. Several threads and processes call at once.
+
+    A key is all text after ``scheme://``, such as ``gpt/step-1/a.json``. Treering repeats no failed call. Any error but
+    those named here means that the outcome is unknown: `write` may raise it after it has written.
+    """
 
     def stat(self, key: str) -> Value | None:
         """Returns the value of a key, without its bytes; None if there is none."""
@@ -54,7 +64,7 @@ class KeyValues(Protocol):
         """Writes all of a value, durably and in one step. Returns it.
 
         exclusive: raises `FileExistsError` if the key has a value.
-        replaces: raises `FileExistsError` unless the value has this version.
+        replaces: raises `FileExistsError` unless the key has a value with this version.
         """
         ...
 
@@ -82,21 +92,24 @@ class _ValuesBucket(Bucket):
         self._values, self._place = values, url.partition("://")[2]
 
     def head(self, key: str) -> ObjectMeta | None:
-        with self.translate_errors(key):
+        with self.translate_errors(key, "stat"):
             found = self._values.stat(self._full(key))
-        return found and self._meta(found)
+            return None if found is None else self._meta(key, "stat", found)
 
     def _bytes(
         self, key: str, begin: int, end: int, version: Version | None, into: memoryview = _NO_BYTES
     ) -> tuple[Any, ObjectMeta]:
-        with self.translate_errors(key):
-            try:
-                came, value = self._values.read(self._full(key), begin, end)
-            except FileNotFoundError:
-                raise missing(self.url, key) from None
-        found = self._meta(value)
+        try:
+            with self.translate_errors(key, "read", FileNotFoundError):
+                answer: Any = self._values.read(self._full(key), begin, end)
+        except FileNotFoundError:
+            raise missing(self.url, key) from None
+        came, value = answer if isinstance(answer, tuple) and len(answer) == 2 else (b"", answer)
+        found = self._meta(key, "read", value)
         if version is not None and version != found.version:
             raise ChangedError(17, "replaced", f"{self.url}/{key}")
+        if len(came) != (size := max(min(end, found.nbytes) - begin, 0)):
+            raise self._wrong(key, f"expected `read` to return {size} bytes, found {len(came)}")
         if not into and len(came) <= MAX_UNCOPIED_BYTES:
             return came, found
         own = len(came) - (len(into) if end <= found.nbytes else 0)
@@ -108,17 +121,13 @@ class _ValuesBucket(Bucket):
 
     def put(self, key: str, data: Any, *, replaces: Version | None = None, overwrite: bool = False) -> Version:
         exclusive = replaces is None and not overwrite
-        with self.translate_errors(key):
-            try:
-                value = self._values.write(
-                    self._full(key),
-                    bytes(data),
-                    exclusive=exclusive,
-                    replaces=None if replaces is None or overwrite else replaces[0],
-                )
-            except FileExistsError:
-                raise ChangedError(17, "exists, or was replaced", f"{self.url}/{key}") from None
-        return self._meta(value).version
+        condition = None if replaces is None or overwrite else replaces[0]
+        try:
+            with self.translate_errors(key, "write", FileExistsError):
+                value = self._values.write(self._full(key), bytes(data), exclusive=exclusive, replaces=condition)
+        except FileExistsError:
+            raise ChangedError(17, "exists, or was replaced", f"{self.url}/{key}") from None
+        return self._meta(key, "write", value).version
 
     def list(self, key: str) -> tuple[list[ObjectMeta], list[str]]:
         below = f"{key}/" if key else ""
@@ -132,14 +141,15 @@ class _ValuesBucket(Bucket):
         return objects, sorted(folders)
 
     def list_at_most(self, key: str, most: int | None) -> "list[ObjectMeta] | None":
-        with self.translate_errors(key):
+        with self.translate_errors(key, "list"):
             listed = self._values.list(self._full(f"{key}/" if key else ""))
-            found = [self._meta(one) for one in itertools.islice(listed, None if most is None else most + 1)]
+            first = itertools.islice(listed, None if most is None else most + 1)
+            found = [self._meta(key, "list", one) for one in first]
         return None if most is not None and len(found) > most else found
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            with self.translate_errors(key):
+            with contextlib.suppress(FileNotFoundError), self.translate_errors(key, "delete", FileNotFoundError):
                 self._values.delete(self._full(key))
 
     def copy(self, key: str, other: str) -> None:
@@ -163,16 +173,38 @@ class _ValuesBucket(Bucket):
         return False
 
     @contextlib.contextmanager
-    def translate_errors(self, key: str) -> Iterator[None]:
+    def translate_errors(
+        self, key: str, method: str = "write", expected: type[OSError] = RequestError
+    ) -> Iterator[None]:
+        """Wraps a call of a method, which may raise the `expected` error.
+
+        An error of the system with a number keeps its kind and gets the path. All others become `RequestError`: also an
+        absent file of the store itself, which must not count as an absent value.
+        """
         try:
             yield
-        except (OSError, TreeringError):
+        except (TreeringError, expected):
             raise
         except Exception as error:
-            raise RequestError(f"{self.url}/{key}: the store did not answer as it should: {error}") from error
+            unanswered = isinstance(error, ConnectionError | TimeoutError | FileNotFoundError)
+            if isinstance(error, OSError) and error.errno is not None and not unanswered:
+                if error.filename is None:
+                    error.filename = f"{self.url}/{key}"
+                raise
+            raise self._wrong(key, f"`{method}` raised {type(error).__name__}: {error}") from error
 
     def _full(self, key: str) -> str:
         return f"{self._place}/{key}"
 
-    def _meta(self, value: Value) -> ObjectMeta:
+    def _meta(self, key: str, method: str, value: Any) -> ObjectMeta:
+        """Returns the value that a method has returned for a key. Raises `RequestError` for anything else."""
+        if not isinstance(value, Value) or not isinstance(value.version, str):
+            wanted = f"expected `{method}` to return {_RETURNED[method]}, whose version is text"
+            raise self._wrong(key, f"{wanted}, found {value!r:.100}")
         return ObjectMeta(relative_key(self._place, value.key), value.nbytes, value.modified, (value.version, None))
+
+    def _wrong(self, key: str, problem: str) -> RequestError:
+        return RequestError(
+            f"{self.url}/{key}: the store did not answer as it should: {problem}; try again, or correct "
+            f"{type(self._values).__name__}: Treering repeats no call of its methods"
+        )

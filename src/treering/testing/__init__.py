@@ -14,6 +14,7 @@ for _name in (
     "_samples",
     "_store_subject",
     "_store_reading",
+    "_store_values",
     "_store_writing",
     "stores",
 ):

@@ -18,13 +18,16 @@ class StoreSubject:
 
     @pytest.fixture
     def store(self) -> Any:
-        """The store under test."""
-        raise NotImplementedError
+        """The store under test. One process writes to it, with several threads."""
+        raise self._missing("store", "the store under test")
 
     @pytest.fixture
     def root(self) -> str:
-        """A path in the store that no other test uses: a folder, or a URL whose scheme Treering does not know."""
-        raise NotImplementedError
+        """A path in the store that no other test uses: a folder, or a URL with any scheme, registered or not."""
+        raise self._missing("root", "a path in the store, another one for each test")
+
+    def _missing(self, name: str, returned: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__}: define the fixture `{name}`; it returns {returned}")
 
     @pytest.fixture
     def registered(self, store: Store, root: str) -> Iterator[str]:

@@ -19,20 +19,24 @@ from ..errors import CorruptError, ExistsError, MismatchError
 from ..stores.file_io import read_file
 from ..stores.store import Store
 from ._store_reading import StoreReading
+from ._store_values import StoreValues
 from ._store_writing import StoreWriting
 
 
-class StoreConformance(StoreReading, StoreWriting):
+class StoreConformance(StoreReading, StoreWriting, StoreValues):
     """The tests of a store. Subclass it under a name that pytest collects, with the store and a path for the tests.
 
     >>> class TestMine(StoreConformance):
     ...     @pytest.fixture
-    ...     def store(self):
-    ...         return MyStore()
+    ...     def store(self, tmp_path):
+    ...         return KeyValueStore(MyDatabase(tmp_path / "values.db"))
     ...
     ...     @pytest.fixture
     ...     def root(self):
-    ...         return "mine://bucket/folder"
+    ...         return f"mine://tests/{uuid.uuid4()}"  # a new path for each test
+
+    The tests run in one process and cut no power. So they show neither that `write` is durable nor that its conditions
+    hold between processes.
     """
 
     def test_every_format_works_on_it(self, registered: str) -> None:

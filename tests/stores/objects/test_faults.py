@@ -167,7 +167,7 @@ def test_a_server_that_falls_silent_ends_in_an_error(s3_server: str, silent_from
             with pytest.raises(SaveError) as failed:
                 saving.result(timeout=120)
             unknown = silent_from in ("the manifest", "the removal")
-            assert silent and ("cannot be known" in str(failed.value)) == unknown
+            assert silent and ("commit not confirmed" in str(failed.value)) == unknown
             for call in (tr.open, tr.restore, tr.verify, tr.steps):
                 with pytest.raises((TreeringError, OSError), match=path):
                     call(path)

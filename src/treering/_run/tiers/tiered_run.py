@@ -67,6 +67,10 @@ class TieredRun(TierReads):
 
     is_held = False  # Each of the two directories has its own lease.
 
+    @property
+    def lease_seconds(self) -> float:
+        return self.local.lease_seconds + self.remote.lease_seconds
+
     def start_upload(self) -> None:
         """Uploads missing steps in the background, and deletes the steps that the policy does not keep."""
         self._uploader.begin()

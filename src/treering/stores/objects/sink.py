@@ -6,7 +6,7 @@ import threading
 from collections.abc import Hashable
 from typing import Any
 
-from ...errors import RequestError, SaveError
+from ...errors import SaveError
 from .. import lease_registry
 from ..buffers import copy
 from ..lease_registry import LeaseLostError
@@ -14,6 +14,7 @@ from ..store import ABSENT
 from . import round_trip
 from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
+from .request_errors import ChangedError
 from .upload import Stream, Upload, Uploads
 
 # `finish` puts an object of at most so many bytes before it returns, and a larger one in the background.
@@ -94,7 +95,9 @@ class ObjectSink:
         data = self._stream.contents()
         try:
             published = self._bucket.put(key, data, replaces=replaces, overwrite=overwrites_any)
-        except RequestError:
+        except ChangedError:
+            raise
+        except OSError:
             found = self._bucket.find_same(key, data)  # The put may have succeeded and its answer may be lost.
             if found is None:
                 raise
