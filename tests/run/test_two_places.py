@@ -29,7 +29,7 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering._run.tiers import uploader as copies
-from treering._run.tiers.journal import Contents, Generations
+from treering._run.tiers.journal import Contents, Generations, Journal
 from treering.errors import (
     CorruptError,
     ExistsError,
@@ -40,7 +40,7 @@ from treering.errors import (
     UnsupportedError,
 )
 from treering.formats.treering import copy as treering_copy
-from treering.formats.treering import manifest, removal
+from treering.formats.treering import host_files, manifest, removal
 from treering.stores import survival
 from treering.stores.objects.store import ObjectStore
 from treering.stores.posix import Disk
@@ -810,6 +810,19 @@ def test_bad_journal_or_generations(
     file.write_bytes(good)
     with tr.Checkpointer(remote, local=local) as ckpts:
         assert ckpts.steps == [1, 2]
+
+
+def test_a_borrowed_step_is_not_listed(tmp_path: pathlib.Path) -> None:
+    """A job was killed after it had fetched a step from another disk, and before it claimed the run."""
+    remote, local = str(tmp_path / "remote"), str(tmp_path / "local")
+    with tr.Checkpointer(remote, local=local) as ckpts:
+        _save(ckpts, 1)
+    with tr.Checkpointer(local) as ckpts:
+        _save(ckpts, 2)
+    assert tr.Checkpointer(remote, local=local).steps == [1, 2]
+    store = stores.get(local)
+    Journal(store, local, remote).borrow(host_files.identity(store, f"{local}/step-00000002"))
+    assert tr.Checkpointer(remote, local=local).latest_step == 1
 
 
 def test_local_directory_of_another_run_is_refused(local: str, tmp_path: pathlib.Path) -> None:

@@ -257,8 +257,11 @@ class TierReads:
         own = self.local.steps.committed()
         if self.host_group:
             return {step: path for step, path in own.items() if self.host_group.is_of_run(step, path)}
-        if not own or self._claimed or self._is_heir():
+        if not own or self._claimed:
             return own
+        if self._is_heir():
+            store, borrowed = self.local.steps.store, self.tier.journal.contents.borrowed
+            return {n: at for n, at in own.items() if not borrowed or host_files.identity(store, at) not in borrowed}
         remote = self.remote.steps.committed()
         found = {step: path for step, path in own.items() if step in remote and not self._differ(path, remote[step])}
         if others := [str(step) for step in own if step not in found]:
