@@ -116,7 +116,8 @@ def test_two_copies_of_each_array_among_the_steps(tmp_path: pathlib.Path, seed: 
     state = [_array(n) for n in range(4)]
     expected: dict[int, Any] = {}
     shares = 0
-    with tr.Checkpointer(run, keep=_policy(choice)) as ckpts:
+    policy = _policy(choice)
+    with tr.Checkpointer(run, keep=policy) as ckpts:
         for _ in range(14):
             state = [choice.choice((array, array, array, _array(choice.random()))) for array in state]
             overwrites = step > 0 and step not in ckpts.pinned and choice.random() < 0.15
@@ -144,7 +145,8 @@ def test_two_copies_of_each_array_among_the_steps(tmp_path: pathlib.Path, seed: 
     for one in tr.steps(run):
         for found, wanted in zip(tr.restore(run, step=one), expected[one], strict=True):
             assert np.array_equal(found, wanted)
-    assert tr.verify(run).ok and shares
+    # Without another step there is no second copy, so nothing is shared.
+    assert tr.verify(run).ok and (shares or policy == tr.keep.last(1))
 
 
 def _append(path: pathlib.Path) -> None:
@@ -172,8 +174,7 @@ def test_a_file_that_is_not_as_it_was_written_is_not_shared(
             ckpts.wait()
     for step in (3, 4, 5):
         assert tr.verify(run / f"step-{step:08}").ok and np.array_equal(tr.restore(run, step=step)["frozen"], frozen)
-    # The step with the deleted file is damaged, so that its files are not looked at.
-    assert (f"{large.name}: arrays in it that have not changed are written again" in caplog.text) == large.exists()
+    assert f"{large.name}: arrays in it that have not changed are written again" in caplog.text
 
 
 class _DiskWithoutLinks(Disk):
@@ -207,7 +208,7 @@ def test_a_disk_without_hard_links(
     assert tr.steps(run) == [step for step in range(1, 7) if not (damaged and step == 4)]
     for step in tr.steps(run)[2:]:
         assert tr.verify(run / f"step-{step:08}").ok and np.array_equal(tr.restore(run, step=step)["frozen"], frozen)
-    assert "because the disk cannot give it a second name" in caplog.text
+    assert caplog.text.count("it got no second name") == 1  # Later saves write all arrays.
 
 
 def test_a_file_is_replaced_right_before_it_is_shared(tmp_path: pathlib.Path, use_disk: Any) -> None:

@@ -229,21 +229,22 @@ class Retention:
             return None
 
     def _find_bases(self, info: native.Info, nbytes: int) -> Bases:
-        saved, committed = self._list_steps(events=bool(self._keep and self._keep.metrics))
+        if self._keep is None:  # Otherwise the manifests of all steps would be read in the caller's thread.
+            back_to, committed = self._directory.back_to, self._steps.committed()
+            stay = [path for step, path in committed.items() if back_to is None or step <= back_to]
+            others = [path for path in stay if path != committed.get(info.step or 0)]
+            return Bases(stay[::-1], others[-1] if others else None, committed.values())
+        saved, committed = self._list_steps(events=bool(self._keep.metrics))
         if (back_to := self._directory.back_to) is not None:  # The save archives the later steps.
             saved = [one for one in saved if one.step <= back_to]
         others = [one for one in saved if one.step != info.step]
-        metrics = {name: decode_float(value) for name, value in info.metrics.items()}
+        keep, metrics = self._keep, {name: decode_float(value) for name, value in info.metrics.items()}
         new = Saved(info.step or 0, metrics, time.time(), nbytes)
 
         def kept(steps: Sequence[Saved]) -> list[str]:
-            wanted = self._keep and self._steps_to_keep(self._keep, steps, ())
+            wanted = self._steps_to_keep(keep, steps, ())
             own = [(one.step, committed[one.step]) for one in steps if one.step in committed]
-            return [
-                path
-                for step, path in own
-                if wanted is None or step in wanted or pins.is_pinned(self._steps.store, path)
-            ]
+            return [path for step, path in own if step in wanted or pins.is_pinned(self._steps.store, path)]
 
         stay = set(kept(sorted([*others, new], key=lambda one: one.step))) - {committed.get(new.step)}
         newest_first = list(reversed(kept(saved)))

@@ -258,7 +258,8 @@ class PendingSave:
         self._caller_released.wait()
         nbytes, write, sync, commit, shared = written
         stall = seconds if self._blocking else self._stall_seconds
-        waits = min(self._wait_seconds, stall), min(self._lease_seconds, stall)
+        waited = min(self._wait_seconds, stall)
+        waits = waited, min(self._lease_seconds, stall - waited)
         self._report = SaveReport(
             self.path, self.step, nbytes, stall, max(seconds, stall), write, sync, commit, *waits, shared
         )  # fmt: skip

@@ -4,8 +4,8 @@ An array is unchanged if it is the same `jax.Array` object as in an earlier save
 references are held, so device memory is not used longer than the loop uses it.
 
 Damage to one file must not cost all steps. So a save shares no file with the newest step that stays together with the
-new one: two copies take turns. From the second save on, unchanged arrays are in files of their own. So a loop writes
-them three times.
+new one: two copies take turns. If no other step stays, it shares none: damage to the only file would pass from step to
+step. From the second save on, unchanged arrays are in files of their own. So a loop writes them three times.
 """
 
 import itertools
@@ -79,13 +79,14 @@ class UnchangedArrays:
         self._saved: dict[int, _Saved] = {}  # by the identity of the array
         self._holders: dict[str, set[str]] = {}  # by the origin of a file, the paths of the steps that share it
         self._is_sharing = False  # True from the plan of a save that shares files until its commit
+        self._can_share = True  # False once a file had to be copied
         self._shards: Any = None  # the structure of the last save, and its candidates
         self._candidates: Sequence[_Candidate] = ()
         self._last_written: tuple[Any, ...] = (None, (), (), ())
 
     def without_unchanged(self, target: SaveTarget, contents: Unchanged) -> Unchanged:
         """Returns the contents of a save without the arrays that files of earlier steps have."""
-        if target.call.count > 1 or target.options.hosts or not target.store.has_links:
+        if target.call.count > 1 or target.options.hosts or not (target.store.has_links and self._can_share):
             return contents
         if self._is_sharing:  # The last save has failed, perhaps because of these files.
             self._saved = {}
@@ -108,9 +109,9 @@ class UnchangedArrays:
 
         def on_commit(files: Sequence[tuple[File, Sequence[Piece]]]) -> None:
             try:
-                self._note(store, path, [one.saved.origin for one in shared], files, candidates, arrays)
-            except OSError as error:  # The step is committed.
-                self._saved = {}
+                self._note(store, path, [one.saved for one in shared], files, candidates, arrays)
+            except Exception as error:  # The step is committed, so no error may fail the save.
+                self._saved, self._is_sharing = {}, False
                 _log.info("%s: the next save writes all arrays: %s", path, error)
 
         return contents._replace(described=described, reused=Reused(shared, groups, on_commit))
@@ -127,7 +128,7 @@ class UnchangedArrays:
         Leaves out those that also have other arrays: another reader of safetensors could take these for the new ones.
         """
         bases = self._bases(target.info, sum(shard.nbytes for shard in described.shards))
-        if bases is None:
+        if bases is None or bases.newest_kept is None:
             return []
         self._forget_all_but(bases.committed)
         newest_first = {path: n for n, path in enumerate(bases.paths)}
@@ -184,17 +185,22 @@ class UnchangedArrays:
         self,
         store: Store,
         path: str,
-        origins: Sequence[str],
+        shared: Sequence[SavedFile],
         files: Sequence[tuple[File, Sequence[Piece]]],
         candidates: Mapping[int, _Candidate],
         arrays: Mapping[int, "weakref.ref[Any]"],
     ) -> None:
-        """Notes which files of a committed step have which arrays. `origins`: of the shared files, which come first."""
+        """Notes which files of a committed step have which arrays. `shared`: the shared files, which come first."""
         saved_files: list[SavedFile] = []
         by_leaf: dict[int, set[int]] = {}
         for n, (listed, pieces) in enumerate(files):
-            origin = origins[n] if n < len(origins) else listed.name
-            saved_files.append(SavedFile(path, listed, origin, version(store, path, listed), len(pieces)))
+            origin, found = listed.name, version(store, path, listed)
+            if n < len(shared) and shared[n].version == found:
+                origin = shared[n].origin
+            elif n < len(shared):
+                self._can_share = False
+                _log.info("%s: unchanged arrays are written at each step, because sharing %s failed", path, origin)
+            saved_files.append(SavedFile(path, listed, origin, found, len(pieces)))
             for leaf in {piece.leaf for piece in pieces} & candidates.keys():
                 by_leaf.setdefault(leaf, set()).add(n)
         self._is_sharing = False

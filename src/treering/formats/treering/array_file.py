@@ -53,6 +53,10 @@ class ArrayFile:
             raise CorruptError(f"{self.path}: the header's checksum does not fit its bytes; it is damaged")
         return data
 
+    def close(self) -> None:
+        """Closes the file. Arrays that map it stay valid."""
+        self._blob.close()
+
     def contents(self, listed: File) -> Iterator[tuple[int, memoryview]]:
         """The file from one end to the other, each block checked: offsets and aligned buffers, the last padded.
 

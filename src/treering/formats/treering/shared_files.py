@@ -107,8 +107,9 @@ def share(files: SaveFiles, shared: Sequence[tuple[str, SharedFile]], room: Room
         if room.retry(posixpath.join(files.path, name), 0, link):
             nbytes += listed.size
         else:
-            _log.warning("%s: copied to %s, because the disk cannot give it a second name", old, files.path)
+            _log.warning("%s: copied to %s, because it got no second name (hard link) there", old, files.path)
             _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
+        held.close()  # Retention may delete the step that it was opened in.
         report.append((listed, first))
         first += len(pieces)
     return report, nbytes
