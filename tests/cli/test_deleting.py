@@ -298,6 +298,7 @@ def _in_another_process(run: pathlib.Path, *, rewind: int, save: Sequence[int]) 
     subprocess.run(command, check=True, capture_output=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no-verify"]])
 def test_prune_keeps_steps_that_a_job_saves_again(
     run: pathlib.Path, treering: Any, monkeypatch: Any, flags: list[str]
@@ -331,6 +332,7 @@ def test_prune_stops_at_a_step_that_was_replaced(run: pathlib.Path, treering: An
     assert "found another in its place" in found.json["failed"]["2"] and tr.restore(run, step=2)["x"] == -2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [[], ["--to"]])
 def test_prune_stops_when_the_step_that_stays_has_gone(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any, to: list[str]

@@ -196,6 +196,7 @@ def test_shapes_with_shardings_are_templates(tmp_path: pathlib.Path) -> None:
     assert_same(tr.restore(path, nnx.state(Model(1).dense), at="dense"), nnx.state(Model(0).dense))
 
 
+@pytest.mark.slow
 def test_rules_and_parts_keep_the_levels(tmp_path: pathlib.Path) -> None:
     model, like = nnx.state(Model(0)), nnx.state(Model(1))
     moved = [rules.rename("^dense/", "first/"), rules.drop("drop/**"), rules.cast("norm/*", "float16")]

@@ -333,6 +333,7 @@ def test_opening_reads_headers_and_a_slice_its_rows(tmp_path: Path) -> None:
 # Writing
 
 
+@pytest.mark.slow
 def test_what_is_written_equinox_reads(tmp_path: Path) -> None:
     path = tmp_path / "deep/m.eqx"
     report = tr.save(path, model(0))

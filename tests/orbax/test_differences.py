@@ -401,6 +401,7 @@ def errors_within_a_run(w: Any, r: Any, path: Path) -> Any:
     return [*found, names(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", PROGRAMS, ids=lambda one: one.__name__)
 def test_programs_do_the_same(one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Orbax").mkdir()

@@ -293,6 +293,7 @@ def test_deleted_steps_can_move_to_a_directory(tmp_path: Path) -> None:
     assert same(tr.restore(tmp_path / "trash" / "1"), 1) and same(tr.restore(tmp_path / "trash" / "0"), 0)
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_waiting_loses_nothing(tmp_path: Path) -> None:
     """Deliberately not as in Orbax."""
     code = """
@@ -303,6 +304,7 @@ ocp.CheckpointManager(sys.argv[1]).save(5, args=ocp.args.StandardSave({"w": np.a
     assert (tr.restore(tmp_path / "run")["w"] == np.arange(3_000_000.0)).all()
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_run_continues_from_the_step_before(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, numpy as np, treering.orbax as ocp

@@ -711,6 +711,7 @@ with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_met
         assert one.report == [[True] * 4, 4, [3, 4], True, True, 4, True, {"a": 1}], one.output
 
 
+@pytest.mark.slow
 def test_all_processes_use_one_step(tmp_path: Path) -> None:
     """A process may see the directory late, as on a network disk."""
     body = """

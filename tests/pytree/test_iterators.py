@@ -375,6 +375,7 @@ class Large(Stateful):
         self.state = state
 
 
+@pytest.mark.slow
 def test_a_large_state_comes_back_from_an_array_file(tmp_path: pathlib.Path) -> None:
     """A large state is restored exactly, with every type, and an independent reader finds the same state."""
     tree = {"a": {"data": Large(LARGE)}, "small": Large({"n": 1}), "w": np.ones(3)}
@@ -530,6 +531,7 @@ def test_what_only_saves_and_restores_is_no_iterator(tmp_path: pathlib.Path, mod
         tr.save(tmp_path / "c", {"data": other})
 
 
+@pytest.mark.slow
 def test_the_large_states_of_several_processes(tmp_path: pathlib.Path) -> None:
     """Each process writes its own state in an array file if one of the states is large."""
     body = """

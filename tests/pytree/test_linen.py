@@ -108,6 +108,7 @@ def test_step_may_be_a_number_or_an_array_on_either_side(tmp_path: Path, saved: 
         assert from_shapes.step == saved and from_shapes.step.weak_type
 
 
+@pytest.mark.slow
 def test_resumed_training_is_bitwise_equal_without_recompiling(tmp_path: Path) -> None:
     """A resumed training gives the same bits as one without a break, and compiles nothing."""
     interrupted = train(fresh(), 3)

@@ -109,6 +109,7 @@ def test_variables_that_hold_no_jax_array_survive(tmp_path: Path) -> None:
         assert (restored["python"], restored["text"], restored["nothing"]) == (1, "1", None)
 
 
+@pytest.mark.slow
 def test_restoring_into_a_live_module_leaves_that_module_alone(tmp_path: Path) -> None:
     tr.save(tmp_path / "a", trained())
     template = Net(nnx.Rngs(7))
@@ -330,6 +331,7 @@ def test_a_model_and_an_optimizer_that_holds_it(tmp_path: Path) -> None:
     assert not any(path.startswith("opt/model") for path in paths) and "opt/step" in paths
 
 
+@pytest.mark.slow
 def test_nnx_model_restores_without_optimizer(tmp_path: Path) -> None:
     """The model is restored alone with `at=`, or with `...` for the optimizer."""
     state = train(fresh(0), range(1))

@@ -619,6 +619,7 @@ def test_report_has_stall_and_wait_seconds(
     ckpts.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [1, 2])
 def test_report_has_the_seconds_of_the_lease(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, tiers: int

@@ -130,6 +130,7 @@ def memory() -> Iterator[str]:
         yield f"{folder}/run"
 
 
+@pytest.mark.slow
 def test_memory_is_freed_when_the_job_ends_well(memory: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
     """The journal stays, so the next job continues the branch; metrics of a late hook are in the remote tier."""
     for first, ends in ((1, "close"), (3, "finish")):

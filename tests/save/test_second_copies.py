@@ -142,6 +142,7 @@ def assert_copied(tmp: pathlib.Path, hosts: str, name: str) -> None:
         shutil.rmtree(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aabb", "abcd"])
 def test_any_disk_can_be_lost(tmp_path: pathlib.Path, hosts: str) -> None:
     """Replicas write second copies from memory; what one host alone holds is sent after the commit."""
@@ -193,6 +194,7 @@ def _left(tmp: pathlib.Path, hosts: str, name: str) -> pathlib.Path:
     return left
 
 
+@pytest.mark.slow
 def test_a_second_copy_that_fails_does_not_fail_the_save(tmp_path: pathlib.Path) -> None:
     """A full disk, or replicas that differ, cost a second copy and not the save. The transfer mends both."""
     found = job(
@@ -237,6 +239,7 @@ report(found)
         assert one.report["fails"][1][0] == "SaveError" and one.report["fails"][2] == []
 
 
+@pytest.mark.slow
 def test_copies_keep_the_memory_limit(tmp_path: pathlib.Path) -> None:
     """The pieces of second copies are staged within the memory limit too."""
     found = job(
@@ -265,6 +268,7 @@ report([holders, max(held), len(held)])
     assert_copied(tmp_path, "aabb", "limited")
 
 
+@pytest.mark.slow
 def test_copies_after_kills(tmp_path: pathlib.Path) -> None:
     """Kill -9 while a copy is written, and while one is fetched: nothing wrong stays, and the next job continues."""
     anyhow = dict.fromkeys(range(4))
