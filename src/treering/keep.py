@@ -104,7 +104,7 @@ def steps(*numbers: int) -> Policy:
 def size(nbytes: int) -> Policy:
     """Keeps the newest steps that fit into a number of bytes together, and at least the newest.
 
-    The size of a step is that of its files on all hosts.
+    The size of a step is that of its files on all hosts. A file that several steps share counts in each.
     """
     return Policy((_Size(_check_count("size", nbytes)),))
 

@@ -177,7 +177,7 @@ def select_shards(
 
     If `shares` is None, it stages all shards. Otherwise it stages the parts of global arrays that it writes, and all of
     the arrays that each process has its own copy of, because `check_consistent` compares these copies. The pieces
-    of which it writes second copies come last, as separate shards, so that the shards of its own files are freed first.
+    for second copies come last, as separate shards, so that the shards of its own files are freed first.
     """
     catalogue, shards, data = described
     if shares is None:

@@ -71,7 +71,7 @@ class LazySupply:
         self._unread_groups = sum(group.remaining_bytes > 0 for group in self._groups)
         self._lock = threading.Lock()
         self._read_lock = contextlib.nullcontext() if parallel else threading.Lock()  # held while one group is read
-        self._caller_may_continue = Latch()  # set when all shards are read, or no writer will read any more
+        self._caller_may_continue = Latch()  # set when all shards are read, or the writers have stopped
         self._error: BaseException | None = None
 
     def run(self) -> None:

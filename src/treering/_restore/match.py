@@ -169,7 +169,7 @@ def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
 
 
 def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry], cause: str) -> MismatchError:
-    """Returns the error for a template of which the checkpoint has no leaf.
+    """Returns the error for a checkpoint that has none of the template's leaves.
 
     Without this error, only the training loss would show that nothing was restored.
     """

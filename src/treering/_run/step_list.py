@@ -47,7 +47,7 @@ class StepList:
 
     @property
     def disk_usage(self) -> dict[int, int]:
-        """The valid steps, and the bytes that each takes on the disk."""
+        """The valid steps, and the bytes of the files of each. A file that several steps share counts in each."""
         return {one.step: one.nbytes for one in self._directory.valid_steps()}
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
