@@ -27,7 +27,9 @@ def test_any_request_of_any_job(name: str) -> None:
     number = (_PLANS.get(name, 80) if scenarios.ALL[name].processes == 1 else 30) // STRIDE
     count = explored(name, number, seed=0)
     assert not count.failures, count.failures[0]
-    assert count.plans == number and len(count.distinct) > min(number, 20) and len(count.ends) > 1
+    # A sample of a few plans may have the same end, and some of the same states.
+    assert count.plans == number and len(count.distinct) > (20 if number >= 30 else number // 2)
+    assert len(count.ends) > 1 or number < 10
 
 
 @pytest.mark.slow
