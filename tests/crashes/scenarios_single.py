@@ -13,7 +13,7 @@ from treering import stores
 from treering._run.open import open_checkpoint
 from treering._save.save import save
 from treering.errors import NotFoundError, TreeringError
-from treering.formats.treering import layout, manifest, metrics, removal, schema, write
+from treering.formats.treering import array_writer, layout, manifest, metrics, removal, schema
 
 from .recording import RecordingDisk, View
 from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree
@@ -166,11 +166,11 @@ def saving(before: str, after: str, **options: Any) -> Record:
 
 def _in_threads(path: Path, disk: RecordingDisk) -> None:
     """Several threads write a file of several chunks."""
-    chunk, write.CHUNK_BYTES = write.CHUNK_BYTES, manifest.BLOCK
+    chunk, array_writer.CHUNK_BYTES = array_writer.CHUNK_BYTES, manifest.BLOCK
     try:
         saving(NOTHING, "large new")(path, disk)
     finally:
-        write.CHUNK_BYTES = chunk
+        array_writer.CHUNK_BYTES = chunk
 
 
 def _without_locks(path: Path, disk: RecordingDisk) -> None:

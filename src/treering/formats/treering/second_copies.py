@@ -9,7 +9,7 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..._core.entries import Entry
 from ..._processes import assignment
@@ -58,14 +58,6 @@ def plan(
         named = [(keeper, next(names), file) for keeper, own in files.items() for file in own]
         found += [PlannedCopy(name, file, pieces) for keeper, name, file in named if keeper == index]
     return found
-
-
-class FileWriter(Protocol):
-    """The methods that write an array file; see `Sink`."""
-
-    def preallocate(self, nbytes: int) -> memoryview | None: ...
-    def write(self, data: memoryview, offset: int) -> None: ...
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None: ...
 
 
 class LenientSink:

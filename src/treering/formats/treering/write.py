@@ -1,6 +1,5 @@
 """Writes the native format."""
 
-import bisect
 import contextlib
 import datetime
 import functools
@@ -8,12 +7,10 @@ import itertools
 import logging
 import os
 import posixpath
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from ..._core.boxes import Box, full_box
 from ..._core.entries import Entry
@@ -27,23 +24,20 @@ from ..._pytree.leaves import Catalogue, LocalShard
 from ..._threads.pool import ThreadPool
 from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
-from ...stores.buffers import aligned, round_up
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
 from . import host_files, layout, manifest, second_copies
+from .array_writer import write_file
 from .commit import Transaction
 from .layout import PlannedFile
-from .manifest import BLOCK
 from .manifest_fields import File, Layout, Manifest, Placement
 from .room import PatientSink, Room, RoomMaker
 from .save_files import SaveFiles
-from .second_copies import FileWriter, PlannedCopy
+from .second_copies import PlannedCopy
 from .shared_files import Reused, share
 from .stopwatch import Stopwatch
 
 _log = logging.getLogger("treering")
-CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
-_SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
 
 
 class Info(NamedTuple):
@@ -143,12 +137,12 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         stopwatch.lap("write")
         first = len(all_pieces) - len(pieces)
         for name, plan in zip(names[len(shared) :], planned, strict=True):
-            file = _write_file(PatientSink(room, files, name), name, plan, pieces, staging, pool, stopwatch)
+            file = write_file(PatientSink(room, files, name), name, plan, pieces, staging, pool, stopwatch)
             report.append((file, first + plan.first))
         copied: list[File] = []
         for copy in copies:
             sink = second_copies.LenientSink(files, copy.name)
-            file = _write_file(sink, copy.name, copy.file, copy.pieces, staging, pool, stopwatch)
+            file = write_file(sink, copy.name, copy.file, copy.pieces, staging, pool, stopwatch)
             copied += [file] if sink.end() else []
         if call.index:
             store.settle(job.path)
@@ -312,96 +306,3 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
                 f"{posixpath.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
                 f"{found[file.name] or 'nothing'}; do all processes see the same file system?"
             )
-
-
-def _write_file(
-    sink: FileWriter,
-    name: str,
-    file: PlannedFile,
-    pieces: Sequence[Piece],
-    staging: ShardSupply,
-    pool: ThreadPool,
-    stopwatch: Stopwatch,
-) -> File:
-    size = len(file.header) + file.nbytes
-    room = sink.preallocate(round_up(size))
-    checksums = _write_buffer(sink, room, file, pieces, staging, pool)
-    header = layout.fill_checksums(file.header, checksums)
-    buffer = aligned(len(header))
-    buffer[: len(header)] = header
-    sink.write(buffer, 0)
-    stopwatch.lap("write")
-    sink.finish(size, read_only=True)
-    stopwatch.lap("sync")
-    return File(name, size, len(header), manifest.xxh3(header))
-
-
-def _write_buffer(
-    sink: FileWriter,
-    room: memoryview | None,
-    file: PlannedFile,
-    pieces: Sequence[Piece],
-    staging: ShardSupply,
-    pool: ThreadPool,
-) -> Sequence[str]:
-    """Fills, hashes and writes the buffer chunk by chunk in all threads. Returns the checksum of every block.
-
-    room: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
-    """
-    checksums = [""] * file.blocks
-    chunks = iter(range(0, file.nbytes, CHUNK_BYTES))
-    turn = threading.Lock()
-
-    def work() -> None:
-        buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if room is None else room[len(file.header) :]
-        target = np.frombuffer(buffer, np.uint8)
-        try:
-            while True:
-                with turn:
-                    begin = next(chunks, None)
-                if begin is None:
-                    return
-                end = min(begin + CHUNK_BYTES, file.nbytes)
-                chunk = target if room is None else target[begin:end]
-                _fill(chunk, file, pieces, staging, begin, end)
-                for block in range(begin, end, BLOCK):
-                    checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
-                if room is None:
-                    sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
-                staging.on_progress(end - begin)
-        except BaseException as error:
-            staging.fail(error)  # This stops the other threads at once, which may wait for staged bytes.
-            raise
-
-    if file.nbytes < _SMALL_PIECE_BYTES * len(file.begins):
-        work()  # Small pieces keep the interpreter busy, so several threads would only compete for its lock.
-    else:
-        pool.run(work)
-    return checksums
-
-
-def _fill(
-    target: np.ndarray, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, begin: int, end: int
-) -> None:
-    """Copies the bytes [begin, end) of the buffer from their pieces, many small pieces at a time."""
-    first = bisect.bisect_right(file.begins, begin) - 1
-    last = bisect.bisect_left(file.begins, end, first + 1)
-    left = [piece for piece in pieces[file.first + first : file.first + last] if piece.nbytes]
-    skipped, at = begin - file.begins[first], 0
-    while left:
-        numbers = [piece.shard for piece in left]
-        # `take` may return fewer shards than asked for: those that are staged now. Their memory is released below,
-        # before this thread waits for the rest, because the rest may need that memory.
-        parts = staging.take(numbers)
-        chosen, left = left[: len(parts)], left[len(parts) :]
-        for n, (piece, part) in enumerate(zip(chosen, parts, strict=True)):
-            if len(part) != piece.nbytes:
-                parts[n] = part[piece.begin : piece.begin + piece.nbytes]
-        parts[0], skipped = parts[0][skipped:], 0
-        stop = at + sum(map(len, parts))
-        if stop > end - begin:
-            parts[-1] = parts[-1][: end - begin - stop]
-            stop = end - begin
-        np.concatenate(parts, out=target[at:stop])
-        staging.release_bytes(numbers[: len(parts)], list(map(len, parts)))
-        at = stop
