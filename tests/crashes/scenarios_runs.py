@@ -18,7 +18,7 @@ from treering._run.checkpointer import Checkpointer
 from treering._run.metrics import record as record_metrics
 from treering._run.open import open_checkpoint
 from treering._run.run_layout import FINISHED_MARK, steps
-from treering._save import unchanged
+from treering._save import saved_arrays
 from treering.errors import NotFoundError, TreeringError
 from treering.formats.treering import manifest, metrics, pins, schema
 
@@ -182,13 +182,13 @@ def _in_background(run: Path, disk: RecordingDisk) -> None:
 
 def _save_unchanged(ckpts: Checkpointer, number: int) -> bool:
     """Saves a step whose `w` is the array of all such steps. Returns True if it is in a file of an earlier step."""
-    before, unchanged._MIN_BYTES = unchanged._MIN_BYTES, 1
+    before, saved_arrays.MIN_BYTES = saved_arrays.MIN_BYTES, 1
     try:
         pending = ckpts.save(number, {**tree(f"{number}s"), "w": _SHARED})
         assert pending is not None
         return pending.result().shared_bytes > 0
     finally:
-        unchanged._MIN_BYTES = before
+        saved_arrays.MIN_BYTES = before
 
 
 def _unchanged(run: Path, disk: RecordingDisk) -> None:

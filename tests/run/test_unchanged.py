@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import accelerator
+import jobs
 import treering as tr
 from sampling import sample_points
+from treering._pytree import staged_supply
 from treering._run.retention import Retention
 from treering._run.tensorboard import TensorBoardScalars
-from treering._save import unchanged
+from treering._save import saved_arrays, unchanged
 from treering.errors import SaveError
 from treering.stores.posix import Disk
 
@@ -31,7 +34,7 @@ _ELEMENTS = 20_000  # float32
 @pytest.fixture(autouse=True)
 def _small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares arrays of 80 kB too."""
-    monkeypatch.setattr(unchanged, "_MIN_BYTES", 64 << 10)
+    monkeypatch.setattr(saved_arrays, "MIN_BYTES", 64 << 10)
 
 
 def _array(value: float) -> jax.Array:
@@ -288,7 +291,9 @@ def test_two_networks_that_are_trained_in_turns(tmp_path: pathlib.Path) -> None:
             assert pending
             shared.append(pending.result().shared_bytes > 0)
         known = ckpts._saver._unchanged
-        assert known and len(known._holders) <= 6 and max(len(saved.files) for saved in known._saved.values()) <= 3
+        assert (
+            known and len(known.saved.files) <= 6 and max(len(one.versions) for one in known.saved.arrays.values()) <= 3
+        )
     assert all(shared[4:])
 
 
@@ -372,3 +377,109 @@ def test_event_files_are_not_read_in_the_loop(tmp_path: pathlib.Path, monkeypatc
         for step in range(1, 5):
             ckpts.save(step, {"frozen": frozen})
     assert readers and threading.current_thread() not in readers
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+def test_new_arrays_with_the_values_of_earlier_ones(
+    tmp_path: pathlib.Path, kind: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have changed only by their addresses, as arrays that a jitted step returns: the fifth save shares them. One
+    other element is noticed, also where the checksums of files do not show which array has changed."""
+    run, values = tmp_path / "run", np.random.default_rng(0).normal(size=(3, 700_001)).astype(np.float32)
+    expected, shared = {}, {}
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 13):
+            if step in (7, 12):
+                values[1, -1 if step == 7 else 600_000] += 1
+            tree = {"n": np.full(400_000, step, np.float32), "w": [kind(row.copy()) for row in values]}
+            pending = ckpts.save(step, tree)
+            assert pending
+            shared[step] = pending.result().shared_bytes
+            expected[step] = {"n": np.array(tree["n"]), "w": [np.array(row) for row in values]}
+    _check(run, expected)
+    assert [step for step, nbytes in shared.items() if nbytes > values.nbytes] == [5, 6, 9, 10, 11], shared
+
+
+def test_arrays_that_a_jitted_step_returns(tmp_path: pathlib.Path) -> None:
+    """An optimizer that masks parameters returns the frozen ones as new arrays. Sharded arrays are found too."""
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    params = {"frozen": jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32), sharding), "trained": _array(0)}
+    step_function = jax.jit(lambda params: {"frozen": params["frozen"] + 0, "trained": params["trained"] + 1})
+    run, shared, states = tmp_path / "run", [], {}
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 8):
+            params = step_function(params)
+            pending = ckpts.save(step, params)
+            assert pending
+            shared.append(pending.result().shared_bytes > 4 << 20)
+            states[step] = jax.tree.map(np.array, params)
+    _check(run, states)
+    assert shared == [False] * 4 + [True] * 3
+
+
+_JOB = """
+run = tmp / "run"
+frozen, held = put(np.arange(1 << 20, dtype=np.float32), P("x")), put(np.ones(600_000, np.float32))
+like = {"frozen": frozen, "held": held, "equal": held, "trained": put(np.zeros(600_000, np.float32), P("x")), "n": 0}
+shared = []
+with tr.Checkpointer(run, keep=tr.keep.last(3)) as ckpts:
+    for step in range(1, 10):
+        if step == 8:
+            held = put(np.full(600_000, 2, np.float32))
+        trained = put(np.full(600_000, step, np.float32), P("x"))
+        equal = put(np.arange(2_000_000, dtype=np.float32), P())
+        tree = {"frozen": frozen, "held": held, "equal": equal, "trained": trained, "n": step}
+        pending = ckpts.save(step, tree)
+        shared.append(pending.result().shared_bytes)
+like = {**like, "equal": put(np.zeros(2_000_000, np.float32))}
+found = {step: tr.restore(run, like, step=step) for step in (7, 8, 9)}
+right = all(
+    same(one["frozen"], np.arange(1 << 20, dtype=np.float32))
+    and same(one["held"], np.full(600_000, 1 + (step > 7), np.float32))
+    and same(one["equal"], np.arange(2_000_000, dtype=np.float32))
+    and same(one["trained"], np.full(600_000, step, np.float32))
+    and one["n"] == step
+    for step, one in found.items()
+)
+report([shared, right])
+"""
+
+
+@pytest.mark.slow
+def test_several_processes(tmp_path: pathlib.Path) -> None:
+    """Each process shares the files that it wrote: of sharded arrays, and of those that one of all holders writes."""
+    results = jobs.run_job(tmp_path, _JOB, processes=2)
+    assert all(result.report[1] for result in results)
+    totals = [sum(result.report[0][n] for result in results) for n in range(9)]
+    # From the fourth save on the frozen arrays, from the fifth on those that are new objects with equal values
+    assert totals[:3] == [0] * 3 and totals[3] > 6_500_000 and totals[4] > 14_500_000
+    assert totals[7] < totals[6] and totals[8] < totals[6]  # One array has changed.
+    assert tr.verify(tmp_path / "run").ok
+    names = {file.stat().st_ino: file.stat().st_nlink for file in (tmp_path / "run").rglob("arrays-*")}
+    assert max(names.values()) > 1
+    restored = tr.restore(tmp_path / "run")
+    assert np.array_equal(restored["frozen"], np.arange(1 << 20)) and restored["n"] == 9
+
+
+@pytest.mark.parametrize("memory_limit", [None, 500_000])
+def test_shared_arrays_are_not_copied_from_the_device(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, memory_limit: int | None
+) -> None:
+    """CPU devices stand for accelerators. New objects with equal values are copied, and not written."""
+    monkeypatch.setattr(staged_supply, "_MAX_PLAN_SECONDS", 30)
+    double = accelerator.install(monkeypatch)
+    run, frozen, copied, shared = tmp_path / "run", jnp.arange(500_000, dtype=jnp.float32), [], []
+    states = {}
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 8):
+            before = double.nbytes
+            states[step] = {"frozen": frozen, "equal": jnp.full(700_000, 3.0), "n": _array(step)}
+            pending = ckpts.save(step, states[step], memory_limit=memory_limit)
+            assert pending
+            shared.append(pending.result().shared_bytes)
+            copied.append(double.nbytes - before)
+    _check(run, states)
+    total = sum(array.nbytes for array in states[1].values())
+    assert copied == [total] * 3 + [total - frozen.nbytes] * 4
+    assert min(shared[3:]) > frozen.nbytes and (memory_limit or min(shared[4:]) > frozen.nbytes + 2_800_000)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from .leaves import LocalShard, host_bytes
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _log = logging.getLogger("treering")
 _MAX_COPY_BYTES_PER_DEVICE = 256 << 20  # copied at a time for each device, if other processes of this host copy too
+_MAX_PLAN_SECONDS = 0.1  # to wait for the plan of the writers, which looks at a few files
 _PUBLISH_BYTES = 4 << 20  # staged before the caller wakes the waiting writers
 
 
@@ -31,6 +32,8 @@ class StagedSupply:
     data: the arrays that hold the shards. StagedSupply empties the list.
     memory_ok: returns True if so many more bytes may be copied while other copies are held. It is called repeatedly,
         because other processes use the same memory.
+    deferred: this many shards, the last ones, are probably not needed. So `run` stages them only after `plan_reads`, if
+        they must be copied. It does not wait for that longer than it takes to decide in the usual case.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class StagedSupply:
         data: list[Any],
         limit: int | None,
         memory_ok: Callable[[int], bool] | None = None,
+        deferred: int = 0,
     ):
         self.shards, self._data = shards, data
         # Called with the number of bytes that were written
@@ -53,6 +57,8 @@ class StagedSupply:
         self._lock = threading.RLock()  # used instead of `with` on the condition, which an interrupt may leave locked
         self._changed = threading.Condition(self._lock)  # only writer threads wait for it, as ctrl-C may break a wait
         self._room_freed = Latch()  # what the caller's thread waits for
+        self._first_deferred = len(shards) - deferred
+        self._planned = Latch()  # set by `plan_reads`
         self._error: BaseException | None = None
         # Set when everything is staged or the caller has to wait. Before that, running writer threads would only take
         # the interpreter from the caller, and training would wait longer.
@@ -61,10 +67,12 @@ class StagedSupply:
     def run(self) -> None:
         """Stages every shard in the caller's thread. Returns early if the writers have failed."""
         try:
-            for first, last in self._groups():
-                if not self._reserve(self._cost(first, last)):
-                    return
-                self._stage(first, last)
+            if not self._stage_groups(0, self._first_deferred) or self._first_deferred == len(self.shards):
+                return
+            if self._copies:
+                self.writers_needed.set()
+                self._planned.wait(_MAX_PLAN_SECONDS)
+            self._stage_groups(self._first_deferred, len(self.shards))
         except BaseException as error:
             self.fail(error)
             raise
@@ -108,6 +116,11 @@ class StagedSupply:
         shard = self.shards[n]
         return host_bytes(shard, self._data[n]).reshape(-1).view(np.uint8)
 
+    @property
+    def can_take_twice(self) -> bool:
+        """True if writers may take all shards before they release one, because nothing waits for their memory."""
+        return not self._copies or (self._limit is None and self._memory_ok is None)
+
     def plan_reads(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
         """Sets which shards the writers will take, in order, and how many bytes of each.
 
@@ -126,6 +139,7 @@ class StagedSupply:
                 self._limit = self._memory_ok = None
             self._room_freed.set()
             self._changed.notify_all()
+        self._planned.set()
 
     def _drop(self, n: int, shard: LocalShard) -> None:
         self._views[n] = None
@@ -155,6 +169,7 @@ class StagedSupply:
             self._room_freed.set()
             self._changed.notify_all()
         self.writers_needed.set()
+        self._planned.set()
 
     @property
     def failed(self) -> bool:
@@ -171,26 +186,41 @@ class StagedSupply:
         with self._lock:
             self._views = [None] * len(self.shards)  # a new list, because the caller may be writing into the old one
 
-    def _cost(self, first: int, last: int) -> int:
-        return sum([shard.nbytes for shard in self.shards[first:last] if shard.needs_copy]) if self._copies else 0
+    def _stage_groups(self, begin: int, end: int) -> bool:
+        """Stages the shards [begin, end). Returns False if the writers have failed."""
+        for first, last in self._groups(begin, end):
+            skipped = self._skipped_shards
+            if not self._reserve(self._cost(first, last, skipped)):
+                return False
+            self._stage(first, last, skipped)
+        return True
 
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        """Yields runs of shards whose copies fit the limit together. Their copies from devices run at the same time."""
+    def _cost(self, first: int, last: int, skipped: Collection[int]) -> int:
+        if not self._copies:
+            return 0
+        needed = (n for n in range(first, last) if n not in skipped)
+        return sum([self.shards[n].nbytes for n in needed if self.shards[n].needs_copy])
+
+    def _groups(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yields runs of the shards [begin, end) whose copies fit the limit together.
+
+        Their copies from devices run at the same time.
+        """
         limit = self._limit  # read once, because `plan_reads` may remove it
         if self._memory_ok:
             portion = _MAX_COPY_BYTES_PER_DEVICE * jax.local_device_count()
             limit = portion if limit is None else min(limit, portion)
         if limit is None:
-            yield 0, len(self.shards)
+            yield begin, end
             return
-        first = cost = 0
-        for n, shard in enumerate(self.shards):
-            own = shard.nbytes if shard.needs_copy else 0
+        first, cost = begin, 0
+        for n in range(begin, end):
+            own = self.shards[n].nbytes if self.shards[n].needs_copy else 0
             if n > first and cost + own > limit:
                 yield first, n
                 first, cost = n, 0
             cost += own
-        yield first, len(self.shards)
+        yield first, end
 
     def _reserve(self, nbytes: int) -> bool:
         def fits() -> bool:
@@ -219,7 +249,8 @@ class StagedSupply:
                     "available memory and must leave an eighth of all memory free; memory_limit= sets another limit"
                 )
 
-    def _stage(self, first: int, last: int) -> None:
+    def _stage(self, first: int, last: int, skipped: Collection[int]) -> None:
+        """Stages the shards [first, last). `skipped`: those for which no memory was reserved."""
         data, shards, unneeded = self._data, self.shards, self._skipped_shards
         on_host = start_copies([data[n] for n in range(first, last) if shards[n].needs_copy and n not in unneeded])
         for begin, end in self._publish_runs(first, last):
@@ -232,7 +263,7 @@ class StagedSupply:
             data[begin:end] = [None] * (end - begin)
             del found  # Otherwise shards that a writer has finished would stay until the next ones are staged.
             with self._lock:
-                for n in unneeded.intersection(range(begin, end)):
+                for n in unneeded.intersection(range(begin, end)).difference(skipped):
                     self._drop(n, shards[n])
                 self._staged_count = end
                 self._changed.notify_all()

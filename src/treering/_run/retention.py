@@ -229,14 +229,11 @@ class Retention:
             return None
 
     def _find_bases(self, info: native.Info, nbytes: int) -> Bases:
-        if self._keep is None:  # Otherwise the manifests of all steps would be read in the caller's thread.
-            back_to, committed = self._directory.back_to, self._steps.committed()
-            stay = [path for step, path in committed.items() if back_to is None or step <= back_to]
-            others = [path for path in stay if path != committed.get(info.step or 0)]
-            return Bases(stay[::-1], others[-1] if others else None, committed.values())
+        if self._keep is None:  # All steps stay, so their manifests need not be read.
+            committed = self._steps.committed()
+            others = [path for step, path in committed.items() if step != info.step]
+            return Bases([*committed.values()][::-1], others[-1] if others else None, committed.values())
         saved, committed = self._list_steps(events=bool(self._keep.metrics))
-        if (back_to := self._directory.back_to) is not None:  # The save archives the later steps.
-            saved = [one for one in saved if one.step <= back_to]
         others = [one for one in saved if one.step != info.step]
         keep, metrics = self._keep, {name: decode_float(value) for name, value in info.metrics.items()}
         new = Saved(info.step or 0, metrics, time.time(), nbytes)

@@ -170,7 +170,7 @@ class StepSaver:
             hosts=self._together.hosts if self._together else None,
             copies=self._together.local_copies if self._together else 1,
             room_maker=self._retention,
-            reuse=self._unchanged and self._unchanged.without_unchanged,
+            reuse=self._unchanged and self._unchanged.of_save,
         )  # fmt: skip
         info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
         return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited, lease_seconds)

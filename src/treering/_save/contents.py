@@ -16,7 +16,7 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
 from ..formats import Format
-from ..formats.treering.shared_files import Reused
+from ..formats.treering.shared_files import Reuse
 from . import save_source
 from .save_target import SaveTarget
 
@@ -24,14 +24,16 @@ from .save_target import SaveTarget
 class Unchanged(NamedTuple):
     """A live tree whose arrays are saved unchanged in the native format.
 
-    described: without the arrays that are in the files of `reused`.
     leaves: the leaves of the tree.
+    reuse: finds the arrays that earlier steps have.
+    deferred: the leaves that are copied last, because the files of earlier steps probably have them.
     """
 
     skeleton: Skeleton
     described: Described
     leaves: Sequence[Any] = ()
-    reused: Reused = Reused()
+    reuse: Reuse | None = None
+    deferred: frozenset[int] = frozenset()
 
 
 class Changed(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from .._core.skeleton import Skeleton
@@ -15,7 +15,7 @@ from .._pytree.staged_supply import StagedSupply
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from ..formats.treering import write as native
-from ..formats.treering.shared_files import Reused
+from ..formats.treering.shared_files import Reuse
 from . import save_source
 from .contents import Changed, Unchanged
 from .memory import staged_if_it_fits
@@ -40,25 +40,34 @@ class Parts(NamedTuple):
     catalogue: Catalogue
     shares: Mapping[int, assignment.Assignment] | None
     supply: ShardSupply
-    reused: Reused = Reused()
+    reuse: Reuse | None = None
 
 
 def staged(target: SaveTarget, contents: Unchanged) -> Prepared:
     """Plans the save of a tree whose arrays are staged unchanged."""
-    parts = stage_parts(target, contents.skeleton, contents.described)._replace(reused=contents.reused)
+    skeleton, described, _, reuse, deferred = contents
+    parts = stage_parts(target, skeleton, described, deferred)._replace(reuse=reuse)
     return Prepared(parts.supply, functools.partial(write, target, parts))
 
 
-def stage_parts(target: SaveTarget, skeleton: Skeleton, described: Described) -> Parts:
-    """Assigns the arrays of a live tree to the processes. The supply that it returns stages this process's parts."""
+def stage_parts(target: SaveTarget, skeleton: Skeleton, described: Described, deferred: Collection[int] = ()) -> Parts:
+    """Assigns the arrays of a live tree to the processes. The supply that it returns stages this process's parts.
+
+    deferred: the leaves that are staged last; see `StagedSupply`.
+    """
     call, catalogue, options = target.call, described.catalogue, target.options
     with gc_paused():
         shares = assignment.assign(catalogue, call.count) if call.count > 1 else None
         # In a store that limits the size of objects, `native.write` cuts pieces up, and the parts have no keepers.
         if shares and options.copies > 1 and options.hosts and not target.store.object_bytes:
             shares = keepers.with_keepers(catalogue, shares, options.hosts)
-        shards = assignment.select_shards(described, shares, call.index)
-        staging = StagedSupply(*shards, options.memory_limit, target.memory_ok)
+        shards, data = assignment.select_shards(described, shares, call.index)
+        count = 0
+        if deferred:
+            order = sorted(range(len(shards)), key=lambda n: shards[n].leaf in deferred)
+            shards, data = [shards[n] for n in order], [data[n] for n in order]
+            count = sum(shard.leaf in deferred for shard in shards)
+        staging = StagedSupply(shards, data, options.memory_limit, target.memory_ok, count)
     return Parts(skeleton, catalogue, shares, staging)
 
 
@@ -100,7 +109,7 @@ def read_while_written(target: SaveTarget, contents: Changed, check: Callable[[]
 
 def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
-    call, options, (skeleton, catalogue, shares, supply, reused) = target.call, target.options, parts
+    call, options, (skeleton, catalogue, shares, supply, reuse) = target.call, target.options, parts
     catalogue, single = check_consistent(call, skeleton, catalogue, supply, requested_options(target))
     # `single` maps each leaf that only one process has to that process. It must write the leaf.
     if single:
@@ -117,7 +126,7 @@ def write(target: SaveTarget, parts: Parts, pool: ThreadPool) -> Written:
         catalogue = catalogue._replace(places=places)
     job = native.Job(
         target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker,
-        reused,
+        reuse,
     )  # fmt: skip
     with progress_bar.bar(
         f"saving {os.path.basename(target.path)}", supply.nbytes, options.progress

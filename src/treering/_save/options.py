@@ -28,7 +28,7 @@ class SaveOptions(NamedTuple):
     copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
         memory. `complete_copies.missing_copies` finds the files that still lack one after the commit.
     room_maker: frees room if a disk is full.
-    reuse: takes the arrays out of a save that are in files of earlier steps; see `UnchangedArrays`. None writes all.
+    reuse: looks for arrays of a save that files of earlier steps have; see `UnchangedArrays`. None writes all.
     """
 
     format: str | None

@@ -37,7 +37,11 @@ def write_file(
     staging: ShardSupply,
     pool: ThreadPool,
     stopwatch: Stopwatch,
-) -> File:
+) -> tuple[File, str]:
+    """Writes a planned file. Returns its entry and the checksums of its blocks.
+
+    pieces: those that `file.first` counts.
+    """
     size = len(file.header) + file.nbytes
     room = sink.preallocate(round_up(size))
     checksums = _write_buffer(sink, room, file, pieces, staging, pool)
@@ -48,7 +52,7 @@ def write_file(
     stopwatch.lap("write")
     sink.finish(size, read_only=True)
     stopwatch.lap("sync")
-    return File(name, size, len(header), manifest.xxh3(header))
+    return File(name, size, len(header), manifest.xxh3(header)), checksums
 
 
 def _write_buffer(
@@ -58,7 +62,7 @@ def _write_buffer(
     pieces: Sequence[Piece],
     staging: ShardSupply,
     pool: ThreadPool,
-) -> Sequence[str]:
+) -> str:
     """Fills, hashes and writes the buffer chunk by chunk in all threads. Returns the checksum of every block.
 
     room: the sink's own memory for the file, or None. Chunks are filled there directly, without a copy.
@@ -92,7 +96,7 @@ def _write_buffer(
         work()  # Small pieces keep the interpreter busy, so several threads would only compete for its lock.
     else:
         pool.run(work)
-    return checksums
+    return "".join(checksums)
 
 
 def _fill(

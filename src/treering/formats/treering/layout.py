@@ -111,9 +111,9 @@ def _file(entries: Sequence[Entry], pieces: Sequence[Piece], first: int) -> Plan
     return PlannedFile(first, begins, end, encode_header(tensors, {**metadata, **other_dtypes}, PAGE))
 
 
-def fill_checksums(header: bytes, checksums: Sequence[str]) -> bytes:
+def fill_checksums(header: bytes, checksums: str) -> bytes:
     """Returns the header with the checksums in place of the zeros that `plan` has reserved for them."""
-    text = "".join(checksums).encode()
+    text = checksums.encode()
     return header[:_PREFIX_BYTES] + text + header[_PREFIX_BYTES + len(text) :]
 
 

@@ -7,13 +7,15 @@ itself. If the disk cannot do that, the bytes are copied and checked.
 import functools
 import logging
 import posixpath
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from ..._core.entries import Entry
 from ..._processes.assignment import Piece
 from ...errors import CorruptError, SaveError
 from ...stores.store import Store
 from .array_file import ArrayFile
+from .layout import PlannedFile
 from .manifest_fields import File
 from .room import PatientSink, Room
 from .save_files import SaveFiles
@@ -25,46 +27,91 @@ class SavedFile(NamedTuple):
     """An array file of a committed step.
 
     path: the step's directory.
-    origin: names the bytes on the disk: that of the file when it was written. Shared files have the same one.
-    version: that of the file, see `Stat`.
+    version: that of the file, see `Stat`. The names of a shared file have the same one.
     pieces: the number of pieces in it.
+    checksums: those of its blocks, as in its header.
     """
 
     path: str
     listed: File
-    origin: str
     version: Hashable
     pieces: int
+    checksums: str
+
+    @property
+    def content(self) -> tuple[int, int, str]:
+        """The size and the checksum of the header, which has the checksums of all blocks: equal for equal files."""
+        return self.listed.size, self.listed.header, self.listed.xxh3
 
 
 class SharedFile(NamedTuple):
-    """A file that a save shares, and the pieces in it.
+    """A file that a save shares.
 
     held: the file, open, so that its bytes can be copied even if the step is deleted meanwhile.
+    numbers: those of the pieces in it.
     """
 
     saved: SavedFile
     held: ArrayFile
-    pieces: Sequence[Piece]
+    numbers: Sequence[int]
 
 
-class Reused(NamedTuple):
-    """The unchanged arrays of a save.
+class WrittenFile(NamedTuple):
+    """An array file of a save.
 
-    shared: the files that have them.
-    groups: the number of shards in each file that is written, in order; () puts all into one.
-    on_commit: called after the commit with each file of the save and its pieces, the shared ones first.
+    numbers: those of the pieces in it.
+    begins: the place of each piece in the buffer, and the size of the buffer; () if it has the bytes of a file of an
+        earlier step.
+    checksums: those of its blocks.
+    shared_bytes: its size if it takes no room, because it is shared; else 0.
     """
 
-    shared: Sequence[SharedFile] = ()
-    groups: Sequence[int] = ()
-    on_commit: Callable[[Sequence[tuple[File, Sequence[Piece]]]], None] | None = None
+    listed: File
+    numbers: Sequence[int]
+    begins: Sequence[int]
+    checksums: str
+    shared_bytes: int = 0
 
-    def committed(self, report: Sequence[tuple[File, int]], pieces: Sequence[Piece]) -> None:
-        """Calls `on_commit`. `report`: each file, and the number of its first piece."""
-        if self.on_commit:
-            ends = [*(first for _, first in report[1:]), len(pieces)]
-            self.on_commit([(file, pieces[first:end]) for (file, first), end in zip(report, ends, strict=False)])
+    @property
+    def is_reused(self) -> bool:
+        """True if it has the bytes of a file of an earlier step, shared or copied."""
+        return not self.begins
+
+
+class Chosen(NamedTuple):
+    """The files of a save.
+
+    shared: the files that are shared.
+    order: the numbers of the other pieces, in the order of writing.
+    groups: how many successive pieces each file has. A large group may take several files.
+    likely: how many of these pieces, the first ones, have probably not changed. `Reuse.same_layout` has files to
+        compare them with.
+    """
+
+    shared: Sequence[SharedFile]
+    order: Sequence[int]
+    groups: Sequence[int]
+    likely: int = 0
+
+
+class Reuse(Protocol):
+    """The unchanged arrays of a save; see `_save.unchanged`. A piece is known by its number in the list of `choose`."""
+
+    def find_bases(self) -> Any:
+        """Returns the steps whose files the save may share, as JSON. Process 0 calls it."""
+        ...
+
+    def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece]) -> Chosen | None:
+        """Chooses the files of this process. Returns None if all arrays have changed."""
+        ...
+
+    def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> SharedFile | None:
+        """Returns a file that may be shared and has the same pieces at the same places as the planned file."""
+        ...
+
+    def committed(self, files: Sequence[WrittenFile]) -> None:
+        """Notes the files of this process after the commit, in the order of writing. Does not raise."""
+        ...
 
 
 def hold(store: Store, saved: SavedFile) -> ArrayFile | None:
@@ -89,30 +136,23 @@ def version(store: Store, path: str, listed: File) -> Hashable:
     return found and found.version
 
 
-def share(files: SaveFiles, shared: Sequence[tuple[str, SharedFile]], room: Room) -> tuple[list[tuple[File, int]], int]:
-    """Puts shared files into a save, under new names.
-
-    Returns the entry of each file and the number of its first piece, and how many bytes take no room.
+def share(files: SaveFiles, name: str, shared: SharedFile, room: Room) -> WrittenFile:
+    """Puts a shared file into a save, under a new name.
 
     room: waits for room if the disk is full.
 
     Raises `SaveError` if bytes must be copied and are damaged.
     """
-    report: list[tuple[File, int]] = []
-    first = nbytes = 0
-    for name, (saved, held, pieces) in shared:
-        listed = File(name, saved.listed.size, saved.listed.header, saved.listed.xxh3)
-        old = posixpath.join(saved.path, saved.listed.name)
-        link = functools.partial(files.share, name, old, saved.version)
-        if room.retry(posixpath.join(files.path, name), 0, link):
-            nbytes += listed.size
-        else:
-            _log.warning("%s: copied to %s, because it got no second name (hard link) there", old, files.path)
-            _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
-        held.close()  # Retention may delete the step that it was opened in.
-        report.append((listed, first))
-        first += len(pieces)
-    return report, nbytes
+    saved, held, numbers = shared
+    listed = File(name, saved.listed.size, saved.listed.header, saved.listed.xxh3)
+    old = posixpath.join(saved.path, saved.listed.name)
+    link = functools.partial(files.share, name, old, saved.version)
+    is_shared = room.retry(posixpath.join(files.path, name), 0, link)
+    if not is_shared:
+        _log.warning("%s: copied to %s, because it got no second name (hard link) there", old, files.path)
+        _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
+    held.close()  # Retention may delete the step that it was opened in.
+    return WrittenFile(listed, numbers, (), saved.checksums, listed.size if is_shared else 0)
 
 
 def _copy(sink: PatientSink, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:

@@ -7,20 +7,19 @@ import itertools
 import logging
 import os
 import posixpath
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..._core.boxes import Box, full_box
-from ..._core.entries import Entry
 from ..._core.skeleton import Skeleton
 from ..._core.source import Written
 from ..._processes import assignment
 from ..._processes.assignment import Assignment, Piece
 from ..._processes.calls import Call, raise_error_of_process_0
 from ..._pytree.lazy_supply import ShardSupply
-from ..._pytree.leaves import Catalogue, LocalShard
+from ..._pytree.leaves import Catalogue
 from ..._threads.pool import ThreadPool
 from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
@@ -32,9 +31,11 @@ from .commit import Transaction
 from .layout import PlannedFile
 from .manifest_fields import File, Layout, Manifest, Placement
 from .room import PatientSink, Room, RoomMaker
+from .same_bytes import has_same_bytes
 from .save_files import SaveFiles
+from .save_plan import SavePlan, files_in_order, plan_save
 from .second_copies import PlannedCopy
-from .shared_files import Reused, share
+from .shared_files import Reuse, SharedFile, WrittenFile, share
 from .stopwatch import Stopwatch
 
 _log = logging.getLogger("treering")
@@ -55,7 +56,7 @@ class Job(NamedTuple):
 
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
-    is None. `room_maker` frees room if a disk is full. `reused`: the unchanged arrays, of a process that saves alone.
+    is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
     """
 
     path: str
@@ -66,7 +67,7 @@ class Job(NamedTuple):
     info: Info
     hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
-    reused: Reused = Reused()
+    reuse: Reuse | None = None
 
 
 def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: Call) -> Written:
@@ -86,14 +87,15 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         nonlocal files
         files = room.retry(job.path, 0, lambda: Transaction(store, job.path, overwrite=job.overwrite))
         files.retry_when_full = room.retry
-        return [files.token, [os.fsencode(directory).decode("latin-1") for directory in files.made]]
+        made = [os.fsencode(directory).decode("latin-1") for directory in files.made]
+        return [files.token, made, job.reuse and job.reuse.find_bases()]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
         nonlocal undurable, committed
-        listed = [[msgspec.convert(one, File) for one, _ in report] for report, _ in reports]
-        firsts = [[first for _, first in report] for report, _ in reports]
-        copies = [[msgspec.convert(one, File) for one in report] for _, report in reports]
-        committed = data = _manifest(job, all_pieces, spread, listed, firsts)
+        listed = [[msgspec.convert(one, File) for one, _ in report] for report, _, _ in reports]
+        firsts = [[first for _, first in report] for report, _, _ in reports]
+        copies = [[msgspec.convert(one, File) for one in report] for _, report, _ in reports]
+        committed = data = _manifest(job, plan.pieces, spread, listed, firsts, [runs for _, _, runs in reports])
         try:
             others = [] if job.hosts else listed[1:]
             files.commit(data, lambda: _check_visible(store, job.path, others, call.timeout))
@@ -108,7 +110,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
 
     try:
         call.set_activity("planning")
-        token, made = call.broadcast(lambda: room.decide(begin))
+        token, made, bases = call.broadcast(lambda: room.decide(begin))
         if files is None and job.hosts:
             files = room.retry(job.path, 0, lambda: SaveFiles.join_per_host(store, job.path, token))
         elif files is None:
@@ -117,38 +119,40 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         with gc_paused():
             entries, shares, most = job.catalogue.entries, job.shares, store.object_bytes
             copies: Sequence[PlannedCopy] = ()
-            if shares is None:
-                pieces, planned = _plan_single_process(entries, staging.shards, job.reused.groups, most)
-            else:
-                if most:
-                    shares = assignment.cut_assignments(entries, shares, most)
-                    job = job._replace(shares=shares)
-                pieces, planned = _plan(entries, staging.shards, shares, call.index, most)
+            if shares and most:
+                shares = assignment.cut_assignments(entries, shares, most)
+                job = job._replace(shares=shares)
+            plan = plan_save(entries, staging.shards, shares, call.index, most, job.reuse, bases)
+            if shares is not None:
                 copies = second_copies.plan(entries, staging.shards, shares, call.index, call.count, token)
-                taken = [*pieces, *itertools.chain(*(copy.pieces for copy in copies))]
+            if shares is not None or plan.is_reordered:
+                taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in copies))]
                 staging.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
-            spread = _spread(job.catalogue, pieces) if most else job.catalogue.shardings
-            shared = job.reused.shared
-            names = layout.names(token, len(shared) + len(planned), call.index, call.count)
-            all_pieces = [*itertools.chain(*(one.pieces for one in shared)), *pieces] if shared else pieces
+            spread = _spread(job.catalogue, plan.pieces) if most else job.catalogue.shardings
+            names = layout.names(token, len(plan.shared) + len(plan.files), call.index, call.count)
         call.set_activity("writing")
         stopwatch.begin()
-        report, shared_bytes = share(files, list(zip(names, shared, strict=False)), room)
+        written = [share(files, name, one, room) for name, one in zip(names, plan.shared, strict=False)]
         stopwatch.lap("write")
-        first = len(all_pieces) - len(pieces)
-        for name, plan in zip(names[len(shared) :], planned, strict=True):
-            file = write_file(PatientSink(room, files, name), name, plan, pieces, staging, pool, stopwatch)
-            report.append((file, first + plan.first))
+        for name, file in zip(names[len(plan.shared) :], plan.files, strict=True):
+            if same := _same_file(job.reuse, plan, file, staging, pool):
+                written.append(share(files, name, same, room))
+                continue
+            sink = PatientSink(room, files, name)
+            listed, checksums = write_file(sink, name, file, plan.to_write, staging, pool, stopwatch)
+            written.append(WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums))
         copied: list[File] = []
         for copy in copies:
             sink = second_copies.LenientSink(files, copy.name)
-            file = write_file(sink, copy.name, copy.file, copy.pieces, staging, pool, stopwatch)
+            file, _ = write_file(sink, copy.name, copy.file, copy.pieces, staging, pool, stopwatch)
             copied += [file] if sink.end() else []
         if call.index:
             store.settle(job.path)
         stopwatch.lap("sync")
         call.set_activity("waiting for the commit")
-        message = msgspec.to_builtins([report, copied])
+        firsts = itertools.accumulate((len(one.numbers) for one in written), initial=0)
+        report = [(one.listed, first) for one, first in zip(written, firsts, strict=False)]
+        message = msgspec.to_builtins([report, copied, plan.runs])
         nbytes, problem, manifest_bytes, differing = room.gather_and_decide(message, commit)
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
@@ -172,46 +176,23 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    job.reused.committed(report, all_pieces)
-    seconds = stopwatch.seconds
+    if job.reuse:
+        job.reuse.committed(written)
+    seconds, shared_bytes = stopwatch.seconds, sum(one.shared_bytes for one in written)
     return Written(nbytes, seconds["write"], seconds["sync"], seconds["commit"], shared_bytes)
 
 
-def _plan(
-    entries: Sequence[Entry],
-    shards: Sequence[LocalShard],
-    shares: Mapping[int, Assignment],
-    index: int,
-    most: int | None,
-) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
-    """Returns the pieces that process `index` writes, and its files of at most `most` bytes."""
-    pieces = assignment.pieces(entries, shards, shares, index)
-    sizes = assignment.sizes_by_keeper(entries, shares, index)
-    return pieces, layout.plan_groups(entries, pieces, map(len, sizes.values()), most)
-
-
-_last_plan: tuple[Any, ...] = ()  # the shards, groups and limit of the last save in one process, and its plan
-
-
-def _plan_single_process(
-    entries: Sequence[Entry], shards: Sequence[LocalShard], groups: Sequence[int], most: int | None
-) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
-    """Returns the pieces that the only process of a save writes, and its files of at most `most` bytes.
-
-    The plan of the last call is cached, because a training loop saves the same structure at every step.
-
-    groups: see `Reused`. There are none if there is a limit.
-    """
-    global _last_plan
-    last = _last_plan
-    if last and last[0] is shards and last[1:3] == (groups, most):
-        return last[3]
-    pieces = assignment.pieces(entries, shards, None, 0)
-    if most:
-        pieces = assignment.cut(entries, pieces, most)
-    found = pieces, layout.plan_groups(entries, pieces, groups or [len(pieces)], file_bytes=most)
-    _last_plan = shards, groups, most, found
-    return found
+def _same_file(
+    reuse: Reuse | None, plan: SavePlan, file: PlannedFile, staging: ShardSupply, pool: ThreadPool
+) -> SharedFile | None:
+    """Returns a file of an earlier step with the same bytes as a file to write, if there probably is one."""
+    if reuse is None or file.first + len(file.begins) > plan.likely:
+        return None
+    found = reuse.same_layout(file, plan.numbers_in(file))
+    if found is None or has_same_bytes(found.saved.checksums, file, plan.to_write, staging, pool):
+        return found
+    found.held.close()
+    return None
 
 
 def _manifest(
@@ -220,13 +201,14 @@ def _manifest(
     spread: Collection[int],
     listed: Sequence[Sequence[File]],
     firsts: Sequence[Sequence[int]],
+    runs: Sequence[Any],
 ) -> bytes:
     entries, everyone = job.catalogue.entries, job.shares
 
-    def order(process: int) -> Iterator[tuple[int, Box]]:
+    def order(process: int) -> Iterable[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return ((leaf, box) for leaf, box, _ in assignment.piece_sizes(entries, everyone, process))
+        return files_in_order(assignment.piece_sizes(entries, everyone, process), runs[process])
 
     with gc_paused():
         by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone

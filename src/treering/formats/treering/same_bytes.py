@@ -1,0 +1,63 @@
+"""Compares a planned array file with one of an earlier step, so that equal bytes are not written again."""
+
+import bisect
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..._processes.assignment import Piece
+from ..._pytree.lazy_supply import ShardSupply
+from ..._pytree.staged_supply import Bytes, StagedSupply
+from ..._threads.pool import ThreadPool
+from . import manifest
+from .layout import PlannedFile
+from .manifest import BLOCK
+
+
+def has_same_bytes(
+    checksums: str, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
+) -> bool:
+    """Returns True if all blocks of a planned file have these checksums. Stops at the first one that differs.
+
+    If they have, the staged bytes are released, because they need not be written.
+
+    pieces: those that `file.first` counts.
+    """
+    if not isinstance(staging, StagedSupply) or not staging.can_take_twice:
+        return False
+    own = pieces[file.first : file.first + len(file.begins)]
+    blocks = iter(range(file.blocks))
+    turn = threading.Lock()
+    differs = threading.Event()
+
+    def work() -> None:
+        try:
+            while not differs.is_set():
+                with turn:
+                    block = next(blocks, None)
+                if block is None:
+                    return
+                if manifest.xxh3(_block(block, file, own, staging)) != checksums[16 * block : 16 * block + 16]:
+                    differs.set()
+        except BaseException as error:
+            staging.fail(error)
+            raise
+
+    pool.run(work)
+    if differs.is_set():
+        return False
+    staging.release_bytes([piece.shard for piece in own], [piece.nbytes for piece in own])
+    return True
+
+
+def _block(block: int, file: PlannedFile, pieces: Sequence[Piece], staging: StagedSupply) -> Bytes:
+    """Returns the bytes of a block. They are not copied if one piece has all of them."""
+    begin, end = block * BLOCK, min((block + 1) * BLOCK, file.nbytes)
+    first = bisect.bisect_right(file.begins, begin) - 1
+    last = bisect.bisect_left(file.begins, end, first + 1)
+    parts: list[Bytes] = []
+    for piece, start in zip(pieces[first:last], file.begins[first:last], strict=True):
+        own = staging.take([piece.shard])[0][piece.begin : piece.begin + piece.nbytes]
+        parts.append(own[max(begin - start, 0) : end - start])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
