@@ -25,7 +25,7 @@ from treering._pytree import staged_supply
 from treering._run.retention import Retention
 from treering._run.tensorboard import TensorBoardScalars
 from treering._save import saved_arrays, unchanged
-from treering.errors import SaveError
+from treering.errors import MismatchError, NotFoundError, SaveError
 from treering.stores.posix import Disk
 
 _ELEMENTS = 20_000  # float32
@@ -483,3 +483,41 @@ def test_shared_arrays_are_not_copied_from_the_device(
     total = sum(array.nbytes for array in states[1].values())
     assert copied == [total] * 3 + [total - frozen.nbytes] * 4
     assert min(shared[3:]) > frozen.nbytes and (memory_limit or min(shared[4:]) > frozen.nbytes + 2_800_000)
+
+
+def test_a_job_that_goes_on_shares_files_of_the_one_before(tmp_path: pathlib.Path) -> None:
+    """Its first save finds the frozen arrays in the files of an earlier step, by the checksums of their blocks."""
+    run, values, shared, expected = tmp_path / "run", np.arange(700_000, dtype=np.float32), [], {}
+    for job in range(3):
+        with tr.Checkpointer(run) as ckpts:
+            frozen = [jnp.asarray(values), jnp.asarray(values[:300_000])]
+            for step in range(6 * job, 6 * job + 6):
+                expected[step] = {"frozen": frozen, "n": jnp.full(400_000, step), "step": step}
+                pending = ckpts.save(step, expected[step])
+                assert pending
+                shared.append(pending.result().shared_bytes > values.nbytes)
+    _check(run, expected)
+    assert shared == [False] * 3 + [True] * 15
+
+
+def test_a_save_with_the_files_of_another_checkpoint(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`base=` shares each file whose bytes are the same. All others are written, whatever has happened to the base."""
+    base, tree = tmp_path / "base", {"w": jnp.arange(600_000), "n": 1}
+    first = tr.save(base, tree)
+    again = tr.save(tmp_path / "again", {**tree, "n": 2}, base=tr.open(base))
+    assert again.shared_bytes > 2_400_000 > first.shared_bytes == 0 and again.nbytes - again.shared_bytes < 4096
+    assert tr.save(base, tree, base=base, overwrite=True).shared_bytes == again.shared_bytes
+    other = {"w": tree["w"].at[-1].add(1), "n": 2}
+    for changed in (other, {"w": tree["w"].astype(jnp.float32)}, {"v": tree["w"]}):
+        assert not tr.save_async(tmp_path / "other", changed, base=base, overwrite=True).result().shared_bytes
+        assert all(np.array_equal(tr.restore(tmp_path / "other")[name], changed[name]) for name in changed)
+    for file in base.glob("arrays-*"):
+        _append(file)
+    assert not tr.save(tmp_path / "other", tree, base=base, overwrite=True).shared_bytes
+    assert "not shared, and its arrays are written again: block 2 is damaged" in caplog.text
+    shutil.rmtree(base)
+    with pytest.raises(NotFoundError, match="expected a checkpoint in the native format, found none"):
+        tr.save(tmp_path / "new", tree, base=base)
+    with pytest.raises(MismatchError, match="leave out base= or save the tree as it is"):
+        tr.save(tmp_path / "new", tree, base=tmp_path / "again", rules=[tr.rules.rename("w", "v")])
+    assert not (tmp_path / "new").exists()

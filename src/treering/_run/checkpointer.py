@@ -62,10 +62,10 @@ class Checkpointer(StepList):
     save_on_error: an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest call of
         `save` was given. Its arrays must still exist, because only weak references to them are held. Every call copies
         NumPy arrays. With several processes, all must raise at the same step.
-    reuse_unchanged: an array that is the same `jax.Array` object as in an earlier step is neither copied nor written
-        again, if another kept step has a second copy of it: the step's directory gets a hard link. It needs one
-        process, a disk, and arrays of a megabyte or more. Memory that such an array shares with NumPy, as by
-        `jax.device_put` on a CPU or by DLPack, must not change, because JAX arrays never do.
+    reuse_unchanged: an array that is the same `jax.Array` object as in earlier steps is neither copied nor written
+        again, and a new object with the same values is not written again, if another kept step has a second copy: the
+        step's directory gets a hard link. It needs a disk, and arrays of a megabyte or more. Memory that such an array
+        shares with NumPy, as by `jax.device_put` on a CPU or by DLPack, must not change, because JAX arrays never do.
     when_busy: while a save is running, the next must "wait", so that only one state is staged, or "skip" unless forced.
     timeout: seconds without a sign of life after which a process considers another dead.
     on_save: process 0 calls it with the `SaveReport` of every save, in the background, and logs its errors.

@@ -12,7 +12,7 @@ from .._rules.base import check_list
 from ..formats import Format
 from ..formats.treering import write as native
 from .choose import Way, choose
-from .contents import Changed, Unchanged, describe
+from .contents import Changed, describe
 from .foreign_way import foreign
 from .memory import limited
 from .native_ways import read_while_written, staged
@@ -38,7 +38,7 @@ def prepare(call: Call, path: str, tree: Any, info: native.Info, options: SaveOp
     check_list(options.rules)
     target = SaveTarget(call, stores.get(path), path, format, info, options)
     contents = describe(target, tree)
-    if options.reuse and isinstance(contents, Unchanged):
+    if options.reuse:
         contents = options.reuse(target, contents)
     target = limited(target, contents.described)
     way = choose(target, contents)

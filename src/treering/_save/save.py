@@ -33,6 +33,7 @@ from ..formats.treering.commit import check_free
 from ..rules import Rule
 from . import pending as _pending
 from . import pipeline
+from .base import sharing_files_of
 from .metadata import metadata_to_json
 from .metrics import encode_metrics
 from .options import FormatOptions, SaveOptions
@@ -56,6 +57,7 @@ def save(
     metadata: Any = None,
     rules: Sequence[Rule] = (),
     dtype: Any = None,
+    base: Checkpoint | str | os.PathLike[str] | None = None,
     processes: Literal["all", "this"] = "all",
     timeout: float = 30,
     memory_limit: int | None = 64 << 20,
@@ -79,6 +81,9 @@ def save(
         One that the `Checkpoint` has and the format cannot store is left out and logged.
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: the dtype to which floating-point arrays are cast.
+    base: a native checkpoint, or its path, on the same disk. Its array files whose bytes the new checkpoint has too get
+        another name there (a hard link), and are not written. Each checkpoint stays complete by itself, but damage to a
+        shared file damages both.
     processes: with several processes (`jax.distributed`), every process makes the call and writes its part. "this"
         saves what this process has, as if it had no peers. Some saves only one process can write: formats of one file,
         rules that need parts of several processes, other formats in a bucket. All processes then save the tree next to
@@ -89,10 +94,10 @@ def save(
         are written, in parts of 16 MiB or as much as the format needs at a time.
     progress: shows a progress bar in a terminal or a notebook (a notebook needs `ipywidgets`).
 
-    Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, and `MismatchError` if
-    the processes do not have the same tree; nothing is written then. Raises `SaveError` if writing fails, after
-    Treering has removed everything that it wrote. Raises `PeerError` if another process is gone or does not make the
-    call.
+    Raises `UnsupportedError` for leaves that cannot be saved, `ExistsError` for a path in use, `NotFoundError` if there
+    is no base, and `MismatchError` if the processes do not have the same tree; nothing is written then. Raises
+    `SaveError` if writing fails, after Treering has removed everything that it wrote. Raises `PeerError` if another
+    process is gone or does not make the call.
     """
     what = _call_text(path, step)
     refuse_reentry(what)
@@ -108,6 +113,7 @@ def save(
             progress,
             options,
             _explicit_info(step, metrics, metadata),
+            reuse=None if base is None else sharing_files_of(base),
         )
         pending = start_save(call, path, tree, _encode_info_of(tree, step, metrics, metadata), requested)
     try:
@@ -129,6 +135,7 @@ def save_async(
     metadata: Any = None,
     rules: Sequence[Rule] = (),
     dtype: Any = None,
+    base: Checkpoint | str | os.PathLike[str] | None = None,
     processes: Literal["all", "this"] = "all",
     timeout: float = 30,
     memory_limit: int | None = None,
@@ -161,6 +168,7 @@ def save_async(
             progress,
             options,
             _explicit_info(step, metrics, metadata),
+            reuse=None if base is None else sharing_files_of(base),
         )
         return start_save(call, path, tree, _encode_info_of(tree, step, metrics, metadata), requested)
 

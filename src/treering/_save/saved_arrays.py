@@ -116,7 +116,7 @@ class SavedArrays:
             (n,), before, is_same = numbers, self.arrays.get(one.tensor), one.leaf in unchanged
             written, array = files[n][0], objects.get(one.leaf)
             own_versions = frozenset(versions.get(saved[n].content, ()))
-            checksums, span = written.checksums, _span([places[number][1:] for number in one.numbers])
+            checksums, span = written.checksums, joined([places[number][1:] for number in one.numbers])
             times = equal_times = 0
             if before and is_same:
                 own_versions |= before.versions & self.files.keys()
@@ -154,7 +154,7 @@ def _places(files: Sequence[WrittenFile]) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-def _span(places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+def joined(places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     """Returns the first and the end of bytes at these places; None if the places are not successive."""
     if any(end != begin for (_, end), (begin, _) in itertools.pairwise(places)):
         return None

@@ -30,7 +30,8 @@ from ..formats.treering import write as native
 from ..formats.treering.layout import PlannedFile
 from ..formats.treering.shared_files import Chosen, SavedFile, SharedFile, WrittenFile, hold, version
 from . import pending, saved_arrays
-from .contents import Unchanged
+from .adopted import adopt
+from .contents import Contents, Unchanged
 from .save_target import SaveTarget
 from .saved_arrays import LargeArray, SavedArrays
 
@@ -39,6 +40,7 @@ _MAX_SHARED_FILES = 64  # of a save, which has two descriptors of each; the arra
 # Arrays of one age get a file together: new ones have the age 0, the same objects 1 or 2, and new objects that probably
 # have the values of the ones before a greater age.
 _AGES_OF_OBJECTS = 2
+_MAX_ADOPTED = 3  # steps of earlier jobs; their headers are read
 
 
 class Bases(NamedTuple):
@@ -64,13 +66,16 @@ class UnchangedArrays:
     def __init__(self, bases: Callable[[native.Info, int], Bases | None]):
         self.bases = bases
         self.saved = SavedArrays()
+        self.is_new = True  # until the first save
         self.is_sharing = False  # True from the plan of a save that shares files until its commit
         self.can_share = True  # False once a file had to be copied
         self._last_shards: tuple[Any, Mapping[int, bool]] = (None, {})  # and the large leaves among them
 
-    def of_save(self, target: SaveTarget, contents: Unchanged) -> Unchanged:
+    def of_save(self, target: SaveTarget, contents: Contents) -> Contents:
         """Returns the contents of a save together with what it may reuse. Called in the caller's thread."""
-        if target.options.hosts or not (target.store.has_links and self.can_share):
+        if not isinstance(contents, Unchanged) or target.options.hosts:
+            return contents
+        if not (target.store.has_links and self.can_share):
             return contents
         shards = contents.described.shards
         if shards is not self._last_shards[0]:
@@ -105,14 +110,14 @@ class _SaveReuse:
         self._usable: dict[Hashable, SavedFile] = {}  # the newest file of each version that may be shared
 
     def find_bases(self) -> Any:
-        saved = self._run.saved
-        if not any(one.times > 1 or one.equal_times for one in saved.arrays.values()):
+        saved, is_new = self._run.saved, self._run.is_new
+        if not is_new and not any(one.times > 1 or one.equal_times for one in saved.arrays.values()):
             return None
         nbytes = sum(entry.nbytes for entry in self._entries if isinstance(entry, ArrayEntry))
         bases = self._run.bases(self._target.info, nbytes)
         if bases is None:
             return None
-        known = {path for of in saved.files.values() for path in of}
+        known = {path for of in saved.files.values() for path in of}.union(bases.paths[:_MAX_ADOPTED] if is_new else ())
         usable, committed = [path for path in bases.paths if path in known], known.intersection(bases.committed)
         newest_kept = bases.newest_kept and _to_json(bases.newest_kept)
         return [list(map(_to_json, usable)), newest_kept, list(map(_to_json, committed))]
@@ -121,12 +126,17 @@ class _SaveReuse:
         run = self._run
         if run.is_sharing:  # The last save has failed, perhaps because of these files.
             run.saved.forget()
-        if bases is not None:
-            self._find_usable(*bases)
         self._large = run.saved.large_arrays(entries, pieces)
         unchanged: dict[int, LargeArray] = {}
         ages: dict[int, int] = {}  # of the pieces that are not new, by their numbers; those of one age get a file
-        for one in self._large:
+        is_new, run.is_new = run.is_new, False
+        if is_new and bases is not None:
+            call, paths = self._target.call, list(map(_from_json, bases[0]))
+            found = adopt(run.saved, self._target.store, paths, entries, pieces, self._large, call.index, call.count)
+            ages = {n: _AGES_OF_OBJECTS + 1 + file for n, file in found.items()}
+        if bases is not None:
+            self._find_usable(*bases)
+        for one in () if is_new else self._large:
             if (saved := run.saved.arrays.get(one.tensor)) is None:
                 continue
             array = (ref := self._objects.get(one.leaf)) and ref()

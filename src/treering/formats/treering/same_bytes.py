@@ -13,12 +13,15 @@ from ..._threads.pool import ThreadPool
 from . import manifest
 from .layout import PlannedFile
 from .manifest import BLOCK
+from .shared_files import SharedFile, is_damaged
 
 
 def has_same_bytes(
-    checksums: str, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
+    shared: SharedFile, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
 ) -> bool:
-    """Returns True if all blocks of a planned file have these checksums. Stops at the first one that differs.
+    """Returns True if all blocks of a planned file have the checksums of another file, and that is not damaged.
+
+    Stops at the first block that differs.
 
     If they have, the staged bytes are released, because they need not be written.
 
@@ -26,6 +29,7 @@ def has_same_bytes(
     """
     if not isinstance(staging, StagedSupply) or not staging.can_take_twice:
         return False
+    checksums = shared.saved.checksums
     own = pieces[file.first : file.first + len(file.begins)]
     blocks = iter(range(file.blocks))
     turn = threading.Lock()
@@ -45,7 +49,7 @@ def has_same_bytes(
             raise
 
     pool.run(work)
-    if differs.is_set():
+    if differs.is_set() or (not shared.saved.is_own and is_damaged(shared)):
         return False
     staging.release_bytes([piece.shard for piece in own], [piece.nbytes for piece in own])
     return True

@@ -30,6 +30,7 @@ class SavedFile(NamedTuple):
     version: that of the file, see `Stat`. The names of a shared file have the same one.
     pieces: the number of pieces in it.
     checksums: those of its blocks, as in its header.
+    is_own: True if this job has written it. Otherwise its bytes are checked before it is shared.
     """
 
     path: str
@@ -37,6 +38,7 @@ class SavedFile(NamedTuple):
     version: Hashable
     pieces: int
     checksums: str
+    is_own: bool = True
 
     @property
     def content(self) -> tuple[int, int, str]:
@@ -125,6 +127,18 @@ def hold(store: Store, saved: SavedFile) -> ArrayFile | None:
         problem = str(error)
     _log.info("%s: arrays in it that have not changed are written again: %s", saved.listed.name, problem)
     return None
+
+
+def is_damaged(shared: SharedFile) -> bool:
+    """Returns True if bytes of an open file do not fit its checksums, which is logged."""
+    try:
+        if not (bad := shared.held.bad_blocks([(0, shared.held.size - shared.held.header.size)])):
+            return False
+        problem = f"block {bad[0]} is damaged"
+    except OSError as error:
+        problem = str(error)
+    _log.warning("%s: not shared, and its arrays are written again: %s", shared.held.path, problem)
+    return True
 
 
 def version(store: Store, path: str, listed: File) -> Hashable:

@@ -189,7 +189,7 @@ def _same_file(
     if reuse is None or file.first + len(file.begins) > plan.likely:
         return None
     found = reuse.same_layout(file, plan.numbers_in(file))
-    if found is None or has_same_bytes(found.saved.checksums, file, plan.to_write, staging, pool):
+    if found is None or has_same_bytes(found, file, plan.to_write, staging, pool):
         return found
     found.held.close()
     return None

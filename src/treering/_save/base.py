@@ -1,0 +1,42 @@
+"""Saves a tree with the files of another checkpoint: `treering.save(base=...)`."""
+
+import logging
+import os
+from collections.abc import Callable
+
+from .. import stores
+from .._restore.checkpoint import Checkpoint
+from ..errors import MismatchError, NotFoundError
+from ..formats.treering import summary
+from .contents import Contents, Unchanged
+from .save_target import SaveTarget
+from .unchanged import Bases, UnchangedArrays
+
+_log = logging.getLogger("treering")
+
+
+def sharing_files_of(base: Checkpoint | str | os.PathLike[str]) -> Callable[[SaveTarget, Contents], Contents]:
+    """Returns the option `reuse` of a save that shares the files of a checkpoint.
+
+    Raises `NotFoundError` if there is none in the native format.
+    """
+    path = base.path if isinstance(base, Checkpoint) else stores.absolute(base)
+    store = stores.get(path)
+    if summary.stat_manifest(store, path) is None:
+        raise NotFoundError(
+            f"base={path!r}: expected a checkpoint in the native format, found none; nothing was written"
+        )
+    arrays = UnchangedArrays(lambda info, nbytes: Bases([path], "", [path]))
+
+    def reuse(target: SaveTarget, contents: Contents) -> Contents:
+        if not isinstance(contents, Unchanged):
+            raise MismatchError(
+                f"base={path!r}: expected a tree of arrays for the native format, found rules, a checkpoint or another "
+                "format; leave out base= or save the tree as it is; nothing was written"
+            )
+        if store is not target.store or not store.has_links:
+            _log.warning("%s: all arrays are written, because it cannot share files with %s", target.path, path)
+            return contents
+        return arrays.of_save(target, contents)
+
+    return reuse
