@@ -19,8 +19,8 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test durations thorough quick lint docs bench gpu gpu-wheels faults-disk faults-bucket faults-hosts faults-process damage fuzz elsewhere all-tools \
-  lowest newest clean
+.PHONY: demo test durations thorough quick lint docs dist bench gpu gpu-wheels faults-disk faults-bucket faults-hosts \
+  faults-process damage fuzz elsewhere all-tools lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -55,6 +55,10 @@ docs: $(VENV)/docs
 	rm -rf site && mkdir -p site/source/benchmarks && cp -r docs examples *.md LICENSE site/source
 	cp -r benchmarks/results site/source/benchmarks
 	$(RUN) -m sphinx -q -W --keep-going -c docs/site -d site/doctrees site/source site/html
+
+# The wheel and the sdist, in dist: their contents, the bytes of a second build, and the demo with the wheel alone.
+dist: $(VENV)/dist
+	PYTHONPATH=tests $(RUN) -m release.distributions dist
 
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write benchmarks/results/benchmarks.md
@@ -112,7 +116,7 @@ faults-process: $(VENV)/test
 	$(RUN) -m tests.fault_injection.kills --write benchmarks/results/kills.md
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz wheels
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz dist wheels
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

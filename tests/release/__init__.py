@@ -1,0 +1,1 @@
+"""Makes and checks what a release consists of; CONTRIBUTING.md says when."""
