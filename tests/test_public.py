@@ -1,6 +1,7 @@
 """Tests the public names, signatures and errors."""
 
 import builtins
+import difflib
 import inspect
 import json
 import pathlib
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import pytest
 
 import treering as tr
+from release import public
 from treering._restore import options as _options
 
 pytestmark = pytest.mark.compat
@@ -92,20 +94,15 @@ def test_public_modules_show_what_is_public_and_shadow_nothing(module: types.Mod
     assert {name for name in dir(module) if not name.startswith("__")} == shown | left_out
 
 
-def test_errors_are_also_the_built_in_ones_they_resemble() -> None:
-    """Errors of Treering are subclasses of the built-in errors that they resemble."""
-    errors = tr.errors
-    for error, base in [
-        (errors.NotFoundError, FileNotFoundError),
-        (errors.ExistsError, FileExistsError),
-        (errors.MismatchError, ValueError),
-        (errors.UnsafeError, errors.CorruptError),
-        (errors.SaveError, OSError),
-        (errors.RequestError, OSError),
-        (errors.PeerError, ConnectionError),
-    ]:
-        assert issubclass(error, base) and issubclass(error, errors.TreeringError)
-        assert str(error("one sentence")) == "one sentence"
+@pytest.mark.long
+@pytest.mark.whole
+def test_the_interface_changes_only_with_its_snapshot() -> None:
+    """Names, parameters, defaults, bases of errors, commands, exit codes and extras are those of tests/public.txt."""
+    changed = [line for line in difflib.ndiff(public.expected_lines(), public.lines()) if line[0] in "-+"]
+    assert not changed, (
+        "the public interface changed; if that is meant, update the snapshot with `PYTHONPATH=tests "
+        ".venv/bin/python -m release.public`, and add a changelog line:\n" + "\n".join(changed)
+    )
 
 
 @pytest.mark.long

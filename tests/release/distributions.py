@@ -1,6 +1,6 @@
 """Builds the wheel and the sdist and checks them: ``make dist``, or ``python -m release.distributions FOLDER``.
 
-Another build must give the same bytes: the builder gives every file the time SOURCE_DATE_EPOCH, or else a fixed one. The
+Another build must give the same bytes: the builder gives every file the time SOURCE_DATE_EPOCH, or a fixed one. The
 wheel must run the demo in an environment that has no other files of the project.
 """
 
@@ -40,7 +40,7 @@ def wheel_problems(wheel: Path) -> list[str]:
 
 
 def sdist_problems(sdist: Path) -> list[str]:
-    """Returns what is wrong with an sdist. It must have the files of Git that pyproject.toml includes, and no others."""
+    """Returns what is wrong with an sdist. It must have the files of Git that pyproject.toml includes, no others."""
     listed = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     command = ["git", "ls-files", "-z", "--", *listed]
     tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
