@@ -1,6 +1,7 @@
 """The trees behind the files in tests/golden: what a reader of every later release must find there.
 
-The files were written by the release that introduced the version of the format, and are never written again.
+The files were written by the release that introduced the version of the format, or by the release whose folder they are
+in, and are never written again. So the trees never change, whatever ml_dtypes adds.
 """
 
 import collections
@@ -16,6 +17,27 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
+DTYPES = [
+    "bfloat16",
+    "float4_e2m1fn",
+    "float6_e2m3fn",
+    "float6_e3m2fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "int1",
+    "int2",
+    "int4",
+    "uint1",
+    "uint2",
+    "uint4",
+]
+
 Adam = collections.namedtuple("Adam", "count mu")
 
 
@@ -30,10 +52,9 @@ def everything() -> Any:
     """A leaf of every type, in a container of every kind."""
     numbers = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     tied = np.arange(5, dtype=np.int64)
-    dtypes = [name for name in dir(ml_dtypes) if name.startswith(("bfloat", "float", "int", "uint"))]
     return {
         "dtypes": {
-            **{name: np.array([0, 1]).astype(getattr(ml_dtypes, name)) for name in dtypes if name[-1].isalnum()},
+            **{name: np.array([0, 1]).astype(getattr(ml_dtypes, name)) for name in DTYPES},
             **{
                 name: np.array([0, 1, 1]).astype(name) for name in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8")
             },
@@ -84,6 +105,17 @@ def sharded() -> Any:
     values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     return {
         name: jax.device_put(values + n, jax.NamedSharding(mesh, spec)) for n, (name, spec) in enumerate(specs.items())
+    }
+
+
+def trained(step: int) -> Any:
+    """Returns the state of a small training job at a step."""
+    weights = (jnp.arange(12.0).reshape(3, 4) * step).astype(jnp.bfloat16)
+    return {
+        "params": {"embed": {"w": weights}, "head": jnp.arange(4.0) / 4 + step},
+        "opt": (Adam(jnp.asarray(step), {"mu": np.full(4, step / 8)}), ()),
+        "rng": jax.random.fold_in(jax.random.key(3), step),
+        "step": step,
     }
 
 

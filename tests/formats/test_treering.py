@@ -17,6 +17,7 @@ import safetensors.numpy
 import golden_trees
 import spec_reader
 import treering as tr
+from release import golden
 from treering._core.skeleton import LEAF, Node, containers
 from treering._processes import assignment
 from treering._pytree import leaves as _leaves
@@ -30,6 +31,13 @@ TREES = {
     "v1-everything": golden_trees.everything,
     "v1-sharded": golden_trees.sharded,
     "v1-placement": golden_trees.placed,
+}
+RELEASED = sorted(golden.RELEASED.iterdir())
+GOLDEN_TREES = TREES | {
+    f"released/{folder.name}/{name}": tree
+    for folder in RELEASED
+    for name, tree in golden.TREES.items()
+    if (folder / name).exists()  # A later release has more.
 }
 
 
@@ -53,24 +61,50 @@ def same(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", GOLDEN_TREES)
 def test_golden_files_are_read_by_an_independent_reader(name: str) -> None:
-    flat_tree = walk.flatten_tree(TREES[name]())
+    flat_tree = walk.flatten_tree(GOLDEN_TREES[name]())
     found = spec_reader.read(GOLDEN / name)
     assert list(found) == list(flat_tree.paths)
     for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
         assert same(found[path], host(leaf)), path
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", GOLDEN_TREES)
 def test_golden_files_restore(name: str) -> None:
     assert tr.verify(GOLDEN / name).ok
-    tree = TREES[name]()
+    tree = GOLDEN_TREES[name]()
     assert not tr.diff(GOLDEN / name, tree)
     with jax.enable_x64(True):
         found = tr.restore(GOLDEN / name, like=tree)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     assert not tr.diff(found, tree)
+
+
+def test_every_release_has_a_golden_set() -> None:
+    """A version that is no development version has its set before it is tagged."""
+    assert "dev" in tr.__version__ or (golden.RELEASED / tr.__version__).exists(), (
+        "expected the golden set of this version; write it with `PYTHONPATH=tests .venv/bin/python -m release.golden`"
+    )
+    for folder in RELEASED:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) < 200_000
+        checkpoints = {path.parent.relative_to(folder).as_posix() for path in files} - {"."}
+        assert checkpoints <= {*golden.TREES, golden.METADATA}
+
+
+@pytest.mark.parametrize("folder", RELEASED, ids=lambda folder: folder.name)
+def test_the_run_of_a_release_continues(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A job of this release resumes the run, which then has steps of both releases. The export has the same values."""
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    assert {step: tr.open(run, step=step).metrics for step in tr.steps(run)} == golden.METRICS
+    expected = golden_trees.trained(2)
+    with tr.Checkpointer(run) as ckpts:
+        state, step = ckpts.restore_or_init(lambda: expected)
+        assert step == 2 and not tr.diff(state, expected)
+        ckpts.save(3, golden_trees.trained(3))
+    assert tr.steps(run) == [1, 2, 3] and tr.verify(run).ok
+    assert tr.verify(folder / golden.EXPORT).ok and not tr.diff(folder / golden.EXPORT, expected["params"])
 
 
 def test_golden_arrays_go_where_they_were(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +164,8 @@ def test_golden_metadata_with_floats_that_json_cannot_write(tmp_path: pathlib.Pa
     expected = golden_trees.metadata()
     tr.save(tmp_path / "new", {"x": 1}, metadata=expected)
     tr.convert(tmp_path / "new", tmp_path / "again")
-    for path in (GOLDEN / "v1-metadata", tmp_path / "new", tmp_path / "again"):
+    written = [GOLDEN / "v1-metadata", *(folder / golden.METADATA for folder in RELEASED)]
+    for path in (*written, tmp_path / "new", tmp_path / "again"):
         assert tr.verify(path).ok
         for found in (tr.open(path).metadata, spec_reader.Checkpoint(path).metadata):
             assert exactly(found) == exactly(expected)
