@@ -1,7 +1,8 @@
 """Writes the checkpoints that all later releases must read: ``python -m release.golden``.
 
-With `tests` on the path, into tests/golden/released/VERSION, once for each version, before its tag. It replaces nothing: golden files never change. The
-tests compare each set with the trees here, so a tree never changes either. A new feature gets a new tree.
+With `tests` on the path, into tests/golden/released/VERSION, once for each version, before its tag. It replaces
+nothing: golden files never change. The tests compare each set with the trees here, so a tree never changes either. A
+new feature gets a new tree.
 """
 
 import os
