@@ -1,15 +1,26 @@
 """Tests of the files that a release consists of, and of those that make one."""
 
+import itertools
 import pathlib
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+import treering as tr
 from release import distributions
+from treering._cli import main
+
+yaml = pytest.importorskip("yaml")
 
 ROOT = pathlib.Path(__file__).parents[1]
+GITHUB = ROOT / ".github"
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((GITHUB / "workflows").glob("*.yml"))}
+JOBS = {f"{name}/{job}": one for name, flow in WORKFLOWS.items() for job, one in flow["jobs"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +48,77 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: pathlib.Path, tmp_pat
         f"{wheel.name}: expected no file tests/conftest.py",
         f"{wheel.name}: treering/errors.py: expected the bytes of src/treering/errors.py, found others",
     ]
+
+
+def test_a_tag_needs_its_version_changelog_and_golden_files() -> None:
+    problems = distributions.tag_problems("v9.8.7")
+    assert problems == [
+        f"tag: expected v{tr.__version__}, found v9.8.7",
+        "CHANGELOG.md: expected a heading ## 9.8.7, found none",
+    ]
+
+
+def _steps() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, job in JOBS.items():
+        yield from ((name, step) for step in job["steps"])
+
+
+def test_workflows_may_do_only_what_they_need() -> None:
+    """Every workflow reads only. Two jobs identify themselves, and one of them deploys the site."""
+    assert all(flow["permissions"] == {"contents": "read"} for flow in WORKFLOWS.values())
+    assert {name: job["permissions"] for name, job in JOBS.items() if "permissions" in job} == {
+        "docs/deploy": {"pages": "write", "id-token": "write"},
+        "release/publish": {"id-token": "write"},
+    }
+    assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as true
+    assert all("timeout-minutes" in job for job in JOBS.values())
+    assert all("cancel-in-progress" in flow["concurrency"] for flow in WORKFLOWS.values())
+
+
+def test_actions_are_pinned() -> None:
+    """A pin is a commit with the version after it; PyPA's action is the only exception."""
+    lines = [line for path in (GITHUB / "workflows").glob("*.yml") for line in path.read_text().splitlines()]
+    used = [line.partition("uses: ")[2] for line in lines if "uses: " in line]
+    pinned = re.compile(r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    assert {one for one in used if not pinned.fullmatch(one)} == {"pypa/gh-action-pypi-publish@release/v1"}
+    assert len({one.partition("@")[0] for one in used}) == len(set(used))  # one version of each
+    assert all(s["with"]["persist-credentials"] is False for _, s in _steps() if "checkout@" in s.get("uses", ""))
+
+
+def test_workflows_run_targets_that_exist_with_declared_pythons() -> None:
+    """All targets are those of the Makefile. All versions of Python are those of the classifiers."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    run, pythons = set(), set()
+    for name, step in _steps():
+        for values in _combinations(JOBS[name].get("strategy", {}).get("matrix", {})):
+
+            def filled(text: str, values: dict[str, str] = values) -> str:
+                return re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda match: values[match[1]], text)
+
+            run |= {filled(step["run"])} if "run" in step else set()
+            pythons |= {filled(step["with"]["python-version"])} if "setup-python@" in step.get("uses", "") else set()
+    made = {re.fullmatch(r"make ([\w-]+)(?: PYTHON\w*=python)*", command) for command in run}
+    assert {match[1] for match in made if match} == {
+        "dist", "docs", "lint", "lowest", "newest", "quick", "test", "thorough",
+    }  # fmt: skip
+    assert None not in made and {match[1] for match in made if match} <= targets
+    classifiers = distributions.PROJECT["project"]["classifiers"]
+    declared = {match[1] for one in classifiers if (match := re.search(r":: (3\.\d+)$", one))}
+    assert pythons == declared and min(declared) == distributions.PROJECT["project"]["requires-python"].strip(">=")
+
+
+def _combinations(matrix: dict[str, Any]) -> list[dict[str, str]]:
+    if "include" in matrix:
+        return matrix["include"]
+    return [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
+
+
+def test_the_other_files_fit_this_version() -> None:
+    """The citation has the version. Hooks run files that exist. Forms ask for the output of commands that exist."""
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == tr.__version__
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = " ".join(hook["entry"] for hook in repository["hooks"])
+    assert repository["repo"] == "local" and all((ROOT / name).exists() for name in re.findall(r"tests/\S+", hooks))
+    forms = [yaml.safe_load(path.read_text()) for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml")]
+    commands = re.findall(r"treering (\w+)", str(forms))
+    assert {"doctor", "show", "verify"} == set(commands) <= set(main.cli.commands)

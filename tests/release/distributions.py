@@ -1,10 +1,12 @@
 """Builds the wheel and the sdist and checks them: ``make dist``, or ``python -m release.distributions FOLDER``.
 
 Another build must give the same bytes: the builder gives every file the time SOURCE_DATE_EPOCH, or a fixed one. The
-wheel must run the demo in an environment that has no other files of the project.
+wheel must run the demo in an environment that has no other files of the project. If the environment variable TAG is
+set, the project must be ready for that tag.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,25 @@ METADATA = {
     f"treering-{__version__}.dist-info/{name}"
     for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
 }
+
+
+def tag_problems(tag: str) -> list[str]:
+    """Returns what the project lacks before it can have a tag: the version, its changelog, and its golden files."""
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+    golden = ROOT / "tests" / "golden" / "released" / __version__
+    return [
+        *([] if tag == f"v{__version__}" else [f"tag: expected v{__version__}, found {tag}"]),
+        *(
+            []
+            if any(re.match(rf"## {re.escape(tag[1:])}\b", line) for line in changelog)
+            else [f"CHANGELOG.md: expected a heading ## {tag[1:]}, found none"]
+        ),
+        *(
+            []
+            if golden.exists()
+            else [f"{golden}: expected checkpoints of this version, found none; run `python -m release.golden`"]
+        ),
+    ]
 
 
 def wheel_problems(wheel: Path) -> list[str]:
@@ -123,7 +144,9 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     wheel, sdist = build(folder)
     _run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-    problems = wheel_problems(wheel) + sdist_problems(sdist) + differences_of_another_build(wheel, sdist)
+    tag = os.environ.get("TAG")
+    problems = tag_problems(tag) if tag else []
+    problems += wheel_problems(wheel) + sdist_problems(sdist) + differences_of_another_build(wheel, sdist)
     if problems:
         sys.exit("\n".join(problems))
     run_demo(wheel)
