@@ -1,0 +1,101 @@
+/** An array file of an open checkpoint: reads its header once, and blocks of its buffer when they are used. */
+
+import { BLOCK_BYTES, xxh3 } from "./checksum.js";
+import { DamagedError, MissingFileError, supported, UnsupportedError } from "./errors.js";
+import { decodeHeader } from "./header.js";
+
+/** @typedef {import("./header.js").Header} Header */
+/** @typedef {import("./manifest.js").FileEntry} FileEntry */
+/** @typedef {import("./sources/source.js").Source} Source */
+
+/** A part of the buffer: consecutive blocks, verified. @typedef {{begin: number, bytes: Uint8Array}} Run */
+
+const ADVICE = "Restore the file from a copy, or take an earlier step";
+
+export class ArrayFile {
+  /**
+   * @param {Source} source
+   * @param {FileEntry} entry
+   * @param {(error: MissingFileError) => Promise<never>} onMissing raises the error that says why the file is missing
+   */
+  constructor(source, entry, onMissing) {
+    this.source = source;
+    this.entry = entry;
+    this.onMissing = onMissing;
+    /** @type {Promise<Header> | undefined} */
+    this.pending = undefined;
+  }
+
+  /** The number of bytes that follow the header. */
+  get bufferBytes() {
+    return this.entry.size - this.entry.header;
+  }
+
+  /** @returns {Promise<Header>} */
+  header() {
+    if (this.pending === undefined) {
+      const pending = this.readHeader();
+      this.pending = pending;
+      // The next call reads again: the network may have failed.
+      pending.catch(() => (this.pending = undefined));
+    }
+    return this.pending;
+  }
+
+  async readHeader() {
+    const { name, header, requires, xxh3: expected } = this.entry;
+    if (requires.length) {
+      const message = `${name}: expected no feature that this reader does not know, found ${requires}. Read it with a newer release`;
+      throw new UnsupportedError(message, { file: name });
+    }
+    const bytes = await this.bytes(0, header);
+    const found = xxh3(bytes);
+    if (found !== expected) {
+      throw new DamagedError(`${name}: header: expected the checksum ${expected}, found ${found}. ${ADVICE}`, { file: name });
+    }
+    return supported(name, () => decodeHeader(bytes, this.bufferBytes));
+  }
+
+  /**
+   * Reads and verifies blocks. One read serves blocks that follow one another.
+   *
+   * @param {[number, number][]} spans first and last blocks, in order, that do not touch
+   * @returns {Promise<Run[]>}
+   */
+  async blocks(spans) {
+    const { checksums } = await this.header();
+    const { name, header } = this.entry;
+    const runs = [];
+    for (const [first, last] of spans) {
+      const begin = first * BLOCK_BYTES;
+      const bytes = await this.bytes(header + begin, header + Math.min(this.bufferBytes, (last + 1) * BLOCK_BYTES));
+      for (let block = first; block <= last; block++) {
+        const at = (block - first) * BLOCK_BYTES;
+        const found = xxh3(bytes.subarray(at, at + BLOCK_BYTES));
+        const expected = checksums.slice(16 * block, 16 * block + 16);
+        if (found !== expected) {
+          const message = `${name}: block ${block}: expected the checksum ${expected}, found ${found}. ${ADVICE}`;
+          throw new DamagedError(message, { file: name, block });
+        }
+      }
+      runs.push({ begin, bytes });
+    }
+    return runs;
+  }
+
+  /** @param {number} start @param {number} end @returns {Promise<Uint8Array>} */
+  async bytes(start, end) {
+    const { name, size } = this.entry;
+    let read;
+    try {
+      read = await this.source.read(name, start, end);
+    } catch (error) {
+      if (error instanceof MissingFileError) return this.onMissing(error);
+      throw error;
+    }
+    if (read.size !== size || read.bytes.length !== end - start) {
+      throw new DamagedError(`${name}: expected ${size} bytes, found ${read.size}. ${ADVICE}`, { file: name });
+    }
+    return read.bytes;
+  }
+}

@@ -1,0 +1,122 @@
+/** An open checkpoint. */
+
+import { ArrayFile } from "./array_file.js";
+import { xxh3 } from "./checksum.js";
+import { DamagedError, InputError, MissingFileError, NotFoundError, ReplacedError, SourceError, UnsupportedError } from "./errors.js";
+import { plain } from "./fields.js";
+import { readLateMetrics } from "./late_metrics.js";
+import { leafOf } from "./leaf.js";
+import { decodeManifest, MANIFEST } from "./manifest.js";
+import { decodeTree } from "./tree.js";
+
+/** @typedef {import("./sources/source.js").Source} Source */
+/** @typedef {ReturnType<typeof leafOf>} Leaf */
+
+export class Checkpoint {
+  /** @param {Source} source @param {Uint8Array} bytes those of the manifest */
+  constructor(source, bytes) {
+    const manifest = decodeManifest(bytes);
+    this.source = source;
+    this.manifest = manifest;
+    this.identity = xxh3(bytes);
+    this.created = manifest.created;
+    this.software = Object.fromEntries(manifest.software);
+    this.step = manifest.step;
+    /** @type {Record<string, number>} */
+    this.metrics = numbers(manifest.metrics ?? new Map());
+    /** The user's metadata in plain values; a float without a fraction looks like an integer. */
+    this.metadata = plain(manifest.metadata);
+    /** The options with which `write` repeats step, metrics and metadata, every type and bit kept. */
+    this.exact = {
+      ...(manifest.step !== undefined && { step: manifest.step }),
+      ...(manifest.metrics && { metrics: manifest.metrics }),
+      ...(manifest.hasMetadata && { metadata: manifest.metadata }),
+    };
+    const onMissing = (/** @type {MissingFileError} */ error) => this.explainMissing(error);
+    const files = manifest.files.map((entry) => new ArrayFile(source, entry, onMissing));
+    /** @type {ReadonlyMap<string, Leaf>} */
+    this.leaves = new Map(manifest.leaves.map((row) => [row.path, leafOf(row, files)]));
+  }
+
+  /** Returns the leaf of that path. Raises `InputError`. @param {string} path @returns {Leaf} */
+  leaf(path) {
+    const found = this.leaves.get(path);
+    if (!found) throw new InputError(`${this.source.place}: expected a path of a leaf, found ${JSON.stringify(path)}. See \`leaves\``);
+    return found;
+  }
+
+  /**
+   * Reads every leaf. Returns the tree that `write` takes: containers with tensors and values. Tied leaves are one tensor.
+   *
+   * @returns {Promise<unknown>}
+   */
+  async load() {
+    const read = new Map();
+    for (const [path, leaf] of this.leaves) {
+      const tied = leaf.kind === "array" ? leaf.tied : undefined;
+      read.set(path, tied === undefined ? await leaf.read() : read.get(tied));
+    }
+    // Decoded again, so that the caller owns the containers.
+    const { top, paths, leafPlaces } = decodeTree(this.manifest.tree, this.leaves.size);
+    leafPlaces.forEach(([children, position], index) => (children[position] = read.get(paths[index])));
+    return top[0];
+  }
+
+  /**
+   * Reads every byte. Returns the errors by the path of the leaf, or the name of the metrics file.
+   *
+   * @returns {Promise<Map<string, DamagedError | UnsupportedError>>}
+   */
+  async verify() {
+    const errors = new Map();
+    for (const [path, leaf] of this.leaves) {
+      try {
+        await leaf.read();
+      } catch (error) {
+        if (!(error instanceof DamagedError || error instanceof UnsupportedError)) throw error;
+        errors.set(path, error);
+      }
+    }
+    if (this.source.list) for (const { name, error } of (await this.lateMetrics()).files) if (error) errors.set(name, error);
+    return errors;
+  }
+
+  /**
+   * Reads the metrics that were added after the commit, over those of the manifest. `files` has an error for each
+   * metrics file that is damaged or unsupported. Raises `SourceError` if the source cannot list files.
+   */
+  async lateMetrics() {
+    const { list } = this.source;
+    if (!list) throw new SourceError(`${this.source.place}: expected a source that lists files, found a server. Use \`metrics\``);
+    const { metrics, files } = await readLateMetrics({ ...this.source, list }, this.identity, this.manifest.metrics ?? new Map());
+    return { metrics: numbers(metrics), files };
+  }
+
+  /** Raises the error that says why a file is missing. @param {MissingFileError} error @returns {Promise<never>} */
+  async explainMissing({ file, found }) {
+    const { place } = this.source;
+    const bytes = await readManifest(this.source);
+    if (xxh3(bytes) !== this.identity) throw new ReplacedError(`${place}: expected the checkpoint that is open, found another. Open it again`);
+    throw new DamagedError(`${place}: expected the file ${file}, found ${found}. Restore it from a copy, or take an earlier step`, { file });
+  }
+}
+
+/** Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`. @param {Source} source */
+export async function openSource(source) {
+  return new Checkpoint(source, await readManifest(source));
+}
+
+/** @param {Source} source @returns {Promise<Uint8Array>} */
+async function readManifest(source) {
+  try {
+    return (await source.read(MANIFEST, 0, undefined)).bytes;
+  } catch (error) {
+    if (!(error instanceof MissingFileError)) throw error;
+    throw new NotFoundError(`${source.place}: expected a checkpoint, found no ${MANIFEST}. Check the path, or take another step`);
+  }
+}
+
+/** @param {ReadonlyMap<string, import("./float.js").Float>} metrics @returns {Record<string, number>} */
+function numbers(metrics) {
+  return Object.fromEntries(Array.from(metrics, ([name, { value }]) => [name, value]));
+}

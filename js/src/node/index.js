@@ -1,0 +1,42 @@
+/** The public names, for Node: those for browsers, and folders. */
+
+import { fileURLToPath } from "node:url";
+import { openSource } from "../checkpoint.js";
+import { InputError } from "../errors.js";
+import { open as openAnywhere, write as writeMemory } from "../index.js";
+import { writeFolder } from "./commit.js";
+import { folderSource } from "./folder.js";
+
+export * from "../index.js";
+
+/**
+ * Opens a checkpoint in a folder, or whatever `open` takes in browsers.
+ *
+ * @param {any} target a path, a `file:` URL, or a target for browsers
+ * @param {{fetch?: typeof fetch}} [options]
+ */
+export async function open(target, options) {
+  const folder = folderOf(target);
+  if (folder === undefined) return openAnywhere(target, options);
+  if (options && Object.keys(options).length) throw new InputError(`${folder}: expected no options, found ${Object.keys(options)}`);
+  return openSource(folderSource(folder));
+}
+
+/**
+ * Writes a new checkpoint into a folder, or into an empty Map. Raises `InputError` or an error of the system.
+ *
+ * @param {string | URL | Map<string, Uint8Array>} target a folder that is missing or empty; its parent exists
+ * @param {unknown} tree
+ * @param {import("../write/checkpoint.js").WriteOptions} [options]
+ */
+export async function write(target, tree, options) {
+  const folder = folderOf(target);
+  if (folder === undefined) return writeMemory(/** @type {any} */ (target), tree, options);
+  return writeFolder(folder, tree, options);
+}
+
+/** @param {unknown} target @returns {string | undefined} */
+function folderOf(target) {
+  if (target instanceof URL) return target.protocol === "file:" ? fileURLToPath(target) : undefined;
+  return typeof target === "string" && !/^https?:\/\//.test(target) ? target : undefined;
+}

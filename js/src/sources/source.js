@@ -1,0 +1,12 @@
+/** Places that hold the files of one checkpoint. */
+
+/**
+ * @typedef {object} Source
+ * @property {string} place a path or a URL, for messages
+ * @property {(name: string, start: number, end: number | undefined) => Promise<{bytes: Uint8Array, size: number}>} read
+ *   returns the bytes from `start` to `end`, or to the end of the file, and the size of the file. Fewer bytes come back
+ *   if the file is shorter. Raises `MissingFileError`, `DamagedError` if the file is not a regular one, or `SourceError`
+ * @property {(() => Promise<string[]>) | undefined} list returns the names of all files; missing where that is impossible
+ */
+
+export {};
