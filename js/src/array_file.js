@@ -10,6 +10,8 @@ import { decodeHeader } from "./header.js";
 
 /** A part of the buffer: consecutive blocks, verified. @typedef {{begin: number, bytes: Uint8Array}} Run */
 
+/** At most 8 MiB for each file. */
+const MAX_RECENT_BLOCKS = 8;
 const ADVICE = "Restore the file from a copy, or take an earlier step";
 
 export class ArrayFile {
@@ -24,6 +26,8 @@ export class ArrayFile {
     this.onMissing = onMissing;
     /** @type {Promise<Header> | undefined} */
     this.pending = undefined;
+    /** Verified blocks, the latest last. @type {Map<number, Uint8Array>} */
+    this.recent = new Map();
   }
 
   /** The number of bytes that follow the header. */
@@ -51,36 +55,56 @@ export class ArrayFile {
     const bytes = await this.bytes(0, header);
     const found = xxh3(bytes);
     if (found !== expected) {
-      throw new DamagedError(`${name}: header: expected the checksum ${expected}, found ${found}. ${ADVICE}`, { file: name });
+      throw new DamagedError(`${name}: header: expected the checksum ${expected}, found ${found}. ${ADVICE}`, {
+        file: name,
+      });
     }
     return supported(name, () => decodeHeader(bytes, this.bufferBytes));
   }
 
   /**
-   * Reads and verifies blocks. One read serves blocks that follow one another.
+   * Reads and verifies blocks, in order. One read serves blocks that follow one another, within `source.chunkBytes`.
    *
    * @param {[number, number][]} spans first and last blocks, in order, that do not touch
-   * @returns {Promise<Run[]>}
+   * @returns {AsyncGenerator<Run>}
    */
-  async blocks(spans) {
+  async *blocks(spans) {
+    await this.header();
+    for (const [first, last] of spans) {
+      let next = first;
+      for (let bytes = this.recent.get(next); bytes && next <= last; bytes = this.recent.get(++next)) {
+        yield { begin: next * BLOCK_BYTES, bytes };
+      }
+      const chunk = Math.max(1, Math.floor((this.source.chunkBytes ?? Infinity) / BLOCK_BYTES));
+      for (; next <= last; next += chunk) yield this.readRun(next, Math.min(last, next + chunk - 1));
+    }
+  }
+
+  /** @param {number} first @param {number} last @returns {Promise<Run>} */
+  async readRun(first, last) {
     const { checksums } = await this.header();
     const { name, header } = this.entry;
-    const runs = [];
-    for (const [first, last] of spans) {
-      const begin = first * BLOCK_BYTES;
-      const bytes = await this.bytes(header + begin, header + Math.min(this.bufferBytes, (last + 1) * BLOCK_BYTES));
-      for (let block = first; block <= last; block++) {
-        const at = (block - first) * BLOCK_BYTES;
-        const found = xxh3(bytes.subarray(at, at + BLOCK_BYTES));
-        const expected = checksums.slice(16 * block, 16 * block + 16);
-        if (found !== expected) {
-          const message = `${name}: block ${block}: expected the checksum ${expected}, found ${found}. ${ADVICE}`;
-          throw new DamagedError(message, { file: name, block });
-        }
+    const begin = first * BLOCK_BYTES;
+    const bytes = await this.bytes(header + begin, header + Math.min(this.bufferBytes, (last + 1) * BLOCK_BYTES));
+    for (let block = first; block <= last; block++) {
+      const at = (block - first) * BLOCK_BYTES;
+      const found = xxh3(bytes.subarray(at, at + BLOCK_BYTES));
+      const expected = checksums.slice(16 * block, 16 * block + 16);
+      if (found !== expected) {
+        const message = `${name}: block ${block}: expected the checksum ${expected}, found ${found}. ${ADVICE}`;
+        throw new DamagedError(message, { file: name, block });
       }
-      runs.push({ begin, bytes });
     }
-    return runs;
+    this.keep(last, first === last ? bytes : bytes.slice((last - first) * BLOCK_BYTES));
+    return { begin, bytes };
+  }
+
+  /** Keeps a block, because the next small leaf often is in the same one. @param {number} block @param {Uint8Array} bytes */
+  keep(block, bytes) {
+    this.recent.delete(block);
+    this.recent.set(block, bytes);
+    const [oldest] = this.recent.keys();
+    if (this.recent.size > MAX_RECENT_BLOCKS) this.recent.delete(oldest);
   }
 
   /** @param {number} start @param {number} end @returns {Promise<Uint8Array>} */

@@ -8,7 +8,12 @@ export function decodeBase64(json, place) {
   check(canonical, place, "base64 with padding", json);
   const binary = atob(json);
   const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
-  check(json.length < 4 || json.slice(-4) === encodeBase64(lastGroup(bytes)), place, "base64 whose unused bits are 0", json);
+  check(
+    json.length < 4 || json.slice(-4) === encodeBase64(lastGroup(bytes)),
+    place,
+    "base64 whose unused bits are 0",
+    json,
+  );
   return bytes;
 }
 

@@ -29,7 +29,8 @@ export function* byteRuns(part, from, to, itemBytes) {
   const axes = part.shape.length;
   // Trailing axes that are complete in both boxes make longer runs.
   let inner = axes;
-  while (inner > 0 && part.shape[inner - 1] === from.shape[inner - 1] && part.shape[inner - 1] === to.shape[inner - 1]) inner--;
+  while (inner > 0 && part.shape[inner - 1] === from.shape[inner - 1] && part.shape[inner - 1] === to.shape[inner - 1])
+    inner--;
   const outer = Math.max(0, inner - 1);
   let length = itemBytes;
   for (let axis = outer; axis < axes; axis++) length *= part.shape[axis];

@@ -2,7 +2,15 @@
 
 import { ArrayFile } from "./array_file.js";
 import { xxh3 } from "./checksum.js";
-import { DamagedError, InputError, MissingFileError, NotFoundError, ReplacedError, SourceError, UnsupportedError } from "./errors.js";
+import {
+  DamagedError,
+  InputError,
+  MissingFileError,
+  NotFoundError,
+  ReplacedError,
+  SourceError,
+  UnsupportedError,
+} from "./errors.js";
 import { plain } from "./fields.js";
 import { readLateMetrics } from "./late_metrics.js";
 import { leafOf } from "./leaf.js";
@@ -41,7 +49,10 @@ export class Checkpoint {
   /** Returns the leaf of that path. Raises `InputError`. @param {string} path @returns {Leaf} */
   leaf(path) {
     const found = this.leaves.get(path);
-    if (!found) throw new InputError(`${this.source.place}: expected a path of a leaf, found ${JSON.stringify(path)}. See \`leaves\``);
+    if (!found)
+      throw new InputError(
+        `${this.source.place}: expected a path of a leaf, found ${JSON.stringify(path)}. See \`leaves\``,
+      );
     return found;
   }
 
@@ -77,7 +88,8 @@ export class Checkpoint {
         errors.set(path, error);
       }
     }
-    if (this.source.list) for (const { name, error } of (await this.lateMetrics()).files) if (error) errors.set(name, error);
+    if (this.source.list)
+      for (const { name, error } of (await this.lateMetrics()).files) if (error) errors.set(name, error);
     return errors;
   }
 
@@ -87,8 +99,15 @@ export class Checkpoint {
    */
   async lateMetrics() {
     const { list } = this.source;
-    if (!list) throw new SourceError(`${this.source.place}: expected a source that lists files, found a server. Use \`metrics\``);
-    const { metrics, files } = await readLateMetrics({ ...this.source, list }, this.identity, this.manifest.metrics ?? new Map());
+    if (!list)
+      throw new SourceError(
+        `${this.source.place}: expected a source that lists files, found a server. Use \`metrics\``,
+      );
+    const { metrics, files } = await readLateMetrics(
+      { ...this.source, list },
+      this.identity,
+      this.manifest.metrics ?? new Map(),
+    );
     return { metrics: numbers(metrics), files };
   }
 
@@ -96,8 +115,12 @@ export class Checkpoint {
   async explainMissing({ file, found }) {
     const { place } = this.source;
     const bytes = await readManifest(this.source);
-    if (xxh3(bytes) !== this.identity) throw new ReplacedError(`${place}: expected the checkpoint that is open, found another. Open it again`);
-    throw new DamagedError(`${place}: expected the file ${file}, found ${found}. Restore it from a copy, or take an earlier step`, { file });
+    if (xxh3(bytes) !== this.identity)
+      throw new ReplacedError(`${place}: expected the checkpoint that is open, found another. Open it again`);
+    throw new DamagedError(
+      `${place}: expected the file ${file}, found ${found}. Restore it from a copy, or take an earlier step`,
+      { file },
+    );
   }
 }
 
@@ -112,7 +135,9 @@ async function readManifest(source) {
     return (await source.read(MANIFEST, 0, undefined)).bytes;
   } catch (error) {
     if (!(error instanceof MissingFileError)) throw error;
-    throw new NotFoundError(`${source.place}: expected a checkpoint, found no ${MANIFEST}. Check the path, or take another step`);
+    throw new NotFoundError(
+      `${source.place}: expected a checkpoint, found no ${MANIFEST}. Check the path, or take another step`,
+    );
   }
 }
 

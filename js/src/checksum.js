@@ -24,7 +24,7 @@ export function blockChecksums(parts) {
   let filled = 0;
   hasher.init();
   for (const part of parts) {
-    for (let at = 0; at < part.length; ) {
+    for (let at = 0; at < part.length;) {
       const end = Math.min(part.length, at + BLOCK_BYTES - filled);
       hasher.update(part.subarray(at, end));
       filled += end - at;

@@ -41,7 +41,9 @@ function plainDtype(name, code, Class, more = {}) {
     decode: (bytes) => viewAs(bytes, Class),
     encode(data) {
       if (data instanceof Class) return bytesOf(data);
-      throw new InputError(`dtype ${name}: expected a ${Class.name}, found ${data?.constructor?.name}. Convert the data`);
+      throw new InputError(
+        `dtype ${name}: expected a ${Class.name}, found ${data?.constructor?.name}. Convert the data`,
+      );
     },
     ...more,
   };

@@ -54,7 +54,7 @@ export class MissingFileError extends TreeringError {
 }
 
 /** A rule of the format is broken, at a place inside a file that the caller knows. */
-export class FormatFault extends Error {}
+export class FormatFault extends TreeringError {}
 
 /**
  * Checks one rule of the format. Raises `FormatFault`.
@@ -92,6 +92,8 @@ export function show(found) {
   if (found === undefined) return "nothing";
   if (found instanceof Map) return "an object";
   const text =
-    typeof found === "bigint" ? `${found}` : (JSON.stringify(found, (_, v) => (typeof v === "bigint" ? `${v}` : v)) ?? String(found));
+    typeof found === "bigint"
+      ? `${found}`
+      : (JSON.stringify(found, (_, v) => (typeof v === "bigint" ? `${v}` : v)) ?? String(found));
   return text.length > 80 ? `${text.slice(0, 80)}…` : text;
 }

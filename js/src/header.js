@@ -40,7 +40,12 @@ export function decodeHeader(bytes, bufferBytes) {
   expectText(metadata, "block", String(BLOCK_BYTES));
   const checksums = text(metadata.get("xxh3"), "xxh3 of __metadata__");
   const digits = 16 * Math.ceil(bufferBytes / BLOCK_BYTES);
-  check(checksums.length === digits && /^[0-9a-f]*$/.test(checksums), "xxh3 of __metadata__", `${digits} digits`, checksums);
+  check(
+    checksums.length === digits && /^[0-9a-f]*$/.test(checksums),
+    "xxh3 of __metadata__",
+    `${digits} digits`,
+    checksums,
+  );
   /** @type {Map<string, StoredTensor>} */
   const tensors = new Map();
   for (const [name, row] of fields) {
@@ -60,7 +65,9 @@ function decodeTensor(name, fields, metadata) {
   const code = text(fields.get("dtype"), `${name}: dtype`);
   check(code !== "", `${name}: dtype`, "text that is not empty", code);
   const shape = list(fields.get("shape"), `${name}: shape`).map((axis) => integer(axis, `${name}: shape`));
-  const [begin, end] = list(fields.get("data_offsets"), `${name}: data_offsets`, 2).map((at) => integer(at, `${name}: data_offsets`));
+  const [begin, end] = list(fields.get("data_offsets"), `${name}: data_offsets`, 2).map((at) =>
+    integer(at, `${name}: data_offsets`),
+  );
   check(begin <= end, `${name}: data_offsets`, "begin and end", [begin, end]);
   unknownFields(fields, ["dtype", "shape", "data_offsets"], name);
   return { code, shape, begin, end, dtype: /** @type {string | undefined} */ (metadata.get(`dtype:${name}`)) };

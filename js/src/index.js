@@ -8,7 +8,16 @@ import { memorySource } from "./sources/memory.js";
 import { encodeCheckpoint } from "./write/checkpoint.js";
 
 export { Checkpoint } from "./checkpoint.js";
-export { DamagedError, InputError, NotFoundError, ReplacedError, SourceError, TreeringError, UnsupportedError } from "./errors.js";
+export {
+  DamagedError,
+  InputError,
+  MissingFileError,
+  NotFoundError,
+  ReplacedError,
+  SourceError,
+  TreeringError,
+  UnsupportedError,
+} from "./errors.js";
 export { Float } from "./float.js";
 export { ArrayLeaf, IteratorLeaf, ValueLeaf } from "./leaf.js";
 export { Tensor, tensor } from "./tensor.js";

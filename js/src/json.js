@@ -9,7 +9,7 @@
 import { FormatFault } from "./errors.js";
 import { Float } from "./float.js";
 
-/** @typedef {null | boolean | number | bigint | string | Float | Json[] | Map<string, Json>} Json */
+/** @typedef {import("./types.js").Json} Json */
 
 export const MAX_INTEGER = 2 ** 53;
 
@@ -22,7 +22,11 @@ const BLANKS = /[ \t\n\r]*/y;
 /** @type {Record<string, string>} */
 const ESCAPES = { '"': '"', "\\": "\\", "/": "/", b: "\b", f: "\f", n: "\n", r: "\r", t: "\t" };
 /** @type {[string, Json][]} */
-const WORDS = [["true", true], ["false", false], ["null", null]];
+const WORDS = [
+  ["true", true],
+  ["false", false],
+  ["null", null],
+];
 
 /** Parses one JSON value. Raises `FormatFault`. @param {Uint8Array} bytes @returns {Json} */
 export function parseJson(bytes) {

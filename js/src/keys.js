@@ -8,7 +8,7 @@ import { identity } from "./identity.js";
 import { decodeInt, encodeInt } from "./values.js";
 
 /** @typedef {import("./json.js").Json} Json */
-/** @typedef {string | boolean | number | bigint | Float | Uint8Array | readonly Key[]} Key a tuple is a list */
+/** @typedef {import("./types.js").Key} Key */
 
 const MAX_DIGITS = 3000;
 
@@ -64,7 +64,7 @@ const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 /** @param {Uint8Array} bytes @returns {string} */
 function bytesName(bytes) {
   let name = "";
-  for (let at = 0; at < bytes.length; ) {
+  for (let at = 0; at < bytes.length;) {
     const length = bytes[at] < 0x80 ? 1 : bytes[at] < 0xe0 ? 2 : bytes[at] < 0xf0 ? 3 : 4;
     try {
       name += utf8.decode(bytes.subarray(at, at + length));

@@ -30,7 +30,10 @@ export function decodeLayouts(json, holders) {
     const pieces = cuts.reduce((count, axis) => count * BigInt(axis.length - 1), 1n);
     check(BigInt(held.length) === pieces, "holders", `one list for each of ${pieces} pieces`, held.length);
     const sharding = fields.get("sharding");
-    if (sharding !== undefined) decodeSharding(object(sharding, "a sharding"));
+    if (sharding !== undefined) {
+      decodeSharding(object(sharding, "a sharding"));
+      unknownFields(object(sharding, "a sharding"), ["mesh", "spec"], "a sharding");
+    }
     unknownFields(fields, ["cuts", "holders", "sharding"], "a layout");
     return { cuts, holders: held };
   });
@@ -41,7 +44,12 @@ function decodeCuts(json) {
   const cuts = list(json, "the cuts of an axis").map((cut) => integer(cut, "a cut"));
   const rises = cuts.every((cut, at) => at === 0 || cut > cuts[at - 1]);
   const isEmpty = cuts.length === 2 && cuts[1] === 0;
-  check(cuts.length >= 2 && cuts[0] === 0 && (rises || isEmpty), "the cuts of an axis", "[0, …, n], strictly increasing", json);
+  check(
+    cuts.length >= 2 && cuts[0] === 0 && (rises || isEmpty),
+    "the cuts of an axis",
+    "[0, …, n], strictly increasing",
+    json,
+  );
   return cuts;
 }
 
@@ -64,7 +72,8 @@ export function decodeHolders(json, files) {
  */
 export function decodeSharding(fields) {
   const mesh = new Map();
-  for (const [axis, length] of object(fields.get("mesh"), "a mesh")) mesh.set(axis, integer(length, "an axis of a mesh", 1));
+  for (const [axis, length] of object(fields.get("mesh"), "a mesh"))
+    mesh.set(axis, integer(length, "an axis of a mesh", 1));
   for (const entry of list(fields.get("spec"), "a spec")) {
     if (Array.isArray(entry)) entry.forEach((name) => text(name, "a spec"));
     else if (entry !== null) text(entry, "a spec");

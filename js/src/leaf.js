@@ -91,14 +91,25 @@ function checkReadable(row) {
 }
 
 /** @param {ArrayLeaf} leaf @param {Slice} [slice] @returns {import("./boxes.js").Box} */
-function boxOf({ path, shape }, { start = shape.map(() => 0), stop = shape, ...rest } = {}) {
+function boxOf({ path, shape }, slice) {
+  const { start = shape.map(() => 0), stop = shape, ...rest } = slice ?? {};
   const odd = Object.keys(rest);
   if (odd.length) throw new InputError(`${path}: expected {start, stop}, found ${odd}`);
   const fits =
     start.length === shape.length &&
     stop.length === shape.length &&
-    start.every((at, axis) => Number.isInteger(at) && Number.isInteger(stop[axis]) && at >= 0 && at <= stop[axis] && stop[axis] <= shape[axis]);
-  if (!fits) throw new InputError(`${path}: expected start and stop inside the shape [${shape}], found ${show(start)} and ${show(stop)}`);
+    start.every(
+      (at, axis) =>
+        Number.isInteger(at) &&
+        Number.isInteger(stop[axis]) &&
+        at >= 0 &&
+        at <= stop[axis] &&
+        stop[axis] <= shape[axis],
+    );
+  if (!fits)
+    throw new InputError(
+      `${path}: expected start and stop inside the shape [${shape}], found ${show(start)} and ${show(stop)}`,
+    );
   return { start: start.slice(), shape: stop.map((end, axis) => end - start[axis]) };
 }
 

@@ -17,8 +17,22 @@ import { decodeTree } from "./tree.js";
 export const MANIFEST = "treering.json";
 const MAX_HEADER_BYTES = 100_000_008;
 const FIELDS = [
-  "format", "version", "requires", "created", "software", "step", "metrics", "metadata", "metadata_floats", "files",
-  "layouts", "holders", "placement", "static", "tree", "leaves",
+  "format",
+  "version",
+  "requires",
+  "created",
+  "software",
+  "step",
+  "metrics",
+  "metadata",
+  "metadata_floats",
+  "files",
+  "layouts",
+  "holders",
+  "placement",
+  "static",
+  "tree",
+  "leaves",
 ];
 
 /**
@@ -44,7 +58,8 @@ function decodeFields(fields) {
   const created = decodeTime(fields.get("created"));
   /** @type {Map<string, string>} */
   const software = new Map();
-  for (const [name, version] of object(fields.get("software"), "software")) software.set(name, text(version, "software"));
+  for (const [name, version] of object(fields.get("software"), "software"))
+    software.set(name, text(version, "software"));
   const step = optional("step", (json) => integer(json, "step"));
   const metrics = optional("metrics", decodeMetrics);
   const hasMetadata = fields.has("metadata");

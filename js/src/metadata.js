@@ -21,7 +21,13 @@ export function decodeMetadata(json, pointers) {
   for (const pointer of paths) {
     check(pointer === "" || pointer.startsWith("/"), "metadata_floats", "JSON Pointers", pointer);
     check(!/~(?![01])/.test(pointer), "metadata_floats", "JSON Pointers", pointer);
-    const names = ["0", ...pointer.split("/").slice(1).map((name) => name.replaceAll("~1", "/").replaceAll("~0", "~"))];
+    const names = [
+      "0",
+      ...pointer
+        .split("/")
+        .slice(1)
+        .map((name) => name.replaceAll("~1", "/").replaceAll("~0", "~")),
+    ];
     let parent = /** @type {Json} */ (top);
     for (const name of names.slice(0, -1)) parent = childOf(parent, name, pointer);
     const last = /** @type {string} */ (names.at(-1));
@@ -59,5 +65,7 @@ export function encodeMetadata(json, pointers, pointer = "") {
   if (Array.isArray(json)) return json.map((child, at) => encodeMetadata(child, pointers, `${pointer}/${at}`));
   if (!(json instanceof Map)) return json;
   const escaped = (/** @type {string} */ name) => name.replaceAll("~", "~0").replaceAll("/", "~1");
-  return new Map(Array.from(json, ([key, child]) => [key, encodeMetadata(child, pointers, `${pointer}/${escaped(key)}`)]));
+  return new Map(
+    Array.from(json, ([key, child]) => [key, encodeMetadata(child, pointers, `${pointer}/${escaped(key)}`)]),
+  );
 }

@@ -39,7 +39,9 @@ export function tableOf(name) {
   if (known) return known;
   const format = MINIFLOATS[name];
   const signs = format.kind === "unsigned" ? 0 : 1;
-  const table = Float32Array.from({ length: 2 ** (signs + format.exponent + format.mantissa) }, (_, code) => valueOf(code, format));
+  const table = Float32Array.from({ length: 2 ** (signs + format.exponent + format.mantissa) }, (_, code) =>
+    valueOf(code, format),
+  );
   tables.set(name, table);
   return table;
 }
@@ -80,7 +82,10 @@ export function encodeMinifloats(name, numbers) {
     const negative = number < 0 || Object.is(number, -0);
     const code = Number.isNaN(number) ? nan : nearest(table, last, magnitude, kind === "ieee");
     const unsuited = code < 0 || (kind === "unsigned" && (negative || magnitude === 0));
-    if (unsuited) throw new InputError(`dtype ${name}: expected numbers up to ${table[last]} that it has, found ${number}. Choose another dtype`);
+    if (unsuited)
+      throw new InputError(
+        `dtype ${name}: expected numbers up to ${table[last]} that it has, found ${number}. Choose another dtype`,
+      );
     // The place of -0 is that of NaN where there is no -0.
     codes[at] = negative && !(kind === "fnuz" && code === 0) ? code + half : code;
   }

@@ -22,7 +22,8 @@ function flag(json, place) {
 
 /** @param {Json} json @param {string} place */
 function axisTypes(json, place) {
-  for (const type of list(json, place)) check(AXIS_TYPES.includes(/** @type {any} */ (type)), place, AXIS_TYPES.join(", "), type);
+  for (const type of list(json, place))
+    check(AXIS_TYPES.includes(/** @type {any} */ (type)), place, AXIS_TYPES.join(", "), type);
 }
 
 /** @type {Record<string, (json: Json, place: string) => unknown>} */

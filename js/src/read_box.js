@@ -6,7 +6,6 @@ import { FormatFault, InputError, supported } from "./errors.js";
 import { countOf, sameShape } from "./shapes.js";
 
 /** @typedef {import("./array_file.js").ArrayFile} ArrayFile */
-/** @typedef {import("./array_file.js").Run} Run */
 /** @typedef {import("./boxes.js").Box} Box */
 /** @typedef {import("./header.js").StoredTensor} StoredTensor */
 /** @typedef {import("./layouts.js").Piece} Piece */
@@ -43,17 +42,41 @@ function allocate(length, path) {
   try {
     return new Uint8Array(length);
   } catch (error) {
-    throw new InputError(`${path}: expected an array that fits in memory, found ${length} bytes. Read a part of it`, { cause: error });
+    throw new InputError(`${path}: expected an array that fits in memory, found ${length} bytes. Read a part of it`, {
+      cause: error,
+    });
   }
 }
 
 /** @param {ArrayRow} leaf @param {ArrayFile} file @param {Piece[]} pieces @param {Box} box @param {Uint8Array} bytes */
 async function readPieces(leaf, file, pieces, box, bytes) {
   const { tensors } = await file.header();
-  const found = supported(file.entry.name, () => pieces.map((piece) => ({ piece, stored: storedTensor(leaf, piece, tensors) })));
+  const found = supported(file.entry.name, () =>
+    pieces.map((piece) => ({ piece, stored: storedTensor(leaf, piece, tensors) })),
+  );
   found.sort((a, b) => a.stored.begin - b.stored.begin);
-  const runs = await file.blocks(spansOf(found, box, leaf.dtype.itemBytes));
-  for (const { piece, stored } of found) copyPiece(piece, stored, runs, box, leaf.dtype.itemBytes, bytes);
+  const copies = copiesOf(found, box, leaf.dtype.itemBytes);
+  let copy = copies.next();
+  // Both are in the order of the file, so that no run is needed again.
+  for await (const run of file.blocks(spansOf(found, box, leaf.dtype.itemBytes))) {
+    const end = run.begin + run.bytes.length;
+    while (!copy.done && copy.value.from < end) {
+      const { from, to, length } = copy.value;
+      const part = run.bytes.subarray(from - run.begin, from - run.begin + length);
+      bytes.set(part, to);
+      if (part.length === length) copy = copies.next();
+      else copy.value = { from: from + part.length, to: to + part.length, length: length - part.length };
+    }
+  }
+}
+
+/** Lists what to copy, from positions in the buffer. @param {Found[]} found @param {Box} box @param {number} itemBytes */
+function* copiesOf(found, box, itemBytes) {
+  for (const { piece, stored } of found) {
+    for (const { from, to, length } of byteRuns(intersection(piece, box), piece, box, itemBytes)) {
+      yield { from: stored.begin + from, to, length };
+    }
+  }
 }
 
 /** @param {ArrayRow} leaf @param {Piece} piece @param {Map<string, StoredTensor>} tensors @returns {StoredTensor} */
@@ -67,7 +90,9 @@ function storedTensor({ dtype }, piece, tensors) {
   if (!fits || stored.end - stored.begin !== size) {
     const { code, dtype: name, begin, end } = stored;
     const what = `${name ?? code} [${stored.shape}] of ${end - begin} bytes`;
-    throw new FormatFault(`${piece.tensor}: expected ${recorded ?? dtype.code} [${shape}] of ${size} bytes, found ${what}`);
+    throw new FormatFault(
+      `${piece.tensor}: expected ${recorded ?? dtype.code} [${shape}] of ${size} bytes, found ${what}`,
+    );
   }
   return stored;
 }
@@ -76,25 +101,12 @@ function storedTensor({ dtype }, piece, tensors) {
 function spansOf(found, box, itemBytes) {
   /** @type {[number, number][]} */
   const spans = [];
-  for (const { piece, stored } of found) {
-    for (const run of byteRuns(intersection(piece, box), piece, box, itemBytes)) {
-      const first = Math.floor((stored.begin + run.from) / BLOCK_BYTES);
-      const last = Math.floor((stored.begin + run.from + run.length - 1) / BLOCK_BYTES);
-      const before = spans.at(-1);
-      if (before && first <= before[1] + 1) before[1] = Math.max(before[1], last);
-      else spans.push([first, last]);
-    }
+  for (const { from, length } of copiesOf(found, box, itemBytes)) {
+    const first = Math.floor(from / BLOCK_BYTES);
+    const last = Math.floor((from + length - 1) / BLOCK_BYTES);
+    const before = spans.at(-1);
+    if (before && first <= before[1] + 1) before[1] = Math.max(before[1], last);
+    else spans.push([first, last]);
   }
   return spans;
-}
-
-/** @param {Piece} piece @param {StoredTensor} stored @param {Run[]} runs @param {Box} box @param {number} itemBytes @param {Uint8Array} bytes */
-function copyPiece(piece, stored, runs, box, itemBytes, bytes) {
-  let at = 0;
-  for (const { from, to, length } of byteRuns(intersection(piece, box), piece, box, itemBytes)) {
-    const begin = stored.begin + from;
-    while (runs[at].begin + runs[at].bytes.length < begin + length) at++;
-    const offset = begin - runs[at].begin;
-    bytes.set(runs[at].bytes.subarray(offset, offset + length), to);
-  }
 }

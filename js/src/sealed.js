@@ -27,7 +27,9 @@ export function openSealed(file, bytes, { format, optional = false }) {
   if (!sealed) {
     const found = bytes.length ? JSON.stringify(tail) : "an empty file";
     const advice = "Restore the file from a copy, or take an earlier step";
-    throw new DamagedError(`${file}: expected the checksum of the file at its end, found ${found}. ${advice}`, { file });
+    throw new DamagedError(`${file}: expected the checksum of the file at its end, found ${found}. ${advice}`, {
+      file,
+    });
   }
   return supported(file, () => {
     const fields = object(parseJson(bytes.subarray(0, bytes.length - 1)), "the file");

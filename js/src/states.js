@@ -49,7 +49,10 @@ function keyIdentity(key, place) {
   const [type, value] = list(key, place, 2);
   check(type !== "array" && type !== "list" && type !== "dict", place, "keys without dicts, lists and arrays", type);
   if (type !== "tuple") return identity(decodeSimple(type, value, place));
-  return identity(list(value, place).map((child) => keyIdentity(child, place)), true);
+  return identity(
+    list(value, place).map((child) => keyIdentity(child, place)),
+    true,
+  );
 }
 
 /** @param {Json} json @param {string} place */

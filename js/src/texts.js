@@ -25,9 +25,13 @@ function decodeCodePoints(item) {
   const view = new DataView(item.buffer, item.byteOffset, item.byteLength);
   const points = Array.from({ length: item.length / 4 }, (_, at) => view.getUint32(4 * at, true));
   const odd = points.find((point) => point > 0x10ffff);
-  if (odd !== undefined) throw new InputError(`text: expected code points up to 0x10ffff, found ${odd}. Read \`bytes\` instead of \`data\``);
+  if (odd !== undefined)
+    throw new InputError(`text: expected code points up to 0x10ffff, found ${odd}. Read \`bytes\` instead of \`data\``);
   // One at a time: `fromCodePoint` takes a bounded number of arguments.
-  return points.slice(0, points.findLastIndex(Boolean) + 1).map((point) => String.fromCodePoint(point)).join("");
+  return points
+    .slice(0, points.findLastIndex(Boolean) + 1)
+    .map((point) => String.fromCodePoint(point))
+    .join("");
 }
 
 /**
@@ -43,9 +47,13 @@ export function encodeText(items, itemBytes, isUnicode) {
     if (isText !== isUnicode || (!isText && !(item instanceof Uint8Array))) {
       throw new InputError(`text: expected ${isUnicode ? "strings" : "Uint8Arrays"}, found ${typeof item} at ${index}`);
     }
-    const encoded = isText ? new Uint8Array(Uint32Array.from(item, (one) => /** @type {number} */ (one.codePointAt(0))).buffer) : item;
+    const encoded = isText
+      ? new Uint8Array(Uint32Array.from(item, (one) => /** @type {number} */ (one.codePointAt(0))).buffer)
+      : item;
     if (encoded.length > itemBytes) {
-      throw new InputError(`text: expected at most ${itemBytes} bytes an element, found ${encoded.length} at ${index}. Choose a longer dtype`);
+      throw new InputError(
+        `text: expected at most ${itemBytes} bytes an element, found ${encoded.length} at ${index}. Choose a longer dtype`,
+      );
     }
     bytes.set(encoded, index * itemBytes);
   });

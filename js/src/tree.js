@@ -33,9 +33,12 @@ function decodeContainer(json) {
   check(typeof kind === "string", "the kind of a container", "text", kind);
   const class_ = text(name, "the name of a container");
   const known = /** @type {ContainerKind} */ (kind);
-  if (COUNTED.includes(kind)) return { kind: known, name: class_, keys: null, count: integer(keys, `the children of a ${kind}`) };
+  if (COUNTED.includes(kind))
+    return { kind: known, name: class_, keys: null, count: integer(keys, `the children of a ${kind}`) };
   check(WITH_KEYS.includes(kind), "the kind of a container", "one of version 1", kind);
-  const decoded = list(keys, `the keys of a ${kind}`).map((key) => decodeKey(kind === "namedtuple" ? text(key, "a field") : key));
+  const decoded = list(keys, `the keys of a ${kind}`).map((key) =>
+    decodeKey(kind === "namedtuple" ? text(key, "a field") : key),
+  );
   const different = new Set(decoded.map(keyIdentity));
   check(different.size === decoded.length, `the keys of a ${kind}`, "no two equal keys", keys);
   return { kind: known, name: class_, keys: decoded, count: decoded.length };

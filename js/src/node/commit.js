@@ -1,6 +1,6 @@
 /** Commits a checkpoint to a folder. */
 
-import { mkdir, open, rename, rm, stat } from "node:fs/promises";
+import { mkdir, open, readdir, rename, rm, stat } from "node:fs/promises";
 import { basename, dirname, join, resolve } from "node:path";
 import { InputError } from "../errors.js";
 import { encodeCheckpoint, randomToken } from "../write/checkpoint.js";
@@ -21,20 +21,37 @@ export async function writeFolder(folder, tree, options) {
   const files = encodeCheckpoint(tree, options);
   const target = resolve(folder);
   const parent = dirname(target);
-  if (await stat(join(parent, LOCK)).catch(() => undefined)) {
-    throw new InputError(`${target}: expected a folder outside of a run, found ${LOCK} next to it, which Node cannot lock. Write elsewhere`);
+  if ((await readdir(target).catch(ignoreMissing))?.length) throw inUse(target);
+  if (await stat(join(parent, LOCK)).catch(ignoreMissing)) {
+    const found = `found ${LOCK} next to it, which Node cannot lock`;
+    throw new InputError(`${target}: expected a folder outside of a run, ${found}. Write elsewhere`);
   }
+  const made = await mkdir(parent, { recursive: true });
   const hidden = join(parent, `.${basename(target)}.${randomToken()}.tmp`);
   await mkdir(hidden);
   try {
     for (const { name, parts } of files) await writeSynced(join(hidden, name), parts);
     await syncFolder(hidden);
-    await moveInto(hidden, target);
+    await rename(hidden, target);
   } catch (error) {
     await rm(hidden, { recursive: true, force: true });
-    throw error;
+    const { code } = /** @type {NodeJS.ErrnoException} */ (error);
+    // Another program has made the folder since.
+    throw code === "ENOTEMPTY" || code === "EEXIST" ? inUse(target) : error;
   }
-  await syncFolder(parent);
+  const top = made ? dirname(made) : parent;
+  for (let at = parent; at !== top; at = dirname(at)) await syncFolder(at);
+  await syncFolder(top);
+}
+
+/** @param {NodeJS.ErrnoException} error */
+function ignoreMissing(error) {
+  if (error.code !== "ENOENT") throw error;
+}
+
+/** @param {string} target */
+function inUse(target) {
+  return new InputError(`${target}: expected a missing or empty folder, found files. Choose another name`);
 }
 
 /** @param {string} path @param {Uint8Array[]} parts */
@@ -45,17 +62,6 @@ async function writeSynced(path, parts) {
     await file.sync();
   } finally {
     await file.close();
-  }
-}
-
-/** @param {string} hidden @param {string} target */
-async function moveInto(hidden, target) {
-  try {
-    await rename(hidden, target);
-  } catch (error) {
-    const { code } = /** @type {NodeJS.ErrnoException} */ (error);
-    if (code !== "ENOTEMPTY" && code !== "EEXIST" && code !== "ENOTDIR") throw error;
-    throw new InputError(`${target}: expected a missing or empty folder, found another. Choose another name`, { cause: error });
   }
 }
 

@@ -16,10 +16,14 @@ export function folderSource(folder) {
         if (error instanceof MissingFileError) throw error;
         const { code } = /** @type {NodeJS.ErrnoException} */ (error);
         if (code === "ENOENT" || code === "ENOTDIR") throw new MissingFileError(name);
-        throw new DamagedError(`${join(folder, name)}: expected a file that can be read, found ${error}`, { file: name, cause: error });
+        throw new DamagedError(`${join(folder, name)}: expected a file that can be read, found ${error}`, {
+          file: name,
+          cause: error,
+        });
       }
     },
     list: () => readdir(folder),
+    chunkBytes: 16 * 2 ** 20,
   };
 }
 
@@ -31,7 +35,7 @@ async function readPart(path, start, end) {
     const stat = await file.stat();
     if (!stat.isFile()) throw new MissingFileError(basename(path), "another kind of file");
     const bytes = new Uint8Array(Math.max(0, Math.min(stat.size, end ?? stat.size) - start));
-    for (let at = 0; at < bytes.length; ) {
+    for (let at = 0; at < bytes.length;) {
       const { bytesRead } = await file.read(bytes, at, Math.min(bytes.length - at, 2 ** 30), start + at);
       if (!bytesRead) throw new Error("a file that became shorter");
       at += bytesRead;

@@ -18,14 +18,15 @@ export * from "../index.js";
 export async function open(target, options) {
   const folder = folderOf(target);
   if (folder === undefined) return openAnywhere(target, options);
-  if (options && Object.keys(options).length) throw new InputError(`${folder}: expected no options, found ${Object.keys(options)}`);
+  if (options && Object.keys(options).length)
+    throw new InputError(`${folder}: expected no options, found ${Object.keys(options)}`);
   return openSource(folderSource(folder));
 }
 
 /**
  * Writes a new checkpoint into a folder, or into an empty Map. Raises `InputError` or an error of the system.
  *
- * @param {string | URL | Map<string, Uint8Array>} target a folder that is missing or empty; its parent exists
+ * @param {string | URL | Map<string, Uint8Array>} target a folder that is missing or empty
  * @param {unknown} tree
  * @param {import("../write/checkpoint.js").WriteOptions} [options]
  */

@@ -16,7 +16,10 @@ export function handleSource(handle) {
       } catch (error) {
         const kind = /** @type {Error} */ (error).name;
         if (kind === "NotFoundError") throw new MissingFileError(name);
-        throw new DamagedError(`${name}: expected a file that can be read, found ${kind}`, { file: name, cause: error });
+        throw new DamagedError(`${name}: expected a file that can be read, found ${kind}`, {
+          file: name,
+          cause: error,
+        });
       }
       return slice(file, start, end);
     },
@@ -33,7 +36,9 @@ export function filesSource(list) {
   const paths = new Map(Array.from(list, (file) => [file.webkitRelativePath || file.name, file]));
   const manifests = Array.from(paths.keys()).filter((path) => path.split("/").at(-1) === MANIFEST);
   if (manifests.length !== 1) {
-    throw new InputError(`files: expected one ${MANIFEST}, found ${manifests.length ? manifests.join(", ") : "none"}. Pick one checkpoint`);
+    throw new InputError(
+      `files: expected one ${MANIFEST}, found ${manifests.length ? manifests.join(", ") : "none"}. Pick one checkpoint`,
+    );
   }
   const folder = manifests[0].slice(0, -MANIFEST.length);
   return {
@@ -44,7 +49,9 @@ export function filesSource(list) {
       return slice(file, start, end);
     },
     list: async () =>
-      Array.from(paths.keys(), (path) => (path.startsWith(folder) ? path.slice(folder.length) : "/")).filter((name) => !name.includes("/")),
+      Array.from(paths.keys(), (path) => (path.startsWith(folder) ? path.slice(folder.length) : "/")).filter(
+        (name) => !name.includes("/"),
+      ),
   };
 }
 

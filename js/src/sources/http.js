@@ -19,12 +19,15 @@ export function httpSource(base, request = fetch) {
       const headers = isRange ? { Range: `bytes=${start}-${end === undefined ? "" : end - 1}` } : undefined;
       let answer;
       try {
-        answer = await request(url, { headers });
+        // A cache may hold a manifest that was replaced. A name of an array file is never used twice.
+        answer = await request(url, { headers, cache: isRange ? "default" : "no-cache" });
         if (answer.status === 200 && !isRange) return sized(new Uint8Array(await answer.arrayBuffer()));
         if (answer.status === 206 && isRange) return partOf(answer, url, new Uint8Array(await answer.arrayBuffer()));
       } catch (error) {
         if (error instanceof SourceError) throw error;
-        throw new SourceError(`${url.href}: expected an answer, found ${error}. Check the server and CORS`, { cause: error });
+        throw new SourceError(`${url.href}: expected an answer, found ${error}. Check the server and CORS`, {
+          cause: error,
+        });
       }
       await answer.body?.cancel();
       if (answer.status === 404 || answer.status === 410) throw new MissingFileError(name);
@@ -45,7 +48,8 @@ function sized(bytes) {
 function partOf(answer, url, bytes) {
   const size = totalOf(answer);
   // A browser shows this header of another origin only if the server allows it.
-  if (size === undefined) throw new SourceError(`${url.href}: expected Content-Range with the size, found none. Expose that header`);
+  if (size === undefined)
+    throw new SourceError(`${url.href}: expected Content-Range with the size, found none. Expose that header`);
   return { bytes, size };
 }
 

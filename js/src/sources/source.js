@@ -7,6 +7,8 @@
  *   returns the bytes from `start` to `end`, or to the end of the file, and the size of the file. Fewer bytes come back
  *   if the file is shorter. Raises `MissingFileError`, `DamagedError` if the file is not a regular one, or `SourceError`
  * @property {(() => Promise<string[]>) | undefined} list returns the names of all files; missing where that is impossible
+ * @property {number} [chunkBytes] longer reads are split, so that less memory is needed; not on a server, where each read
+ *   is a request
  */
 
 export {};

@@ -21,7 +21,8 @@ export function splitByHeader(tensors, maxHeaderBytes = MAX_HEADER_BYTES) {
   const files = [];
   let filled = Infinity;
   for (const one of tensors) {
-    const bytes = ENTRY_BYTES + 12 * one.name.length + 20 * one.tensor.shape.length + one.tensor.bytes.length / (BLOCK_BYTES / 16);
+    const bytes =
+      ENTRY_BYTES + 12 * one.name.length + 20 * one.tensor.shape.length + one.tensor.bytes.length / (BLOCK_BYTES / 16);
     if (filled + bytes > maxHeaderBytes) {
       files.push([]);
       filled = 0;
@@ -44,7 +45,12 @@ export function encodeArrayFile(name, tensors) {
   const sorted = tensors.slice().sort((a, b) => alignmentOf(b.tensor) - alignmentOf(a.tensor));
   const parts = sorted.map((one) => one.tensor.bytes);
   /** @type {[string, string][]} */
-  const metadata = [["xxh3", blockChecksums(parts)], ["block", String(BLOCK_BYTES)], ["format", "treering"], ["version", "1"]];
+  const metadata = [
+    ["xxh3", blockChecksums(parts)],
+    ["block", String(BLOCK_BYTES)],
+    ["format", "treering"],
+    ["version", "1"],
+  ];
   /** @type {string[]} */
   const entries = [];
   let end = 0;

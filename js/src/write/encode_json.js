@@ -10,7 +10,8 @@ import { MAX_INTEGER } from "../json.js";
 export function encodeJson(json) {
   if (json instanceof Float) return floatJson(json.value);
   if (Array.isArray(json)) return `[${json.map(encodeJson).join(",")}]`;
-  if (json instanceof Map) return `{${Array.from(json, ([key, value]) => `${JSON.stringify(key)}:${encodeJson(value)}`).join(",")}}`;
+  if (json instanceof Map)
+    return `{${Array.from(json, ([key, value]) => `${JSON.stringify(key)}:${encodeJson(value)}`).join(",")}}`;
   return typeof json === "bigint" ? String(json) : JSON.stringify(json);
 }
 
@@ -22,7 +23,8 @@ export function encodeJson(json) {
  * @returns {Json}
  */
 export function jsonOf(value, place) {
-  if (value === null || typeof value === "boolean" || typeof value === "string" || typeof value === "bigint") return value;
+  if (value === null || typeof value === "boolean" || typeof value === "string" || typeof value === "bigint")
+    return value;
   if (value instanceof Float) return value;
   if (typeof value === "number") return numberJson(value);
   if (Array.isArray(value)) return Array.from(value, (child, at) => jsonOf(child, `${place}/${at}`));

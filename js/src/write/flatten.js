@@ -44,7 +44,12 @@ export function flatten(tree) {
     const names = node.keys ? node.keys.map(keyName) : node.children.map((_, at) => String(at));
     const inside = [...around, value];
     for (let at = node.children.length - 1; at >= 0; at--) {
-      stack.push({ value: node.children[at], path: isTop ? names[at] : `${path}/${names[at]}`, isTop: false, around: inside });
+      stack.push({
+        value: node.children[at],
+        path: isTop ? names[at] : `${path}/${names[at]}`,
+        isTop: false,
+        around: inside,
+      });
     }
   }
   return { nodes, leaves };
@@ -54,15 +59,27 @@ export function flatten(tree) {
 function containerOf(value, path) {
   if (value instanceof Container) {
     const count = value.keys?.length ?? value.children.length;
-    if (count !== value.children.length) throw new InputError(`${path}: expected ${count} children, found ${value.children.length}`);
+    if (count !== value.children.length)
+      throw new InputError(`${path}: expected ${count} children, found ${value.children.length}`);
     return value;
   }
   if (Array.isArray(value)) return new Container("list", "", null, Array.from(value));
-  if (value instanceof Map) return new Container("dict", "", Array.from(value.keys(), (key) => keyOf(key, path)), Array.from(value.values()));
+  if (value instanceof Map)
+    return new Container(
+      "dict",
+      "",
+      Array.from(value.keys(), (key) => keyOf(key, path)),
+      Array.from(value.values()),
+    );
   if (!isPlainObject(value)) return undefined;
   // JAX sorts the keys of dicts by code points.
   const keys = Object.keys(/** @type {object} */ (value)).sort(byCodePoints);
-  return new Container("dict", "", keys, keys.map((key) => /** @type {any} */ (value)[key]));
+  return new Container(
+    "dict",
+    "",
+    keys,
+    keys.map((key) => /** @type {any} */ (value)[key]),
+  );
 }
 
 /** @param {unknown} key @param {string} path @returns {import("../keys.js").Key} */
@@ -79,7 +96,9 @@ function byCodePoints(a, b) {
   const [left, right] = [Array.from(a), Array.from(b)];
   const at = left.findIndex((point, index) => point !== right[index]);
   if (at < 0) return left.length - right.length;
-  return right[at] === undefined ? 1 : /** @type {number} */ (left[at].codePointAt(0)) - /** @type {number} */ (right[at].codePointAt(0));
+  return right[at] === undefined
+    ? 1
+    : /** @type {number} */ (left[at].codePointAt(0)) - /** @type {number} */ (right[at].codePointAt(0));
 }
 
 /** @param {unknown} value @param {string} path @returns {Tensor | Value} */
@@ -95,7 +114,9 @@ function leafOf(value, path) {
     return json instanceof Float ? new Value("float", encodeFloat(json)) : new Value("int", json);
   }
   if (dtypeOf(value)) return tensor(value);
-  throw new InputError(`${path || "the tree"}: expected containers, arrays and values, found ${typeof value} ${show(value)}`);
+  throw new InputError(
+    `${path || "the tree"}: expected containers, arrays and values, found ${typeof value} ${show(value)}`,
+  );
 }
 
 /** Makes a leaf of bytes; a `Uint8Array` alone is an array. @param {Uint8Array} bytes @returns {Value} */
