@@ -21,7 +21,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 ALLOWED = Path(__file__).with_name("prose_allowed.tsv")
 CODE = ("src", "tests", "benchmarks", "examples")
-PAGES = ("*.md", "docs/**/*.md")  # benchmarks/results is written by programs
+PAGES = ("*.md", "docs/**/*.md", "js/*.md")  # benchmarks/results is written by programs
+MODULES = ("js/src/**/*.js", "js/test/*.js", "js/types/*.ts", "tests/js/*.mjs")
 MAX_COLUMNS = 100
 MAX_TEST_NAME = 60
 
@@ -100,6 +101,12 @@ def findings_of_python(path: str, source: str) -> Iterator[Finding]:
             yield from findings_of_name(path, node.lineno, node.arg)
 
 
+def findings_of_javascript(path: str, source: str) -> Iterator[Finding]:
+    """Finds phrases in the comments of a module."""
+    for match in re.finditer(r"/\*(?s:.*?)\*/|(?<=\s)// .*", source):
+        yield from findings_of_text(path, source.count("\n", 0, match.start()) + 1, match[0])
+
+
 def findings_of_name(path: str, line: int, name: str) -> Iterator[Finding]:
     """Finds words in an identifier for which the glossary has another term."""
     words = NAME_PARTS | (CONSTANT_PARTS if name.isupper() else {})
@@ -129,6 +136,8 @@ def findings() -> list[Finding]:
         for file in sorted((ROOT / folder).rglob("*.py")):
             if file.name not in ("prose.py", "test_prose.py"):  # they hold the words as data
                 found += findings_of_python(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
+    for file in (file for pattern in MODULES for file in sorted(ROOT.glob(pattern))):
+        found += findings_of_javascript(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
     for pattern in PAGES:
         for file in sorted(ROOT.glob(pattern)):
             found += findings_of_page(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))

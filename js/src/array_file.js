@@ -28,6 +28,8 @@ export class ArrayFile {
     this.pending = undefined;
     /** Verified blocks, the latest last. @type {Map<number, Uint8Array>} */
     this.recent = new Map();
+    /** The blocks that were checked, right or wrong. @type {Set<number>} */
+    this.checked = new Set();
   }
 
   /** The number of bytes that follow the header. */
@@ -87,6 +89,7 @@ export class ArrayFile {
     const begin = first * BLOCK_BYTES;
     const bytes = await this.bytes(header + begin, header + Math.min(this.bufferBytes, (last + 1) * BLOCK_BYTES));
     for (let block = first; block <= last; block++) {
+      this.checked.add(block);
       const at = (block - first) * BLOCK_BYTES;
       const found = xxh3(bytes.subarray(at, at + BLOCK_BYTES));
       const expected = checksums.slice(16 * block, 16 * block + 16);
@@ -97,6 +100,14 @@ export class ArrayFile {
     }
     this.keep(last, first === last ? bytes : bytes.slice((last - first) * BLOCK_BYTES));
     return { begin, bytes };
+  }
+
+  /** Reads the blocks that were not checked yet: those of tensors that no leaf names. */
+  async readRest() {
+    await this.header();
+    for (let block = 0; block * BLOCK_BYTES < this.bufferBytes; block++) {
+      if (!this.checked.has(block)) await this.readRun(block, block);
+    }
   }
 
   /** Keeps a block, because the next small leaf often is in the same one. @param {number} block @param {Uint8Array} bytes */

@@ -41,9 +41,9 @@ export class Checkpoint {
       ...(manifest.hasMetadata && { metadata: manifest.metadata }),
     };
     const onMissing = (/** @type {MissingFileError} */ error) => this.explainMissing(error);
-    const files = manifest.files.map((entry) => new ArrayFile(source, entry, onMissing));
+    this.files = manifest.files.map((entry) => new ArrayFile(source, entry, onMissing));
     /** @type {ReadonlyMap<string, Leaf>} */
-    this.leaves = new Map(manifest.leaves.map((row) => [row.path, leafOf(row, files)]));
+    this.leaves = new Map(manifest.leaves.map((row) => [row.path, leafOf(row, this.files)]));
   }
 
   /** Returns the leaf of that path. Raises `InputError`. @param {string} path @returns {Leaf} */
@@ -74,23 +74,25 @@ export class Checkpoint {
   }
 
   /**
-   * Reads every byte. Returns the errors by the path of the leaf, or the name of the metrics file.
+   * Reads every byte, and on a server all but metrics files. Returns what is wrong: the path of the leaf, or `null` if it
+   * concerns no leaf, and the error.
    *
-   * @returns {Promise<Map<string, DamagedError | UnsupportedError>>}
+   * @returns {Promise<{leaf: string | null, error: DamagedError | UnsupportedError}[]>}
    */
   async verify() {
-    const errors = new Map();
+    const problems = [];
     for (const [path, leaf] of this.leaves) {
-      try {
-        await leaf.read();
-      } catch (error) {
-        if (!(error instanceof DamagedError || error instanceof UnsupportedError)) throw error;
-        errors.set(path, error);
-      }
+      const error = await errorOf(() => leaf.read());
+      if (error) problems.push({ leaf: path, error });
     }
-    if (this.source.list)
-      for (const { name, error } of (await this.lateMetrics()).files) if (error) errors.set(name, error);
-    return errors;
+    const known = new Set(problems.map(({ error }) => error.message));
+    for (const file of this.files) {
+      const error = await errorOf(() => file.readRest());
+      if (error && !known.has(error.message)) problems.push({ leaf: null, error });
+    }
+    const late = this.source.list ? (await this.lateMetrics()).files : [];
+    for (const { error } of late) if (error) problems.push({ leaf: null, error });
+    return problems;
   }
 
   /**
@@ -121,6 +123,17 @@ export class Checkpoint {
       `${place}: expected the file ${file}, found ${found}. Restore it from a copy, or take an earlier step`,
       { file },
     );
+  }
+}
+
+/** Returns the error that a read raises about the bytes. @param {() => Promise<unknown>} read */
+async function errorOf(read) {
+  try {
+    await read();
+    return null;
+  } catch (error) {
+    if (error instanceof DamagedError || error instanceof UnsupportedError) return error;
+    throw error;
   }
 }
 

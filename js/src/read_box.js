@@ -31,8 +31,10 @@ export async function readBox(leaf, files, box) {
     if (others) others.push(piece);
     else byFile.set(piece.file, [piece]);
   }
+  // Headers come first: a shape that no tensor has must not decide how much memory is taken.
+  const located = await Promise.all(Array.from(byFile, ([file, pieces]) => locate(leaf, files[file], pieces)));
   const bytes = allocate(countOf(box.shape) * leaf.dtype.itemBytes, leaf.path);
-  await Promise.all(Array.from(byFile, ([file, pieces]) => readPieces(leaf, files[file], pieces, box, bytes)));
+  await Promise.all(located.map(({ file, found }) => readPieces(found, file, box, leaf.dtype.itemBytes, bytes)));
   leaf.dtype.normalize?.(bytes);
   return bytes;
 }
@@ -48,17 +50,27 @@ function allocate(length, path) {
   }
 }
 
-/** @param {ArrayRow} leaf @param {ArrayFile} file @param {Piece[]} pieces @param {Box} box @param {Uint8Array} bytes */
-async function readPieces(leaf, file, pieces, box, bytes) {
+/** Finds the tensors of pieces. @param {ArrayRow} leaf @param {ArrayFile} file @param {Piece[]} pieces */
+async function locate(leaf, file, pieces) {
   const { tensors } = await file.header();
   const found = supported(file.entry.name, () =>
     pieces.map((piece) => ({ piece, stored: storedTensor(leaf, piece, tensors) })),
   );
-  found.sort((a, b) => a.stored.begin - b.stored.begin);
-  const copies = copiesOf(found, box, leaf.dtype.itemBytes);
+  return { file, found: found.sort((a, b) => a.stored.begin - b.stored.begin) };
+}
+
+/**
+ * @param {Found[]} found in the order of the file
+ * @param {ArrayFile} file
+ * @param {Box} box
+ * @param {number} itemBytes
+ * @param {Uint8Array} bytes
+ */
+async function readPieces(found, file, box, itemBytes, bytes) {
+  const copies = copiesOf(found, box, itemBytes);
   let copy = copies.next();
   // Both are in the order of the file, so that no run is needed again.
-  for await (const run of file.blocks(spansOf(found, box, leaf.dtype.itemBytes))) {
+  for await (const run of file.blocks(spansOf(found, box, itemBytes))) {
     const end = run.begin + run.bytes.length;
     while (!copy.done && copy.value.from < end) {
       const { from, to, length } = copy.value;

@@ -18,7 +18,7 @@ test("picked files are opened", async () => {
     );
   const ckpt = await browser.open(picked("run/step-00000001/"));
   assert.deepEqual((await ckpt.leaf("x").read()).data, new Float32Array([1, 2]));
-  assert.equal((await ckpt.verify()).size, 0);
+  assert.equal((await ckpt.verify()).length, 0);
   await assert.rejects(
     browser.open([...picked("a/"), ...picked("b/")]),
     /expected one treering.json, found a\/treering.json, b\/treering.json/,

@@ -56,7 +56,11 @@ export function open(
 ): Promise<Checkpoint>;
 
 /** Writes a new checkpoint into a folder (Node), or into an empty Map. Raises `InputError`. */
-export function write(target: string | URL | Map<string, Uint8Array>, tree: unknown, options?: WriteOptions): Promise<void>;
+export function write(
+  target: string | URL | Map<string, Uint8Array>,
+  tree: unknown,
+  options?: WriteOptions,
+): Promise<void>;
 
 /** Makes an array. Raises `InputError` if the data do not fit the dtype or the shape. */
 export function tensor(
@@ -84,8 +88,8 @@ export class Checkpoint {
   leaf(path: string): Leaf;
   /** Reads every leaf. Returns the tree that `write` takes. */
   load(): Promise<Container | Tensor | Value>;
-  /** Reads every byte. Returns the errors by path of the leaf, or name of the metrics file. */
-  verify(): Promise<Map<string, DamagedError | UnsupportedError>>;
+  /** Reads every byte, and on a server all but metrics files. `leaf` is `null` if an error concerns no leaf. */
+  verify(): Promise<{ leaf: string | null; error: DamagedError | UnsupportedError }[]>;
   /** Reads the metrics that were added after the commit, over those of the manifest. */
   lateMetrics(): Promise<{
     metrics: Record<string, number>;

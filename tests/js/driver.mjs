@@ -12,8 +12,7 @@ const verdictOf = (error) => {
   return VERDICTS[error.name];
 };
 
-const base64 = (view) =>
-  Buffer.from(view.buffer, view.byteOffset, view.byteLength).toString("base64");
+const base64 = (view) => Buffer.from(view.buffer, view.byteOffset, view.byteLength).toString("base64");
 
 const described = (array) => ({
   dtype: array.dtype,
@@ -38,18 +37,13 @@ async function leafVerdict(leaf) {
 // JSON that tells floats from integers and -0 from 0, and has NaN and Infinity, as Python reads them.
 function encode(value) {
   if (typeof value === "number" && Object.is(value, -0)) return "-0.0";
-  if (typeof value === "number" || typeof value === "bigint")
-    return String(value);
+  if (typeof value === "number" || typeof value === "bigint") return String(value);
   if (value instanceof tr.Float)
-    return Number.isInteger(value.value) &&
-      !Object.is(value.value, -0) &&
-      Math.abs(value.value) < 1e21
+    return Number.isInteger(value.value) && !Object.is(value.value, -0) && Math.abs(value.value) < 1e21
       ? `${value.value}.0`
       : encode(value.value);
-  if (Array.isArray(value) || ArrayBuffer.isView(value))
-    return `[${Array.from(value, encode).join(",")}]`;
-  if (value === null || typeof value !== "object")
-    return JSON.stringify(value ?? null);
+  if (Array.isArray(value) || ArrayBuffer.isView(value)) return `[${Array.from(value, encode).join(",")}]`;
+  if (value === null || typeof value !== "object") return JSON.stringify(value ?? null);
   return `{${Object.entries(value)
     .map(([key, child]) => `${JSON.stringify(key)}:${encode(child)}`)
     .join(",")}}`;
@@ -70,15 +64,9 @@ const CALLS = {
       };
     }
     const leaves = {};
-    for (const [path, leaf] of ckpt.leaves)
-      leaves[path] = await leafVerdict(leaf);
+    for (const [path, leaf] of ckpt.leaves) leaves[path] = await leafVerdict(leaf);
     const { metrics, files } = await ckpt.lateMetrics();
-    const late = Object.fromEntries(
-      files.map(({ name, error }) => [
-        name,
-        error ? verdictOf(error) : "valid",
-      ]),
-    );
+    const late = Object.fromEntries(files.map(({ name, error }) => [name, error ? verdictOf(error) : "valid"]));
     return { checkpoint: "valid", leaves, late, metrics };
   },
 
@@ -109,13 +97,23 @@ const CALLS = {
   },
 
   async verify(target) {
-    const errors = await (await tr.open(target)).verify();
-    return Object.fromEntries(
-      Array.from(errors, ([path, { name, message, file, block }]) => [
-        path,
-        { name, message, file, block },
-      ]),
-    );
+    const problems = await (await tr.open(target)).verify();
+    return problems.map(({ leaf, error: { name, message, file, block } }) => ({ leaf, name, message, file, block }));
+  },
+
+  // One word for each checkpoint, and the first message.
+  async verdicts(folders) {
+    const found = [];
+    for (const folder of folders) {
+      try {
+        const [problem] = await (await tr.open(folder)).verify();
+        if (problem) throw problem.error;
+        found.push(["valid", ""]);
+      } catch (error) {
+        found.push([verdictOf(error), error.message]);
+      }
+    }
+    return found;
   },
 
   // Numbers rounded to a dtype.

@@ -27,10 +27,11 @@ class CallError(Exception):
 
 
 class Driver:
-    """Calls the functions of driver.mjs."""
+    """Calls the functions of driver.mjs. `package` is the folder of the package."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], package: pathlib.Path) -> None:
         self._process = process
+        self.package = package
 
     def __call__(self, call: str, *arguments: Any) -> Any:
         """Returns the result of a call. Raises `CallError`."""
@@ -46,16 +47,16 @@ class Driver:
 @contextlib.contextmanager
 def driver(folder: pathlib.Path) -> Iterator[Driver]:
     """Yields the driver while the `with` block runs. `folder` gets a copy of the package. Raises `UnavailableError`."""
-    package = install(folder)
+    package = _install(folder)
     command = [_node(), str(package / "driver.mjs")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield Driver(process)
+            yield Driver(process, package)
         finally:
             process.kill()
 
 
-def install(folder: pathlib.Path) -> pathlib.Path:
+def _install(folder: pathlib.Path) -> pathlib.Path:
     """Copies what npm would pack, and the tests, into a folder with the dependency. Raises `UnavailableError`."""
     _node()
     package = folder / "js"

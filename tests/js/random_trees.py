@@ -10,14 +10,21 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-PLAIN = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
-SMALL_FLOATS = (
-    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn"
-).split()
-SMALL_INTEGERS = "int1 int2 int4 uint1 uint2 uint4".split()
-OTHERS = "complex32 bcomplex32".split()
-DTYPES = [*PLAIN, *SMALL_FLOATS, *SMALL_INTEGERS, *OTHERS, "datetime64[25s]", "timedelta64[ns]", "<U3", "|S5"]
+SMALL_FLOATS = [
+    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",
+]  # fmt: skip
+SMALL_INTEGERS = ["int1", "int2", "int4", "uint1", "uint2", "uint4"]
+DTYPES = [
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128", "complex32", "bcomplex32", "datetime64[25s]", "timedelta64[ns]", "<U3", "|S5",
+    *SMALL_FLOATS, *SMALL_INTEGERS,
+]  # fmt: skip
+VALUES = [
+    None, True, 0, -1, 2**53, 2**53 + 1, -(2**70), 1.0, -0.0, 1e300, float("nan"), float("-inf"), complex(1, -0.0), "",
+    "text\n\0\U0001f600", b"", b"\x00\xff", b"abc", np.float32(1.5), np.int64(7),
+]  # fmt: skip
+# The bits that elements of less than a byte have, by the end of the dtype's name.
 _BITS = {"1": 1, "2": 3, "4": 15, "4_e2m1fn": 15, "6_e2m3fn": 63, "6_e3m2fn": 63}
 _Pair = collections.namedtuple("_Pair", "mu nu")
 
@@ -36,8 +43,7 @@ def random_array(rng: np.random.Generator, name: str, shape: tuple[int, ...]) ->
     raw = rng.integers(0, 256, count * dtype.itemsize, np.uint8)
     if name == "bool":
         raw &= 1
-    mask = next((bits for end, bits in _BITS.items() if name.lstrip("uintfloa") == end), 255)
-    raw &= np.uint8(mask)
+    raw &= np.uint8(_BITS.get(name.lstrip("uintfloa"), 255))
     array = raw.view(dtype).reshape(shape)
     return array if name not in SMALL_INTEGERS else array.astype(np.int8).astype(dtype)
 
@@ -89,10 +95,7 @@ class RandomTrees:
             return array
         if draw < 0.8:
             return self.jax_leaf()
-        return self.choice.choice(
-            [None, True, 0, -1, 2**53, 2**53 + 1, -(2**70), 1.0, -0.0, 1e300, float("nan"), float("-inf")]
-            + [complex(1, -0.0), "", "text\n\0\U0001f600", b"", b"\x00\xff", b"abc", np.float32(1.5), np.int64(7)]
-        )
+        return self.choice.choice(VALUES)
 
     def jax_leaf(self) -> Any:
         """Returns a JAX array: plain, weakly typed, keys, or in pieces."""

@@ -52,7 +52,7 @@ def serve(folder: pathlib.Path, *, ranges: bool = True) -> Iterator[RangeServer]
             with contextlib.suppress(ConnectionError):
                 self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             """Prints nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
