@@ -1,7 +1,7 @@
 /** An array file of an open checkpoint: reads its header once, and blocks of its buffer when they are used. */
 
 import { BLOCK_BYTES, xxh3 } from "./checksum.js";
-import { DamagedError, MissingFileError, supported, UnsupportedError } from "./errors.js";
+import { DamagedError, MissingFileError, SourceError, supported, UnsupportedError } from "./errors.js";
 import { decodeHeader } from "./header.js";
 
 /** @typedef {import("./header.js").Header} Header */
@@ -128,8 +128,12 @@ export class ArrayFile {
       if (error instanceof MissingFileError) return this.onMissing(error);
       throw error;
     }
-    if (read.size !== size || read.bytes.length !== end - start) {
+    if (read.size !== size) {
       throw new DamagedError(`${name}: expected ${size} bytes, found ${read.size}. ${ADVICE}`, { file: name });
+    }
+    const { length } = read.bytes;
+    if (length !== end - start) {
+      throw new SourceError(`${name}: expected ${end - start} bytes from the source, found ${length}. Read again`);
     }
     return read.bytes;
   }

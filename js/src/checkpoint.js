@@ -100,16 +100,10 @@ export class Checkpoint {
    * metrics file that is damaged or unsupported. Raises `SourceError` if the source cannot list files.
    */
   async lateMetrics() {
-    const { list } = this.source;
-    if (!list)
-      throw new SourceError(
-        `${this.source.place}: expected a source that lists files, found a server. Use \`metrics\``,
-      );
-    const { metrics, files } = await readLateMetrics(
-      { ...this.source, list },
-      this.identity,
-      this.manifest.metrics ?? new Map(),
-    );
+    const { place, list } = this.source;
+    if (!list) throw new SourceError(`${place}: expected a source that lists files, found a server. Use \`metrics\``);
+    const early = this.manifest.metrics ?? new Map();
+    const { metrics, files } = await readLateMetrics(this.source, await list.call(this.source), this.identity, early);
     return { metrics: numbers(metrics), files };
   }
 

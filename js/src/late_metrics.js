@@ -11,14 +11,15 @@ import { openSealed } from "./sealed.js";
 /**
  * Reads the metrics files of one manifest. Values of the greatest time count, then of the greatest name.
  *
- * @param {import("./sources/source.js").Source & {list: () => Promise<string[]>}} source
+ * @param {import("./sources/source.js").Source} source
+ * @param {string[]} listed the names of its files
  * @param {string} identity the checksum of all bytes of the manifest
  * @param {ReadonlyMap<string, Float>} early the metrics of the manifest
  * @returns {Promise<{metrics: Map<string, Float>, files: LateFile[]}>}
  */
-export async function readLateMetrics(source, identity, early) {
+export async function readLateMetrics(source, listed, identity, early) {
   const pattern = new RegExp(`^metrics-${identity}-[0-9]{20}-[0-9a-f]{6}\\.json$`);
-  const names = (await source.list()).filter((name) => pattern.test(name)).sort();
+  const names = listed.filter((name) => pattern.test(name)).sort();
   const metrics = new Map(early);
   /** @type {LateFile[]} */
   const files = [];

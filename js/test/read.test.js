@@ -9,13 +9,19 @@ async function recorded(tree) {
   const files = new Map();
   await tr.write(files, tree);
   const reads = [];
-  const read = async (name, start, end) => {
-    reads.push([name, start, end]);
-    const bytes = files.get(name);
-    if (!bytes) throw new tr.MissingFileError(name);
-    return { bytes: bytes.subarray(start, end), size: bytes.length };
-  };
-  return { files, reads, ckpt: await tr.open({ place: "test", read }) };
+  class Recorder {
+    place = "test";
+    async read(name, start, end) {
+      reads.push([name, start, end]);
+      const bytes = files.get(name);
+      if (!bytes) throw new tr.MissingFileError(name);
+      return { bytes: bytes.subarray(start, end), size: bytes.length };
+    }
+    async list() {
+      return Array.from(files.keys());
+    }
+  }
+  return { files, reads, ckpt: await tr.open(new Recorder()) };
 }
 
 test("a box has the elements of the array", async () => {
@@ -63,6 +69,15 @@ test("a box reads only its blocks, and small leaves share one", async () => {
   await ckpt.leaf("b").read();
   await ckpt.leaf("c").read();
   assert.equal(reads.length, 4);
+});
+
+test("bytes and files that no leaf names are verified", async () => {
+  const { ckpt, files } = await recorded({ x: numbers(3), y: [] });
+  assert.deepEqual(await ckpt.verify(), []);
+  const late = `metrics-${ckpt.identity}-00000000000000000001-abcdef.json`;
+  files.set(late, new TextEncoder().encode("{}"));
+  const [{ leaf, error }] = await ckpt.verify();
+  assert.deepEqual([leaf, error.name, error.file], [null, "DamagedError", late]);
 });
 
 test("boxes outside the shape are refused", async () => {

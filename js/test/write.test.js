@@ -134,6 +134,8 @@ test("a folder is committed completely, or not at all", async () => {
   assert.deepEqual(await readdir(join(parent, "new", "parents")), ["ckpt"]);
   await assert.rejects(tr.write(target, {}), /expected a missing or empty folder/);
   await assert.rejects(tr.write(join(parent, "x"), { x: undefined }), { name: "InputError" });
+  await writeFile(join(parent, "file"), "");
+  await assert.rejects(tr.write(join(parent, "file"), {}), /expected a missing or empty folder/);
   await mkdir(join(parent, "empty"));
   await tr.write(join(parent, "empty"), {});
   await writeFile(join(parent, "writer.lock"), "");
@@ -141,5 +143,5 @@ test("a folder is committed completely, or not at all", async () => {
   await assert.rejects(tr.open(join(parent, "nothing")), { name: "NotFoundError" });
   await mkdir(join(parent, "odd", "treering.json"), { recursive: true });
   await assert.rejects(tr.open(join(parent, "odd")), { name: "NotFoundError" });
-  assert.deepEqual((await readdir(parent)).sort(), ["empty", "new", "odd", "writer.lock"]);
+  assert.deepEqual((await readdir(parent)).sort(), ["empty", "file", "new", "odd", "writer.lock"]);
 });

@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -300,3 +301,24 @@ def test_damage_is_found_and_named(js: node.Driver, tmp_path: pathlib.Path) -> N
     assert f"expected {len(intact)} bytes, found {len(intact) + 1}" in js("verify", str(folder))[0]["message"]
     file.unlink()
     assert f"expected the file {file.name}, found none" in js("verify", str(folder))[0]["message"]
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_a_commit_is_one_rename_between_syncs(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    """The files and their folder are synced before the rename, and every folder above that is new or changed after."""
+    target = tmp_path / "new" / "run" / "ckpt"
+    (js.package / "commit.mjs").write_text(
+        f"import {{ write }} from 'treering'; await write({str(target)!r}, {{ x: new Float32Array(10) }});"
+    )
+    command = ["strace", "-f", "-y", "-qq", "-o", str(tmp_path / "trace"), "-e", "trace=fsync,rename"]
+    subprocess.run([*command, "node", str(js.package / "commit.mjs")], check=True)
+    calls = re.findall(r"(fsync|rename)\((?:\d+<|\")([^>\"]+)", (tmp_path / "trace").read_text())
+    renamed = [path for name, path in calls if name == "rename"]
+    (hidden,) = renamed
+    assert re.fullmatch(r"\.ckpt\.[0-9a-f]{6}\.tmp", pathlib.Path(hidden).name)
+    at = calls.index(("rename", hidden))
+    before, after = ([path for _, path in part] for part in (calls[:at], calls[at + 1 :]))
+    names = sorted(file.name for file in target.iterdir())
+    assert before == [f"{hidden}/{name}" for name in names] + [hidden]
+    assert after == [str(target.parent), str(target.parent.parent), str(tmp_path)]
+    assert not tr.verify(target).problems

@@ -21,7 +21,7 @@ export async function writeFolder(folder, tree, options) {
   const files = encodeCheckpoint(tree, options);
   const target = resolve(folder);
   const parent = dirname(target);
-  if ((await readdir(target).catch(ignoreMissing))?.length) throw inUse(target);
+  if (!(await isFree(target))) throw inUse(target);
   if (await stat(join(parent, LOCK)).catch(ignoreMissing)) {
     const found = `found ${LOCK} next to it, which Node cannot lock`;
     throw new InputError(`${target}: expected a folder outside of a run, ${found}. Write elsewhere`);
@@ -49,9 +49,15 @@ function ignoreMissing(error) {
   if (error.code !== "ENOENT") throw error;
 }
 
+/** @param {string} path @returns {Promise<boolean>} */
+async function isFree(path) {
+  const found = await stat(path).catch(ignoreMissing);
+  return !found || (found.isDirectory() && !(await readdir(path)).length);
+}
+
 /** @param {string} target */
 function inUse(target) {
-  return new InputError(`${target}: expected a missing or empty folder, found files. Choose another name`);
+  return new InputError(`${target}: expected a missing or empty folder, found another. Choose another name`);
 }
 
 /** @param {string} path @param {Uint8Array[]} parts */
