@@ -80,7 +80,7 @@ export function encodeMinifloats(name, numbers) {
     const number = numbers[at];
     const magnitude = Math.abs(number);
     const negative = number < 0 || Object.is(number, -0);
-    const code = Number.isNaN(number) ? nan : nearest(table, last, magnitude, kind === "ieee");
+    const code = Number.isNaN(number) ? nan : nearest(table, last, magnitude, kind);
     const unsuited = code < 0 || (kind === "unsigned" && (negative || magnitude === 0));
     if (unsuited)
       throw new InputError(
@@ -92,14 +92,23 @@ export function encodeMinifloats(name, numbers) {
   return codes;
 }
 
-/** @param {Float32Array} table @param {number} last @param {number} magnitude @param {boolean} overflows @returns {number} */
-function nearest(table, last, magnitude, overflows) {
-  let low = 0;
-  let high = last;
+/**
+ * Returns the code of the nearest number, or -1. A tie goes to the even mantissa; one without bits is always odd, because
+ * its leading 1 is not stored.
+ *
+ * @param {Float32Array} table
+ * @param {number} last
+ * @param {number} magnitude
+ * @param {Bits["kind"]} kind
+ * @returns {number}
+ */
+function nearest(table, last, magnitude, kind) {
   if (magnitude > table[last]) {
     const beyond = 2 * magnitude - 2 * table[last] >= table[last] - table[last - 1];
-    return !beyond ? last : overflows ? last + 1 : -1;
+    return !beyond ? last : kind === "ieee" ? last + 1 : -1;
   }
+  let low = 0;
+  let high = last;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
     if (table[middle] <= magnitude) low = middle;
@@ -107,5 +116,6 @@ function nearest(table, last, magnitude, overflows) {
   }
   const below = magnitude - table[low];
   const above = table[high] - magnitude;
-  return below < above || (below === above && low % 2 === 0) ? low : high;
+  const isDown = below < above || (below === above && kind !== "unsigned" && low % 2 === 0);
+  return isDown ? low : high;
 }

@@ -123,9 +123,9 @@ const CALLS = {
 };
 
 for await (const line of createInterface({ input: process.stdin })) {
-  const { call, arguments: given } = JSON.parse(line);
   let answer;
   try {
+    const { call, arguments: given } = JSON.parse(line);
     answer = { result: await CALLS[call](...given) };
   } catch (error) {
     answer = { error: error.name, message: error.message, stack: error.stack };

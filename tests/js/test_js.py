@@ -183,13 +183,17 @@ def test_numbers_are_those_of_numpy(js: node.Driver, tmp_path: pathlib.Path) -> 
 
 
 def test_numbers_are_rounded_as_by_ml_dtypes(js: node.Driver) -> None:
-    numbers = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    """Random numbers, and ties: the middles between neighbours."""
     for name in (*SMALL_FLOATS, "float16"):
-        table = np.abs(numbers) if name == "float8_e8m0fnu" else numbers
-        # Beyond the range ml_dtypes takes infinity, NaN or the greatest number, by the dtype.
-        table = np.clip(table, -float(ml_dtypes.finfo(dtype_of(name)).max), float(ml_dtypes.finfo(dtype_of(name)).max))
-        expected = table.astype(dtype_of(name))
-        assert base64.b64decode(js("round", name, table.tolist())) == expected.tobytes(), name
+        dtype = dtype_of(name)
+        largest = float(ml_dtypes.finfo(dtype).max)  # beyond it ml_dtypes takes infinity, NaN or the largest number
+        spread = np.random.default_rng(0).standard_normal(2000).clip(-largest, largest)
+        spread = np.abs(spread) if name == "float8_e8m0fnu" else spread
+        known = np.unique(np.append(spread.astype(dtype), largest).astype(np.float64))
+        numbers = np.concatenate([spread, (known[:-1] + known[1:]) / 2]).astype(np.float32)
+        numbers = numbers[numbers != 0]
+        expected = numbers.astype(dtype)
+        assert base64.b64decode(js("round", name, numbers.tolist())) == expected.tobytes(), name
     with pytest.raises(node.CallError, match=r"float4_e2m1fn.*found 100"):
         js("round", "float4_e2m1fn", [100])
 
