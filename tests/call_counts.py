@@ -18,7 +18,7 @@ import xxhash
 import treering as tr
 
 _HERE = str(pathlib.Path(tr.__file__).parent)
-_BYTES = ("read", "written", "parsed", "hashed", "copied")
+BYTES = ("read", "written", "parsed", "hashed", "copied")
 _OF_THE_SYSTEM = ("posix", "nt", "fcntl", "mmap")  # modules whose functions are system calls
 
 
@@ -69,7 +69,7 @@ def counted(call: Callable[[], Any], *, threads: bool = True) -> Counts:
             held = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    return Counts(calls[0], builtins[0], system, **{what: taken[what] for what in _BYTES}, held=held)
+    return Counts(calls[0], builtins[0], system, **{what: taken[what] for what in BYTES}, held=held)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ Each limit is what it takes today; where a change lowers it, lower the limit.
 """
 
 import itertools
+import os
 import pathlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,11 +16,17 @@ import numpy as np
 import pytest
 
 import treering as tr
-from call_counts import Counts, counted
+from call_counts import BYTES, Counts, counted
+from sqlite_store import SqliteValues
+from treering import stores
+from treering._save import unchanged
+from treering.stores.key_values import KeyValueStore
+from treering.stores.objects.upload import OBJECT_BYTES
 
 _SMALL, _MANY = 100, 300  # leaves
 _HELD_SLACK = 1.5  # the size of Python objects differs between releases
 _LARGE = 1 << 22  # bytes of a large leaf
+_FROZEN = 80 << 10  # bytes of an unchanged array
 
 
 class _Most(NamedTuple):
@@ -32,6 +40,19 @@ class _Most(NamedTuple):
     copied: int = 0
     read: int = 0
     written: int = 0
+
+
+class _Requests(SqliteValues):
+    """A store with the numbers of the calls of its methods."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path)
+        self.requests = Counter[str]()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("stat", "list", "read", "write", "delete"):
+            self.requests[name] += 1
+        return super().__getattribute__(name)
 
 
 @pytest.fixture
@@ -84,6 +105,12 @@ _OPEN = Counter(stat=3, open=1, fstat=3, preadv=1, close=1, listdir=1)
 _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
 
 
+_UNCHANGED = Counter(
+    stat=22, urandom=1, open=8, fsync=6, close=8, mkdir=1, flock=2, fstat=10, posix_fallocate=1, pwrite=3, ftruncate=2,
+    fchmod=2, link=2, unlink=1, listdir=2, preadv=1, getpid=1,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("make", "most", "system"),
     [
@@ -119,19 +146,93 @@ def test_what_each_leaf_takes(
     assert many.system - system == Counter()
 
 
-def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(paths: Iterator[str]) -> None:
+def stalling(paths: Iterator[str], state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Counts what a save in the background takes until the caller continues.
+
+    An earlier save waits for the disk meanwhile, so that no thread writes.
+    """
+    tr.save(next(paths), state)
+    disk, fsync = threading.Event(), os.fsync
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda fd: disk.wait() and fsync(fd))
+        waiting = [tr.save_async(next(paths), state)]
+        taken = counted(lambda: waiting.append(tr.save_async(next(paths), state)), threads=False)
+        disk.set()
+        assert all(pending.result().step is None for pending in waiting)
+    return taken
+
+
+def test_the_caller_of_a_loop_calls_nothing_for_each_leaf(
+    paths: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the structure is cached, `save_async` treats all leaves in bulk, so more leaves take no more calls."""
-    waiting: list[tr.PendingSave] = []
-
-    def make(count: int) -> Counts:
-        state = tree(count)
-        tr.save_async(next(paths), state).result()
-        return counted(lambda: waiting.append(tr.save_async(next(paths), state)), threads=False)
-
-    few, many = make(_SMALL), make(_MANY)
+    few, many = (stalling(paths, tree(count), monkeypatch) for count in (_SMALL, _MANY))
     assert many.calls - few.calls <= 0.1 * _MANY and many.builtins - few.builtins <= 0.1 * _MANY
     assert many.system == few.system <= Counter(stat=2)
-    assert all(pending.result().step is None for pending in waiting)
+    assert many.held - few.held <= _HELD_SLACK * 290 * (_MANY - _SMALL)  # a view of each array
+    assert (many.read, many.written, many.parsed, many.hashed, many.copied) == (0, 0, 0, 0, 0)
+
+
+def test_the_caller_of_a_loop_copies_no_bytes(paths: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background takes views of large arrays."""
+    taken = stalling(paths, {f"w{n}": jnp.full(_LARGE // 4, n, jnp.float32) for n in range(2)}, monkeypatch)
+    assert taken.copied == taken.hashed == 0 and taken.held < _LARGE // 50
+
+
+@pytest.mark.long
+@pytest.mark.whole
+def test_unchanged_arrays_are_linked(paths: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later save of a run links the files of unchanged arrays. It writes and hashes only the trained ones."""
+    monkeypatch.setattr(unchanged, "_MIN_BYTES", 64 << 10)
+
+    def make(count: int) -> Counts:
+        frozen = [jnp.full(_FROZEN // 4, n, jnp.float32) for n in range(count)]
+        with tr.Checkpointer(next(paths)) as ckpts:
+            steps = itertools.count()
+
+            def save() -> None:
+                pending = ckpts.save(step := next(steps), {"frozen": frozen, "trained": jnp.full(4, step)})
+                assert pending and (pending.result().shared_bytes > 0) == (step > 2)
+
+            for _ in range(3):  # Each writes everything.
+                save()
+            return counted(save)
+
+    few, many = make(4), make(12)
+    assert few.system == many.system <= _UNCHANGED
+    each = {what: (getattr(many, what) - getattr(few, what)) / 8 for what in ("calls", "builtins", *BYTES)}
+    limits = {"calls": 12.1, "builtins": 25.1, "read": 0, "written": 0, "parsed": 0, "hashed": 60, "copied": 8}
+    assert {what: taken for what, taken in each.items() if taken > limits[what]} == {}
+    assert many.written < _FROZEN
+
+
+@pytest.mark.long
+@pytest.mark.whole
+def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> None:
+    """More small leaves take no more requests, and more bytes one for each object. Each byte is copied once."""
+    store = _Requests(tmp_path / "bucket")
+    with stores.using(KeyValueStore(store), "counted"):
+        tr.save("counted://bucket/first", {"a": 1})  # which tests the store
+
+        def requests(call: Callable[[], Any]) -> Counter[str]:
+            store.requests.clear()
+            call()
+            return Counter(store.requests)
+
+        def make(name: str, state: Any) -> tuple[Counter[str], Counter[str]]:
+            path = f"counted://bucket/{name}"
+            return requests(lambda: tr.save(path, state)), requests(lambda: tr.restore(path, state))
+
+        small = Counter(write=3, list=1, stat=3, delete=1), Counter(read=2)
+        for count in (_SMALL, _MANY):
+            assert make(f"small-{count}", {f"l{n:04}": np.full(4, n) for n in range(count)}) == small
+        objects = [np.full(OBJECT_BYTES, n, np.uint8) for n in range(2)]
+        one, two = make("one", objects[:1]), make("two", objects)
+        assert [later - before for before, later in zip(one, two, strict=True)] == [Counter(write=1), Counter(read=1)]
+        saved = counted(lambda: tr.save("counted://bucket/again", objects, overwrite=True))
+        restored = counted(lambda: tr.restore("counted://bucket/two", objects))
+        for taken in (saved, restored):
+            assert [round(getattr(taken, what) / 2 / OBJECT_BYTES, 2) for what in ("hashed", "copied")] == [1, 1]
 
 
 @pytest.mark.long
