@@ -19,8 +19,8 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test durations thorough quick lint docs dist bench gpu gpu-wheels faults-disk faults-bucket faults-hosts \
-  faults-process damage fuzz elsewhere all-tools lowest newest clean
+.PHONY: demo test durations thorough quick lint docs dist bench bench-quick gpu gpu-wheels faults-disk faults-bucket \
+  faults-hosts faults-process damage fuzz elsewhere all-tools lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -64,6 +64,10 @@ dist: $(VENV)/dist
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write benchmarks/results/benchmarks.md
 	$(RUN) -m benchmarks --only tiers --write benchmarks/results/tiers.md
+
+# The main rows alone, in about three minutes on a quiet machine; writes nothing.
+bench-quick: $(VENV)/bench
+	$(RUN) -m benchmarks --quick
 
 # On a machine with a GPU and a JAX that uses it, as CUDA images have; takes less than ten minutes. What it needs beside JAX it
 # takes from wheels/, where `make gpu-wheels` has put it for a machine without a network, or from the network.

@@ -35,11 +35,11 @@ text { font: 12px system-ui, sans-serif; fill: #333 }
 
 def drawn(page: str) -> str:
     """The picture of a page: for each row a group of bars, of which the longest is as wide as the picture."""
-    table = _table(page)
+    rows = table(page)
     parts: list[str] = []
     y = 20
     for operation, state, title in _ROWS:
-        values = {name: _seconds(text) for name, text in table[operation, state].items() if name in _COLUMNS}
+        values = {name: seconds(text) for name, text in rows[operation, state].items() if name in _COLUMNS}
         times = {name: seconds for name, seconds in values.items() if seconds is not None}
         parts.append(f'<text class="title" x="0" y="{y}">{html.escape(title)}</text>')
         for name in [name for name in _COLUMNS if name in times]:
@@ -49,7 +49,7 @@ def drawn(page: str) -> str:
             parts += [
                 f'<text x="{_LEFT - 8}" y="{y}" text-anchor="end">{_COLUMNS[name]}</text>',
                 f'<rect class="{kind}" x="{_LEFT}" y="{y - 11}" width="{width:.1f}" height="13" rx="2"/>',
-                f'<text x="{_LEFT + width + 6:.1f}" y="{y}">{table[operation, state][name]}</text>',
+                f'<text x="{_LEFT + width + 6:.1f}" y="{y}">{rows[operation, state][name]}</text>',
             ]
         y += _GAP
     size = f'width="{_LEFT + _WIDE + 80}" height="{y - 10}" viewBox="0 0 {_LEFT + _WIDE + 80} {y - 10}"'
@@ -59,7 +59,7 @@ def drawn(page: str) -> str:
     return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>", ""])
 
 
-def _table(page: str) -> dict[tuple[str, str], dict[str, str]]:
+def table(page: str) -> dict[tuple[str, str], dict[str, str]]:
     """The first table of a page: cells by operation and state, then by column."""
     lines = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", page, re.MULTILINE)]
     head = lines[0]
@@ -72,7 +72,7 @@ def _table(page: str) -> dict[tuple[str, str], dict[str, str]]:
     return found
 
 
-def _seconds(text: str) -> float | None:
+def seconds(text: str) -> float | None:
     value, _, unit = text.partition(" ")
     return None if unit not in _SECONDS else float(value.replace(",", "")) * _SECONDS[unit]
 

@@ -4,36 +4,29 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import floor, states
-
-Wait = Callable[[], object]
-
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-    """Functions of a path. `save` returns when the save is over; `restore` when the arrays are ready.
-
-    `start` begins a save in the background and returns the function that waits for its end. `more` are others by name.
-    """
-
-    name: str
-    save: Callable[[str], object]
-    restore: Callable[[str], Any]
-    start: Callable[[str], Wait] | None = None
-    more: Mapping[str, Callable[[str], object]] = dataclasses.field(default_factory=dict)
-
+from . import floor, states, torch_contestants
+from .contestant import Contestant, Wait, named
 
 WITH_SHARDINGS = ("treering", "Orbax v0", "Orbax v1")  # those that know of several devices and processes
+WITH_ASYNC_SAVES = (*WITH_SHARDINGS, "torch DCP")
+_OF_TORCH = ("torch DCP", "torch.save")
 
 
 def all_contestants() -> list[str]:
-    return [*WITH_SHARDINGS, "safetensors", *(["torch DCP"] if importlib.util.find_spec("torch") else [])]
+    return [*WITH_SHARDINGS, "safetensors", "TensorStore", *(() if missing() else _OF_TORCH)]
+
+
+def missing() -> str:
+    """Returns a sentence that names those that cannot take part, or nothing."""
+    if importlib.util.find_spec("torch"):
+        return ""
+    return f"torch is not installed: {' and '.join(_OF_TORCH)} do not take part. `make .venv/bench-torch` installs it."
 
 
 def treering(state: Any, *, verify: bool = True) -> Contestant:
@@ -106,37 +99,47 @@ def safetensors(state: Any) -> Contestant:
     """NumPy in, NumPy out. Its own `save_file` is not durable, so an fsync follows."""
     from safetensors.numpy import load_file, save_file
 
-    named = _named(state)
+    arrays = named(state)
 
     def save(path: str) -> None:
         os.mkdir(path)
         file = os.path.join(path, "state.safetensors")
-        save_file(named, file)
-        for name in (file, path):
-            fd = os.open(name, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+        save_file(arrays, file)
+        floor.sync(file)
 
     def restore(path: str) -> list[np.ndarray]:
         loaded = load_file(os.path.join(path, "state.safetensors"))
-        return [loaded[name] for name in named]
+        return [loaded[name] for name in arrays]
 
     return Contestant("safetensors", save, restore)
 
 
-def torch_dcp(state: Any) -> Contestant:
-    """PyTorch's distributed checkpoint, of tensors that share the arrays' memory."""
-    import torch
-    import torch.distributed.checkpoint as dcp
+def tensorstore(state: Any) -> Contestant:
+    """TensorStore alone: a zarr3 array of one chunk for each leaf. It syncs each file and its folder."""
+    import tensorstore as ts
 
-    named = {name: torch.from_dlpack(leaf) for name, leaf in zip(_named(state), jax.tree.leaves(state), strict=True)}
+    arrays = named(state)
+    context = ts.Context({"file_io_sync": True})
+
+    def opened(path: str, name: str, **options: Any) -> Any:
+        place = {"driver": "file", "path": f"{os.path.join(path, name)}/"}
+        return ts.open({"driver": "zarr3", "kvstore": place}, context=context, **options)
+
+    def created(path: str, name: str, array: np.ndarray) -> Any:
+        chunk = ts.ChunkLayout(chunk_shape=array.shape)
+        return opened(path, name, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=chunk)
+
+    def save(path: str) -> None:
+        places = [created(path, name, array) for name, array in arrays.items()]
+        writes = [place.result().write(array) for place, array in zip(places, arrays.values(), strict=True)]
+        for write in writes:
+            write.result()
 
     def restore(path: str) -> list[np.ndarray]:
-        loaded = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-        dcp.load(loaded, checkpoint_id=path, no_dist=True)
-        return [tensor.numpy() for tensor in loaded.values()]
+        reads = [place.result().read() for place in [opened(path, name) for name in arrays]]
+        return [read.result() for read in reads]
 
-    return Contestant("torch DCP", lambda path: dcp.save(named, checkpoint_id=path, no_dist=True), restore)
+    return Contestant("TensorStore", save, restore)
 
 
 def plain_floor(state: Any) -> Contestant:
@@ -160,11 +163,6 @@ def _floor_file(path: str) -> str:
     return os.path.join(path, str(jax.process_index()))
 
 
-def _named(state: Any) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
-
-
 MAKERS: dict[str, Callable[[Any], Contestant]] = {
     "treering": treering,
     "treering, verify=False": functools.partial(treering, verify=False),
@@ -173,6 +171,8 @@ MAKERS: dict[str, Callable[[Any], Contestant]] = {
     "Orbax v0": orbax_v0,
     "Orbax v1": orbax_v1,
     "safetensors": safetensors,
-    "torch DCP": torch_dcp,
+    "TensorStore": tensorstore,
+    "torch DCP": torch_contestants.torch_dcp,
+    "torch.save": torch_contestants.torch_save,
     "floor": plain_floor,
 }

@@ -28,7 +28,8 @@ def write_large(path: str, views: Sequence[np.ndarray]) -> None:
         assert os.pwrite(fd, memoryview(buffer)[:size], n * _BUFFER_BYTES) == size
 
     _in_threads(_WRITERS, put, len(chunks))
-    _sync(fd, path)
+    os.close(fd)
+    sync(path)
 
 
 def write_small(path: str, views: Sequence[np.ndarray]) -> None:
@@ -37,7 +38,8 @@ def write_small(path: str, views: Sequence[np.ndarray]) -> None:
     offset = 0
     for view in views:
         offset += os.pwrite(fd, view.data, offset)
-    _sync(fd, path)
+    os.close(fd)
+    sync(path)
 
 
 def read_large(path: str) -> None:
@@ -111,10 +113,9 @@ def _in_threads(count: int, work: Callable[[mmap.mmap, int], None], jobs: int) -
         raise errors[0]
 
 
-def _sync(fd: int, path: str) -> None:
-    """Makes a file and its name durable, and closes it."""
-    os.fsync(fd)
-    os.close(fd)
-    directory = os.open(os.path.dirname(path), os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
+def sync(path: str) -> None:
+    """Makes a file and its name durable."""
+    for name in (path, os.path.dirname(path)):
+        fd = os.open(name, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)

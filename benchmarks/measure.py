@@ -25,6 +25,11 @@ class Median(float):
         return found
 
 
+def slow_rounds(repeats: int) -> int:
+    """Returns how many of the rounds those take part in that need seconds for one."""
+    return max(1, min(_SLOW_ROUNDS, repeats // 2))
+
+
 def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """The median of what each run returns. They take turns, so that a slow moment of the machine meets all.
 
@@ -37,7 +42,7 @@ def race(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, flo
     spent = dict.fromkeys(names, 0.0)
     for n in range(repeats):
         for name in order.sample(names, len(names)):
-            if n >= _SLOW_ROUNDS and spent[name] > _SLOW_SECONDS * len(results[name]):
+            if n >= slow_rounds(repeats) and spent[name] > _SLOW_SECONDS * len(results[name]):
                 continue
             begun = time.perf_counter()
             results[name].append(runs[name]())

@@ -64,7 +64,7 @@ def stall(arena: Arena) -> list[Row]:
     """Measures the seconds until the program continues."""
     if arena.name == "gpt2":
         return []  # like `large` in all that matters here
-    starters = {name: arena.entered[name] for name in contestants.WITH_SHARDINGS}
+    starters = {name: arena.entered[name] for name in contestants.WITH_ASYNC_SAVES if name in arena.entered}
     found = arena.race(
         "stall of an asynchronous save",
         {name: functools.partial(arena.save, job, "start") for name, job in starters.items()},
@@ -74,24 +74,38 @@ def stall(arena: Arena) -> list[Row]:
 
 def warm(arena: Arena) -> list[Row]:
     """Restores from the page cache."""
-    plain = {name: job for name, job in arena.entered.items() if name != "floor"}
-    with workers.job("treering, verify=False", arena.name, onto=arena.name) as unverified:
-        unverified.request("check", arena.kept("treering"))
-        runs = {name: from_cache(arena, job, name) for name, job in plain.items()}
-        found = arena.race("restore, warm", {**runs, "unverified": from_cache(arena, unverified, "treering")})
-        second = found.values.pop("unverified")
-        rows = [found, Row("restore, warm, verify=False", arena.name, "s", {**found.values, "treering": second})]
+    runs = {name: from_cache(arena, job, name) for name, job in _readers(arena).items()}
+    return [arena.race("restore, warm", runs)]
+
+
+def unverified(arena: Arena) -> list[Row]:
+    """Restores from the page cache, Treering with `verify=False`; then the same with a use of every byte."""
+    with workers.job("treering, verify=False", arena.name, onto=arena.name) as treering:
+        treering.request("check", arena.kept("treering"))
+        readers = {**_readers(arena), "treering": treering}
+        whats = {"restore, warm, verify=False": "restore"}
         if arena.name == "large":
-            readers = {**plain, "treering": unverified}
-            uses = {name: from_cache(arena, job, name, "read") for name, job in readers.items()}
-            rows.append(arena.race("restore, warm, verify=False, and read every byte", uses))
-    if arena.name == "small":
-        with workers.job("treering into NumPy", arena.name, onto=arena.name) as into_numpy:
-            into_numpy.request("check", arena.kept("treering"))
-            jobs = {"treering": into_numpy, "safetensors": plain["safetensors"]}
-            runs = {name: from_cache(arena, job, name) for name, job in jobs.items()}
-            rows.append(arena.race("restore into NumPy, warm", runs))
-    return rows
+            whats["restore, warm, verify=False, and read every byte"] = "read"
+        return [
+            arena.race(operation, {name: from_cache(arena, job, name, what) for name, job in readers.items()})
+            for operation, what in whats.items()
+        ]
+
+
+def _readers(arena: Arena) -> dict[str, workers.Job]:
+    """Returns those that make arrays of what they read."""
+    return {name: job for name, job in arena.entered.items() if name != "floor"}
+
+
+def into_numpy(arena: Arena) -> list[Row]:
+    """Restores into NumPy arrays, as safetensors does."""
+    if arena.name != "small":
+        return []
+    with workers.job("treering into NumPy", arena.name, onto=arena.name) as treering:
+        treering.request("check", arena.kept("treering"))
+        jobs = {"treering": treering, "safetensors": arena.entered["safetensors"]}
+        runs = {name: from_cache(arena, job, name) for name, job in jobs.items()}
+        return [arena.race("restore into NumPy, warm", runs)]
 
 
 def from_cache(arena: Arena, job: workers.Job, name: str, what: str = "restore") -> Callable[[], float]:
@@ -109,4 +123,4 @@ def cold(arena: Arena) -> list[Row]:
     return [arena.race("restore, cold", runs)]
 
 
-OPERATIONS = {"save": save, "stall": stall, "warm": warm, "cold": cold}
+OPERATIONS = {"save": save, "stall": stall, "warm": warm, "unverified": unverified, "numpy": into_numpy, "cold": cold}

@@ -10,7 +10,8 @@ from .table import Row
 def rows(directory: str, repeats: int) -> list[Row]:
     place = os.path.join(directory, "sharded")
     with operations.enter("sharded", contestants.WITH_SHARDINGS, place, repeats) as arena:
-        found = [*operations.save(arena), *operations.warm(arena), *operations.cold(arena)]
+        steps = (operations.save, operations.warm, operations.unverified, operations.cold)
+        found = [row for step in steps for row in step(arena)]
         return found + [_onto(arena, template) for template in ("4 × 2", "4 devices")]
 
 

@@ -91,7 +91,7 @@ def check(state: Any, restored: Any, who: str, like: Any = None) -> None:
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
     for n, (expected, found) in enumerate(pairs):
         a, b = _here(expected), _here(found)
-        if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(a.view(np.uint32), b.view(np.uint32)):
+        if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(a.view(np.uint8), b.view(np.uint8)):
             raise AssertionError(f"{who}: leaf {n} came back changed")
 
 

@@ -10,8 +10,11 @@ COLUMNS = {  # of the table, by contestant
     "Orbax v1": "Orbax v1",
     "safetensors": "safetensors + fsync",
     "torch DCP": "torch DCP",
+    "torch.save": "torch.save + fsync",
+    "TensorStore": "TensorStore",
     "its library": "its own library",
 }
+TIMES = ("s", "ms", "µs")
 _SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MiB": 2.0**-20, "": 1.0}  # from seconds, bytes and counts
 
 
@@ -39,6 +42,16 @@ class Row:
         """Treering's throughput, with the floor's as 1."""
         return self.values["floor"] / self.values["treering"] if "floor" in self.values else None
 
+    def fastest_peer(self) -> str | None:
+        """The fastest other library; None for what is no time."""
+        found = [name for name in self.values if name not in ("treering", "floor")]
+        return None if self.unit not in TIMES else min(found, key=self.values.__getitem__, default=None)
+
+    def times_peer(self) -> str:
+        """Treering's speed, with the fastest peer's as 1, and the name of that peer."""
+        name = self.fastest_peer()
+        return f"{_three_digits(self.values[name] / self.values['treering'])} × {name}" if name else "–"
+
     def fastest_orbax(self) -> str | None:
         found = [name for name in ("Orbax v0", "Orbax v1") if name in self.values]
         return min(found, key=self.values.__getitem__, default=None)
@@ -52,7 +65,7 @@ class Row:
 def results(rows: Sequence[Row]) -> str:
     """One line per operation and state."""
     names = [name for name in COLUMNS if any(name in row.values for row in rows)]
-    ratios = ["treering ÷ floor", "vs fastest Orbax"]
+    ratios = ["treering ÷ floor", "vs fastest Orbax", "vs fastest peer"]
     lines = [
         [
             row.operation,
@@ -60,6 +73,7 @@ def results(rows: Sequence[Row]) -> str:
             *(row.shown(name) for name in names),
             _ratio(row.of_floor(), ""),
             _ratio(row.times_orbax(), " ×"),
+            row.times_peer(),
         ]
         for row in rows
     ]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import treering as tr
 
-from . import measure
+from . import floor, measure, states
 from .table import Row
 
 _FROZEN, _TRAINED = "1 GiB frozen, 10 MiB trained", "10 MiB trained"
@@ -42,16 +42,25 @@ def rows(directory: str, repeats: int) -> list[Row]:
                     found[state].append(report)
             return statistics.median(taken[_FULL_SAVES:])
 
-    taken = measure.race({state: functools.partial(save, state) for state in found}, repeats)
+    def plain() -> float:
+        """Writes the trained bytes without a format."""
+        views = states.views(jnp.ones((10 << 18,), jnp.float32))
+        with tempfile.TemporaryDirectory(dir=place) as run:
+            files = (os.path.join(run, str(n)) for n in range(_STEPS - _FULL_SAVES))
+            return statistics.median(
+                measure.seconds(lambda file=file: floor.write_large(file, views)) for file in files
+            )
+
+    taken = measure.race({**{state: functools.partial(save, state) for state in found}, "floor": plain}, repeats)
     shutil.rmtree(place)
     stall = {state: statistics.median(one.stall_seconds for one in reports) for state, reports in found.items()}
     written = {state: float(reports[-1].nbytes - reports[-1].shared_bytes) for state, reports in found.items()}
-    return [
+    saved = [
+        Row("durable save of a later step", state, "s", {"treering": taken[state], "floor": taken["floor"]})
+        for state in found
+    ]
+    return saved + [
         Row(operation, state, unit, {"treering": values[state]})
-        for operation, unit, values in (
-            ("durable save of a later step", "s", taken),
-            ("stall of that save", "ms", stall),
-            ("bytes that it writes", "MiB", written),
-        )
+        for operation, unit, values in (("stall of that save", "ms", stall), ("bytes that it writes", "MiB", written))
         for state in found
     ]

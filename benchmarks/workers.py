@@ -86,7 +86,7 @@ def _child(who: str, saved: str, onto: str, address: str, count: int, index: int
         if who == "floor":
             contestants.check_floor(path, state)
         else:
-            states.check(expected, one.restore(path), who, state if onto else None)
+            states.check(expected, one.arrays(one.restore(path)), who, state if onto else None)
 
     def read(path: str) -> Any:
         restored = one.restore(path)
