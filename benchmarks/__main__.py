@@ -32,16 +32,16 @@ from . import (
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _NOTE = (
-    "The floor moves the same bytes without names and checksums: 4 threads write 4 MiB buffers in huge pages by direct "
-    "I/O, or one write for each leaf of `small`, and an fsync. safetensors and torch.save do not sync their files; an "
-    "fsync follows their saves. TensorStore writes a zarr3 array of one chunk for each leaf, and syncs each file. "
-    "Treering and Orbax restore JAX arrays, safetensors and TensorStore NumPy arrays, PyTorch tensors. `sharded` is 1 "
-    "GiB in 16 leaves, each cut along its first axis over 8 CPU devices of one process. `processes` is the same over 4 "
-    "processes "
-    "with 2 devices each, timed from the first start to the last end; its floor writes one file per process. The floor "
-    "of the loop is one thread that writes the same bytes by ordinary writes and syncs them; Orbax v0 is its "
-    "CheckpointManager there. The bucket is a Python server on this machine; its floor is obstore with the same "
-    "objects and as many in flight, into new arrays. Orbax writes to no bucket but Google's."
+    "The floor moves the same bytes without names and checksums: 4 threads write 4 MiB buffers in huge pages by "
+    "direct I/O, or one write for each leaf of `small`, and an fsync. safetensors and torch.save do not sync their "
+    "files; an fsync follows their saves. TensorStore writes a zarr3 array of one chunk for each leaf, and syncs "
+    "each file. torch DCP syncs its files, but not their folder. Treering and Orbax restore JAX arrays, safetensors "
+    "and TensorStore NumPy arrays, PyTorch tensors. `sharded` is 1 GiB in 16 leaves, each cut along its first axis "
+    "over 8 CPU devices of one process. `processes` is the same over 4 processes with 2 devices each, timed from the "
+    "first start to the last end; its floor writes one file per process. The floor of the loop is one thread that "
+    "writes the same bytes by ordinary writes and syncs them; Orbax v0 is its CheckpointManager there. The floor of "
+    "a later step writes 10 MiB into a new file. The bucket is a Python server on this machine; its floor is obstore "
+    "with the same objects and as many in flight, into new arrays. Orbax writes to no bucket but Google's."
 )
 _SEPARATE = [
     "memory",
@@ -58,6 +58,7 @@ _SEPARATE = [
 ]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_SEPARATE, *states.STATES]
 _TIERS = "tiers"  # has a page of its own
+_ROUNDS = 9
 _QUICK = {"save", "stall", "warm", "cold", "large", "small", "unchanged", "objects"}  # what has the main rows
 _QUICK_ROUNDS = 3
 _QUICK_WITHOUT = {"Orbax v1"}  # hardly differs from v0, and needs a minute
@@ -69,8 +70,8 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=[*_NAMES, _TIERS], help="an operation or a state; may be repeated"
     )
-    parser.add_argument("--quick", action="store_true", help="the ten main rows, in fewer rounds, in three minutes")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds in which all take turns (default: 9)")
+    parser.add_argument("--quick", action="store_true", help="the ten main rows, in about three minutes")
+    parser.add_argument("--repeats", type=int, help="rounds in which all take turns (default: 9, or 3 with --quick)")
     parser.add_argument("--dir", default=".", help="where to write; it decides which disk is measured (default: .)")
     parser.add_argument("--write", metavar="FILE", help=f"put the tables between {_BEGIN} and {_END} of a file")
     parser.add_argument("--mib", type=int, default=1024, help=f"MiB of the state of `{_TIERS}` (default: 1024)")
@@ -78,7 +79,7 @@ def main() -> None:
     if arguments.quick and (arguments.only or arguments.write):
         parser.error("--quick: expected neither --only nor --write, because it prints the main rows and writes none")
     only = _QUICK if arguments.quick else set(arguments.only or _NAMES)
-    repeats = _QUICK_ROUNDS if arguments.quick else arguments.repeats
+    repeats = arguments.repeats or (_QUICK_ROUNDS if arguments.quick else _ROUNDS)
     if _TIERS in only and len(only) > 1:
         parser.error(f"--only {_TIERS}: expected no other name, because it writes a page of its own")
     warnings.simplefilter("ignore")  # the peers' own

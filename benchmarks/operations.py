@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from . import contestants, measure, workers
 from .table import Row
@@ -23,7 +23,7 @@ class Arena:
     def kept(self, name: str) -> str:
         return os.path.join(self.directory, name)
 
-    def race(self, operation: str, runs: dict[str, Callable[[], float]]) -> Row:
+    def race(self, operation: str, runs: Mapping[str, Callable[[], float]]) -> Row:
         return Row(operation, self.name, "s", measure.race(runs, self.repeats))
 
     def save(self, job: workers.Job, what: str = "save") -> float:
