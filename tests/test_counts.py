@@ -19,7 +19,7 @@ import treering as tr
 from call_counts import BYTES, Counts, counted
 from sqlite_store import SqliteValues
 from treering import stores
-from treering._save import unchanged
+from treering._save import saved_arrays
 from treering.stores.key_values import KeyValueStore
 from treering.stores.objects.upload import OBJECT_BYTES
 
@@ -106,7 +106,7 @@ _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
 
 
 _UNCHANGED = Counter(
-    stat=22, urandom=1, open=8, fsync=6, close=8, mkdir=1, flock=2, fstat=10, posix_fallocate=1, pwrite=3, ftruncate=2,
+    stat=23, urandom=1, open=8, fsync=6, close=8, mkdir=1, flock=2, fstat=10, posix_fallocate=1, pwrite=3, ftruncate=2,
     fchmod=2, link=2, unlink=1, listdir=2, preadv=1, getpid=1,
 )  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_the_caller_of_a_loop_copies_no_bytes(paths: Iterator[str], monkeypatch:
 @pytest.mark.whole
 def test_unchanged_arrays_are_linked(paths: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A later save of a run links the files of unchanged arrays. It writes and hashes only the trained ones."""
-    monkeypatch.setattr(unchanged, "_MIN_BYTES", 64 << 10)
+    monkeypatch.setattr(saved_arrays, "MIN_BYTES", 64 << 10)
 
     def make(count: int) -> Counts:
         frozen = [jnp.full(_FROZEN // 4, n, jnp.float32) for n in range(count)]
