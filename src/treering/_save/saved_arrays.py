@@ -108,24 +108,27 @@ class SavedArrays:
         for own, of in self.files.items():
             for file in of.values():
                 versions.setdefault(file.content, set()).add(own)
+        by_file = [frozenset(versions.get(file.content, ())) for file in saved]
+        reused = [one.is_reused for one, _ in files]
         places = _places([one for one, _ in files])
         arrays: dict[tuple[Any, ...], SavedArray] = {}
         for one in large:
-            if len(numbers := {places[n][0] for n in one.numbers}) > 1:
+            n = places[one.numbers[0]][0]
+            if len(one.numbers) > 1 and any(places[number][0] != n for number in one.numbers):
                 continue
-            (n,), before, is_same = numbers, self.arrays.get(one.tensor), one.leaf in unchanged
-            written, array = files[n][0], objects.get(one.leaf)
-            own_versions = frozenset(versions.get(saved[n].content, ()))
-            checksums, span = written.checksums, joined([places[number][1:] for number in one.numbers])
+            before, is_same, own_versions = self.arrays.get(one.tensor), one.leaf in unchanged, by_file[n]
             times = equal_times = 0
             if before and is_same:
                 own_versions |= before.versions & self.files.keys()
                 times = before.times
-            elif before:
-                equal = True if written.is_reused else before.is_equal(checksums, span)
-                equal_times = 0 if equal is False else before.equal_times + bool(equal)
-            if before and written.is_reused:  # It need not have the layout of the last one.
-                checksums, span = before.checksums, before.span
+            if before and reused[n]:  # The file need not have the layout of the last one.
+                checksums, span, equal = before.checksums, before.span, True
+            else:
+                checksums, span = saved[n].checksums, joined([places[number][1:] for number in one.numbers])
+                equal = before and not is_same and before.is_equal(checksums, span)
+            if before and not is_same and equal is not False:
+                equal_times = before.equal_times + bool(equal)
+            array = objects.get(one.leaf)
             arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, checksums, span)
         self.arrays = arrays
         known = {own for one in arrays.values() for own in one.versions}
