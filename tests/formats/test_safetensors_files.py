@@ -867,6 +867,17 @@ def test_claims_that_do_harm(tmp_path: Path, entry: Any) -> None:
         tr.open(path)
 
 
+@pytest.mark.parametrize("field", ["dtype", "shape", "data_offsets"])
+def test_a_tensor_without_a_field(tmp_path: Path, field: str) -> None:
+    """Even one without elements, whose place could be guessed."""
+    tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    del tensor[field]
+    header = json.dumps({"a": tensor}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CorruptError, match=r"no dtype, no shape or no data_offsets"):
+        tr.open(tmp_path / "x.safetensors")
+
+
 def test_headers_that_are_too_deep_or_too_long(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     text = b'{"a":' + b"[" * 10**5

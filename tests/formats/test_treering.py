@@ -347,6 +347,9 @@ CONTRADICTIONS = [
 ]
 # Manifests that a later version might write.
 CONTRADICTIONS += [
+    lambda m: m["leaves"].__setitem__(0, ["array", "a", "numpy", "int64", [2**53 + 1, 0], "", 0]),
+    lambda m: m["leaves"].__setitem__(0, ["value", "a", "iterator", ["all", [["dict", {}]]]]),
+    lambda m: m.update(metadata=json.loads("[" * 201 + "]" * 201)),
     lambda m: m.pop("leaves"),
     lambda m: m.pop("created"),
     lambda m: m.update(version="1"),

@@ -131,7 +131,7 @@ def decode_state(value: Any, depth: int, buffers: _Reader | None = None) -> Any:
         kind, content = value
         if depth > _MAX_DEPTH:
             raise ValueError
-        if kind == "dict":
+        if kind == "dict" and isinstance(content, list):
             found = {
                 decode_state(key, depth + 1, buffers): decode_state(item, depth + 1, buffers) for key, item in content
             }

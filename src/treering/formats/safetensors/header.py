@@ -28,7 +28,7 @@ class Tensor(msgspec.Struct, gc=False):
     data_offsets: tuple[_Natural, _Natural]
 
 
-_NO_SHAPE = (-1,)
+_NO_SHAPE = _NO_OFFSETS = (-1, -1)
 
 
 class _Lenient(Tensor, gc=False):
@@ -36,7 +36,7 @@ class _Lenient(Tensor, gc=False):
 
     dtype: str = ""
     shape: tuple[_Natural, ...] = _NO_SHAPE
-    data_offsets: tuple[_Natural, _Natural] = (0, 0)
+    data_offsets: tuple[_Natural, _Natural] = _NO_OFFSETS
 
 
 class _Metadata(msgspec.Struct):
@@ -105,8 +105,11 @@ def decode_header(data: bytes | bytearray, name: str, metadata: Mapping[str, str
             text = msgspec.json.encode({**msgspec.json.decode(text), "__metadata__": {}})
         tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
         about = tensors.pop("__metadata__", None)
-        if True in [not tensor.dtype or tensor.shape is _NO_SHAPE for tensor in tensors.values()]:
-            raise ValueError("a tensor has no dtype or no shape")
+        complete = [
+            one.dtype and one.shape is not _NO_SHAPE and one.data_offsets is not _NO_OFFSETS for one in tensors.values()
+        ]
+        if not all(complete):
+            raise ValueError("a tensor has no dtype, no shape or no data_offsets")
         content = data[8:].rstrip(b" ")
         if not strict_json.is_plain(content, 4 * len(tensors) + (about is not None) + len(metadata)):
             strict_json.parse(bytes(content))  # msgspec ignores keys it does not know; this parser does not

@@ -195,7 +195,7 @@ def _check_file(file: File) -> None:
 def _check_layout(layout: Layout, number: int, holders: Sequence[Sequence[Any]]) -> tuple[int, ...]:
     """Checks a layout and returns the shape that it cuts."""
     cells = Cells(layout.cuts)
-    if not is_shape(cells.shape, 1):
+    if not _is_shape(cells.shape, 1):
         raise ValueError(f"layout {number} has cuts for the shape {list(cells.shape)!r:.100}, which no array can have")
     if layout.sharding is not None:
         msgspec.convert(layout.sharding, _Sharding)
@@ -206,7 +206,7 @@ def _check_layout(layout: Layout, number: int, holders: Sequence[Sequence[Any]])
 
 def _check_array(row: ArrayEntry) -> None:
     is_key = row.type == "key"
-    if not is_shape(row.shape, dtypes.itemsize(row.dtype)) or (row.type == "numpy-scalar" and row.shape):
+    if not _is_shape(row.shape, dtypes.itemsize(row.dtype)) or (row.type == "numpy-scalar" and row.shape):
         raise ValueError(f"{row.path!r:.100} cannot have the shape {list(row.shape)!r:.100}")
     if bool(row.impl) != is_key or (is_key and (row.dtype != "uint32" or not row.shape)):
         raise ValueError(
@@ -326,13 +326,17 @@ def _checked_names(node: Node) -> list[str]:
 def _check_depth(name: str, value: Any, *, integers: bool) -> None:
     """Raises `ValueError` for JSON that is nested too deep and, with `integers`, for integers beyond 64 bits."""
     level = [value]
-    for _ in range(_MAX_DEPTH + 1):
+    for depth in range(_MAX_DEPTH + 1):
         deeper: list[Any] = []
         for part in level:
             if isinstance(part, dict | list):
+                if depth == _MAX_DEPTH:
+                    raise ValueError(f"{name} is nested more than {_MAX_DEPTH} deep")
                 deeper += part.values() if isinstance(part, dict) else part
             elif integers and type(part) is int and not -(1 << 63) <= part < 1 << 64:
                 raise ValueError(f"{name} has an integer of {part.bit_length()} bits")
         level = deeper
-    if level:
-        raise ValueError(f"{name} is nested more than {_MAX_DEPTH} deep")
+
+
+def _is_shape(shape: Sequence[int], itemsize: int) -> bool:
+    return is_shape(shape, itemsize) and max(shape, default=0) <= MAX_EXACT_INT
