@@ -78,6 +78,8 @@ def test_imports_run_downwards() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_imports_form_no_circle() -> None:
     left = {module: set(others) for module, others in _graph().items()}
     while ends := {module for module, others in left.items() if not others} | left.keys() - set().union(*left.values()):

@@ -255,6 +255,8 @@ def test_pin_checks_all_steps_first_and_names_another_librarys(run: str, tmp_pat
     assert "found only steps of another library: 1" in treering("pin", tmp_path / "flax", 2).err
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_every_command_that_names_a_run_takes_its_prefix(tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "run"
     for prefix in ("best-", "ema-"):
@@ -354,6 +356,8 @@ def _rest(text: str, name: str) -> str:
     return next(line[len(name) :].strip() for line in text.splitlines() if line.startswith(name))
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_show_of_a_leaf_has_its_values_and_statistics(run: str, treering: Any) -> None:
     found = treering("show", run, "params/embed").out
     assert "[[ 0.  1.  2. ...  5.  6.  7.]" in found and "64 values, 1 zeros" in found
@@ -575,6 +579,8 @@ def test_a_subset_may_be_a_size(run: str, treering: Any) -> None:
 # Copies
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
     out = tmp_path / "m.safetensors"
     options = ["--at", "params", "--drop", "layers/*/b", "--rename", "embed=tok", "--dtype", "bfloat16", "--step", 3]
@@ -597,6 +603,8 @@ def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path
     assert sorted(folders) == ["metrics", "params"]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
     found = treering("cp", run, "memory://bucket/run", "--json").json
     assert len(found["copied"]) == 4 and found["there"] == []
@@ -799,6 +807,8 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path: pathlib.Path, options: list[str
         assert process.wait() == 128 + signal.SIGPIPE
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="expected /dev/full, found none")
 def test_a_full_disk_is_an_error(run: str) -> None:
     for options in ([], ["--json"]):
@@ -808,6 +818,8 @@ def test_a_full_disk_is_an_error(run: str) -> None:
         assert done.returncode == 3 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("module", ["click", "treering._cli", "treering._cli.runs", "treering._run.plain_run"])
 def test_an_interrupt_ends_it_without_a_traceback(run: str, tmp_path: pathlib.Path, module: str) -> None:
     """Ctrl-C arrives while a module is imported, before the command runs or while it runs."""

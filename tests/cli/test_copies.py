@@ -74,6 +74,8 @@ def written(tmp_path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int]]:
 # A run that a job writes
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_nothing_comes_into_a_run_that_a_job_writes(
     written: tuple[pathlib.Path, int], run: pathlib.Path, treering: Any, dry: list[str]
@@ -136,6 +138,8 @@ def test_nothing_comes_into_a_local_directory(run: pathlib.Path, tmp_path: pathl
     assert treering("cp", local, tmp_path / "copy").code == 0
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_steps_on_a_local_disk_count_after_others_came(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
 ) -> None:
@@ -254,6 +258,8 @@ def test_one_bad_step_does_not_stop_the_others(
 # Existing copies
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_cp_reads_existing_copies_only_with_overwrite(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     """cp reads existing copies only with --overwrite, and says so."""
     copy = tmp_path / "copy"
@@ -268,6 +274,8 @@ def test_cp_reads_existing_copies_only_with_overwrite(run: pathlib.Path, tmp_pat
     assert found.code == 3 and str(step_of(copy, 3)) in found.err and "--overwrite" in found.err
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_damaged_copy_is_repaired_and_keeps_what_it_alone_has(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any
 ) -> None:
@@ -290,6 +298,8 @@ def test_a_damaged_copy_is_repaired_and_keeps_what_it_alone_has(
         assert treering("delete", copy, 1, "--yes").code == 0 and not step_of(copy, 1).exists()
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_copy_in_a_bucket_is_repaired(run: pathlib.Path, treering: Any) -> None:
     buckets, copy = ObjectStore(), "copies8://tests8/copy"
     buckets.add("copies8://tests8", obstore.store.MemoryStore())
@@ -306,6 +316,8 @@ def test_a_copy_in_a_bucket_is_repaired(run: pathlib.Path, treering: Any) -> Non
         assert tr.verify(copy).ok
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_a_copy_that_cannot_be_repaired_stays_as_it_is(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: pytest.MonkeyPatch, where: str
@@ -354,6 +366,8 @@ def test_a_pinned_step_is_not_replaced_by_another(run: pathlib.Path, tmp_path: p
 # Dry runs
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_dry_runs_say_what_is_done_and_write_nothing(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     copy, out = tmp_path / "copy", tmp_path / "m.safetensors"
     treering("cp", run, copy, "--steps", "1")
@@ -391,6 +405,8 @@ def test_dry_runs_show_what_would_be_left_behind(run: pathlib.Path, tmp_path: pa
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_steps_are_chosen_by_numbers_and_ranges(tmp_path: pathlib.Path, treering: Any) -> None:
     run, copy = save_run(tmp_path / "run", 1, 100, 200, 250, 300, 400), tmp_path / "copy"
     for steps in ("", "3..1", "1,,2", "a", "1..", "-1", "1-2"):

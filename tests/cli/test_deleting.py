@@ -38,6 +38,8 @@ def _damage(step: pathlib.Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_prune_keeps_newest_step_that_verifies(run: pathlib.Path, treering: Any) -> None:
     """prune reads the newest step that would stay; if it is damaged, the step before stays."""
     _damage(run / "step-00000004")
@@ -106,6 +108,8 @@ def test_a_policy_of_a_step_that_is_not_there_is_refused(run: pathlib.Path, tree
     assert found.code == 3 and "expected step 9, found 1, 2, 3, 4" in found.err and tr.steps(run) == [1, 2, 3, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_steps_that_links_lead_to_stay_and_the_links_are_named(
     run: pathlib.Path, treering: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,6 +273,8 @@ def test_a_copy_that_is_damaged_deletes_nothing(
     assert found.code == 3 and "found it damaged: arrays-" in found.err and tr.steps(run) == [1, 2, 3, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_places_that_steps_are_not_moved_to(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     tr.save(tmp_path / "one", {"x": 1})
     (tmp_path / "file").write_text("text")
@@ -399,6 +405,8 @@ def test_a_second_mount_of_the_run_is_no_other_place(
         assert found.code == 3 and "which is mounted twice" in found.err and tr.steps(run) == [1, 2, 3, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_step_comes_back_if_its_copy_goes_with_it(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:
@@ -444,6 +452,8 @@ def test_metrics_that_are_recorded_during_a_move_are_not_lost(
         assert found.code == 0 and tr.open(tmp_path / "archive", step=1).metrics["late"] == 1
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_step_that_goes_during_its_move_is_no_error(
     run: pathlib.Path, tmp_path: pathlib.Path, treering: Any, monkeypatch: Any
 ) -> None:

@@ -93,6 +93,8 @@ def fields(value: Any, name: str = "") -> str:
     )
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_fields_are_those_that_are_documented(tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "runs" / "a"
     with tr.Checkpointer(run, metadata={"lr": 0.1}) as ckpts:

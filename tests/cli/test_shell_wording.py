@@ -43,6 +43,8 @@ def _messages() -> Iterator[tuple[str, str]]:
                     yield where, node.value
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_no_printed_message_advises_a_python_argument() -> None:
     """No message that a command prints advises to pass a Python argument."""
     found = [(where, text) for where, text in _messages() if _PYTHON.search(text) and " " in text]

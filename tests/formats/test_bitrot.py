@@ -134,6 +134,8 @@ def test_a_file_that_was_cut_off(saved: pathlib.Path, most: int | None) -> None:
         file.write_bytes(data)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize(("change", "problem"), [(-1, "it is cut short"), (1, "it has been changed")])
 def test_a_file_of_another_size_is_named(saved: pathlib.Path, change: int, problem: str) -> None:
     file = next(saved.glob("*.safetensors"))

@@ -247,6 +247,8 @@ BOXED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("case", BOXED)
 def test_what_an_error_suggests_works_where_boxes_are_levels(tmp_path: pathlib.Path, case: str) -> None:
     def of(seed: int) -> Any:

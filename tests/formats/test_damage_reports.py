@@ -361,6 +361,8 @@ def test_leaves_that_an_index_claims(tmp_path: Path) -> None:
             tr.restore(index)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_keys_of_a_database_of_levanter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "step-3"
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}

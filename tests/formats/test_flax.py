@@ -583,6 +583,8 @@ def save_separate_array(path: Path, name: str, array: Any) -> None:
     asyncio.run(async_serialize(jnp.asarray(array), get_tensorstore_spec(place)))
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_arrays_of_several_processes_in_a_store(tmp_path: Path) -> None:
     w = np.arange(40, dtype=np.float32).reshape(8, 5)
     save_separate_array(tmp_path / "checkpoint_20", "params/w", w)

@@ -195,6 +195,8 @@ def test_it_is_never_replaced_moved_or_deleted(any_part: pathlib.Path, caplog: p
     assert listing(newest) == before
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_it_is_not_the_best_and_gets_no_metrics(run: pathlib.Path) -> None:
     before = listing(run / "step-00000003")
     with tr.Checkpointer(run, keep=tr.keep.best(1, "loss", "min")) as ckpts:
@@ -207,6 +209,8 @@ def test_it_is_not_the_best_and_gets_no_metrics(run: pathlib.Path) -> None:
     assert tr.steps(run) == [2, 3, 5] and listing(run / "step-00000003") == before
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_calls_are_refused_before_a_step_of_a_later_version(any_part: pathlib.Path) -> None:
     """No call can archive, replace or delete a step of a later version, or save after a restore of an older step."""
     run = any_part

@@ -127,6 +127,8 @@ def test_both_layouts(tmp_path: Path, ocdbt: bool) -> None:
     assert_same(tr.restore(tmp_path / "native"), expected)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_chunks_of_zeros_are_only_left_out_of_databases(tmp_path: Path) -> None:
     path = make(tmp_path, 1, ocdbt=True)
     keys = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result().list().result()
@@ -187,6 +189,8 @@ def test_runs(tmp_path: Path) -> None:
     assert tr.open(tmp_path, step=5).path == str(tmp_path / "step-5")
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_what_is_written_levanter_reads(tmp_path: Path) -> None:
     leaves = state()
     tree = {
@@ -245,6 +249,8 @@ def named_array(monkeypatch: pytest.MonkeyPatch) -> Any:
     return NamedArray
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_named_arrays_have_no_level_of_their_own(tmp_path: Path, named_array: Any, ocdbt: bool) -> None:
     """Levanter stores a named array under the path of the array in it."""
@@ -341,6 +347,8 @@ def test_other_folders_with_such_a_file(tmp_path: Path, text: bytes) -> None:
         tr.open(path)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_what_lies_about(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
     (path / "model" / "layers" / "0" / "weight" / "more").mkdir()  # Treering does not look below an array.

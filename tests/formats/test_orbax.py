@@ -490,6 +490,8 @@ def composite(path: Path) -> ocp.args.Composite:
 CONFIG = {"rate": 0.1, "layers": [1, None, {"x": "y"}, [], -0.0], "inf": -math.inf, "big": 2**80, "": {}, "a/b": True}
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_items_are_what_composite_reads(tmp_path: Path) -> None:
     params = {"w": jnp.arange(6.0).reshape(2, 3), "deep": [{"bf": jnp.ones(3, jnp.bfloat16)}, jax.random.key(3)]}
     opt = optax.adam(1e-3).init({"w": jnp.ones(3)})
@@ -841,6 +843,8 @@ def test_the_level_of_an_only_item_may_be_in_the_template(tmp_path: Path, versio
             )
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_arrays_of_jax_differ_from_those_of_numpy(tmp_path: Path) -> None:
     placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     tree = {"j": jax.device_put(jnp.arange(8.0), placed), "n": np.arange(3)}

@@ -394,6 +394,8 @@ def test_numbers_and_texts_that_are_gone(tmp_path: Path) -> None:
         tr.restore(path)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_metrics_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step = save_run(tmp_path / "run", 1) / "1"
     (step / "metrics" / "metrics").write_text("{")

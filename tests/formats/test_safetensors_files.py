@@ -822,6 +822,8 @@ def whatever(path: Path) -> None:
         pass
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_every_length_is_an_error(tmp_path: Path) -> None:
     data = raw(_GOOD, {"k": "v"})
     path = tmp_path / "x.safetensors"

@@ -295,6 +295,8 @@ def test_a_lone_file(tmp_path: Path) -> None:
     assert tr.open(tmp_path / "x").step == 1000  # the state itself records this step
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_step_of_the_state_itself(tmp_path: Path) -> None:
     save(tmp_path / "renamed", small_t5(), large=0)  # also if the step has files of its own
     assert tr.open(tmp_path / "renamed").step == 1000

@@ -423,6 +423,8 @@ def t5_names() -> dict[str, str]:
     return names
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_names_of_t5(tmp_path: Path) -> None:
     names = t5_names()
     assert len(names) == 196

@@ -70,6 +70,8 @@ def test_golden_files_are_read_by_an_independent_reader(name: str) -> None:
         assert same(found[path], host(leaf)), path
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("name", GOLDEN_TREES)
 def test_golden_files_restore(name: str) -> None:
     assert tr.verify(GOLDEN / name).ok
@@ -532,6 +534,8 @@ def test_keys_that_are_equal_and_not_the_same(keys: tuple[Any, Any], tmp_path: p
     assert not tr.diff(tmp_path / "c", tree)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_paths_of_a_tree_are_those_of_its_places() -> None:
     """`leaf_paths` returns the paths that a simple walk gives, for random trees.
 

@@ -66,6 +66,8 @@ def test_what_is_not_supported_says_so_when_it_is_used(name: str) -> None:
         ocp.args.ProtoSave(object())
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_copies_on_all_devices_become_one_array() -> None:
     devices = np.array(jax.local_devices())
     everywhere = NamedSharding(Mesh(devices, ("data",)), PartitionSpec())

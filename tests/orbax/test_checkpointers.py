@@ -220,6 +220,8 @@ def test_checkpoints_go_from_orbax_and_to_orbax(tmp_path: Path) -> None:
         assert not tr.diff(theirs.restore(tmp_path / "ours", TREE), TREE)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_force_over_the_other_format_touches_no_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other checkpoints stay. After an error the old one is in its place."""
     tr.save(tmp_path / "a", {"w": np.zeros(2)})

@@ -69,6 +69,8 @@ def test_items_are_the_children_of_the_checkpoint(tmp_path: Path, write: str) ->
         items.save_items(ocp.args.Composite())
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @WRITES
 def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path, write: str) -> None:
     """Each item is restored without the others, and Orbax also stores both."""

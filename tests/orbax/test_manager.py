@@ -78,6 +78,8 @@ def _handler(library: Any) -> tuple[type, type]:
     return Save, Restore
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("library", [ocp, real])
 def test_a_step_of_only_a_handlers_files_counts_and_is_restored(
@@ -112,6 +114,8 @@ def test_a_step_of_only_a_handlers_files_counts_and_is_restored(
         assert ours.all_steps() == [1, 2, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("write", ["treering", "orbax"])
 def test_a_run_that_orbax_began_is_continued(tmp_path: Path, write: str) -> None:
     """Retention counts and deletes the steps of both, and both formats are restored."""
@@ -130,6 +134,8 @@ def test_a_run_that_orbax_began_is_continued(tmp_path: Path, write: str) -> None
         assert tr.steps(tmp_path) == [2, 3] and tr.verify(tmp_path).ok
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_orbax_continues_a_run_that_was_written_in_its_format(tmp_path: Path) -> None:
     with manager(tmp_path, "orbax", best_fn=lambda metrics: metrics["acc"]) as ours:
         save(ours, 1, metrics={"acc": 0.5}, custom_metadata={"lr": 0.1})
@@ -250,6 +256,8 @@ def test_the_newest_step_is_never_deleted(tmp_path: Path) -> None:
         assert ours.all_steps() == [2]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_which_steps_stay(tmp_path: Path) -> None:
     policies = ocp.checkpoint_managers
     hour = datetime.timedelta(hours=1)
@@ -560,6 +568,8 @@ with ocp.CheckpointManager(tmp / "run", options=options, metadata={"a": 1}) as c
 # Other programs
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_an_evaluator_follows_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It gets the newest step each time, of either format, and ends after the timeout."""
     asked: list[int] = []
@@ -605,6 +615,8 @@ def test_separate_checkpoints_are_no_run(tmp_path: Path) -> None:
             tr.restore(tmp_path / folder)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_metrics_of_a_replaced_step(tmp_path: Path) -> None:
     """A step in Orbax's format that is saved again counts with its new metrics."""
     with manager(tmp_path, "orbax", best_fn=lambda metrics: metrics["a"], max_to_keep=2) as ours:
@@ -634,6 +646,8 @@ def test_a_failed_step_is_saved_again(tmp_path: Path) -> None:
     assert tr.steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_steps_of_orbax_in_a_bucket(tmp_path: Path) -> None:
     """A step is gone at once, at every moment of its deletion, and its name is free."""
     run = f"memory://{tmp_path.name}/run"

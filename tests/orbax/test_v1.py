@@ -129,6 +129,8 @@ def test_orbax_reads_what_is_written_for_it(tmp_path: Path, monkeypatch: pytest.
     assert_same(real.load_checkpointables(tmp_path / "b"), {"model": tree(), "numbers": {"n": 1}})
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_what_orbax_wrote_is_loaded(tmp_path: Path) -> None:
     real.save(tmp_path / "a", tree(), custom_metadata={"by": "them"})
     real.save_checkpointables(tmp_path / "b", {"other": tree(), "pytree": tree(2)})
@@ -595,6 +597,8 @@ def test_a_load_waits_for_the_save_of_its_step(tmp_path: Path, monkeypatch: pyte
         assert found[3].result().metadata["w"] == found[4].result()["w"] and found[3].result().step == 1
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @WRITES
 def test_a_run_of_orbax_is_continued(tmp_path: Path, write: str) -> None:
     """With Orbax's format, Orbax continues where the run ended."""

@@ -173,6 +173,8 @@ def test_nothing_below_two_mebibytes_is_cut_and_more_is() -> None:
         assert len(share.boxes) == parts
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @unhurried
 @given(st.integers(1, 40_000), st.sampled_from([1, 3, 16, 64]), st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 40))
 def test_cells_begin_at_addresses_that_can_be_adopted(rows: int, columns: int, itemsize: int, parts: int) -> None:

@@ -127,6 +127,8 @@ def test_tree_relays_signs_of_life_of_a_host(tmp_path: pathlib.Path, victim: int
         assert signs > 1 if index in (0, 1) else not signs, (index, signs)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_who_gets_no_answer_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose listening process does not answer puts its sign into the store itself."""
     monkeypatch.setattr(host_relay, "_UNANSWERED_SECONDS", 0.5)

@@ -59,6 +59,8 @@ def test_equinox_paths_are_attributes(tmp_path: Path) -> None:
     assert ckpt["activation"] is None and ckpt["layers/0/weight"].shape == (4, 3)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_module_with_functions_and_static_fields_survives(tmp_path: Path) -> None:
     assert_survives(tmp_path, mlp(activation=lambda x: x * 2, final_activation=jnp.tanh))
     assert_survives(tmp_path, {"model": mlp(use_bias=False), "bound": [mlp(1)]})

@@ -344,6 +344,8 @@ def test_typed_keys_of_every_implementation(tmp_path: Path, impl: str) -> None:
         assert_same({**from_shape, "here": None}, {**tree, "here": None})
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_key_of_other_implementation_or_bits_is_refused(tmp_path: Path) -> None:
     """A typed key is not restored into a key of another implementation, nor into its data."""
     key = jax.random.key(0)
@@ -427,6 +429,8 @@ def test_tuple_key_has_library_name_in_foreign_files(tmp_path: Path) -> None:
         assert_same(tr.restore(path, like=tree), tree)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_keys_that_compare_equal_are_not_mixed_up_between_saves(tmp_path: Path) -> None:
     for n, key in enumerate([1, True, 1.0, 0, False, 0.0, -0.0, (1,), (True,), (1.0,)]):
         tr.save(tmp_path / str(n), {"a": {key: np.ones(2)}})
@@ -462,6 +466,8 @@ def _array_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("make", [np.ones, jnp.ones], ids=["numpy", "jax"])
 def test_an_array_in_two_leaves_is_written_once(tmp_path: Path, make: Any) -> None:
     array = make((300, 1000), np.float32)
@@ -528,6 +534,8 @@ def test_donated_restored_array_changes_nothing_else(tmp_path: Path, mmap: bool 
     assert_same(tr.restore(tmp_path / "a", like=tree), tree)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_save_async_ignores_later_changes_of_arrays(tmp_path: Path) -> None:
     """`save_async` saves the values that the arrays have when it is called."""
     array, given_away = np.arange(300_000, dtype=np.float32), jnp.arange(300_000, dtype=jnp.float32)

@@ -121,6 +121,8 @@ def test_resumed_training_is_bitwise_equal_without_recompiling(tmp_path: Path) -
     assert len(traces) == before
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_linen_functions_come_from_template(tmp_path: Path) -> None:
     """The functions of a train state are those of the template."""
     other = fresh().replace(apply_fn=len)
@@ -221,6 +223,8 @@ def test_linen_partitioning_is_followed_on_set_mesh(tmp_path: Path, logical: boo
     assert len(without["params"]["Dense_0"]["kernel"].value.sharding.device_set) == 1
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_linen_partitioning_unfit_for_mesh_is_refused(tmp_path: Path) -> None:
     """Partition metadata that name an axis which the set mesh lacks are an error."""
     model, x = Split(False), jnp.ones((2, 8))

@@ -91,6 +91,8 @@ def test_nnx_module_round_trip_is_bitwise_equal(tmp_path: Path, template: Callab
         assert_same_objects(restored, other)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_nnx_shared_variable_has_one_path(tmp_path: Path) -> None:
     """Paths have no level for a Variable, and a shared Variable is saved once."""
     tr.save(tmp_path / "a", {"net": Net(nnx.Rngs(0, dropout=1))})
@@ -128,6 +130,8 @@ def test_a_variable_shared_by_two_attributes_stays_shared(tmp_path: Path, templa
         assert not restored.linear.kernel[...].any()
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_what_objects_of_one_tree_share_stays_shared(tmp_path: Path) -> None:
     net = trained()
     for restored in every_way(tmp_path, {"a": net, "b": [net.linear, net]}, {"a": net, "b": [net.linear, net]}):

@@ -52,6 +52,8 @@ def make(step: int, changed: dict[str, Any] | None = None) -> dict[str, Any]:
     return {**tree, **(changed or {})}
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_cached_tree_has_same_shards_and_new_values() -> None:
     """A structure described again has the same shards object, with the present values."""
     first = described(make(1))

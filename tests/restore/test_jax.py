@@ -93,6 +93,8 @@ TREES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_has_the_same_names_by_the_public_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = TREES[name]()

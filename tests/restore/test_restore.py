@@ -102,6 +102,8 @@ def test_aligned_mapped_arrays_are_not_copied(saved: Any) -> None:
         assert any(begin <= pointer < end for begin, end in ranges)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_donated_restored_array_leaves_the_file_alone(saved: Any) -> None:
     state = {"x": jnp.arange(1 << 18, dtype=jnp.float32)}
     path = saved(state)

@@ -59,6 +59,8 @@ def test_arrays_go_where_they_were(spread: Any, tmp_path: pathlib.Path) -> None:
         assert_as_saved(ckpts.restore(sharding="saved"), tree)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_mesh_that_is_set_comes_first(spread: Any) -> None:
     path, tree = spread
     mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

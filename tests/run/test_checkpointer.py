@@ -532,6 +532,8 @@ def test_init_whose_trace_differs_is_refused_by_first_job(tmp_path: pathlib.Path
     assert "more: float32[3] of JAX when called, nothing when traced" in str(error.value)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "format"),
     [

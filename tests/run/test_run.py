@@ -195,6 +195,8 @@ def test_save_after_restoring_latest_step_archives_nothing(tmp_path: pathlib.Pat
     assert tr.steps(tmp_path) == [1, 2, 3] and not (tmp_path / "rewound-1").exists()
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_steps_of_another_library_are_never_archived(tmp_path: pathlib.Path) -> None:
     from flax.training import checkpoints
 
@@ -1211,6 +1213,8 @@ def test_metrics_are_found_in_event_files_when_they_arrive(tmp_path: pathlib.Pat
         assert ckpts.steps == [43, 47]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_two_jobs_may_write_events_into_one_directory(tmp_path: pathlib.Path, events: Any) -> None:
     with tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "logs") as ckpts:
         for step in (1, 2):

@@ -527,6 +527,8 @@ def quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("treering"), "disabled", True)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("number", range(3))
 def test_jobs_on_any_disks_killed_anywhere(number: int) -> None:
     """Nothing committed is lost, and no abandoned, deleted or replaced step comes back."""
@@ -644,6 +646,8 @@ def test_a_job_that_has_lost_the_run_marks_nothing() -> None:
         world.job("ab", [], 0, True)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @given(st.data())
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_merge_does_not_depend_on_the_order(data: st.DataObject) -> None:

@@ -564,6 +564,8 @@ def test_what_is_wrong_is_named(local: str, remote: str) -> None:
     assert not os.path.exists(f"{local}/step-00000002")
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_logs_say_what_is_where(local: str, remote: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), tr.Checkpointer(remote, local=local) as ckpts:
         _save(ckpts, 1)
@@ -593,6 +595,8 @@ report([begun and begun["n"], begun and same(begun["w"], np.arange(60, dtype=np.
     assert tr.verify(tmp_path / "remote").ok and tr.steps(tmp_path / "local") == [3, 6]  # damaged, and restored
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_places_within_each_other(tmp_path: pathlib.Path) -> None:
     run = str(tmp_path / "run")
     for remote, local in ((run, f"{run}/local"), (f"{run}2/remote", f"{run}2")):
@@ -761,6 +765,8 @@ class _UnreadableDisk(Disk):
         return super().open(path)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["local/journal.json", "remote/generations.json"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),

@@ -78,6 +78,8 @@ def test_relative_paths_and_pathlike(tmp_path: pathlib.Path, monkeypatch: pytest
 # A save writes the values that the arrays had at the call
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_donation_right_after_the_call_changes_nothing(tmp_path: pathlib.Path, use_disk: Any) -> None:
     disk = use_disk(HeldDisk())
     state = {"w": jnp.arange(1 << 20, dtype=jnp.float32), "n": jnp.zeros((), jnp.int32)}

@@ -68,6 +68,8 @@ def test_no_hint_is_needed_where_the_kernel_takes_none(tmp_path: pathlib.Path) -
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_what_cannot_be_looked_into_is_no_step(
     tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +171,8 @@ class NoLocks(Disk):
     lock_shared = lock
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_over_nfs_leftovers_go_and_live_files_stay(tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk]) -> None:
     """Over NFS, files of a killed save are removed and those of a running save stay."""
     use_disk(LocksAsOverNFS())

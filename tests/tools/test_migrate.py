@@ -385,6 +385,8 @@ def test_forms_that_are_not_known_stay_and_are_reported(program: str, tmp_path: 
     assert [one for one in done.findings if one.line == line and one.what.startswith(what)], done.findings
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_can_move_to_the_adapter_first(name: str, tmp_path: pathlib.Path) -> None:
     program = SETUP + textwrap.dedent(PROGRAMS[name])

@@ -463,6 +463,8 @@ def test_nothing_is_held_of_what_was_opened() -> None:
     assert len(files) > 1 and not any(file._blob._prefetched for file in files)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are fetched directly into the array of one thread are never given to another thread."""
     saved = np.arange(6_000_000, dtype=np.float32)  # in two objects
