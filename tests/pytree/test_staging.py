@@ -2,6 +2,7 @@
 
 import pathlib
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,6 +47,32 @@ def test_all_is_staged_where_there_is_never_room(
         one.join(20)
         assert not one.is_alive()
     assert found == {n: arrays[n].tobytes() for n in order}
+
+
+def test_the_plan_comes_while_deferred_shards_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of shards that the plan leaves out is free for the next ones, even if the plan came late."""
+    monkeypatch.setattr(staged_supply, "_COPIED_BYTES_PER_SECOND", 1e12)
+    arrays = [np.full(_SIZE, n, np.uint8) for n in range(4)]
+    shards = [LocalShard(n, ((0, _SIZE),), array.dtype, _SIZE, True) for n, array in enumerate(arrays)]
+    supply = StagedSupply(shards, list(arrays), _SIZE, deferred=4)
+    copy = staged_supply.host_bytes
+
+    def planned_meanwhile(shard: LocalShard, *arguments: Any) -> np.ndarray:
+        if shard.leaf == 0:
+            supply.plan_reads([2, 3], [_SIZE] * 2)
+        return copy(shard, *arguments)
+
+    monkeypatch.setattr(staged_supply, "host_bytes", planned_meanwhile)
+    caller = threading.Thread(target=supply.run, daemon=True)
+    caller.start()
+    for n in (2, 3):
+        writer = threading.Thread(target=supply.take, args=([n],), daemon=True)
+        writer.start()
+        writer.join(5)
+        assert not writer.is_alive()
+        supply.release_bytes([n], [_SIZE])
+    caller.join(5)
+    assert not caller.is_alive()
 
 
 @pytest.mark.long

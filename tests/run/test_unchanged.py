@@ -9,7 +9,7 @@ import random
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jobs
 import treering as tr
 from sampling import sample_points
 from treering._pytree import staged_supply
+from treering._pytree.staged_supply import StagedSupply
 from treering._run.retention import Retention
 from treering._run.tensorboard import TensorBoardScalars
 from treering._save import saved_arrays, unchanged
@@ -297,6 +298,29 @@ def test_two_networks_that_are_trained_in_turns(tmp_path: pathlib.Path) -> None:
     assert all(shared[4:])
 
 
+class _FailingPolicy(tr.keep.Policy):
+    def kept(self, saved: Sequence[Any]) -> set[int]:
+        raise RuntimeError("a policy of the user")
+
+
+@pytest.mark.parametrize("keep", [None, _FailingPolicy(())])
+def test_few_names_of_files_are_known(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, keep: tr.keep.Policy | None
+) -> None:
+    """A run may have any number of steps. If it is unknown which of them stay, nothing is shared."""
+    monkeypatch.setattr(unchanged, "_MAX_BASES", 3)
+    run, state, shared = tmp_path / "run", {"frozen": _array(1)}, []
+    with tr.Checkpointer(run, keep=keep) as ckpts:
+        for step in range(1, 13):
+            pending = ckpts.save(step, state)
+            assert pending
+            shared.append(pending.result().shared_bytes > 0)
+        known = ckpts._saver._unchanged
+        assert known and sum(map(len, known.saved.files.values())) <= 4
+    _check(run, dict.fromkeys(range(1, 13), state))
+    assert shared == [False] * 2 + [keep is None] * 10
+
+
 def test_a_step_has_few_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more array freezes at each step. A file of its own for each would take all descriptors of the process."""
     monkeypatch.setattr(unchanged, "_MAX_SHARED_FILES", 2)
@@ -442,7 +466,15 @@ right = all(
     and one["n"] == step
     for step, one in found.items()
 )
-report([shared, right])
+# Only process 1 has an array that does not change, and process 0 knows nothing of it.
+run, theirs = tmp / "theirs", Mesh(devices[DEVICES:], ("x",))
+mine, known = put(np.arange(600_000, dtype=np.float32), mesh=theirs), 0
+with tr.Checkpointer(run) as ckpts:
+    for step in range(1, 8):
+        tree = {"mine": mine, "trained": put(np.full(600_000, step, np.float32))}
+        nbytes = ckpts.save(step, tree).result().shared_bytes
+    known = len(ckpts._saver._unchanged.saved.files)
+report([shared, right, nbytes, known])
 """
 
 
@@ -451,6 +483,7 @@ def test_several_processes(tmp_path: pathlib.Path) -> None:
     """Each process shares the files that it wrote: of sharded arrays, and of those that one of all holders writes."""
     results = jobs.run_job(tmp_path, _JOB, processes=2)
     assert all(result.report[1] for result in results)
+    assert results[1].report[2] > 2_400_000 and max(result.report[3] for result in results) <= 4
     totals = [sum(result.report[0][n] for result in results) for n in range(9)]
     # From the fourth save on the frozen arrays, from the fifth on those that are new objects with equal values
     assert totals[:3] == [0] * 3 and totals[3] > 6_500_000 and totals[4] > 14_500_000
@@ -467,18 +500,31 @@ def test_shared_arrays_are_not_copied_from_the_device(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, memory_limit: int | None
 ) -> None:
     """CPU devices stand for accelerators. New objects with equal values are copied, and not written."""
-    monkeypatch.setattr(staged_supply, "_MAX_PLAN_SECONDS", 30)
+    monkeypatch.setattr(staged_supply, "_COPIED_BYTES_PER_SECOND", 1e5)
     double = accelerator.install(monkeypatch)
     run, frozen, copied, shared = tmp_path / "run", jnp.arange(500_000, dtype=jnp.float32), [], []
-    states = {}
+    states, held = {}, [0]
+    reserve = StagedSupply._reserve
+
+    def recorded(self: StagedSupply, nbytes: int) -> bool:
+        reserved = reserve(self, nbytes)
+        held.append(self._held_bytes)
+        return reserved
+
+    monkeypatch.setattr(StagedSupply, "_reserve", recorded)
     with tr.Checkpointer(run) as ckpts:
         for step in range(1, 8):
             before = double.nbytes
-            states[step] = {"frozen": frozen, "equal": jnp.full(700_000, 3.0), "n": _array(step)}
+            states[step] = {"frozen": frozen, "equal": jnp.full(700_000, 3.0), "a": _array(step)}
             pending = ckpts.save(step, states[step], memory_limit=memory_limit)
             assert pending
             shared.append(pending.result().shared_bytes)
             copied.append(double.nbytes - before)
+        pending = ckpts.save(8, states[1], dtype="bfloat16")  # The caller need not wait for what cannot be shared.
+        assert pending and pending.result() and isinstance(supply := pending._supply, StagedSupply)
+        assert supply._planned.is_set()
+        ckpts.delete(8)
+    assert memory_limit is None or max(held) == 2_800_000  # one array at a time
     _check(run, states)
     total = sum(array.nbytes for array in states[1].values())
     assert copied == [total] * 3 + [total - frozen.nbytes] * 4

@@ -22,7 +22,7 @@ from .leaves import LocalShard, host_bytes
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _log = logging.getLogger("treering")
 _MAX_COPY_BYTES_PER_DEVICE = 256 << 20  # copied at a time for each device, if other processes of this host copy too
-_MAX_PLAN_SECONDS = 0.1  # to wait for the plan of the writers, which looks at a few files
+_COPIED_BYTES_PER_SECOND = 5e9  # from devices; the caller waits for the plan no longer than a copy would take
 _PUBLISH_BYTES = 4 << 20  # staged before the caller wakes the waiting writers
 
 
@@ -33,7 +33,7 @@ class StagedSupply:
     memory_ok: returns True if so many more bytes may be copied while other copies are held. It is called repeatedly,
         because other processes use the same memory.
     deferred: this many shards, the last ones, are probably not needed. So `run` stages them only after `plan_reads`, if
-        they must be copied. It does not wait for that longer than it takes to decide in the usual case.
+        they must be copied. It does not wait for that longer than copying them would take.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class StagedSupply:
                 return
             if self._copies:
                 self.writers_needed.set()
-                self._planned.wait(_MAX_PLAN_SECONDS)
+                nbytes = sum(shard.nbytes for shard in self.shards[self._first_deferred :])
+                self._planned.wait(nbytes / _COPIED_BYTES_PER_SECOND)
             self._stage_groups(self._first_deferred, len(self.shards))
         except BaseException as error:
             self.fail(error)
@@ -108,7 +109,8 @@ class StagedSupply:
         """Returns the bytes of shard `n`, even if it is not staged.
 
         A writer calls this when `writers_needed` is set, and before any `take`. Then the caller has staged everything
-        or waits for room, so the arrays that are not staged have not changed.
+        or waits for room, so the arrays that are not staged have not changed. It must not be called for deferred
+        shards, because the caller waits for the plan only a short time.
         """
         self.check()
         if n < self._staged_count:
@@ -117,9 +119,9 @@ class StagedSupply:
         return host_bytes(shard, self._data[n]).reshape(-1).view(np.uint8)
 
     @property
-    def can_take_twice(self) -> bool:
-        """True if writers may take all shards before they release one, because nothing waits for their memory."""
-        return not self._copies or (self._limit is None and self._memory_ok is None)
+    def is_limited(self) -> bool:
+        """True if shards wait for memory. Then writers must take them in order, and release one before the next."""
+        return self._copies and not (self._limit is None and self._memory_ok is None)
 
     def plan_reads(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
         """Sets which shards the writers will take, in order, and how many bytes of each.
@@ -263,7 +265,8 @@ class StagedSupply:
             data[begin:end] = [None] * (end - begin)
             del found  # Otherwise shards that a writer has finished would stay until the next ones are staged.
             with self._lock:
-                for n in unneeded.intersection(range(begin, end)).difference(skipped):
+                # `plan_reads` drops only what is staged, so it may have left these.
+                for n in self._skipped_shards.intersection(range(begin, end)).difference(skipped):
                     self._drop(n, shards[n])
                 self._staged_count = end
                 self._changed.notify_all()

@@ -26,14 +26,12 @@ class Unchanged(NamedTuple):
 
     leaves: the leaves of the tree.
     reuse: finds the arrays that earlier steps have.
-    deferred: the leaves that are copied last, because the files of earlier steps probably have them.
     """
 
     skeleton: Skeleton
     described: Described
     leaves: Sequence[Any] = ()
     reuse: Reuse | None = None
-    deferred: frozenset[int] = frozenset()
 
 
 class Changed(NamedTuple):

@@ -45,7 +45,8 @@ class Parts(NamedTuple):
 
 def staged(target: SaveTarget, contents: Unchanged) -> Prepared:
     """Plans the save of a tree whose arrays are staged unchanged."""
-    skeleton, described, _, reuse, deferred = contents
+    skeleton, described, _, reuse = contents
+    deferred = reuse.deferred if reuse else ()
     parts = stage_parts(target, skeleton, described, deferred)._replace(reuse=reuse)
     return Prepared(parts.supply, functools.partial(write, target, parts))
 

@@ -74,10 +74,10 @@ class SavedArrays:
         """Forgets all arrays, so that the next save writes all."""
         self.arrays, self.files = {}, {}
 
-    def forget_files(self, committed: Collection[str]) -> None:
-        """Forgets the files of deleted steps. `committed`: the paths of the others."""
-        left = {own: {path: file for path, file in of.items() if path in committed} for own, of in self.files.items()}
-        self.files = {own: of for own, of in left.items() if of}
+    def forget_files(self, left: Collection[str | None]) -> None:
+        """Forgets the files of all steps except those with the paths `left`."""
+        files = {own: {path: file for path, file in of.items() if path in left} for own, of in self.files.items()}
+        self.files = {own: of for own, of in files.items() if of}
 
     def large_arrays(self, entries: Sequence[Entry], pieces: Sequence[Piece]) -> Sequence[LargeArray]:
         """Returns the large arrays among the pieces of this process."""

@@ -28,7 +28,7 @@ from .._pytree.leaves import LocalShard
 from ..formats.treering import layout, manifest
 from ..formats.treering import write as native
 from ..formats.treering.layout import PlannedFile
-from ..formats.treering.shared_files import Chosen, SavedFile, SharedFile, WrittenFile, hold, version
+from ..formats.treering.shared_files import Chosen, SavedFile, SharedFile, WrittenFile, hold, is_damaged, version
 from . import pending, saved_arrays
 from .adopted import adopt
 from .contents import Contents, Unchanged
@@ -37,6 +37,8 @@ from .saved_arrays import LargeArray, SavedArrays
 
 _log = logging.getLogger("treering")
 _MAX_SHARED_FILES = 64  # of a save, which has two descriptors of each; the arrays of the others get one file together
+_MAX_BASES = 100  # steps; the processes know files by the newest ones
+_NO_BASES = ((), None, ())
 # Arrays of one age get a file together: new ones have the age 0, the same objects 1 or 2, and new objects that probably
 # have the values of the ones before a greater age.
 _AGES_OF_OBJECTS = 2
@@ -48,7 +50,7 @@ class Bases(NamedTuple):
 
     paths: of the steps, the newest first.
     newest_kept: the path of the newest step that stays when retention has followed the save; None if all go.
-    committed: the paths of all committed steps. The others have no files any more.
+    committed: the paths of all committed steps, in order. The others have no files any more.
     """
 
     paths: Sequence[str]
@@ -59,8 +61,8 @@ class Bases(NamedTuple):
 class UnchangedArrays:
     """The arrays that this process has saved in one run.
 
-    bases: returns the steps whose files a save of so many bytes may share, or None if they cannot be found. It is
-        called only if an array has not changed.
+    bases: returns the steps whose files a save of so many bytes may share, or None if they cannot be found. A
+        process that saves alone calls it only if an array has not changed.
     """
 
     def __init__(self, bases: Callable[[native.Info, int], Bases | None]):
@@ -81,17 +83,21 @@ class UnchangedArrays:
         if shards is not self._last_shards[0]:
             self._last_shards = shards, _large_leaves(shards)
         large = self._last_shards[1]
-        if not large:
+        alone = target.call.count == 1
+        if not large and alone:
             return contents
         objects = {n: weakref.ref(array) for n in large if isinstance(array := contents.leaves[n], jax.Array)}
-        deferred: frozenset[int] = frozenset()
+        deferred: set[int] = set()
         # While another save is under way, the caller would wait for it.
         if True in large.values() and ((last := pending.newest_save_finished) is None or last.is_set()):
             seen = [one.array() for one in self.saved.arrays.values() if one.array and one.times > 1]
             alive = {id(array): array for array in seen if array is not None}
-            deferred = frozenset(n for n, array in objects.items() if large[n] and id(array()) in alive)
-        reuse = _SaveReuse(self, target, contents.described.catalogue.entries, objects)
-        return contents._replace(reuse=reuse, deferred=deferred)
+            # The processes compare the other leaves before the plan.
+            able = objects if alone else contents.described.catalogue.global_leaves
+            deferred = {n for n, array in objects.items() if large[n] and n in able and id(array()) in alive}
+        return contents._replace(
+            reuse=_SaveReuse(self, target, contents.described.catalogue.entries, objects, deferred)
+        )
 
 
 class _SaveReuse:
@@ -103,35 +109,40 @@ class _SaveReuse:
         target: SaveTarget,
         entries: Sequence[Entry],
         objects: Mapping[int, "weakref.ref[Any]"],
+        deferred: Collection[int],
     ):
+        self.deferred = deferred
         self._run, self._target, self._entries, self._objects = run, target, entries, objects
         self._large: Sequence[LargeArray] = ()
         self._unchanged: Collection[int] = ()  # leaves
         self._usable: dict[Hashable, SavedFile] = {}  # the newest file of each version that may be shared
 
     def find_bases(self) -> Any:
-        saved, is_new = self._run.saved, self._run.is_new
-        if not is_new and not any(one.times > 1 or one.equal_times for one in saved.arrays.values()):
+        run = self._run
+        # Process 0 does not know the arrays of its peers, nor those of jobs before.
+        knows_all = self._target.call.count == 1 and not run.is_new
+        if knows_all and not any(one.times > 1 or one.equal_times for one in run.saved.arrays.values()):
             return None
         nbytes = sum(entry.nbytes for entry in self._entries if isinstance(entry, ArrayEntry))
-        bases = self._run.bases(self._target.info, nbytes)
+        bases = run.bases(self._target.info, nbytes)
         if bases is None:
-            return None
-        known = {path for of in saved.files.values() for path in of}.union(bases.paths[:_MAX_ADOPTED] if is_new else ())
-        usable, committed = [path for path in bases.paths if path in known], known.intersection(bases.committed)
+            return _NO_BASES
         newest_kept = bases.newest_kept and _to_json(bases.newest_kept)
-        return [list(map(_to_json, usable)), newest_kept, list(map(_to_json, committed))]
+        committed = list(bases.committed)[-_MAX_BASES:]
+        return [list(map(_to_json, bases.paths[:_MAX_BASES])), newest_kept, list(map(_to_json, committed))]
 
-    def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece]) -> Chosen | None:
+    def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece], *, by_shard: bool) -> Chosen | None:
         run = self._run
         if run.is_sharing:  # The last save has failed, perhaps because of these files.
             run.saved.forget()
+        if bases is None and self._target.call.count > 1:
+            bases = _NO_BASES  # Process 0 shares no files.
         self._large = run.saved.large_arrays(entries, pieces)
         unchanged: dict[int, LargeArray] = {}
         ages: dict[int, int] = {}  # of the pieces that are not new, by their numbers; those of one age get a file
         is_new, run.is_new = run.is_new, False
         if is_new and bases is not None:
-            call, paths = self._target.call, list(map(_from_json, bases[0]))
+            call, paths = self._target.call, list(map(_from_json, bases[0][:_MAX_ADOPTED]))
             found = adopt(run.saved, self._target.store, paths, entries, pieces, self._large, call.index, call.count)
             ages = {n: _AGES_OF_OBJECTS + 1 + file for n, file in found.items()}
         if bases is not None:
@@ -151,10 +162,15 @@ class _SaveReuse:
         shared = self._share(unchanged.values())
         run.is_sharing = bool(shared)
         in_files = {n for one in shared for n in one.numbers}
-        order = sorted((n for n in range(len(pieces)) if n not in in_files), key=lambda n: -ages.get(n, 0))
-        groups = [list(group) for _, group in itertools.groupby(order, lambda n: ages.get(n, 0))]
-        likely = sum(ages.get(n, 0) > _AGES_OF_OBJECTS for n in order)
-        return Chosen(shared, order, [len(group) for group in groups], likely)
+        left = [n for n in range(len(pieces)) if n not in in_files]
+        order = sorted(left, key=lambda n: pieces[n].shard if by_shard else -ages.get(n, 0))
+        groups = [len(list(group)) for _, group in itertools.groupby(order, lambda n: ages.get(n, 0))]
+        if by_shard and len(groups) > _MAX_SHARED_FILES:
+            groups = [len(order)]
+            _log.info("%s: all arrays are written at each step, because memory is short", self._target.path)
+        # In the order of shards, nothing is compared, because a comparison takes shards twice.
+        likely = 0 if by_shard else sum(ages.get(n, 0) > _AGES_OF_OBJECTS for n in order)
+        return Chosen(shared, order, groups, likely)
 
     def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> SharedFile | None:
         for saved in self._usable.values():
@@ -183,12 +199,12 @@ class _SaveReuse:
             _log.info("%s: the next save writes all arrays: %s", path, error)
 
     def _find_usable(self, paths: Sequence[str], newest_kept: str | None, committed: Sequence[str]) -> None:
-        saved = self._run.saved
-        saved.forget_files(set(map(_from_json, committed)))
-        if newest_kept is None:
+        saved, kept = self._run.saved, newest_kept and _from_json(newest_kept)
+        saved.forget_files({kept, *map(_from_json, committed)})
+        if kept is None:
             return
         newest_first = list(map(_from_json, paths))
-        free = {own: of for own, of in saved.files.items() if _from_json(newest_kept) not in of}
+        free = {own: of for own, of in saved.files.items() if kept not in of}
         for path in newest_first:
             for own, of in free.items():
                 if path in of:
@@ -208,8 +224,10 @@ class _SaveReuse:
         fitting = [own for own, numbers in chosen.items() if len(numbers) == self._usable[own].pieces]
         shared: list[SharedFile] = []
         for own in sorted(fitting, key=lambda own: -self._usable[own].listed.size)[:_MAX_SHARED_FILES]:
-            if held := hold(self._target.store, self._usable[own]):
-                shared.append(SharedFile(self._usable[own], held, chosen[own]))
+            saved = self._usable[own]
+            held = hold(self._target.store, saved)
+            if held and (saved.is_own or not is_damaged(held)):
+                shared.append(SharedFile(saved, held, chosen[own]))
             else:
                 del self._usable[own], self._run.saved.files[own]
         return shared

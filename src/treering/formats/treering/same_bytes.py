@@ -27,7 +27,7 @@ def has_same_bytes(
 
     pieces: those that `file.first` counts.
     """
-    if not isinstance(staging, StagedSupply) or not staging.can_take_twice:
+    if not isinstance(staging, StagedSupply) or staging.is_limited:
         return False
     checksums = shared.saved.checksums
     own = pieces[file.first : file.first + len(file.begins)]
@@ -49,7 +49,7 @@ def has_same_bytes(
             raise
 
     pool.run(work)
-    if differs.is_set() or (not shared.saved.is_own and is_damaged(shared)):
+    if differs.is_set() or (not shared.saved.is_own and is_damaged(shared.held)):
         return False
     staging.release_bytes([piece.shard for piece in own], [piece.nbytes for piece in own])
     return True

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from ..._core.entries import Entry
 from ..._processes import assignment
 from ..._processes.assignment import Assignment, Piece
+from ..._pytree.lazy_supply import ShardSupply
 from ..._pytree.leaves import LocalShard
+from ..._pytree.staged_supply import StagedSupply
 from . import layout
 from .layout import PlannedFile
 from .shared_files import Reuse, SharedFile
@@ -50,7 +52,7 @@ class SavePlan(NamedTuple):
 
 def plan_save(
     entries: Sequence[Entry],
-    shards: Sequence[LocalShard],
+    staging: ShardSupply,
     shares: Mapping[int, Assignment] | None,
     index: int,
     most: int | None,
@@ -62,13 +64,15 @@ def plan_save(
     shares: the processes that write each array; None if this process writes all.
     bases: see `Reuse.find_bases`.
     """
+    shards = staging.shards
     if shares is None:
         pieces = _pieces_of_one_process(entries, shards, most)
         groups: Sequence[int] = [len(pieces)]
     else:
         pieces = assignment.pieces(entries, shards, shares, index)
         groups = [len(sizes) for sizes in assignment.sizes_by_keeper(entries, shares, index).values()]
-    chosen = reuse.choose(bases, entries, pieces) if reuse else None
+    by_shard = isinstance(staging, StagedSupply) and staging.is_limited
+    chosen = reuse.choose(bases, entries, pieces, by_shard=by_shard) if reuse else None
     if chosen is None:
         files = _planned_files(entries, pieces, range(len(pieces)), groups, most)[1]
         return SavePlan((), files, pieces, pieces, range(len(pieces)), 0, False)

@@ -7,7 +7,7 @@ itself. If the disk cannot do that, the bytes are copied and checked.
 import functools
 import logging
 import posixpath
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..._core.entries import Entry
@@ -97,14 +97,22 @@ class Chosen(NamedTuple):
 
 
 class Reuse(Protocol):
-    """The unchanged arrays of a save; see `_save.unchanged`. A piece is known by its number in the list of `choose`."""
+    """The unchanged arrays of a save; see `_save.unchanged`. A piece is known by its number in the list of `choose`.
+
+    deferred: the leaves that are copied last, because the files of earlier steps probably have them.
+    """
+
+    deferred: Collection[int]
 
     def find_bases(self) -> Any:
         """Returns the steps whose files the save may share, as JSON. Process 0 calls it."""
         ...
 
-    def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece]) -> Chosen | None:
-        """Chooses the files of this process. Returns None if all arrays have changed."""
+    def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece], *, by_shard: bool) -> Chosen | None:
+        """Chooses the files of this process. Returns None if all arrays have changed.
+
+        by_shard: True if the pieces must be written in the order of their shards.
+        """
         ...
 
     def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> SharedFile | None:
@@ -129,15 +137,16 @@ def hold(store: Store, saved: SavedFile) -> ArrayFile | None:
     return None
 
 
-def is_damaged(shared: SharedFile) -> bool:
-    """Returns True if bytes of an open file do not fit its checksums, which is logged."""
+def is_damaged(file: ArrayFile) -> bool:
+    """Returns True if bytes of an open file do not fit its checksums, which is logged. Closes the file then."""
     try:
-        if not (bad := shared.held.bad_blocks([(0, shared.held.size - shared.held.header.size)])):
+        if not (bad := file.bad_blocks([(0, file.size - file.header.size)])):
             return False
         problem = f"block {bad[0]} is damaged"
     except OSError as error:
         problem = str(error)
-    _log.warning("%s: not shared, and its arrays are written again: %s", shared.held.path, problem)
+    file.close()
+    _log.warning("%s: not shared, and its arrays are written again: %s", file.path, problem)
     return True
 
 

@@ -122,10 +122,10 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
             if shares and most:
                 shares = assignment.cut_assignments(entries, shares, most)
                 job = job._replace(shares=shares)
-            plan = plan_save(entries, staging.shards, shares, call.index, most, job.reuse, bases)
+            plan = plan_save(entries, staging, shares, call.index, most, job.reuse, bases)
             if shares is not None:
                 copies = second_copies.plan(entries, staging.shards, shares, call.index, call.count, token)
-            if shares is not None or plan.is_reordered:
+            if shares is not None or plan.is_reordered or (job.reuse and job.reuse.deferred):
                 taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in copies))]
                 staging.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
             spread = _spread(job.catalogue, plan.pieces) if most else job.catalogue.shardings
