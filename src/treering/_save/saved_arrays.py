@@ -102,8 +102,7 @@ class SavedArrays:
             of.pop(path, None)
         saved = [SavedFile(path, one.listed, own, len(one.numbers), one.checksums) for one, own in files]
         for file in saved:
-            if file.version is not None:
-                self.files.setdefault(file.version, {})[path] = file
+            self.files.setdefault(file.version, {})[path] = file
         versions: dict[Any, set[Hashable]] = {}  # of the files with equal contents
         for own, of in self.files.items():
             for file in of.values():

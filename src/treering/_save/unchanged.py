@@ -194,7 +194,7 @@ class _SaveReuse:
             versions = [version(self._target.store, path, one.listed) for one in files]
             noted = list(zip(files, versions, strict=True))
             run.saved.note(path, noted, self._large, self._objects, self._unchanged)
-        except Exception as error:  # The step is committed, so no error may fail the save.
+        except Exception as error:  # The step is committed, so no error may fail the save. Its files are unknown.
             run.saved.forget()
             _log.info("%s: the next save writes all arrays: %s", path, error)
 

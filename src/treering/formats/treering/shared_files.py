@@ -4,8 +4,10 @@ The save gives such a file another name in its own directory (a hard link), so e
 itself. If the disk cannot do that, the bytes are copied and checked.
 """
 
+import errno
 import functools
 import logging
+import os
 import posixpath
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -151,12 +153,11 @@ def is_damaged(file: ArrayFile) -> bool:
 
 
 def version(store: Store, path: str, listed: File) -> Hashable:
-    """Returns the version of a file of a committed step; None if it is not known, so that no save shares the file."""
-    try:
-        found = store.stat(posixpath.join(path, listed.name))
-    except OSError:  # The step is committed all the same.
-        return None
-    return found and found.version
+    """Returns the version of a file of a committed step. Raises `OSError` if it cannot be found."""
+    found = store.stat(file := posixpath.join(path, listed.name))
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+    return found.version
 
 
 def share(files: SaveFiles, name: str, shared: SharedFile, room: Room) -> WrittenFile:
