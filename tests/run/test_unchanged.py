@@ -116,7 +116,8 @@ def _policy(choice: random.Random) -> tr.keep.Policy | None:
 @pytest.mark.parametrize("seed", sample_points(range(42)))
 def test_two_copies_of_each_array_among_the_steps(tmp_path: pathlib.Path, seed: int) -> None:
     """Under any policy, and whatever is deleted, pinned, rewound or overwritten, a new step has other files than the
-    newest one that stays next to it. New objects may have equal values. If one of these files is damaged, a good step is left."""
+    newest one that stays next to it. New objects may have equal values. If one of these files is damaged, a good step
+    is left."""
     choice, run, step = random.Random(seed), tmp_path / "run", 0
     state = [_array(n) for n in range(4)]
     expected: dict[int, Any] = {}
