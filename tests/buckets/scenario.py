@@ -37,8 +37,15 @@ def tree(value: int, size: int = _SIZE) -> dict[str, Any]:
     return {"w": np.full(size, value)}
 
 
+def with_frozen(value: int) -> dict[str, Any]:
+    """Returns a tree with an array that has the same values at each step, and is large enough to be copied."""
+    return {"frozen": np.full(140_000, 7.0), **tree(value)}
+
+
 def read_value(place: str, step: int | None = None) -> int:
     """Returns the value of a checkpoint. Asserts that all its elements are equal."""
-    array = tr.restore(place, step=step)["w"] if step is not None else tr.restore(place)["w"]
+    found = tr.restore(place, step=step) if step is not None else tr.restore(place)
+    array = found["w"]
+    assert np.all(found.get("frozen", 7.0) == 7.0)
     assert array.shape in ((_SIZE,), (LARGE,)) and (array == array[0]).all(), array
     return int(array[0])

@@ -9,7 +9,7 @@ from treering.errors import CorruptError
 from treering.formats.treering import manifest, summary
 from treering.stores.file_io import read_file
 
-from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree
+from .scenario import KEPT, LAST, Reports, Scenario, read_value, tree, with_frozen
 
 
 def _prepare_run(place: str, local: str) -> None:
@@ -30,14 +30,16 @@ def _read_run(job: Any, place: str, local: str) -> None:
         assert int(ckpts.restore()["w"][0]) == 100 + (ckpts.restored_step or 0)
 
 
-def _train(number: int, steps: int, **options: Any) -> Callable[..., None]:
+def _train(
+    number: int, steps: int, make: Callable[[int], dict[str, Any]] = tree, **options: Any
+) -> Callable[..., None]:
     """Returns a job that saves `steps` further steps, and reports each of them with the restored step."""
 
     def job(job: Any, place: str, local: str) -> None:
         with tr.Checkpointer(place, keep=KEPT, **options) as ckpts:
             begun = int(ckpts.restore()["w"][0]) % 100 if ckpts.latest_step else 0
             for step in range(begun + 1, begun + 1 + steps):
-                ckpts.save(step, tree(100 * number + step))
+                ckpts.save(step, make(100 * number + step))
                 ckpts.wait()
                 job.report((begun, step))
 
@@ -227,6 +229,7 @@ def check_no_leftovers(place: str, reports: Reports) -> None:
 
 RUNS = {
     "a run": Scenario([_train(1, 5), _last_step], check_run, end_run),
+    "a run, unchanged": Scenario([_train(1, 5, with_frozen), _last_step], check_run, end_run),
     "a run, read": Scenario([_train(1, 4), _read_run, _last_step], check_run, end_run, _prepare_run),
     "a run, changed": Scenario([_change, _last_step], _check_changed, check_no_leftovers),
     "a run, uploaded": Scenario([_copy(1, 3), _last_copy], check_run, _end_copy),

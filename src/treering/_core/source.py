@@ -195,7 +195,7 @@ INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are
 
 
 class Written(NamedTuple):
-    """The result of a write: the bytes on disk, the seconds that each stage took, and the bytes that took no room."""
+    """The result of a write: the bytes stored, the seconds of each stage, and the bytes that were not written again."""
 
     nbytes: int
     write_seconds: float

@@ -64,8 +64,9 @@ class Checkpointer(StepList):
         NumPy arrays. With several processes, all must raise at the same step.
     reuse_unchanged: an array that is the same `jax.Array` object as in earlier steps is neither copied nor written
         again, and a new object with the same values is not written again, if another kept step has a second copy: the
-        step's directory gets a hard link. It needs a disk, and arrays of a megabyte or more. Memory that such an array
-        shares with NumPy, as by `jax.device_put` on a CPU or by DLPack, must not change, because JAX arrays never do.
+        step's directory gets a hard link. In a bucket, the server copies objects with the same bytes as in the last
+        step. It needs arrays of a megabyte or more. Memory that such an array shares with NumPy, as by `jax.device_put`
+        on a CPU or by DLPack, must not change, because JAX arrays never do.
     when_busy: while a save is running, the next must "wait", so that only one state is staged, or "skip" unless forced.
     timeout: seconds without a sign of life after which a process considers another dead.
     on_save: process 0 calls it with the `SaveReport` of every save, in the background, and logs its errors.

@@ -1,5 +1,6 @@
 """Finds the arrays of a save in the files of steps that earlier jobs have written."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ..formats.treering.array_file import ArrayFile
 from ..formats.treering.shared_files import SavedFile, version
 from ..stores.file_io import read_file
 from ..stores.store import Store
-from .saved_arrays import LargeArray, SavedArray, SavedArrays, joined
+from .saved_arrays import LargeArray, SavedArray, SavedArrays, SavedPart
 
 _log = logging.getLogger("treering")
 
@@ -47,8 +48,6 @@ def adopt(
             _log.info("%s: its files are not shared: %s", path, error)
             continue
         for number, (file, tensors) in enumerate(opened):
-            if file.version is None:
-                continue
             saved.files.setdefault(file.version, {})[path] = file
             if path != paths[0]:
                 continue
@@ -56,8 +55,10 @@ def adopt(
             found.update(dict.fromkeys(places, number))
             for one in large:
                 if all(n in places for n in one.numbers):
-                    span = joined([places[n] for n in one.numbers])
-                    arrays[one.tensor] = SavedArray(None, frozenset([file.version]), 0, 1, file.checksums, span)
+                    spans = [places[n] for n in one.numbers]
+                    is_run = all(end == begin for (_, end), (begin, _) in itertools.pairwise(spans))
+                    part = SavedPart(file.checksums, (spans[0][0], spans[-1][1]) if is_run else None)
+                    arrays[one.tensor] = SavedArray(None, frozenset([file.version]), 0, 1, [part])
     saved.arrays = arrays
     return found
 

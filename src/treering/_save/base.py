@@ -34,7 +34,7 @@ def sharing_files_of(base: Checkpoint | str | os.PathLike[str]) -> Callable[[Sav
                 f"base={path!r}: expected a tree of arrays for the native format, found rules, a checkpoint or another "
                 "format; leave out base= or save the tree as it is; nothing was written"
             )
-        if store is not target.store or not store.has_links:
+        if store is not target.store or store.sharing != "links":
             _log.warning("%s: all arrays are written, because it cannot share files with %s", target.path, path)
             return contents
         return arrays.of_save(target, contents)

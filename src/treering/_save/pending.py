@@ -47,7 +47,8 @@ class SaveReport:
     commit_seconds: the part of `seconds` in which this process waited for the commit, peers included.
     wait_seconds: the part of `stall_seconds` in which the call waited for the previous save.
     lease_seconds: the part of `stall_seconds` in which the call waited for the lease of the run.
-    shared_bytes: the part of `nbytes` that is shared with earlier steps and was not written again.
+    shared_bytes: the part of `nbytes` that this process did not write or upload again: files that it shares with
+        earlier steps, and objects that the server of a bucket has copied.
 
     Formats other than the native one count writing, sync and commit as writing.
     """

@@ -25,37 +25,60 @@ class LargeArray(NamedTuple):
     numbers: Sequence[int]
 
 
+class SavedPart(NamedTuple):
+    """The part of an array that one file has.
+
+    checksums: those of the file of the last save, or of an earlier one with the same array.
+    span: the first and the end of its bytes in the buffer of that file; None if they are not successive.
+    """
+
+    checksums: str
+    span: tuple[int, int] | None
+
+    def is_equal(self, other: "SavedPart", *, also_mixed: bool) -> bool | None:
+        """Returns True if another part probably has the same values.
+
+        Compares the blocks that have only bytes of this array; without one, if `also_mixed`, those that have bytes of
+        others too. Returns None if there is nothing to compare, or if the blocks have other parts of the array.
+        """
+        if self.span is None or other.span is None:
+            return None
+        (begin, end), (other_begin, other_end) = self.span, other.span
+        if end - begin != other_end - other_begin or (begin - other_begin) % BLOCK:
+            return None
+        first, last = -(-other_begin // BLOCK), other_end // BLOCK
+        if first >= last:
+            if not also_mixed:
+                return None
+            first, last = other_begin // BLOCK, -(-other_end // BLOCK)
+        shift = (begin - other_begin) // BLOCK
+        return self.checksums[16 * (first + shift) : 16 * (last + shift)] == other.checksums[16 * first : 16 * last]
+
+
 class SavedArray(NamedTuple):
     """An array as it was last saved.
 
     array: the object; None if it was no `jax.Array`.
-    versions: of the files that certainly have it.
+    versions: of the files that certainly have all of it.
     times: the number of successive saves of this object.
     equal_times: the number of successive saves of a new object that probably had the values of the one before.
-    checksums: those of the file of the last save, or of an earlier one with the same array.
-    span: the first and the end of its bytes in the buffer of that file; None if they are not successive.
+    parts: in the order of its pieces. A bucket has large arrays in several files.
     """
 
     array: "weakref.ref[Any] | None"
     versions: frozenset[Hashable]
     times: int
     equal_times: int
-    checksums: str
-    span: tuple[int, int] | None
+    parts: Sequence[SavedPart]
 
-    def is_equal(self, checksums: str, span: tuple[int, int] | None) -> bool | None:
-        """Returns True if another file, with these checksums, probably has the same values.
-
-        Compares the blocks that have only bytes of this array. Without one, compares those that have bytes of others
-        too. Returns None if the blocks of the two files have other parts of the array.
-        """
-        if self.span is None or span is None or (self.span[0] - span[0]) % BLOCK:
-            return None
-        first, end = -(-span[0] // BLOCK), span[1] // BLOCK
-        if first >= end:
-            first, end = span[0] // BLOCK, -(-span[1] // BLOCK)
-        shift = (self.span[0] - span[0]) // BLOCK
-        return self.checksums[16 * (first + shift) : 16 * (end + shift)] == checksums[16 * first : 16 * end]
+    def is_equal(self, parts: Sequence[SavedPart]) -> bool | None:
+        """Returns True if these parts probably have the same values; None if that is not known."""
+        for also_mixed in (False, True):
+            pairs = zip(self.parts, parts, strict=False)
+            found = {one.is_equal(other, also_mixed=also_mixed) for one, other in pairs}
+            if known := found - {None}:
+                return all(known)
+        return None
 
 
 class SavedArrays:
@@ -102,7 +125,8 @@ class SavedArrays:
             of.pop(path, None)
         saved = [SavedFile(path, one.listed, own, len(one.numbers), one.checksums) for one, own in files]
         for file in saved:
-            self.files.setdefault(file.version, {})[path] = file
+            if file.version is not None:  # Objects in a bucket are not shared, so they have none here.
+                self.files.setdefault(file.version, {})[path] = file
         versions: dict[Any, set[Hashable]] = {}  # of the files with equal contents
         for own, of in self.files.items():
             for file in of.values():
@@ -112,23 +136,27 @@ class SavedArrays:
         places = _places([one for one, _ in files])
         arrays: dict[tuple[Any, ...], SavedArray] = {}
         for one in large:
-            n = places[one.numbers[0]][0]
-            if len(one.numbers) > 1 and any(places[number][0] != n for number in one.numbers):
-                continue
-            before, is_same, own_versions = self.arrays.get(one.tensor), one.leaf in unchanged, by_file[n]
+            own = [places[n] for n in one.numbers]
+            n = own[0][0]
+            before, is_same, array = self.arrays.get(one.tensor), one.leaf in unchanged, objects.get(one.leaf)
+            own_versions: frozenset[Hashable] = frozenset()
+            if own[-1][0] == n:  # A process has all pieces of an array in successive files.
+                is_reused, own_versions = reused[n], by_file[n]
+                parts: Sequence[SavedPart] = [_part(files[n][0], own)]
+            else:
+                in_files = [(n, list(some)) for n, some in itertools.groupby(own, lambda place: place[0])]
+                is_reused = all(reused[n] for n, _ in in_files)
+                parts = [_part(files[n][0], some) for n, some in in_files]
             times = equal_times = 0
             if before and is_same:
                 own_versions |= before.versions & self.files.keys()
                 times = before.times
-            if before and reused[n]:  # The file need not have the layout of the last one.
-                checksums, span, equal = before.checksums, before.span, True
-            else:
-                checksums, span = saved[n].checksums, joined([places[number][1:] for number in one.numbers])
-                equal = before and not is_same and before.is_equal(checksums, span)
-            if before and not is_same and equal is not False:
-                equal_times = before.equal_times + bool(equal)
-            array = objects.get(one.leaf)
-            arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, checksums, span)
+            elif before:
+                equal = True if is_reused else before.is_equal(parts)
+                equal_times = 0 if equal is False else before.equal_times + bool(equal)
+            if before and is_reused:  # It need not have the layout of the last one.
+                parts = before.parts
+            arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, parts)
         self.arrays = arrays
         known = {own for one in arrays.values() for own in one.versions}
         self.files = {own: of for own, of in self.files.items() if of and own in known}
@@ -156,8 +184,8 @@ def _places(files: Sequence[WrittenFile]) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-def joined(places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """Returns the first and the end of bytes at these places; None if the places are not successive."""
-    if any(end != begin for (_, end), (begin, _) in itertools.pairwise(places)):
-        return None
-    return places[0][0], places[-1][1]
+def _part(file: WrittenFile, places: Sequence[tuple[int, int, int]]) -> SavedPart:
+    """Returns the part of an array that a file has at these places, see `_places`."""
+    if file.is_reused or any(end != begin for (_, _, end), (_, begin, _) in itertools.pairwise(places)):
+        return SavedPart(file.checksums, None)
+    return SavedPart(file.checksums, (places[0][1], places[-1][2]))

@@ -10,12 +10,17 @@ new one: two copies take turns. If no other step stays, it shares none: damage t
 step. Unchanged arrays get files of their own when it is known that they are. So a loop writes them three times, or four
 times if they are new objects.
 
+A bucket has no links, but its server copies objects. A copy is independent of its source, so it may come from the last
+step. Unchanged arrays get objects of their own too, and each object whose checksums are those of one of the last step
+is copied. So its steps are not chosen beforehand: if an object of the last step is gone, the bytes are uploaded.
+
 Each process knows the arrays that it writes. Process 0 knows the steps.
 """
 
 import itertools
 import logging
 import os
+import posixpath
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +33,18 @@ from .._pytree.leaves import LocalShard
 from ..formats.treering import layout, manifest
 from ..formats.treering import write as native
 from ..formats.treering.layout import PlannedFile
-from ..formats.treering.shared_files import Chosen, SavedFile, SharedFile, WrittenFile, hold, is_damaged, version
+from ..formats.treering.manifest_fields import File
+from ..formats.treering.shared_files import (
+    Chosen,
+    SavedFile,
+    SharedFile,
+    WrittenFile,
+    content,
+    hold,
+    is_damaged,
+    version,
+)  # fmt: skip
+from ..stores.store import FinishedFile
 from . import pending, saved_arrays
 from .adopted import adopt
 from .contents import Contents, Unchanged
@@ -71,13 +87,14 @@ class UnchangedArrays:
         self.is_new = True  # until the first save
         self.is_sharing = False  # True from the plan of a save that shares files until its commit
         self.can_share = True  # False once a file had to be copied
+        self.last_files: Mapping[tuple[int, int, str], SavedFile] = {}  # those of the last step in a bucket
         self._last_shards: tuple[Any, Mapping[int, bool]] = (None, {})  # and the large leaves among them
 
     def of_save(self, target: SaveTarget, contents: Contents) -> Contents:
         """Returns the contents of a save together with what it may reuse. Called in the caller's thread."""
         if not isinstance(contents, Unchanged) or target.options.hosts:
             return contents
-        if not (target.store.has_links and self.can_share):
+        if target.store.sharing is None or not self.can_share:
             return contents
         shards = contents.described.shards
         if shards is not self._last_shards[0]:
@@ -89,7 +106,8 @@ class UnchangedArrays:
         objects = {n: weakref.ref(array) for n in large if isinstance(array := contents.leaves[n], jax.Array)}
         deferred: set[int] = set()
         # While another save is under way, the caller would wait for it.
-        if True in large.values() and ((last := pending.newest_save_finished) is None or last.is_set()):
+        shares = target.store.sharing == "links"
+        if shares and True in large.values() and ((last := pending.newest_save_finished) is None or last.is_set()):
             seen = [one.array() for one in self.saved.arrays.values() if one.array and one.times > 1]
             alive = {id(array): array for array in seen if array is not None}
             # The processes compare the other leaves before the plan.
@@ -119,6 +137,8 @@ class _SaveReuse:
 
     def find_bases(self) -> Any:
         run = self._run
+        if self._target.store.sharing == "copies":
+            return None
         # Process 0 does not know the arrays of its peers, nor those of jobs before.
         knows_all = self._target.call.count == 1 and not run.is_new
         if knows_all and not any(one.times > 1 or one.equal_times for one in run.saved.arrays.values()):
@@ -184,6 +204,12 @@ class _SaveReuse:
                 return SharedFile(saved, held, numbers)
         return None
 
+    def same_content(self, listed: File, checksums: str) -> FinishedFile | None:
+        saved = self._run.last_files.get(content(listed))
+        if saved is None or saved.checksums != checksums:
+            return None
+        return FinishedFile(posixpath.join(saved.path, saved.listed.name), saved.version)
+
     def committed(self, files: Sequence[WrittenFile]) -> None:
         run, path = self._run, self._target.path
         run.is_sharing = False
@@ -191,7 +217,12 @@ class _SaveReuse:
             run.can_share = False
             _log.info("%s: unchanged arrays are written at each step, because sharing a file failed", path)
         try:
-            versions = [version(self._target.store, path, one.listed) for one in files]
+            if self._target.store.sharing == "copies":
+                saved = [SavedFile(path, one.listed, one.version, len(one.numbers), one.checksums) for one in files]
+                run.last_files = {file.content: file for file in saved if file.version is not None}
+                versions: Sequence[Hashable] = [None] * len(files)
+            else:
+                versions = [version(self._target.store, path, one.listed) for one in files]
             noted = list(zip(files, versions, strict=True))
             run.saved.note(path, noted, self._large, self._objects, self._unchanged)
         except Exception as error:  # The step is committed, so no error may fail the save. Its files are unknown.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Hashable
 
 from .posix import Disk, Opened
+from .store import FinishedFile
 
 
 class FileSink:
@@ -13,6 +14,8 @@ class FileSink:
 
     Raises `FileExistsError` if the file exists, or if another process took it for a leftover before it was locked.
     """
+
+    stored = None
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -55,7 +58,7 @@ class FileSink:
     def write(self, data: memoryview, offset: int) -> None:
         self._disk.write(self._fd, data, offset)
 
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
         self._disk.truncate(self._fd, nbytes)
         if read_only:
             self._disk.make_read_only(self._fd)

@@ -6,7 +6,7 @@ import stat
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import UnsupportedError
 from . import atomic
@@ -24,7 +24,7 @@ class Filesystem:
 
     has_folders = True
     has_locks = True
-    has_links = True
+    sharing: Literal["links", "copies"] | None = "links"
     object_bytes = None
 
     def __init__(self, disk: Disk):

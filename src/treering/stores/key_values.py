@@ -76,6 +76,8 @@ class KeyValues(Protocol):
 class KeyValueStore(ObjectStore):
     """A `Store` whose bytes are in a `KeyValues`. It writes, renews leases and recovers as it does in a bucket."""
 
+    sharing = None  # A copy would travel through this process.
+
     def __init__(self, values: KeyValues):
         super().__init__()
         self.values = values

@@ -36,6 +36,20 @@ class Stat(NamedTuple):
         return self.kind == "folder"
 
 
+class FinishedFile(NamedTuple):
+    """A finished file or object, and the version that it has unless another program has replaced it."""
+
+    path: str
+    version: Hashable
+
+
+class Stored(NamedTuple):
+    """The answer of a store to a finished file: its version, and True if the store made it from another file."""
+
+    version: Hashable
+    is_copy: bool
+
+
 class Blob(Protocol):
     """A file or object that is open for reading.
 
@@ -123,6 +137,11 @@ class Sink(Protocol):
     @property
     def path(self) -> str: ...
 
+    @property
+    def stored(self) -> Stored | None:
+        """The answer of the store, once the file is finished and settled; None where only `Store.stat` knows."""
+        ...
+
     def preallocate(self, nbytes: int) -> memoryview | None:
         """Reserves room, so that a full disk raises before anything is written.
 
@@ -134,8 +153,12 @@ class Sink(Protocol):
         """Writes an aligned buffer at an aligned offset. Several threads may write at a time."""
         ...
 
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
-        """Cuts it to its size and makes its contents durable. `Store.settle` makes its name durable."""
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
+        """Cuts it to its size and makes its contents durable. `Store.settle` makes its name durable.
+
+        same_as: a file with the same bytes, if one is known. If `Store.sharing` is "copies", the server copies that
+            file, if it still has its version. Otherwise, or if the server refuses, the bytes are uploaded.
+        """
         ...
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
@@ -219,8 +242,13 @@ class Store(Protocol):
         ...
 
     @property
-    def has_links(self) -> bool:
-        """True if `share` works, at least on some disks."""
+    def sharing(self) -> Literal["links", "copies"] | None:
+        """The way to give a file the bytes of another one without writing them; None if there is none.
+
+        "links": by `share`, at least on some disks. Both files have the same bytes on the disk, so damage to them
+            damages both.
+        "copies": by `Sink.finish`. The server copies the bytes, so the files are independent.
+        """
         ...
 
     @property

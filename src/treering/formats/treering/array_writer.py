@@ -2,7 +2,7 @@
 
 import bisect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from ..._processes.assignment import Piece
 from ..._pytree.lazy_supply import ShardSupply
 from ..._threads.pool import ThreadPool
 from ...stores.buffers import aligned, round_up
+from ...stores.store import FinishedFile
 from . import layout, manifest
 from .layout import PlannedFile
 from .manifest import BLOCK
@@ -26,7 +27,7 @@ class FileWriter(Protocol):
 
     def preallocate(self, nbytes: int) -> memoryview | None: ...
     def write(self, data: memoryview, offset: int) -> None: ...
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None: ...
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None: ...
 
 
 def write_file(
@@ -37,10 +38,12 @@ def write_file(
     staging: ShardSupply,
     pool: ThreadPool,
     stopwatch: Stopwatch,
+    find_same: Callable[[File, str], FinishedFile | None] = lambda listed, checksums: None,
 ) -> tuple[File, str]:
     """Writes a planned file. Returns its entry and the checksums of its blocks.
 
     pieces: those that `file.first` counts.
+    find_same: returns a file of another checkpoint with the same bytes, by the entry and the checksums of the new one.
     """
     size = len(file.header) + file.nbytes
     room = sink.preallocate(round_up(size))
@@ -50,9 +53,10 @@ def write_file(
     buffer[: len(header)] = header
     sink.write(buffer, 0)
     stopwatch.lap("write")
-    sink.finish(size, read_only=True)
+    listed = File(name, size, len(header), manifest.xxh3(header))
+    sink.finish(size, read_only=True, same_as=find_same(listed, checksums))
     stopwatch.lap("sync")
-    return File(name, size, len(header), manifest.xxh3(header)), checksums
+    return listed, checksums
 
 
 def _write_buffer(

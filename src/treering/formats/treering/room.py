@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from ..._processes.calls import Call, error_watcher
 from ...errors import SaveError
 from ...stores.read_errors import is_full
+from ...stores.store import FinishedFile, Stored
 from .save_files import SaveFiles
 
 T = TypeVar("T")
@@ -141,6 +142,11 @@ class PatientSink:
         self._room, self._path = room, posixpath.join(files.path, name)
         self._sink = room.retry(self._path, 0, lambda: files.create(name))
 
+    @property
+    def stored(self) -> Stored | None:
+        """See `Sink`."""
+        return self._sink.stored
+
     def preallocate(self, nbytes: int) -> memoryview | None:
         """See `Sink`."""
         return self._room.retry(self._path, nbytes, lambda: self._sink.preallocate(nbytes))
@@ -149,10 +155,10 @@ class PatientSink:
         """See `Sink`."""
         self._room.retry(self._path, len(data), lambda: self._sink.write(data, offset))
 
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
         """See `Sink`."""
         # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
-        self._sink.finish(nbytes, read_only=read_only)
+        self._sink.finish(nbytes, read_only=read_only, same_as=same_as)
 
 
 def _never_called(_: Sequence[Any]) -> Any:

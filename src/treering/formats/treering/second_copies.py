@@ -15,7 +15,7 @@ from ..._core.entries import Entry
 from ..._processes import assignment
 from ..._processes.assignment import Assignment, Piece
 from ..._pytree.leaves import LocalShard
-from ...stores.store import Sink
+from ...stores.store import FinishedFile, Sink
 from . import layout
 from .layout import PlannedFile
 from .manifest_fields import File
@@ -81,10 +81,10 @@ class LenientSink:
             with self._ending_copy_on_error():
                 sink.write(data, offset)
 
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
         if sink := self._sink:
             with self._ending_copy_on_error():
-                sink.finish(nbytes, read_only=read_only)
+                sink.finish(nbytes, read_only=read_only, same_as=same_as)
 
     def end(self) -> bool:
         """Returns True if the copy is complete. Otherwise removes it and logs the error."""

@@ -2,6 +2,9 @@
 
 The save gives such a file another name in its own directory (a hard link), so every checkpoint stays complete by
 itself. If the disk cannot do that, the bytes are copied and checked.
+
+A bucket has no links, but its server copies objects. There a file is planned, filled and hashed as usual. If an earlier
+file turns out to have the same bytes, the server copies that instead of receiving the bytes.
 """
 
 import errno
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from ..._core.entries import Entry
 from ..._processes.assignment import Piece
 from ...errors import CorruptError, SaveError
-from ...stores.store import Store
+from ...stores.store import FinishedFile, Store, Stored
 from .array_file import ArrayFile
 from .layout import PlannedFile
 from .manifest_fields import File
@@ -44,8 +47,13 @@ class SavedFile(NamedTuple):
 
     @property
     def content(self) -> tuple[int, int, str]:
-        """The size and the checksum of the header, which has the checksums of all blocks: equal for equal files."""
-        return self.listed.size, self.listed.header, self.listed.xxh3
+        """See `content`."""
+        return content(self.listed)
+
+
+def content(listed: File) -> tuple[int, int, str]:
+    """Returns the size and the checksum of the header, which has the checksums of all blocks: equal for equal files."""
+    return listed.size, listed.header, listed.xxh3
 
 
 class SharedFile(NamedTuple):
@@ -67,7 +75,8 @@ class WrittenFile(NamedTuple):
     begins: the place of each piece in the buffer, and the size of the buffer; () if it has the bytes of a file of an
         earlier step.
     checksums: those of its blocks.
-    shared_bytes: its size if it takes no room, because it is shared; else 0.
+    shared_bytes: its size if it was not written, because it is shared or the server has copied it; else 0.
+    version: that of the file, if the store has said it; else None.
     """
 
     listed: File
@@ -75,6 +84,7 @@ class WrittenFile(NamedTuple):
     begins: Sequence[int]
     checksums: str
     shared_bytes: int = 0
+    version: Hashable | None = None
 
     @property
     def is_reused(self) -> bool:
@@ -121,6 +131,10 @@ class Reuse(Protocol):
         """Returns a file that may be shared and has the same pieces at the same places as the planned file."""
         ...
 
+    def same_content(self, listed: File, checksums: str) -> FinishedFile | None:
+        """Returns a file that the server may copy because it has the same bytes, by the checksums of its blocks."""
+        ...
+
     def committed(self, files: Sequence[WrittenFile]) -> None:
         """Notes the files of this process after the commit, in the order of writing. Does not raise."""
         ...
@@ -158,6 +172,13 @@ def version(store: Store, path: str, listed: File) -> Hashable:
     if found is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
     return found.version
+
+
+def with_answer(written: WrittenFile, stored: Stored | None) -> WrittenFile:
+    """Returns a file of a save with the answer of the store to it; see `Sink.stored`."""
+    if stored is None:
+        return written
+    return written._replace(version=stored.version, shared_bytes=written.listed.size if stored.is_copy else 0)
 
 
 def share(files: SaveFiles, name: str, shared: SharedFile, room: Room) -> WrittenFile:

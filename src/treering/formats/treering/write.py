@@ -35,7 +35,7 @@ from .same_bytes import has_same_bytes
 from .save_files import SaveFiles
 from .save_plan import SavePlan, files_in_order, plan_save
 from .second_copies import PlannedCopy
-from .shared_files import Reuse, SharedFile, WrittenFile, share
+from .shared_files import Reuse, SharedFile, WrittenFile, share, with_answer
 from .stopwatch import Stopwatch
 
 _log = logging.getLogger("treering")
@@ -134,12 +134,14 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         stopwatch.begin()
         written = [share(files, name, one, room) for name, one in zip(names, plan.shared, strict=False)]
         stopwatch.lap("write")
+        sinks: dict[str, PatientSink] = {}
         for name, file in zip(names[len(plan.shared) :], plan.files, strict=True):
             if same := _same_file(job.reuse, plan, file, staging, pool):
                 written.append(share(files, name, same, room))
                 continue
-            sink = PatientSink(room, files, name)
-            listed, checksums = write_file(sink, name, file, plan.to_write, staging, pool, stopwatch)
+            sink = sinks[name] = PatientSink(room, files, name)
+            find_same = [job.reuse.same_content] if job.reuse else []
+            listed, checksums = write_file(sink, name, file, plan.to_write, staging, pool, stopwatch, *find_same)
             written.append(WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums))
         copied: list[File] = []
         for copy in copies:
@@ -176,6 +178,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
+    written = [with_answer(one, sinks[one.listed.name].stored) if not one.is_reused else one for one in written]
     if job.reuse:
         job.reuse.committed(written)
     seconds, shared_bytes = stopwatch.seconds, sum(one.shared_bytes for one in written)

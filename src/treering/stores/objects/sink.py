@@ -10,11 +10,12 @@ from ...errors import SaveError
 from .. import lease_registry
 from ..buffers import copy
 from ..lease_registry import LeaseLostError
-from ..store import ABSENT
+from ..store import ABSENT, FinishedFile, Stored
 from . import round_trip
-from .bucket import Bucket, Version
+from .bucket import Bucket, ObjectMeta, Version
 from .heartbeat import Heartbeat
 from .request_errors import ChangedError
+from .server_copy import copy_version
 from .upload import Stream, Upload, Uploads
 
 # `finish` puts an object of at most so many bytes before it returns, and a larger one in the background.
@@ -49,6 +50,7 @@ class ObjectSink:
         self._offset = 0
         self._lock = threading.Lock()
         self._upload: Upload | None = None
+        self.stored: Stored | None = None
         self._versions: dict[str, Version] = {}  # of the objects that this sink has put, by key
 
     def preallocate(self, nbytes: int) -> memoryview:
@@ -67,23 +69,31 @@ class ObjectSink:
             self._tail = bytes(data)
             self._offset += len(data)
 
-    def finish(self, nbytes: int, *, read_only: bool = False) -> None:
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
         if self._buffer is not None:
             data, self._buffer = self._buffer[:nbytes], None
             if nbytes > _MAX_FOREGROUND_BYTES and not self.heartbeat:
-                self._upload = self._uploads.start(self.path, lambda: self._put(data))
+                self._upload = self._uploads.start(self.path, lambda: self._put(data, same_as))
                 return
             self._stream.write(data)
         elif self._tail is not None:
             self._stream.write(self._tail[: nbytes - self._stream.size])
             self._tail = None
         if not self.heartbeat:
-            self._versions[self._key] = self._stream.put(replaces=None, overwrite=False)
+            self._versions[self._key] = version = self._stream.put(replaces=None, overwrite=False)
+            self.stored = Stored(version, False)
 
-    def _put(self, data: memoryview) -> None:
+    def _put(self, data: memoryview, same_as: FinishedFile | None) -> None:
+        copied = same_as and self._copy(same_as, len(data))
         # The put needs no condition: the name has a random part, so no other writer uses it.
-        self._bucket.put(self._key, data, overwrite=True)
+        version = copied or self._bucket.put(self._key, data, overwrite=True)
+        self.stored = Stored(version, copied is not None)
         self._uploads.release_buffer(data)
+
+    def _copy(self, same_as: FinishedFile, nbytes: int) -> Version | None:
+        version: Any = same_as.version
+        source = ObjectMeta(same_as.path[len(self._bucket.url) + 1 :], nbytes, 0.0, version)
+        return copy_version(self._bucket, source, self._key)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         self._uploads.wait_for_folder(self.path.rpartition("/")[0])

@@ -9,7 +9,7 @@ import threading
 import urllib.parse
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .. import lease_registry
@@ -48,7 +48,7 @@ class ObjectStore:
 
     has_folders = False
     has_locks = False
-    has_links = False
+    sharing: Literal["links", "copies"] | None = "copies"
     object_bytes = OBJECT_BYTES
 
     def __init__(self, make: Callable[..., Any] = clients.make_client, *, conditional: bool = True):

@@ -1,0 +1,213 @@
+"""In a bucket, the server copies the objects of arrays that have not changed. Every step stays complete by itself."""
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import obstore
+import obstore.store
+import pytest
+
+import azurite
+import gcs
+import s3
+import treering as tr
+from fault_proxy import Proxy, Request, proxy
+from treering import stores
+from treering._save import saved_arrays
+from treering.errors import TreeringError
+from treering.stores.memory import MemoryStore
+from treering.stores.objects.store import ObjectStore
+
+_MIB = 1 << 20
+_LARGE = np.random.default_rng(0).normal(size=3 * _MIB // 4 + 100_000).astype(np.float32)  # 3.4 MB, four objects
+_CLIENTS = {"s3_server": s3.client, "gcs_server": gcs.client, "azure_server": azurite.client}
+
+
+@pytest.fixture(autouse=True)
+def _small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_arrays, "MIN_BYTES", 64 << 10)
+    monkeypatch.setattr(ObjectStore, "object_bytes", _MIB)
+
+
+@pytest.fixture
+def between(request: pytest.FixtureRequest) -> Iterator[Proxy]:
+    """Yields a proxy in front of the server that the test names, by default S3. The scheme `copying` leads to it."""
+    which = getattr(request, "param", "s3_server")
+    with proxy(request.getfixturevalue(which)) as one:
+        buckets = ObjectStore()
+        buckets.add("copying://tests", _CLIENTS[which](one.url))
+        with stores.using(buckets, "copying"):
+            yield one
+
+
+@pytest.fixture
+def run(between: Proxy) -> str:
+    return f"copying://tests/{secrets.token_hex(4)}"
+
+
+class _Loop:
+    """A training loop with a frozen object, a frozen array that is a new object at each step, and a trained one."""
+
+    def __init__(self) -> None:
+        self.large, self.frozen = _LARGE.copy(), jnp.full(100_000, 3, jnp.float32)
+        self.expected: dict[int, Any] = {}
+
+    def save(self, ckpts: tr.Checkpointer, step: int) -> int:
+        """Saves a step. Returns the bytes that were not uploaded."""
+        trained = jnp.full(50_000, step, jnp.float32)
+        tree = {"trained": trained, "frozen": self.frozen, "large": jnp.asarray(self.large.copy()), "n": step}
+        pending = ckpts.save(step, tree)
+        assert pending
+        shared = pending.result().shared_bytes
+        self.expected[step] = jax.tree.map(np.array, tree)
+        ckpts.wait()
+        return shared
+
+    def check(self, run: str, steps: list[int]) -> None:
+        """Checks each step bit by bit."""
+        assert tr.steps(run) == steps and tr.verify(run).ok
+        for step in steps:
+            found = tr.restore(run, step=step)
+            assert all(np.array_equal(found[name], self.expected[step][name]) for name in found)
+
+
+def _is_copy(request: Request) -> bool:
+    return any("copy-source" in name.lower() for name in request.headers)
+
+
+def _uploaded(requests: list[Request]) -> int:
+    return sum(
+        int(value) for one in requests for name, value in one.headers.items() if name.lower() == "content-length"
+    )
+
+
+def _key(request: Request) -> str:
+    """Returns the key of the object that a request copies."""
+    (source,) = (value for name, value in request.headers.items() if name.lower() == "x-amz-copy-source")
+    return unquote(source).removeprefix(f"/{s3.BUCKET}/").removeprefix(f"{s3.BUCKET}/")
+
+
+@pytest.mark.parametrize("between", ["s3_server", "gcs_server", "azure_server"], indirect=True)
+def test_only_what_has_changed_is_uploaded(between: Proxy, run: str) -> None:
+    """From the fourth save on, the object of each unchanged part is copied. Retention deletes a step and no copies."""
+    loop, uploaded, shared, copies = _Loop(), {}, {}, {}
+    with tr.Checkpointer(run, keep=tr.keep.last(2)) as ckpts:
+        for step in range(1, 8):
+            if step == 6:
+                loop.large[_MIB // 2] += 1
+            begun = len(between.requests)
+            shared[step] = loop.save(ckpts, step)
+            uploaded[step] = _uploaded(between.requests[begun:])
+            copies[step] = sum(map(_is_copy, between.requests[begun:]))
+    loop.check(run, [6, 7])
+    total = _LARGE.nbytes + loop.frozen.nbytes
+    assert uploaded[1] > total and shared[1] == copies[1] == 0
+    for step in (4, 5):
+        assert uploaded[step] < 250_000 and shared[step] > total and copies[step] == 5
+    assert _MIB < uploaded[6] < 250_000 + _MIB and shared[6] > total - _MIB - 4096 and copies[6] == 4
+    assert copies[7] == 4  # A part of an array that has just changed is in one object with other arrays.
+
+
+def _delete(client: Any, key: str) -> None:
+    obstore.delete(client, key)
+
+
+def _replace(client: Any, key: str) -> None:
+    obstore.put(client, key, bytes(obstore.head(client, key)["size"]))
+
+
+@pytest.mark.parametrize("change", [_delete, _replace])
+def test_an_object_that_another_program_changes(
+    between: Proxy, run: str, s3_server: str, change: Callable[[Any, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right before it is copied. The bytes are uploaded, and the next save copies those."""
+    caplog.set_level(logging.INFO, "treering")
+    loop, changed, shared = _Loop(), list[str](), {}
+
+    def fault(request: Request) -> None:
+        if step == 5 and not changed and _is_copy(request):
+            changed.append(_key(request))
+            change(s3.client(s3_server), changed[0])
+
+    between.fault = fault
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 7):
+            shared[step] = loop.save(ckpts, step)
+    assert 0 < shared[5] < shared[4] == shared[6]
+    assert re.search(rf"uploaded again, not copied from {changed[0]}", caplog.text)
+    assert not tr.verify(f"{run}/step-00000004").ok
+    for step in (5, 6):
+        assert tr.verify(f"{run}/step-{step:08}").ok
+        found = tr.restore(run, step=step)
+        assert all(np.array_equal(found[name], loop.expected[step][name]) for name in found)
+
+
+def test_versions_that_say_nothing_of_the_bytes() -> None:
+    """A store whose copies have other ETags. A replaced object of the same size is not copied."""
+    memory: Any = obstore.store.MemoryStore()
+    loop, shared = _Loop(), {}
+    with tr.Checkpointer(memory) as ckpts:
+        for step in range(1, 7):
+            if step == 5:
+                (key, *_) = (
+                    one["path"]
+                    for page in obstore.list(memory)
+                    for one in page
+                    if "step-00000004/arrays" in one["path"] and one["size"] > 512_000
+                )
+                _replace(memory, key)
+            shared[step] = loop.save(ckpts, step)
+    assert 0 < shared[5] < shared[4] == shared[6]
+    for step in (5, 6):
+        assert tr.verify(f"{ckpts.directory}/step-{step:08}").ok
+
+
+@pytest.mark.parametrize("answer", ["403 AccessDenied", "501 NotImplemented"])
+def test_a_server_that_refuses_copies(between: Proxy, run: str, answer: str, caplog: pytest.LogCaptureFixture) -> None:
+    """All arrays are uploaded. After the first save with refused copies, none is requested."""
+    between.fault = lambda request: answer if _is_copy(request) else None
+    loop, copies = _Loop(), {}
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 6):
+            begun = len(between.requests)
+            assert not loop.save(ckpts, step)
+            copies[step] = sum(map(_is_copy, between.requests[begun:]))
+    loop.check(run, [1, 2, 3, 4, 5])
+    assert any(copies.values()) and copies[4] == copies[5] == 0
+    assert caplog.text.count("unchanged arrays are uploaded from now on") == 1
+
+
+def test_a_save_that_fails_after_its_copies(between: Proxy, run: str, s3_server: str) -> None:
+    """It leaves no object behind, and the next save copies again."""
+    loop = _Loop()
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 5):
+            loop.save(ckpts, step)
+        between.fault = lambda request: (
+            "403 AccessDenied" if request.method == "PUT" and request.path.endswith("treering.json") else None
+        )
+        begun = len(between.requests)
+        with pytest.raises(TreeringError, match="does not allow this"):
+            loop.save(ckpts, 5)
+        assert sum(map(_is_copy, between.requests[begun:])) == 5
+        between.fault = lambda request: None
+        prefix = f"{run.removeprefix('copying://tests/')}/step-00000005"
+        assert not [one for page in obstore.list(s3.client(s3_server), prefix=prefix) for one in page]
+        assert loop.save(ckpts, 6) > _LARGE.nbytes
+    loop.check(run, [1, 2, 3, 4, 6])
+
+
+def test_a_store_that_cannot_copy() -> None:
+    """The bytes of a copy would travel through this process, so they are written as usual."""
+    loop, run = _Loop(), "uncopied://tests/run"
+    with stores.using(MemoryStore(), "uncopied"):
+        with tr.Checkpointer(run) as ckpts:
+            assert not any(loop.save(ckpts, step) for step in range(1, 6))
+        loop.check(run, [1, 2, 3, 4, 5])
