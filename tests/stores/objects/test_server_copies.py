@@ -1,6 +1,7 @@
 """In a bucket, the server copies the objects of arrays that have not changed. Every step stays complete by itself."""
 
 import logging
+import pathlib
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 import azurite
 import gcs
+import jobs
 import s3
 import treering as tr
 from fault_proxy import Proxy, Request, proxy
@@ -211,3 +213,25 @@ def test_a_store_that_cannot_copy() -> None:
         with tr.Checkpointer(run) as ckpts:
             assert not any(loop.save(ckpts, step) for step in range(1, 6))
         loop.check(run, [1, 2, 3, 4, 5])
+
+
+_JOB = """
+shared = []
+with tr.Checkpointer(URL) as ckpts:
+    for step in range(1, 6):
+        frozen = put(np.arange(1 << 20, dtype=np.float32), P("x"))
+        tree = {"frozen": frozen, "trained": put(np.full(600_000, step, np.float32), P("x"))}
+        shared.append(ckpts.save(step, tree).result().shared_bytes)
+report(shared)
+"""
+
+
+@pytest.mark.slow
+def test_several_processes(tmp_path: pathlib.Path, bucket: str) -> None:
+    """The objects that each process wrote are copied, although peers wrote the others of the same array."""
+    for result in jobs.run_job(tmp_path, _JOB, processes=2, URL=bucket):
+        assert result.report[0] == 0 and min(result.report[3:]) > 2 * _MIB
+    assert tr.verify(bucket).ok
+    for step in (4, 5):
+        found = tr.restore(bucket, step=step)
+        assert np.array_equal(found["frozen"], np.arange(1 << 20)) and (found["trained"] == step).all()
