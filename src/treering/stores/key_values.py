@@ -91,6 +91,7 @@ class _ValuesBucket(Bucket):
 
     def __init__(self, url: str, values: KeyValues):
         super().__init__(url, values)
+        self.can_copy = False
         self._values, self._place = values, url.partition("://")[2]
 
     def head(self, key: str) -> ObjectMeta | None:

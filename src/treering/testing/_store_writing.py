@@ -12,7 +12,7 @@ from ..errors import ExistsError, MismatchError
 from ..stores.buffers import aligned
 from ..stores.file_io import files_in, read_file
 from ..stores.sequential import file_of_new_folder
-from ..stores.store import Store
+from ..stores.store import FinishedFile, Store, Stored
 from ._store_subject import PAGE, StoreSubject, put
 
 
@@ -41,6 +41,35 @@ class StoreWriting(StoreSubject):
         sink.close()
         expected = b"".join(bytes([n]) * PAGE for n in range(pages))[:-5]
         assert read_file(store, f"{root}/x") == expected
+
+    def test_a_file_with_the_bytes_of_another_one(self, store: Store, root: str) -> None:
+        """It has them whether the store copies the other file or not, also once that was replaced or removed."""
+        store.make_folders(root, [])
+        data, old = bytes(range(256)) * (100 * PAGE // 256), f"{root}/old"
+
+        def write(path: str, same_as: FinishedFile | None = None) -> Stored | None:
+            sink = store.create(path)
+            sink.preallocate(len(data))
+            buffer = aligned(len(data))
+            buffer[: len(data)] = data
+            sink.write(buffer, 0)
+            sink.finish(len(data), read_only=True, same_as=same_as)
+            store.settle(root)
+            sink.close()
+            return sink.stored
+
+        write(old)
+        found = store.stat(old)
+        assert found
+        copied = write(f"{root}/copied", FinishedFile(old, found.version))
+        assert (copied is not None and copied.is_copy) == (store.sharing == "copies")
+        store.delete(old)
+        written = [write(f"{root}/removed", FinishedFile(old, found.version))]
+        put(store, old, bytes(len(data)))
+        written.append(write(f"{root}/replaced", FinishedFile(old, found.version)))
+        assert not any(stored and stored.is_copy for stored in written)
+        for name in ("copied", "removed", "replaced"):
+            assert read_file(store, f"{root}/{name}") == data
 
     def test_a_name_is_given_once(self, store: Store, root: str) -> None:
         store.make_folders(root, [])

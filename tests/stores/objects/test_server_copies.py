@@ -177,12 +177,12 @@ def test_a_server_that_refuses_copies(between: Proxy, run: str, answer: str, cap
     between.fault = lambda request: answer if _is_copy(request) else None
     loop, copies = _Loop(), {}
     with tr.Checkpointer(run) as ckpts:
-        for step in range(1, 6):
+        for step in range(1, 4):
             begun = len(between.requests)
             assert not loop.save(ckpts, step)
             copies[step] = sum(map(_is_copy, between.requests[begun:]))
-    loop.check(run, [1, 2, 3, 4, 5])
-    assert any(copies.values()) and copies[4] == copies[5] == 0
+    loop.check(run, [1, 2, 3])
+    assert copies[2] and not copies[3]
     assert caplog.text.count("unchanged arrays are uploaded from now on") == 1
 
 
