@@ -38,7 +38,7 @@ def write_file(
     staging: ShardSupply,
     pool: ThreadPool,
     stopwatch: Stopwatch,
-    find_same: Callable[[File, str], FinishedFile | None] = lambda listed, checksums: None,
+    find_same: Callable[[File, str], FinishedFile | None] | None = None,
 ) -> tuple[File, str]:
     """Writes a planned file. Returns its entry and the checksums of its blocks.
 
@@ -54,7 +54,7 @@ def write_file(
     sink.write(buffer, 0)
     stopwatch.lap("write")
     listed = File(name, size, len(header), manifest.xxh3(header))
-    sink.finish(size, read_only=True, same_as=find_same(listed, checksums))
+    sink.finish(size, read_only=True, same_as=find_same(listed, checksums) if find_same else None)
     stopwatch.lap("sync")
     return listed, checksums
 

@@ -140,8 +140,8 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
                 written.append(share(files, name, same, room))
                 continue
             sink = sinks[name] = PatientSink(room, files, name)
-            find_same = [job.reuse.same_content] if job.reuse else []
-            listed, checksums = write_file(sink, name, file, plan.to_write, staging, pool, stopwatch, *find_same)
+            find_same = job.reuse and job.reuse.same_content
+            listed, checksums = write_file(sink, name, file, plan.to_write, staging, pool, stopwatch, find_same)
             written.append(WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums))
         copied: list[File] = []
         for copy in copies:
@@ -178,7 +178,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
     if problem:
         call.close()  # Without the error: the peers have got it together with the commit, and keep their files.
         raise undurable or SaveError(problem)
-    written = [with_answer(one, sinks[one.listed.name].stored) if not one.is_reused else one for one in written]
+    written = [one if one.is_reused else with_answer(one, sinks[one.listed.name].stored) for one in written]
     if job.reuse:
         job.reuse.committed(written)
     seconds, shared_bytes = stopwatch.seconds, sum(one.shared_bytes for one in written)
