@@ -501,6 +501,28 @@ def test_several_processes(tmp_path: pathlib.Path) -> None:
     assert np.array_equal(restored["frozen"], np.arange(1 << 20)) and restored["n"] == 9
 
 
+_JOB_WITH_ACCELERATORS = """
+sys.path.insert(0, TESTS)
+import pytest, accelerator
+accelerator.install(pytest.MonkeyPatch())
+tree = {"everywhere": jnp.arange(600_000.0), "global": put(np.arange(600_000, dtype=np.float32), P("x"))}
+with tr.Checkpointer(tmp / "run") as ckpts:
+    for step in range(1, 6):
+        pending = ckpts.save(step, {**tree, "n": step})
+        nbytes, supply = pending.result().shared_bytes, pending._supply
+report([sorted({shard.leaf for shard in supply.shards[supply._first_deferred :]}), nbytes])
+"""
+
+
+@pytest.mark.slow
+def test_arrays_that_all_processes_have(tmp_path: pathlib.Path) -> None:
+    """The processes compare these before they know what is shared, so the caller copies them at once."""
+    results = jobs.run_job(tmp_path, _JOB_WITH_ACCELERATORS, processes=2, TESTS=str(pathlib.Path(jobs.__file__).parent))
+    assert [result.report[0] for result in results] == [[1]] * 2  # "global"
+    assert sum(result.report[1] for result in results) > 4_800_000
+    assert tr.verify(tmp_path / "run").ok
+
+
 @pytest.mark.parametrize("memory_limit", [None, 500_000])
 def test_shared_arrays_are_not_copied_from_the_device(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, memory_limit: int | None
