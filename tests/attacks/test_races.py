@@ -213,6 +213,8 @@ def shared(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @as_root
 @pytest.mark.parametrize("mode", [0o1777, 0o775, 0o755])
 def test_files_of_other_users_are_not_leftovers(mode: int, shared: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -368,6 +368,8 @@ def test_show_of_a_leaf_has_its_values_and_statistics(run: str, treering: Any) -
     assert treering("show", run, "params/layers/9").code == 3
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_show_as_json_lists_every_leaf(run: str, treering: Any) -> None:
     found = treering("show", run, "--json").json
     assert found["metrics"] == {"val/loss": 0.25, "acc": 0.5} and found["metadata"] == {"lr": 0.1}
@@ -490,6 +492,8 @@ def test_verify_names_damage_and_its_code_says_so(run: str, treering: Any) -> No
     assert treering("verify", run, "--json").json["problems"][0]["block"] == 0
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("closed", ["", "rewound-1", "step-00000004"])
 def test_verify_reads_archived_steps_or_names_them(run: str, treering: Any, use_disk: Any, closed: str) -> None:
     treering("rewind", run, 2)
@@ -542,6 +546,8 @@ def test_verify_can_pass_over_what_is_old(
     assert "skipped" in treering("verify", tmp_path / "m.safetensors", "--newer", "7d").out
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_all_parts_together_check_every_byte_once(tmp_path: pathlib.Path, treering: Any, parts: int) -> None:
     tree = {f"x{n}": np.random.default_rng(n).integers(0, 255, (3 << 20) + n, "uint8") for n in range(2)}
@@ -564,6 +570,8 @@ def test_all_parts_together_check_every_byte_once(tmp_path: pathlib.Path, treeri
     assert all(tr.verify(tmp_path / "c.safetensors", subset=(n + 1, parts)).ok for n in range(parts))
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_subset_may_be_a_size(run: str, treering: Any) -> None:
     total = tr.verify(run).nbytes
     found = treering("verify", run, "--subset", total // 3, "--json").json
@@ -621,6 +629,8 @@ def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Pa
     assert [row["step"] for row in treering("ls", "memory://bucket/run", "--json").json["steps"]] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_cp_replaces_only_with_overwrite(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
     """cp replaces a differing step only with --overwrite."""
     other = tmp_path / "other"
@@ -632,6 +642,8 @@ def test_cp_replaces_only_with_overwrite(run: str, tmp_path: pathlib.Path, treer
     assert tr.steps(other) == [1, 2, 3, 4] and "params/embed" in tr.open(other, step=2)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_cp_leaves_damaged_steps_behind_and_says_so(run: str, tmp_path: pathlib.Path, treering: Any) -> None:
     _flip(run, 3)
     found = treering("cp", run, tmp_path / "copy")

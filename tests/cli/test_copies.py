@@ -218,6 +218,8 @@ def test_a_copy_of_a_step_that_is_gone_stays(run: pathlib.Path, tmp_path: pathli
     assert treering("cp", run, copy).code == 0 and tr.steps(copy) == [1, 2, 3, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_root_of_a_bucket_is_in_no_run(run: pathlib.Path, treering: Any) -> None:
     """A checkpoint at the root of a bucket is not taken for a step of a run."""
     buckets = ObjectStore()

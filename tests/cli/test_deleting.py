@@ -250,6 +250,8 @@ def test_prune_moves_steps(run: pathlib.Path, tmp_path: pathlib.Path, treering: 
     assert "step 3 is not moved" in failed.err and tr.steps(archive) == [1, 2]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_move_that_was_interrupted_goes_on(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     archive = tmp_path / "archive"
     assert treering("cp", run, archive).code == 0

@@ -32,6 +32,8 @@ def _oks(found: Any) -> dict[str, bool]:
     return {pathlib.Path(one["path"]).name: one["ok"] for one in found.json["runs"]}
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_weights_next_to_runs_hide_none(runs: pathlib.Path, treering: Any) -> None:
     """Weights in a directory of runs do not hide the runs."""
     tr.save(runs / "base.safetensors", {"w": np.ones(4)})

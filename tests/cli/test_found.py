@@ -63,6 +63,8 @@ def test_joined_names_say_which_they_are() -> None:
     assert top("x9", "x10", "y") == ["x9…10", "y"]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_prune_looks_again_when_it_has_asked(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
     def answer(*_: object, **__: object) -> bool:
         with tr.Checkpointer(run) as ckpts:
@@ -111,6 +113,8 @@ def test_cp_leaves_steps_of_a_later_release_behind(run: pathlib.Path, tmp_path: 
     assert tr.steps(tmp_path / "copy") == [0, 1, 2, 4]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_cp_repairs_and_brings_pins_and_metrics_along(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
     copy = tmp_path / "copy"
     assert treering("cp", run, copy).code == 0
@@ -211,6 +215,8 @@ def test_outputs_that_are_closed_or_have_another_encoding(run: pathlib.Path) -> 
     assert closed.returncode == 0 and closed.stderr == b""
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_du_counts_all_that_lies_there(run: pathlib.Path, treering: Any) -> None:
     """du counts every file of a run."""
     (run / "step-00000001" / "treering.json").unlink()
@@ -237,6 +243,8 @@ def test_numbers_are_never_cut(tmp_path: pathlib.Path, capsys: Any, monkeypatch:
     assert row.endswith("-9.2233720e+18") and len(row) <= 40 and "kernel  " in row and row.startswith("a/")
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_verify_reports_damage_and_steps_it_cannot_check(run: pathlib.Path, treering: Any) -> None:
     """verify reports damage also if it cannot check another step."""
     _of_a_later_release(run, 3, "version-2")

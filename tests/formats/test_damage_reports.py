@@ -382,6 +382,8 @@ def test_keys_of_a_database_of_levanter(tmp_path: Path, caplog: pytest.LogCaptur
         assert_same(tr.restore(path, at=leaf), LEAVES[leaf] + 1)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_an_array_of_levanter_of_which_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "step-1"
     files = save_levanter(path)

@@ -149,6 +149,8 @@ def refused() -> Any:
     return pytest.raises(UnsupportedError, match="upgrade treering")
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_it_is_never_passed_over(any_run: pathlib.Path) -> None:
     run = any_run
     before = listing(run)

@@ -115,6 +115,8 @@ def _native(path: Path, tree: Any) -> Path:
     return native
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_format_that_is_given_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`format=` overrides the recognized format, for files that look like another format."""
     file = tmp_path / "x"

@@ -257,6 +257,8 @@ def test_names_of_steps_and_the_item_without_a_name(tmp_path: Path, options: Any
     assert_same(tr.restore(tmp_path / names[1]), {"default": tree, "second": tree})
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_steps_that_were_never_finished(tmp_path: Path) -> None:
     with manager(tmp_path) as run:
         for step in (1, 2, 3, 4):

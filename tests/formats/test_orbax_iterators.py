@@ -234,6 +234,8 @@ report(expected)
     assert tr.open(tmp_path / "run")["data"] == [{"next_index": 3}, {"next_index": 5}]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("files", "problem"),
     [

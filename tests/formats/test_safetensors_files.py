@@ -518,6 +518,8 @@ def test_none_and_functions_are_left_out_in_one_line_of_the_log(
     assert eqx.tree_equal(tr.restore(tmp_path / "x.safetensors", {"layer": layer}), {"layer": layer})
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("format", [name for name in formats.names() if name not in ("npz", "tensorflow")])
 def test_no_format_refuses_a_tree_for_its_none(tmp_path: Path, format: str) -> None:
     layer = {"l": eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))}

@@ -193,6 +193,8 @@ def test_a_part_of_what_t5x_wrote(tmp_path: Path) -> None:
 # What T5X writes
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("kvstore", ["file", "gfile", "gcs"])
 @pytest.mark.parametrize("large", [4, 1 << 30])
 def test_a_model_folder(tmp_path: Path, kvstore: str, large: int) -> None:

@@ -165,6 +165,8 @@ _SPLITS: list[tuple[tuple[int, ...], list[Part]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize(("shape", "parts"), _SPLITS)
 @pytest.mark.parametrize("big", [False, True])
 def test_partitioned_variables(tmp_path: Path, shape: tuple[int, ...], parts: list[Part], big: bool) -> None:

@@ -223,6 +223,8 @@ def test_pieces_are_aligned_for_their_elements(tmp_path: pathlib.Path) -> None:
             assert begin % 64 == 0
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_headers_stay_below_the_limit_by_starting_another_file(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     plan = layout.plan
     monkeypatch.setattr(layout, "plan", lambda *args, **options: plan(*args, **options, header_limit=5000))

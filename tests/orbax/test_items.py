@@ -140,6 +140,8 @@ def test_a_target_says_the_kinds(tmp_path: Path, write: str) -> None:
     assert type(got["n"]) is float and got["n"] == 2.5 and got["i"] == 7
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_arrays_without_a_place_in_the_target_go_where_they_were(tmp_path: Path) -> None:
     placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     tree = {"a": jax.device_put(jnp.arange(8.0), placed)}

@@ -193,6 +193,8 @@ def test_an_abstract_tree_must_fit(tmp_path: Path) -> None:
         assert ocp.load(tmp_path / "a", wrong["shape"])["w"].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_the_abstract_leaf_chooses_the_kind_and_the_place(tmp_path: Path) -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x"))
     placed = jax.device_put(jnp.arange(4), sharding)
@@ -405,6 +407,8 @@ def test_checkpointables_of_ones_own(tmp_path: Path, write: str) -> None:
         assert ocp.load_checkpointables(tmp_path / "a", {"note": None}) == {"note": Note("hi")}
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_checkpointables_go_to_orbax_and_back(tmp_path: Path) -> None:
     given = {"model": tree(), "note": Note("hi"), "counter": Counter(5)}
     with registered(ocp, "note", write="orbax"):
@@ -459,6 +463,8 @@ def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
     assert counter.value == 5
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @WRITES
 def test_an_iterator_continues_where_it_was_saved(tmp_path: Path, write: str) -> None:
     import grain
@@ -503,6 +509,8 @@ def test_damaged_checkpointables_are_reported(tmp_path: Path, caplog: pytest.Log
 # A run
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_loop_saves_by_policies(tmp_path: Path) -> None:
     save = policies.AnySavePolicy([policies.FixedIntervalPolicy(2), policies.SpecificStepsPolicy([5])])
     keep = keeping.AnyPreservationPolicy([keeping.LatestN(2), keeping.CustomSteps([2])])
@@ -572,6 +580,8 @@ def test_background_saves_of_a_run(tmp_path: Path) -> None:
     assert again.latest is not None and again.latest.step == 9
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_load_waits_for_the_save_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, usual = threading.Event(), Disk.preallocate
 

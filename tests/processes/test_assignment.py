@@ -504,6 +504,8 @@ def part_of(name: str, file: PlannedFile, pieces: Sequence[Piece], arrays: Seque
     return Part(name, file.header, file.begins, data)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @settings(deadline=None, max_examples=60)
 @given(states(), st.data())
 def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data: st.DataObject) -> None:

@@ -155,6 +155,8 @@ def test_every_way_of_saying_where(everywhere: pathlib.Path, target: Place) -> N
             check({name: dict.fromkeys(some, shaped(VALUES[name], elsewhere)) for name in names})
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_restore_without_a_template_follows_sharding(everywhere: pathlib.Path) -> None:
     """Without a template, the arrays go where `sharding=` says."""
     where = Place((2, 4), P("y", "x")).sharding()

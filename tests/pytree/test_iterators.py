@@ -396,6 +396,8 @@ def test_a_large_state_comes_back_from_an_array_file(tmp_path: pathlib.Path) -> 
     assert repr(renamed.state) == repr(LARGE)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_what_shows_and_compares_large_states(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     tr.save(tmp_path / "c", {"data": Large(LARGE), "w": np.ones(3)})
     other = {**LARGE, "rng": np.array([0, 1, 2, 3, 5], np.int16)}

@@ -444,6 +444,8 @@ def test_a_dot_in_a_key_is_no_separator(tmp_path: Path) -> None:
     assert_survives(tmp_path, tree)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_tree_200_levels_deep(tmp_path: Path) -> None:
     tree: Any = {"w": np.ones(3), "n": 7}
     for level in range(200):
@@ -609,6 +611,8 @@ def test_a_resumed_train_step_is_not_traced_or_compiled_again(
     assert len(traces) == 1
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_weak_types_come_back_only_where_the_template_is_weak(tmp_path: Path) -> None:
     weak, strong = jnp.asarray(1.5), jnp.asarray(1.5, jnp.float32)
     assert weak.weak_type and not strong.weak_type

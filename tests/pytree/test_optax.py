@@ -164,6 +164,8 @@ def test_optax_other_chain_length_is_refused(tmp_path: Path) -> None:
         tr.restore(tmp_path / "a", like=optax.chain(optax.scale_by_adam(), optax.clip(1.0)).init(params()))
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_learning_rate_set_by_hand_is_never_rounded_unnoticed(tmp_path: Path) -> None:
     tx = TRANSFORMS["inject_hyperparams"]
     state, by_hand = tx.init(params()), tx.init(params())

@@ -68,6 +68,8 @@ def test_numpy_arrays_are_writable_and_the_file_never_changes(saved: Any, mmap: 
     assert not tr.restore(path)["x"].any()
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize("mmap", [None, False])
 def test_restored_arrays_outlive_their_checkpoint(saved: Any, tmp_path: pathlib.Path, mmap: bool | None) -> None:
     path = saved({"x": np.arange(1 << 20), "j": jnp.arange(1 << 20)})

@@ -45,6 +45,8 @@ def branch(run: pathlib.Path, step: int) -> float:
 # Rewinding
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_rewind_archives_later_steps(tmp_path: pathlib.Path) -> None:
     save_steps(tmp_path, range(1, 6))
     with tr.Checkpointer(tmp_path) as ckpts:

@@ -843,6 +843,8 @@ def test_local_directory_of_another_run_is_refused(local: str, tmp_path: pathlib
     assert tr.steps(local) == [1] and tr.steps(tmp_path / "other") == []
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_rewind_past_remote_steps_of_others_is_refused(local: str, tmp_path: pathlib.Path) -> None:
     """A rewind is refused if the remote tier has later steps of another library."""
     remote = str(tmp_path / "remote")
@@ -1000,6 +1002,8 @@ def test_a_save_does_not_wait_if_no_upload_frees_room(local: str, tmp_path: path
     assert tr.steps(tmp_path / "remote") == [1, 2]
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_save_waits_for_room_that_a_deletion_frees(local: str, use_disk: Any) -> None:
     """Without a local tier, old steps are deleted in the background while the next save is written."""
     use_disk(_SmallDisk(local, "create"))

@@ -482,6 +482,8 @@ def test_paths_in_use_are_refused(tmp_path: pathlib.Path) -> None:
     tr.save(tmp_path / "empty", {"x": np.ones(3)})
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_a_dangling_link_is_an_error_and_no_endless_loop(tmp_path: pathlib.Path) -> None:
     """A path through a dangling link raises an error and does not loop."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "c")

@@ -317,6 +317,8 @@ if INDEX == 2:
     assert_copied(tmp_path, "abcd", "step")
 
 
+@pytest.mark.long
+@pytest.mark.whole
 def test_fetched_bytes_are_verified(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A block that arrives damaged is fetched once more. Of a file that stays damaged nothing remains."""
     tr.save(tmp_path / "a", {"w": np.arange(3_000_000, dtype=np.float32)})
