@@ -106,7 +106,7 @@ _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
 
 
 _UNCHANGED = Counter(
-    stat=23, urandom=1, open=8, fsync=6, close=8, mkdir=1, flock=2, fstat=10, posix_fallocate=1, pwrite=3, ftruncate=2,
+    stat=23, urandom=1, open=8, fsync=7, close=8, mkdir=1, flock=2, fstat=10, posix_fallocate=1, pwrite=3, ftruncate=2,
     fchmod=2, link=2, unlink=1, listdir=2, preadv=1, getpid=1,
 )  # fmt: skip
 

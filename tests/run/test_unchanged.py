@@ -26,7 +26,7 @@ from treering._pytree import staged_supply
 from treering._pytree.staged_supply import StagedSupply
 from treering._run.retention import Retention
 from treering._run.tensorboard import TensorBoardScalars
-from treering._save import saved_arrays, unchanged
+from treering._save import save_reuse, saved_arrays, unchanged
 from treering.errors import MismatchError, NotFoundError, SaveError
 from treering.stores.posix import Disk
 
@@ -205,9 +205,7 @@ def test_a_disk_without_hard_links(
             pending = ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
             assert pending
             if damaged and step == 4:
-                with pytest.raises(
-                    SaveError, match=r"damaged.*this step is not saved; the next save writes all arrays"
-                ):
+                with pytest.raises(SaveError, match=r"damaged.*nothing is saved; the next save writes all arrays"):
                     pending.result()
             else:
                 assert not pending.result().shared_bytes
@@ -293,10 +291,8 @@ def test_two_networks_that_are_trained_in_turns(tmp_path: pathlib.Path) -> None:
             pending = ckpts.save(step, state)
             assert pending
             shared.append(pending.result().shared_bytes > 0)
-        known = ckpts._saver._unchanged
-        assert (
-            known and len(known.saved.files) <= 6 and max(len(one.versions) for one in known.saved.arrays.values()) <= 3
-        )
+        known = ckpts._saver._unchanged.state.saved
+        assert len(known.files) <= 6 and max(len(one.versions) for one in known.arrays.values()) <= 3
     assert all(shared[4:])
 
 
@@ -310,22 +306,22 @@ def test_few_names_of_files_are_known(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, keep: tr.keep.Policy | None
 ) -> None:
     """A run may have any number of steps. If it is unknown which of them stay, nothing is shared."""
-    monkeypatch.setattr(unchanged, "_MAX_BASES", 3)
+    monkeypatch.setattr(save_reuse, "_MAX_BASES", 3)
     run, state, shared = tmp_path / "run", {"frozen": _array(1)}, []
     with tr.Checkpointer(run, keep=keep) as ckpts:
         for step in range(1, 13):
             pending = ckpts.save(step, state)
             assert pending
             shared.append(pending.result().shared_bytes > 0)
-        known = ckpts._saver._unchanged
-        assert known and sum(map(len, known.saved.files.values())) <= 4
+        known = ckpts._saver._unchanged.state.saved
+        assert sum(map(len, known.files.values())) <= 4
     _check(run, dict.fromkeys(range(1, 13), state))
     assert shared == [False] * 2 + [keep is None] * 10
 
 
 def test_a_step_has_few_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more array freezes at each step. A file of its own for each would take all descriptors of the process."""
-    monkeypatch.setattr(unchanged, "_MAX_SHARED_FILES", 2)
+    monkeypatch.setattr(save_reuse, "_MAX_SHARED_FILES", 2)
     run, state = tmp_path / "run", [_array(n) for n in range(8)]
     with tr.Checkpointer(run, keep=tr.keep.last(3)) as ckpts:
         for step in range(1, 16):
@@ -479,7 +475,7 @@ with tr.Checkpointer(run) as ckpts:
     for step in range(1, 8):
         tree = {"mine": mine, "trained": put(np.full(600_000, step, np.float32))}
         nbytes = ckpts.save(step, tree).result().shared_bytes
-    known = len(ckpts._saver._unchanged.saved.files)
+    known = len(ckpts._saver._unchanged.state.saved.files)
 report([shared, right, nbytes, known])
 """
 
@@ -595,3 +591,62 @@ def test_a_save_with_the_files_of_another_checkpoint(tmp_path: pathlib.Path, cap
     with pytest.raises(MismatchError, match="leave out base= or save the tree as it is"):
         tr.save(tmp_path / "new", tree, base=tmp_path / "again", rules=[tr.rules.rename("w", "v")])
     assert not (tmp_path / "new").exists()
+
+
+class _BadSector(Disk):
+    """Cannot read the arrays in the files of the first job."""
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "arrays-" in path and any(f"step-{n:08}" in path for n in range(6)) and offset >= 4096:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().read(fd, into, offset)
+
+
+def test_what_a_job_cannot_share_with_the_one_before(
+    tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files with bad sectors are not shared, nor are more files than a process should open. The save succeeds."""
+    tree = {"frozen": jnp.arange(700_000, dtype=jnp.float32), "n": jnp.ones(400_000)}
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(6):
+            ckpts.save(step, {**tree, "n": tree["n"] * step})
+    use_disk(_BadSector())
+    for step, limit in ((6, 64), (7, 0)):
+        monkeypatch.setattr(save_reuse, "_MAX_SHARED_FILES", limit)
+        with tr.Checkpointer(tmp_path / "run") as ckpts:
+            pending = ckpts.save(step, tree)
+            assert pending and not pending.result().shared_bytes
+    assert "not shared, and its arrays are written again" in caplog.text
+    assert np.array_equal(tr.restore(tmp_path / "run")["frozen"], tree["frozen"])
+
+
+def test_a_step_is_deleted_right_before_it_is_shared(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The bytes are copied from the open file, and later saves share again."""
+
+    class Deleting(Disk):
+        left = 1
+
+        def hard_link(self, old: str, new: str) -> bool:
+            if "arrays-" in old and self.left:
+                self.left = 0
+                shutil.rmtree(os.path.dirname(old))
+            return super().hard_link(old, new)
+
+    use_disk(Deleting())
+    run, frozen, shared = tmp_path / "run", _array(1), []
+    with tr.Checkpointer(run) as ckpts:
+        for step in range(1, 9):
+            pending = ckpts.save(step, {"frozen": frozen, "n": step})
+            assert pending
+            shared.append(pending.result().shared_bytes > 0)
+    assert shared == [False] * 3 + [True] * 5
+    assert tr.verify(run).ok and np.array_equal(tr.restore(run, step=3)["frozen"], frozen)
+
+
+def test_a_base_on_an_accelerator(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies fit the memory limit, so they can be compared."""
+    accelerator.install(monkeypatch)
+    tree = {"w": jnp.arange(600_000)}
+    tr.save(tmp_path / "base", tree)
+    assert tr.save(tmp_path / "again", tree, base=tmp_path / "base").shared_bytes

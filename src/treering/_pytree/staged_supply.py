@@ -120,8 +120,12 @@ class StagedSupply:
 
     @property
     def is_limited(self) -> bool:
-        """True if shards wait for memory. Then writers must take them in order, and release one before the next."""
-        return self._copies and not (self._limit is None and self._memory_ok is None)
+        """True if shards may wait for memory. Then writers must take them in order, and release one before the next.
+
+        It may be asked when `peek` may be called.
+        """
+        has_limit = self._limit is not None or self._memory_ok is not None
+        return self._copies and has_limit and self._staged_count < len(self.shards)
 
     def plan_reads(self, order: Sequence[int], nbytes: Sequence[int]) -> None:
         """Sets which shards the writers will take, in order, and how many bytes of each.

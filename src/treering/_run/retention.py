@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from .._core.leaf_paths import closest, join_names
 from .._core.values import decode_float
 from .._save.pending import PendingSave, SaveReport
-from .._save.unchanged import Bases
+from .._save.save_reuse import Bases
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal, summary

@@ -27,8 +27,8 @@ def adopt(
     entries: Sequence[Entry],
     pieces: Sequence[Piece],
     large: Sequence[LargeArray],
-    index: int = 0,
-    count: int = 1,
+    index: int,
+    count: int,
 ) -> dict[int, int]:
     """Notes the files of committed steps, as if this job had saved them.
 
@@ -76,11 +76,11 @@ def _open_files(store: Store, path: str, index: int, count: int) -> list[tuple[S
     found: list[tuple[SavedFile, dict[str, tuple[int, int]]]] = []
     for listed in files:
         number = listed.name.partition("-of-")[0].rpartition("-")[2]
-        if not number.isdigit() or int(number) % count != index:
+        if not number.isdecimal() or int(number) % count != index:
             continue
-        there = version(store, path, listed)
+        own_version = version(store, path, listed)
         file = ArrayFile(store, path, listed)
         file.close()
         tensors = {key: tensor.data_offsets for key, tensor in file.header.tensors.items()}
-        found.append((SavedFile(path, listed, there, len(tensors), file.header.checksums, False), tensors))
+        found.append((SavedFile(path, listed, own_version, len(tensors), file.header.checksums, False), tensors))
     return found

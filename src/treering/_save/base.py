@@ -9,8 +9,9 @@ from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
 from ..formats.treering import summary
 from .contents import Contents, Unchanged
+from .save_reuse import Bases
 from .save_target import SaveTarget
-from .unchanged import Bases, UnchangedArrays
+from .unchanged import UnchangedArrays
 
 _log = logging.getLogger("treering")
 

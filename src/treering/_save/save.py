@@ -82,8 +82,8 @@ def save(
     rules: changes of names, shapes and values, see `treering.rules`.
     dtype: the dtype to which floating-point arrays are cast.
     base: a native checkpoint, or its path, on the same disk. Its array files whose bytes the new checkpoint has too get
-        another name there (a hard link), and are not written. Each checkpoint stays complete by itself, but damage to a
-        shared file damages both.
+        another name there (a hard link), and are not written. At least one array must have a megabyte, and the copies
+        must fit the memory limit. Each checkpoint is complete, but damage to a shared file damages both.
     processes: with several processes (`jax.distributed`), every process makes the call and writes its part. "this"
         saves what this process has, as if it had no peers. Some saves only one process can write: formats of one file,
         rules that need parts of several processes, other formats in a bucket. All processes then save the tree next to

@@ -28,7 +28,7 @@ class LargeArray(NamedTuple):
 class SavedPart(NamedTuple):
     """The part of an array that one file has.
 
-    checksums: those of the file of the last save, or of an earlier one with the same array.
+    checksums: those of the file that has this part, of the last save or an earlier one with the same array.
     span: the first and the end of its bytes in the buffer of that file; None if they are not successive.
     """
 
@@ -154,7 +154,7 @@ class SavedArrays:
             elif before:
                 equal = True if is_reused else before.is_equal(parts)
                 equal_times = 0 if equal is False else before.equal_times + bool(equal)
-            if before and is_reused:  # It need not have the layout of the last one.
+            if before and is_reused:  # A reused file may have another layout than the last one.
                 parts = before.parts
             arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, parts)
         self.arrays = arrays

@@ -7,94 +7,42 @@ of their own, and the writers compare the checksums of all blocks with those of 
 
 Damage to one file must not cost all steps. So a save shares no file with the newest step that stays together with the
 new one: two copies take turns. If no other step stays, it shares none: damage to the only file would pass from step to
-step. Unchanged arrays get files of their own when it is known that they are. So a loop writes them three times, or four
-times if they are new objects.
+step. Once an array is known to be unchanged, Treering writes it to a file of its own. So a loop writes it three times,
+or four times if it is a new object each time.
 
 A bucket has no links, but its server copies objects. A copy is independent of its source, so it may come from the last
 step. Unchanged arrays get objects of their own too, and each object whose checksums are those of one of the last step
-is copied. So its steps are not chosen beforehand: if an object of the last step is gone, the bytes are uploaded.
+is copied. So no step is chosen beforehand: if the object of the last step is gone, the process uploads the bytes.
 
 Each process knows the arrays that it writes. Process 0 knows the steps.
 """
 
-import itertools
-import logging
-import os
-import posixpath
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
-from .._core.entries import ArrayEntry, Entry
-from .._processes.assignment import Piece
 from .._pytree.leaves import LocalShard
-from ..formats.treering import layout, manifest
 from ..formats.treering import write as native
-from ..formats.treering.layout import PlannedFile
-from ..formats.treering.manifest_fields import File
-from ..formats.treering.shared_files import (
-    Chosen,
-    SavedFile,
-    SharedFile,
-    WrittenFile,
-    content,
-    hold,
-    is_damaged,
-    version,
-)  # fmt: skip
-from ..stores.store import FinishedFile
 from . import pending, saved_arrays
-from .adopted import adopt
 from .contents import Contents, Unchanged
+from .save_reuse import Bases, RunState, SaveReuse
 from .save_target import SaveTarget
-from .saved_arrays import LargeArray, SavedArrays
-
-_log = logging.getLogger("treering")
-_MAX_SHARED_FILES = 64  # of a save, which has two descriptors of each; the arrays of the others get one file together
-_MAX_BASES = 100  # steps; the processes know files by the newest ones
-_NO_BASES = ((), None, ())
-# Arrays of one age get a file together: new ones have the age 0, the same objects 1 or 2, and new objects that probably
-# have the values of the ones before a greater age.
-_AGES_OF_OBJECTS = 2
-_MAX_ADOPTED = 3  # steps of earlier jobs; their headers are read
-
-
-class Bases(NamedTuple):
-    """The steps whose files a save may share.
-
-    paths: of the steps, the newest first.
-    newest_kept: the path of the newest step that stays when retention has followed the save; None if all go.
-    committed: the paths of all committed steps, in order. The others have no files any more.
-    """
-
-    paths: Sequence[str]
-    newest_kept: str | None
-    committed: Collection[str]
 
 
 class UnchangedArrays:
-    """The arrays that this process has saved in one run.
-
-    bases: returns the steps whose files a save of so many bytes may share, or None if they cannot be found. A
-        process that saves alone calls it only if an array has not changed.
-    """
+    """The arrays that this process has saved in one run. For `bases` see `RunState`."""
 
     def __init__(self, bases: Callable[[native.Info, int], Bases | None]):
-        self.bases = bases
-        self.saved = SavedArrays()
-        self.is_new = True  # until the first save
-        self.is_sharing = False  # True from the plan of a save that shares files until its commit
-        self.can_share = True  # False once a file had to be copied
-        self.last_files: Mapping[tuple[int, int, str], SavedFile] = {}  # those of the last step in a bucket
+        self.state = RunState(bases)
         self._last_shards: tuple[Any, Mapping[int, bool]] = (None, {})  # and the large leaves among them
 
     def of_save(self, target: SaveTarget, contents: Contents) -> Contents:
         """Returns the contents of a save together with what it may reuse. Called in the caller's thread."""
         if not isinstance(contents, Unchanged) or target.options.hosts:
             return contents
-        if target.store.sharing is None or not self.can_share:
+        if target.store.sharing is None or not self.state.can_share:
             return contents
         shards = contents.described.shards
         if shards is not self._last_shards[0]:
@@ -105,163 +53,17 @@ class UnchangedArrays:
             return contents
         objects = {n: weakref.ref(array) for n in large if isinstance(array := contents.leaves[n], jax.Array)}
         deferred: set[int] = set()
-        # While another save is under way, the caller would wait for it.
+        # While another save is under way, the caller would wait for it, because the plan comes after it.
         shares = target.store.sharing == "links"
         if shares and True in large.values() and ((last := pending.newest_save_finished) is None or last.is_set()):
-            seen = [one.array() for one in self.saved.arrays.values() if one.array and one.times > 1]
+            seen = [one.array() for one in self.state.saved.arrays.values() if one.array and one.times > 1]
             alive = {id(array): array for array in seen if array is not None}
             # The processes compare the other leaves before the plan.
             able = objects if alone else contents.described.catalogue.global_leaves
             deferred = {n for n, array in objects.items() if large[n] and n in able and id(array()) in alive}
         return contents._replace(
-            reuse=_SaveReuse(self, target, contents.described.catalogue.entries, objects, deferred)
+            reuse=SaveReuse(self.state, target, contents.described.catalogue.entries, objects, deferred)
         )
-
-
-class _SaveReuse:
-    """What one save may reuse; see `formats.treering.shared_files.Reuse`."""
-
-    def __init__(
-        self,
-        run: UnchangedArrays,
-        target: SaveTarget,
-        entries: Sequence[Entry],
-        objects: Mapping[int, "weakref.ref[Any]"],
-        deferred: Collection[int],
-    ):
-        self.deferred = deferred
-        self._run, self._target, self._entries, self._objects = run, target, entries, objects
-        self._large: Sequence[LargeArray] = ()
-        self._unchanged: Collection[int] = ()  # leaves
-        self._usable: dict[Hashable, SavedFile] = {}  # the newest file of each version that may be shared
-
-    def find_bases(self) -> Any:
-        run = self._run
-        if self._target.store.sharing == "copies":
-            return None
-        # Process 0 does not know the arrays of its peers, nor those of jobs before.
-        knows_all = self._target.call.count == 1 and not run.is_new
-        if knows_all and not any(one.times > 1 or one.equal_times for one in run.saved.arrays.values()):
-            return None
-        nbytes = sum(entry.nbytes for entry in self._entries if isinstance(entry, ArrayEntry))
-        bases = run.bases(self._target.info, nbytes)
-        if bases is None:
-            return _NO_BASES
-        newest_kept = bases.newest_kept and _to_json(bases.newest_kept)
-        committed = list(bases.committed)[-_MAX_BASES:]
-        return [list(map(_to_json, bases.paths[:_MAX_BASES])), newest_kept, list(map(_to_json, committed))]
-
-    def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece], *, by_shard: bool) -> Chosen | None:
-        run = self._run
-        if run.is_sharing:  # The last save has failed, perhaps because of these files.
-            run.saved.forget()
-        if bases is None and self._target.call.count > 1:
-            bases = _NO_BASES  # Process 0 shares no files.
-        self._large = run.saved.large_arrays(entries, pieces)
-        unchanged: dict[int, LargeArray] = {}
-        ages: dict[int, int] = {}  # of the pieces that are not new, by their numbers; those of one age get a file
-        is_new, run.is_new = run.is_new, False
-        if is_new and bases is not None:
-            call, paths = self._target.call, list(map(_from_json, bases[0][:_MAX_ADOPTED]))
-            found = adopt(run.saved, self._target.store, paths, entries, pieces, self._large, call.index, call.count)
-            ages = {n: _AGES_OF_OBJECTS + 1 + file for n, file in found.items()}
-        if bases is not None:
-            self._find_usable(*bases)
-        for one in () if is_new else self._large:
-            if (saved := run.saved.arrays.get(one.tensor)) is None:
-                continue
-            array = (ref := self._objects.get(one.leaf)) and ref()
-            if array is not None and saved.array and saved.array() is array:
-                unchanged[one.leaf] = one
-                ages.update(dict.fromkeys(one.numbers, min(saved.times, 2)))
-            elif saved.equal_times:
-                ages.update(dict.fromkeys(one.numbers, _AGES_OF_OBJECTS + min(saved.equal_times, 2)))
-        self._unchanged = unchanged.keys()
-        if not ages:
-            return None
-        shared = self._share(unchanged.values())
-        run.is_sharing = bool(shared)
-        in_files = {n for one in shared for n in one.numbers}
-        left = [n for n in range(len(pieces)) if n not in in_files]
-        order = sorted(left, key=lambda n: pieces[n].shard if by_shard else -ages.get(n, 0))
-        groups = [len(list(group)) for _, group in itertools.groupby(order, lambda n: ages.get(n, 0))]
-        if by_shard and len(groups) > _MAX_SHARED_FILES:
-            groups = [len(order)]
-            _log.info("%s: all arrays are written at each step, because memory is short", self._target.path)
-        # In the order of shards, nothing is compared, because a comparison takes shards twice.
-        likely = 0 if by_shard else sum(ages.get(n, 0) > _AGES_OF_OBJECTS for n in order)
-        return Chosen(shared, order, groups, likely)
-
-    def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> SharedFile | None:
-        for saved in self._usable.values():
-            listed = saved.listed
-            if (listed.header, listed.size) != (len(plan.header), len(plan.header) + plan.nbytes):
-                continue
-            if manifest.xxh3(layout.fill_checksums(plan.header, saved.checksums)) != listed.xxh3:
-                continue
-            if held := hold(self._target.store, saved):
-                self._run.is_sharing = True
-                return SharedFile(saved, held, numbers)
-        return None
-
-    def same_content(self, listed: File, checksums: str) -> FinishedFile | None:
-        saved = self._run.last_files.get(content(listed))
-        if saved is None or saved.checksums != checksums:
-            return None
-        return FinishedFile(posixpath.join(saved.path, saved.listed.name), saved.version)
-
-    def committed(self, files: Sequence[WrittenFile]) -> None:
-        run, path = self._run, self._target.path
-        run.is_sharing = False
-        if any(one.is_reused and not one.shared_bytes for one in files):
-            run.can_share = False
-            _log.info("%s: unchanged arrays are written at each step, because sharing a file failed", path)
-        try:
-            if self._target.store.sharing == "copies":
-                saved = [SavedFile(path, one.listed, one.version, len(one.numbers), one.checksums) for one in files]
-                run.last_files = {file.content: file for file in saved if file.version is not None}
-                versions: Sequence[Hashable] = [None] * len(files)
-            else:
-                versions = [version(self._target.store, path, one.listed) for one in files]
-            noted = list(zip(files, versions, strict=True))
-            run.saved.note(path, noted, self._large, self._objects, self._unchanged)
-        except Exception as error:  # The step is committed, so no error may fail the save. Its files are unknown.
-            run.saved.forget()
-            _log.info("%s: the next save writes all arrays: %s", path, error)
-
-    def _find_usable(self, paths: Sequence[str], newest_kept: str | None, committed: Sequence[str]) -> None:
-        saved, kept = self._run.saved, newest_kept and _from_json(newest_kept)
-        saved.forget_files({kept, *map(_from_json, committed)})
-        if kept is None:
-            return
-        newest_first = list(map(_from_json, paths))
-        free = {own: of for own, of in saved.files.items() if kept not in of}
-        for path in newest_first:
-            for own, of in free.items():
-                if path in of:
-                    self._usable.setdefault(own, of[path])
-
-    def _share(self, unchanged: Collection[LargeArray]) -> list[SharedFile]:
-        """Opens the files that the save shares, because all of their arrays are the same objects as before.
-
-        Leaves out those that also have other arrays: another reader of safetensors could take these for the new ones.
-        """
-        chosen: dict[Hashable, list[int]] = {}
-        for one in unchanged:
-            versions = self._run.saved.arrays[one.tensor].versions
-            newest = next((own for own in self._usable if own in versions), None)
-            if newest is not None:
-                chosen.setdefault(newest, []).extend(one.numbers)
-        fitting = [own for own, numbers in chosen.items() if len(numbers) == self._usable[own].pieces]
-        shared: list[SharedFile] = []
-        for own in sorted(fitting, key=lambda own: -self._usable[own].listed.size)[:_MAX_SHARED_FILES]:
-            saved = self._usable[own]
-            held = hold(self._target.store, saved)
-            if held and (saved.is_own or not is_damaged(held)):
-                shared.append(SharedFile(saved, held, chosen[own]))
-            else:
-                del self._usable[own], self._run.saved.files[own]
-        return shared
 
 
 def _large_leaves(shards: Sequence[LocalShard]) -> dict[int, bool]:
@@ -271,12 +73,3 @@ def _large_leaves(shards: Sequence[LocalShard]) -> dict[int, bool]:
         nbytes[shard.leaf] = nbytes.get(shard.leaf, 0) + shard.nbytes
     copied = {shard.leaf for shard in shards if shard.needs_copy}
     return {leaf: leaf in copied for leaf, own in nbytes.items() if own >= saved_arrays.MIN_BYTES}
-
-
-def _to_json(path: str) -> str:
-    """Paths need not be valid Unicode."""
-    return os.fsencode(path).decode("latin-1")
-
-
-def _from_json(path: str) -> str:
-    return os.fsdecode(path.encode("latin-1"))

@@ -34,7 +34,7 @@ class FileSink:
 
     @classmethod
     def linked(cls, disk: Disk, path: str) -> "FileSink":
-        """Opens a finished file that was just given the name `path`.
+        """Opens a finished file that was just given the name `path`, and syncs it: any program may have written it.
 
         It is not locked: its other names belong to checkpoints, whose files no process locks.
         """
@@ -42,6 +42,7 @@ class FileSink:
         sink.path, sink._disk = path, disk
         try:
             sink._fd = disk.open(path)
+            disk.sync(sink._fd)
         except BaseException:
             with contextlib.suppress(OSError):
                 disk.unlink(path)

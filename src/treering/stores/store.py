@@ -44,7 +44,7 @@ class FinishedFile(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The answer of a store to a finished file: its version, and True if the store made it from another file."""
+    """The report of a store about a finished file: its version, and True if the store made it from another file."""
 
     version: Hashable
     is_copy: bool
@@ -246,8 +246,7 @@ class Store(Protocol):
         """The way to give a file the bytes of another one without writing them; None if there is none.
 
         "links": by `share`, at least on some disks. Both files have the same bytes on the disk, so damage to them
-            damages both.
-        "copies": by `Sink.finish`. The server copies the bytes, so the files are independent.
+        damages both. "copies": by `Sink.finish`. The server copies the bytes, so the files are independent.
         """
         ...
 

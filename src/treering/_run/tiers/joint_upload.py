@@ -1,6 +1,5 @@
 """One step is uploaded from the disks of all hosts: each sends its own array files, and process 0 commits."""
 
-import os
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from ...formats.treering import host_files
 from ...formats.treering.copy import copy_files
 from ...formats.treering.manifest_fields import File
 from ...formats.treering.save_files import SaveFiles
+from ...stores import json_paths
 from ...stores.nearest_copy import HeldFile
 from .exchange import Exchange
 from .local_tier import LocalTier
@@ -38,7 +38,7 @@ class JointUpload:
         on_progress: Callable[[int], None],
         commit: Callable[[], None],
     ) -> None:
-        made = None if files is None else [os.fsencode(folder).decode("latin-1") for folder in files.made]
+        made = None if files is None else list(map(json_paths.to_json, files.made))
         self._call.broadcast(lambda: [self._name, self._to, token, made])
         missing: list[str] = []
 
@@ -109,7 +109,7 @@ def take_part(
         if local is not None:
             try:
                 if made is not None:
-                    made = [os.fsdecode(folder.encode("latin-1")) for folder in made]
+                    made = list(map(json_paths.from_json, made))
                     files = SaveFiles.join(stores.get(to), to, token, made, timeout=call.timeout, check=call.check)
                 _copy(local, exchange, name, mine, files, lambda nbytes: on_progress(nbytes, look))
             except (TreeringError, OSError) as error:

@@ -23,11 +23,11 @@ def has_same_bytes(
 
     Stops at the first block that differs.
 
-    If they have, the staged bytes are released, because they need not be written.
+    Releases the staged bytes of an equal file, because they need not be written.
 
     pieces: those that `file.first` counts.
     """
-    if not isinstance(staging, StagedSupply) or staging.is_limited:
+    if not isinstance(staging, StagedSupply):
         return False
     checksums = shared.saved.checksums
     own = pieces[file.first : file.first + len(file.begins)]
@@ -51,6 +51,7 @@ def has_same_bytes(
     pool.run(work)
     if differs.is_set() or (not shared.saved.is_own and is_damaged(shared.held)):
         return False
+    staging.on_progress(file.nbytes)
     staging.release_bytes([piece.shard for piece in own], [piece.nbytes for piece in own])
     return True
 

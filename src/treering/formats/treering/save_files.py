@@ -99,10 +99,10 @@ class SaveFiles:
         why = LOCK_ADVICE if self.store.has_locks else "stop other jobs that write there, then save again"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
 
-    def share(self, name: str, old: str, version: Hashable) -> bool:
+    def share(self, name: str, old: str, version: Hashable) -> bool | None:
         """Creates a file of this save that shares its bytes with the finished file `old`.
 
-        Returns False if the disk cannot do that, or if that file has not this version (see `Stat`) any more.
+        Returns False if that file has not this version (see `Stat`) any more, and None if the disk cannot do it.
         """
         path = posixpath.join(self.path, name)
         try:
@@ -110,7 +110,7 @@ class SaveFiles:
         except FileNotFoundError:  # It was deleted. If this directory was, `create` raises the same.
             return False
         if sink is None:
-            return False
+            return None
         self._sinks[path] = sink
         found = self.store.stat(path)
         if found is None or found.version != version:

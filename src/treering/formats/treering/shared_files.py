@@ -84,6 +84,7 @@ class WrittenFile(NamedTuple):
     begins: Sequence[int]
     checksums: str
     shared_bytes: int = 0
+    link_refused: bool = False
     version: Hashable | None = None
 
     @property
@@ -121,9 +122,9 @@ class Reuse(Protocol):
         ...
 
     def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece], *, by_shard: bool) -> Chosen | None:
-        """Chooses the files of this process. Returns None if all arrays have changed.
+        """Chooses the files of this process. Returns None if no array is known to be unchanged.
 
-        by_shard: True if the pieces must be written in the order of their shards.
+        by_shard: True if the writers must take the shards in order, because memory is limited.
         """
         ...
 
@@ -159,7 +160,7 @@ def is_damaged(file: ArrayFile) -> bool:
         if not (bad := file.bad_blocks([(0, file.size - file.header.size)])):
             return False
         problem = f"block {bad[0]} is damaged"
-    except OSError as error:
+    except (CorruptError, OSError) as error:
         problem = str(error)
     file.close()
     _log.warning("%s: not shared, and its arrays are written again: %s", file.path, problem)
@@ -193,11 +194,15 @@ def share(files: SaveFiles, name: str, shared: SharedFile, room: Room) -> Writte
     old = posixpath.join(saved.path, saved.listed.name)
     link = functools.partial(files.share, name, old, saved.version)
     is_shared = room.retry(posixpath.join(files.path, name), 0, link)
-    if not is_shared:
+    if is_shared is None:
         _log.warning("%s: copied to %s, because it got no second name (hard link) there", old, files.path)
+    elif not is_shared:
+        _log.info("%s: copied to %s, because it was deleted or replaced just now", old, files.path)
+    if not is_shared:
         _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
     held.close()  # Retention may delete the step that it was opened in.
-    return WrittenFile(listed, numbers, (), saved.checksums, listed.size if is_shared else 0)
+    nbytes = listed.size if is_shared else 0
+    return WrittenFile(listed, numbers, (), saved.checksums, shared_bytes=nbytes, link_refused=is_shared is None)
 
 
 def _copy(sink: PatientSink, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:
@@ -206,5 +211,5 @@ def _copy(sink: PatientSink, listed: File, contents: Iterable[tuple[int, memoryv
         for offset, buffer in contents:
             sink.write(buffer, offset)
     except CorruptError as error:
-        raise SaveError(f"{error}; this step is not saved; the next save writes all arrays") from error
+        raise SaveError(f"{error}; nothing is saved; the next save writes all arrays (leave out base=)") from error
     sink.finish(listed.size, read_only=True)

@@ -5,7 +5,6 @@ import datetime
 import functools
 import itertools
 import logging
-import os
 import posixpath
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from ..._pytree.leaves import Catalogue
 from ..._threads.pool import ThreadPool
 from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
+from ...stores import json_paths
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
 from . import host_files, layout, manifest, second_copies
@@ -87,7 +87,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         nonlocal files
         files = room.retry(job.path, 0, lambda: Transaction(store, job.path, overwrite=job.overwrite))
         files.retry_when_full = room.retry
-        made = [os.fsencode(directory).decode("latin-1") for directory in files.made]
+        made = list(map(json_paths.to_json, files.made))
         return [files.token, made, job.reuse and job.reuse.find_bases()]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
@@ -114,7 +114,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         if files is None and job.hosts:
             files = room.retry(job.path, 0, lambda: SaveFiles.join_per_host(store, job.path, token))
         elif files is None:
-            made = [os.fsdecode(directory.encode("latin-1")) for directory in made]
+            made = list(map(json_paths.from_json, made))
             files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
             entries, shares, most = job.catalogue.entries, job.shares, store.object_bytes
@@ -133,16 +133,18 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         call.set_activity("writing")
         stopwatch.begin()
         written = [share(files, name, one, room) for name, one in zip(names, plan.shared, strict=False)]
-        stopwatch.lap("write")
+        staging.on_progress(sum(one.listed.size - one.listed.header for one in written))
         sinks: dict[str, PatientSink] = {}
         for name, file in zip(names[len(plan.shared) :], plan.files, strict=True):
             if same := _same_file(job.reuse, plan, file, staging, pool):
                 written.append(share(files, name, same, room))
                 continue
+            stopwatch.lap("write")
             sink = sinks[name] = PatientSink(room, files, name)
-            find_same = job.reuse and job.reuse.same_content
+            find_same = job.reuse.same_content if job.reuse else None
             listed, checksums = write_file(sink, name, file, plan.to_write, staging, pool, stopwatch, find_same)
             written.append(WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums))
+        stopwatch.lap("write")
         copied: list[File] = []
         for copy in copies:
             sink = second_copies.LenientSink(files, copy.name)

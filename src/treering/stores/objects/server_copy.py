@@ -11,7 +11,7 @@ _log = logging.getLogger("treering")
 def copy_version(bucket: Bucket, source: ObjectMeta, key: str) -> Version | None:
     """Copies an object of a known size and version to another key. Returns the version of the copy.
 
-    Returns None if the bytes must be uploaded: the object is gone or another one, or the server refuses. Then the key
+    Returns None if the bytes must be uploaded: the object is gone or was replaced, or the server refuses. Then the key
     may have any object, or none. Once the server has refused, this process copies nothing more in the bucket.
 
     obstore cannot make a copy conditional. So the ETags are compared: if the copy has that of the object, the bytes are
@@ -23,7 +23,7 @@ def copy_version(bucket: Bucket, source: ObjectMeta, key: str) -> Version | None
     try:
         bucket.copy(source.key, key)
         made = bucket.head(key)
-        if made and made.nbytes == source.nbytes and (made.version[0] == tag or _is_there(bucket, source)):
+        if made and made.nbytes == source.nbytes and (made.version[0] == tag or _is_unchanged(bucket, source)):
             return made.version
         problem = "it was replaced, or the copy has another size"
     except FileNotFoundError:
@@ -37,6 +37,6 @@ def copy_version(bucket: Bucket, source: ObjectMeta, key: str) -> Version | None
     return None
 
 
-def _is_there(bucket: Bucket, expected: ObjectMeta) -> bool:
+def _is_unchanged(bucket: Bucket, expected: ObjectMeta) -> bool:
     found = bucket.head(expected.key)
     return found is not None and found.is_same(expected)
