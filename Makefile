@@ -38,7 +38,7 @@ thorough: $(VENV)/test
 	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
 
 quick: $(VENV)/test
-	$(RUN) -m pytest -m "not slow and not long" -n 2
+	TEST_QUICK=1 $(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 faults-disk: $(VENV)/test

@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(durations)
 
 
+_MANY_CASES = 8
 _MARKS = {
     "test_any_size_is_copied_in_bounded_memory": ("slow", "rare"),  # 256 MiB through a format
     "test_of_many_writers_one_wins": ("long",),
@@ -54,6 +55,16 @@ _MARKS = {
 
 def _is(item: pytest.Item, *marks: str) -> bool:
     return any(item.get_closest_marker(mark) for mark in marks)
+
+
+def _left_out_of_quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yields every second case of the tests with many, others for each commit."""
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for test, own in cases.items():
+        if len(own) >= _MANY_CASES:
+            yield from own[sampling.parity(test) :: 2]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -76,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         }
         for test, own in cases.items():
             left_out.update(set(own) - {own[n] for n in sampling.long_cases(test, len(own))})
+        if os.environ.get("TEST_QUICK"):
+            left_out.update(_left_out_of_quick(items))
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent != pathlib.Path(__file__).parent)
     if os.environ.get("TEST_SHUFFLE"):

@@ -55,6 +55,11 @@ def long_cases(test: str, count: int) -> range:
     return range(_hash(test + SEED) % step, count, step)
 
 
+def parity(test: str) -> int:
+    """Returns 0 or 1: the first of every second case of a test that `make quick` leaves out."""
+    return _hash(test + SEED) % 2
+
+
 def is_sampled(test: str) -> bool:
     """Returns True if a rare test is tried."""
     return _hash(SEED + test) % _LONG_STRIDE == 0

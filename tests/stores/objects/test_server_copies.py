@@ -27,6 +27,7 @@ from treering.errors import TreeringError
 from treering.stores.memory import MemoryStore
 from treering.stores.objects.store import ObjectStore
 
+pytestmark = [pytest.mark.long, pytest.mark.whole]
 _MIB = 1 << 20
 _LARGE = np.random.default_rng(0).normal(size=3 * _MIB // 4 + 100_000).astype(np.float32)  # 3.4 MB, four objects
 _CLIENTS = {"s3_server": s3.client, "gcs_server": gcs.client, "azure_server": azurite.client}
