@@ -58,7 +58,7 @@ def adopt(
                     spans = [places[n] for n in one.numbers]
                     is_run = all(end == begin for (_, end), (begin, _) in itertools.pairwise(spans))
                     part = SavedPart(file.checksums, (spans[0][0], spans[-1][1]) if is_run else None)
-                    arrays[one.tensor] = SavedArray(None, frozenset([file.version]), 0, 1, [part])
+                    arrays[one.tensor] = SavedArray(None, frozenset(), 0, 1, [part])
     saved.arrays = arrays
     return found
 

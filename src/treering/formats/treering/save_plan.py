@@ -1,9 +1,10 @@
 """Plans the array files of a save: the files that it shares with earlier steps, and those that it writes."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..._core.boxes import Box
 from ..._core.entries import Entry
 from ..._processes import assignment
 from ..._processes.assignment import Assignment, Piece
@@ -82,10 +83,8 @@ def plan_save(
     return SavePlan(chosen.shared, files, to_write, in_order, [*shared, *chosen.order], chosen.likely, True)
 
 
-def files_in_order(
-    sizes: assignment.Sizes, runs: Sequence[tuple[int, int]] | None
-) -> "itertools.chain[tuple[int, Any]] | list[tuple[int, Any]]":
-    """Returns the leaf and the box of the pieces of a process in the order of its files; see `SavePlan.runs`."""
+def in_order_of_files(sizes: assignment.Sizes, runs: Sequence[tuple[int, int]] | None) -> Iterable[tuple[int, Box]]:
+    """Returns the leaf and the box of each piece of a process, in the order of its files; see `SavePlan.runs`."""
     found = [(leaf, box) for leaf, box, _ in sizes]
     return found if runs is None else itertools.chain(*(found[first:end] for first, end in runs))
 

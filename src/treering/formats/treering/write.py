@@ -33,7 +33,7 @@ from .manifest_fields import File, Layout, Manifest, Placement
 from .room import PatientSink, Room, RoomMaker
 from .same_bytes import has_same_bytes
 from .save_files import SaveFiles
-from .save_plan import SavePlan, files_in_order, plan_save
+from .save_plan import SavePlan, in_order_of_files, plan_save
 from .second_copies import PlannedCopy
 from .shared_files import Reuse, SharedFile, WrittenFile, share, with_answer
 from .stopwatch import Stopwatch
@@ -213,7 +213,7 @@ def _manifest(
     def order(process: int) -> Iterable[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return files_in_order(assignment.piece_sizes(entries, everyone, process), runs[process])
+        return in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
 
     with gc_paused():
         by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
