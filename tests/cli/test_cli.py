@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -126,6 +127,30 @@ def test_a_directory_of_runs_has_a_line_for_each(
     use_disk(Closed("other"))
     found = treering("ls", tmp_path, "--json")
     assert found.code == 3 and [bool(one["error"]) for one in found.json["runs"]] == [True, False]
+
+
+def test_files_that_steps_share_count_once(tmp_path: pathlib.Path, treering: Any) -> None:
+    """du, ls and prune say what the disk holds, and what a deletion frees, as du(1) does."""
+    run = tmp_path / "run"
+    with tr.Checkpointer(run) as ckpts:
+        frozen = jnp.zeros(1 << 19)
+        for step in range(1, 7):
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+    files = [file for file in run.rglob("*") if file.is_file()]
+    on_disk = sum({file.stat().st_ino: file.stat().st_size for file in files}.values())
+    assert on_disk < 7 << 20 < 12 << 20 < sum(file.stat().st_size for file in files)
+    sizes = treering("du", run, "--json").json
+    folders = sum(part["nbytes"] for part in sizes["parts"] if part["path"] != "(files)")
+    assert sizes["nbytes"] == on_disk and folders <= on_disk
+    total = sum(row["nbytes"] for row in treering("ls", run, "--json").json["steps"])
+    last = treering("ls", run).out.splitlines()[-1]
+    assert last == f"6 steps · {nbytes(total)}, {nbytes(folders)} on the disk" and total > 12 << 20
+    free = treering("prune", run, "last:1", "--dry-run").out
+    kept = sum(file.stat().st_size for file in (run / "step-00000006").iterdir())
+    assert f"frees at most {nbytes(folders - kept)}: other steps share" in free
+    treering("prune", run, "last:1", "--yes")
+    assert "on the disk" not in treering("ls", run).out and "frees" not in treering("prune", run, "last:1").out
+    assert treering("du", run, "--json").json["nbytes"] < kept + 10_000 and tr.verify(run).ok
 
 
 def test_what_may_not_be_read_is_named_and_the_rest_is_done(run: str, treering: Any, use_disk: Any) -> None:

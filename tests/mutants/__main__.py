@@ -1,9 +1,10 @@
 """Makes small mistakes in the library and looks which test notices: ``PYTHONPATH=tests python -m mutants``.
 
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
-next to this file. ``run`` puts each in a copy of the library, runs the tests of its folder until one fails, and then
-the others, and notes the first test that failed; ``survives`` is what none has noticed. A suite that has changed is run
-again with ``run --again``: it must notice what the one before has noticed.
+next to this file. ``cover`` runs the tests once and notes which of them execute which lines; it needs pytest-cov.
+``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line, those of
+its folder, and then the others. It notes the first test that failed; ``survives`` is what none has noticed. A suite
+that has changed is run again with ``run --again``: it must notice what the one before has noticed.
 """
 
 import argparse
@@ -35,6 +36,8 @@ _FOLDERS = {
     "_run": ("tests/run", "tests/test_keep.py", "tests/cli", "tests/tools"),
     "_processes": ("tests/processes",),
 }
+_COVERED = _ROOT / ".coverage"  # by `cover`
+_MOST_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
 _COLUMNS = ("file", "number", "line", "what", "noticed")
 _SECONDS = 900  # for the tests of one mutant; one that hangs is noticed, too
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -80,13 +83,37 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     file.write_text(mutated(source, nearest.number))
     folder.chmod(0o755)  # a test becomes another user, who must get at its files
     first = next(tests for name, tests in _FOLDERS.items() if row["file"].startswith(name + "/"))
-    for marks, tests in (("not slow and not long", first), ("not slow and not long", ("tests",)), ("", first)):
+    covering = _covering_tests(row["file"], nearest.line, first)
+    quick = "not slow and not long"
+    for marks, tests in (("", covering), (quick, first), (quick, ("tests",)), ("", first)):
+        if not tests:
+            continue
         ignored: list[str] = []
         while name := _first_failure(folder, folder / "src", marks, tests, ignored):
             if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
                 return name
             ignored.append(name)  # This test fails here without the mutant too.
     return "survives"
+
+
+def _cover() -> None:
+    """Runs the tests and notes which of them execute which lines."""
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not slow"]
+    command += ["--cov=treering", "--cov-context=test", "--cov-report="]
+    subprocess.run(command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": f"src:{os.environ['PYTHONPATH']}"}, check=False)
+
+
+def _covering_tests(file: str, line: int, first: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the tests that execute a line, if `cover` has run; those in `first` come first."""
+    if not _COVERED.exists():
+        return ()
+    from coverage import CoverageData
+
+    covered = CoverageData(str(_COVERED))
+    covered.read()
+    contexts = covered.contexts_by_lineno(str(_ROOT / "src" / "treering" / file)).get(line, [])
+    tests = sorted({context.rpartition("|")[0] for context in contexts} - {""})
+    return tuple(sorted(tests, key=lambda test: not test.startswith(first))[:_MOST_COVERING])
 
 
 def _first_failure(folder: Path, source: Path, marks: str, tests: tuple[str, ...], ignored: list[str]) -> str | None:
@@ -129,11 +156,14 @@ def main() -> None:
     chooses = commands.add_parser("choose")
     chooses.add_argument("--seed", type=int, default=0)
     chooses.add_argument("--each", type=int, default=11, help="mutants of each folder (default: 11)")
+    commands.add_parser("cover")
     runs = commands.add_parser("run")
     runs.add_argument("--again", action="store_true", help="run those that were noticed once more")
     arguments = parser.parse_args()
     if arguments.command == "choose":
         choose(arguments.seed, arguments.each)
+    elif arguments.command == "cover":
+        _cover()
     else:
         run(again=arguments.again)
 

@@ -138,12 +138,14 @@ class _Deletion:
         self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
         # True if the latest step is deleted. It needs the run's lock, because a job would continue from that step.
         self.needs_lock = False
+        self._freed: int | None = None  # the bytes that deleting the chosen steps frees, if known
 
     def carry_out(self, choose: "Callable[[], list[Row]]", *, yes: bool) -> int:
         """Deletes or moves the chosen steps, and returns the exit code."""
         from .._tools.deletion import RemovalResult, listed_identities
 
         known, rows = listed_identities(self._directory), choose()
+        self._freed = self._count_freed(rows)
         if self._dry_run:
             self._report(rows, RemovalResult(rows))
             return 0
@@ -160,6 +162,7 @@ class _Deletion:
             rows = [
                 row for row in rows if (row.path, row.created) in still and now.get(row.path) == known.get(row.path)
             ]
+            self._freed = self._count_freed(rows)
         done = RemovalResult()
         try:
             if self.needs_lock and rows:
@@ -221,6 +224,14 @@ class _Deletion:
         where = "" if self._to is None else f" to {safe(self._to)}"
         steps = ", ".join(str(row.step) for row in rows)
         say(f"{which} {self._verb}{where}, {nbytes(_size(rows))}{': ' if rows else ''}{steps}")
+        if rows and self._freed is not None and self._freed < _size(rows):
+            say(f"this frees at most {nbytes(self._freed)}: other steps share the remaining files")
+
+    def _count_freed(self, rows: "Sequence[Row]") -> int | None:
+        from .._tools.disk_usage import freed_bytes
+
+        steps, going = self._directory.steps, [row.path for row in rows]
+        return freed_bytes(steps.store, going, set(steps.committed().values()) - set(going))
 
 
 def _size(rows: "Sequence[Row]") -> int:

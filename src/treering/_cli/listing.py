@@ -15,6 +15,7 @@ from .arguments import KEEP, PREFIX, Keep, union
 from .output import FAILED, PATH, as_json, check_one_format, local_time, say, say_csv, say_json, table, utc_time
 
 if TYPE_CHECKING:
+    from .._tools.disk_usage import DiskUsage
     from .._tools.listing import Listing, Row
     from ..stores.store import Store
 
@@ -89,13 +90,26 @@ def _print_listing(listing: "Listing", best: int | None) -> None:
         notes = ", ".join(_row_notes(row, listing, best))
         rows.append([str(row.step), local_time(row.created), nbytes(row.nbytes), *numbers, notes])
     table(head, rows, left=["notes"])
-    total = nbytes(sum(row.nbytes or 0 for row in listing.rows))
-    parts = [count(len(listing.rows), "step"), total, *(["finished"] if listing.finished else [])]
+    parts = [count(len(listing.rows), "step"), _total(listing), *(["finished"] if listing.finished else [])]
     if listing.archived:
         parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.archived)}")
     say(" · ".join(parts))
     if listing.tier:
         say(f"the {listing.tier} tier of a run; these copies survive {listing.survives}")
+
+
+def _total(listing: "Listing") -> str:
+    """Returns the size of all steps, and what they take on the disk if steps share files."""
+    from .. import stores
+    from .._tools.disk_usage import DiskUsage
+
+    total = sum(row.nbytes or 0 for row in listing.rows)
+    store = stores.get(listing.path)
+    if store.sharing != "links" or not listing.rows:
+        return nbytes(total)
+    usage = DiskUsage(store)
+    on_disk = usage.count_all(row.path for row in listing.rows if not row.link)
+    return nbytes(total) if usage.closed or on_disk >= total else f"{nbytes(total)}, {nbytes(on_disk)} on the disk"
 
 
 def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:
@@ -178,26 +192,27 @@ def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
 def du(path: str, depth: int, json_: bool) -> int:
     """Print sizes: of the steps of a run, of each run in a directory, or of the parts of a checkpoint's tree.
 
-    It names folders that this user may not read, and ends with exit code 3 then.
+    A file that several steps share by hard links counts once, in the first of them, as in du(1). It names folders that this user may not read, and ends with exit code 3 then.
     """
     from .. import stores
+    from .._tools.disk_usage import DiskUsage
 
     place = stores.absolute(path)
-    closed: list[str] = []
+    usage = DiskUsage(stores.get(place))
     if _has_runs(stores.get(place), place):
-        root, parts = place, _parts_of_folder(place, closed)
+        root, parts = place, _parts_of_folder(place, usage)
         total = sum(size for _, size in parts)
     else:
         root, parts, total = _parts_of_checkpoint(path, depth)
     if json_:
         shown = [{"path": name, "nbytes": size} for name, size in parts]
-        say_json({"path": root, "nbytes": total, "parts": shown, "closed": closed})
+        say_json({"path": root, "nbytes": total, "parts": shown, "closed": usage.closed})
     else:
         rows = [[nbytes(size), f"{100 * size / total:.1f}%" if total else "", safe(name)] for name, size in parts]
         table(["size", "share", "part"], [*rows, [nbytes(total), "", safe(root)]], left=["part"])
-    for one in closed:
+    for one in usage.closed:
         say(f"not counted, because this user may not read it: {safe(one)}", err=True)
-    return FAILED if closed else 0
+    return FAILED if usage.closed else 0
 
 
 def _has_runs(store: "Store", place: str) -> bool:
@@ -213,13 +228,12 @@ def _has_runs(store: "Store", place: str) -> bool:
         return True
 
 
-def _parts_of_folder(place: str, closed: list[str]) -> list[tuple[str, int]]:
+def _parts_of_folder(place: str, usage: "DiskUsage") -> list[tuple[str, int]]:
     """Returns the bytes of each folder in a directory of steps or runs, and of all its files together.
 
-    Adds the folders that this process may not read to `closed`.
+    Folders that this process may not read are left out; `usage.closed` has them.
     """
     from .. import stores
-    from .._tools.listing import tree_bytes
 
     store = stores.get(place)
     parts: list[tuple[str, int]] = []
@@ -227,9 +241,9 @@ def _parts_of_folder(place: str, closed: list[str]) -> list[tuple[str, int]]:
     with store.glance(place):
         for name in sorted(store.list(place)):
             path = posixpath.join(place, name)
-            before = len(closed)
-            size = tree_bytes(store, path, closed)
-            if path in closed[before:]:
+            before = len(usage.closed)
+            size = usage.count(path)
+            if path in usage.closed[before:]:
                 continue
             if (found := store.stat(path)) and found.is_file:
                 files += size

@@ -20,6 +20,7 @@ from ..stores.file_io import is_folder
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
 from .check_targets import unreadable_steps
+from .disk_usage import size_or_none
 
 _log = logging.getLogger("treering")
 SYSTEM_FOLDER = "lost+found"  # The file system's own folder, which only root may read.
@@ -28,7 +29,7 @@ State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A step of a run. `created` is in seconds since the epoch, `nbytes` its size on the disk; None if unknown.
+    """A step of a run. `created` is in seconds since the epoch, `nbytes` the size of its files; None if unknown.
 
     `state` is "unfinished" for a directory without a manifest: its save is running, or was killed. The next job removes
     it then.
@@ -229,34 +230,13 @@ def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> li
     return result
 
 
-def tree_bytes(store: Store, path: str, closed: list[str]) -> int:
-    """Returns the bytes of a file, or of all files in a directory. Adds unreadable paths to `closed`."""
-    try:
-        found = store.stat(path)
-        if found is not None and found.is_file:
-            return found.nbytes
-        if (found is not None and not found.is_folder) or store.is_link(path):
-            return 0
-        names = store.list(path)
-    except PermissionError:
-        closed.append(path)
-        return 0
-    return sum(tree_bytes(store, posixpath.join(path, name), closed) for name in names)
-
-
-def _size_or_none(store: Store, path: str) -> int | None:
-    closed: list[str] = []
-    nbytes = tree_bytes(store, path, closed)
-    return None if closed else nbytes
-
-
 def _native_row(steps: StepCatalog, step: int, path: str) -> Row:
     status = steps.status_of(step, path)
     pinned, link = pins.is_pinned(steps.store, path), steps.store.is_link(path)
     if isinstance(status, Saved):
         metrics = dict(status.metrics)
         return Row(step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link)
-    nbytes, emptied = _size_or_none(steps.store, path), steps.read_emptied(step, path)
+    nbytes, emptied = size_or_none(steps.store, path), steps.read_emptied(step, path)
     return Row(step, path, status, nbytes=nbytes, pinned=pinned, link=link, emptied=emptied)
 
 
@@ -267,7 +247,7 @@ def _foreign_row(store: Store, step: int, path: str, format: str | None) -> Row:
         return Row(step, path, "closed", format or "?", link=store.is_link(path))
     except TreeringError as error:
         raise_if_momentary(error)
-        return Row(step, path, "damaged", format or "?", nbytes=_size_or_none(store, path), link=store.is_link(path))
+        return Row(step, path, "damaged", format or "?", nbytes=size_or_none(store, path), link=store.is_link(path))
     created = ckpt.created and ckpt.created.timestamp()
     return Row(step, path, "good", ckpt.format, created, ckpt.nbytes, ckpt.metrics, link=store.is_link(path))
 
@@ -281,4 +261,4 @@ def _uncommitted_row(store: Store, step: int, path: str) -> Row:
         return Row(step, path, "closed")
     except UnreadableError:
         state = "damaged"
-    return Row(step, path, state, nbytes=_size_or_none(store, path))
+    return Row(step, path, state, nbytes=size_or_none(store, path))
