@@ -169,7 +169,7 @@ class SaveReuse:
         saved = self._run.last_files.get(content(listed))
         if saved is None or saved.checksums != checksums:
             return None
-        return FinishedFile(posixpath.join(saved.path, saved.listed.name), saved.version)
+        return saved.finished
 
     def committed(self, files: Sequence[WrittenFile]) -> None:
         run, path = self._run, self._target.path

@@ -1,6 +1,7 @@
 """The file system as a `Store`, built from the system calls of a `Disk`."""
 
 import contextlib
+import errno
 import os
 import stat
 import weakref
@@ -16,7 +17,7 @@ from .file_sink import FileSink
 from .lease import WriterLock
 from .open_file import File
 from .posix import Disk, Entry
-from .store import CheckOthers, Owned, Stat, Writer
+from .store import CheckOthers, FinishedFile, Owned, Stat, Writer
 
 
 class Filesystem:
@@ -74,11 +75,21 @@ class Filesystem:
         sink = self._sinks[path] = FileSink(self.disk, path)
         return sink
 
-    def share(self, old: str, new: str) -> FileSink | None:
+    def share(self, old: FinishedFile, new: str) -> FileSink | None:
         # A second name of a link would lead to the file of another checkpoint.
-        if self.is_link(old) or not self.disk.hard_link(old, new):
+        if self.is_link(old.path) or not self.disk.hard_link(old.path, new):
             return None
-        sink = self._sinks[new] = FileSink.linked(self.disk, new)
+        sink = FileSink.linked(self.disk, new)
+        try:
+            found = self.stat(new)
+            if found is None or found.version != old.version:
+                raise FileNotFoundError(errno.ENOENT, "deleted or replaced", old.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.disk.unlink(new)
+            sink.close()
+            raise
+        self._sinks[new] = sink
         return sink
 
     def delete(self, path: str) -> None:

@@ -37,10 +37,11 @@ class Stat(NamedTuple):
 
 
 class FinishedFile(NamedTuple):
-    """A finished file or object, and the version that it has unless another program has replaced it."""
+    """A finished file or object: its size, and the version that it has unless another program has replaced it."""
 
     path: str
     version: Hashable
+    nbytes: int
 
 
 class Stored(NamedTuple):
@@ -246,7 +247,7 @@ class Store(Protocol):
         """The way to give a file the bytes of another one without writing them; None if there is none.
 
         "links": by `share`, at least on some disks. Both files have the same bytes on the disk, so damage to them
-        damages both. "copies": by `Sink.finish`. The server copies the bytes, so the files are independent.
+        damages both. "copies": by `share` and `Sink.finish`. The server copies the bytes, so the files are independent.
         """
         ...
 
@@ -323,11 +324,11 @@ class Store(Protocol):
         """
         ...
 
-    def share(self, old: str, new: str) -> Sink | None:
-        """Creates a file that shares its bytes with a finished file, so that they take no more room.
+    def share(self, old: FinishedFile, new: str) -> Sink | None:
+        """Creates a finished file with the bytes of another one, without writing them; see `sharing`.
 
-        Deleting either leaves the other as it is. Returns None if the disk cannot do that. Raises `FileExistsError` and
-        `FileNotFoundError`.
+        Deleting either leaves the other as it is. Returns None if the store cannot do that. Raises `FileExistsError`,
+        and `FileNotFoundError` also if `old` has another version.
         """
         ...
 

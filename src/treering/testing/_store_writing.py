@@ -61,15 +61,45 @@ class StoreWriting(StoreSubject):
         write(old)
         found = store.stat(old)
         assert found
-        copied = write(f"{root}/copied", FinishedFile(old, found.version))
+        file = FinishedFile(old, found.version, len(data))
+        copied = write(f"{root}/copied", file)
         assert (copied is not None and copied.is_copy) == (store.sharing == "copies")
         store.delete(old)
-        written = [write(f"{root}/removed", FinishedFile(old, found.version))]
+        written = [write(f"{root}/removed", file)]
         put(store, old, bytes(len(data)))
-        written.append(write(f"{root}/replaced", FinishedFile(old, found.version)))
+        written.append(write(f"{root}/replaced", file))
         assert not any(stored and stored.is_copy for stored in written)
         for name in ("copied", "removed", "replaced"):
             assert read_file(store, f"{root}/{name}") == data
+
+    def test_a_file_is_shared_only_in_its_version(self, store: Store, root: str) -> None:
+        """What `Store.share` makes has the bytes of the file, also once that is gone."""
+        store.make_folders(root, [])
+        data, old = b"shared" * 1000, f"{root}/old"
+
+        def share(name: str) -> bool:
+            try:
+                sink = store.share(file, f"{root}/{name}")
+            except FileNotFoundError:
+                sink = None
+            if sink:
+                store.settle(root)
+                assert sink.is_at(f"{root}/{name}") and read_file(store, f"{root}/{name}") == data
+                sink.close()
+            return sink is not None
+
+        put(store, old, data)
+        found = store.stat(old)
+        assert found
+        file = FinishedFile(old, found.version, len(data))
+        can_share = share("shared")
+        assert can_share <= (store.sharing is not None) and can_share >= (store.sharing == "copies")
+        with store.new_file(old, overwrite=True) as new:
+            new.write(b"another" * 1000)
+        assert not share("replaced")
+        store.delete(old)
+        assert not share("removed")
+        assert not can_share or read_file(store, f"{root}/shared") == data
 
     def test_a_name_is_given_once(self, store: Store, root: str) -> None:
         store.make_folders(root, [])

@@ -4,6 +4,7 @@ import logging
 import pathlib
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -116,6 +117,26 @@ def test_only_what_has_changed_is_uploaded(between: Proxy, run: str) -> None:
         assert uploaded[step] < 250_000 and shared[step] > total and copies[step] == 5
     assert _MIB < uploaded[6] < 250_000 + _MIB and shared[6] > total - _MIB - 4096 and copies[6] == 4
     assert copies[7] == 4  # A part of an array that has just changed is in one object with other arrays.
+
+
+def test_a_local_tier_sends_only_what_has_changed(between: Proxy, run: str, tmp_path: pathlib.Path) -> None:
+    """Files that the last uploaded step has are copied by the server, and sent again if that step is deleted."""
+    loop, uploaded, copies = _Loop(), {}, {}
+    with tr.Checkpointer(run, local=tmp_path / "local") as ckpts:
+        for step in range(1, 9):
+            if step == 7:
+                ckpts.delete(6)
+            begun = len(between.requests)
+            loop.save(ckpts, step)
+            while ckpts.uncopied:
+                time.sleep(0.01)
+            uploaded[step] = _uploaded(between.requests[begun:])
+            copies[step] = sum(map(_is_copy, between.requests[begun:]))
+    loop.check(run, [1, 2, 3, 4, 5, 7, 8])
+    total = _LARGE.nbytes + loop.frozen.nbytes
+    assert uploaded[1] > total and not copies[1] and uploaded[7] > total
+    for step in (5, 6, 8):
+        assert uploaded[step] < 250_000 and copies[step] == 2
 
 
 def _delete(client: Any, key: str) -> None:

@@ -134,7 +134,8 @@ def _copy(
     """Copies the files of a share, as `_share` returns it. A file that is damaged here is read from another disk."""
     listed = [(msgspec.convert(file, File), holders) for file, holders in mine]
     source = exchange.view(name, {file.name: HeldFile(file.size, holders) for file, holders in listed})
-    copy_files(source, local.path(name), [file for file, _ in listed], files, on_progress=on_progress)
+    to_copy = [file for file, _ in listed]
+    copy_files(source, local.path(name), to_copy, files, on_progress=on_progress, copied=local.uploaded)
 
 
 def _share(

@@ -11,6 +11,7 @@ import msgspec
 
 from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal, summary
+from ...formats.treering.copied_files import CopiedFiles
 from .. import run_layout
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
@@ -46,11 +47,15 @@ preload_decoders(Report, Orders)
 
 
 class LocalTier:
-    """The steps on one disk. One process of each host changes it; its threads take turns."""
+    """The steps on one disk. One process of each host changes it; its threads take turns.
+
+    uploaded: the files that this process has uploaded.
+    """
 
     def __init__(self, steps: StepCatalog, run: str):
         self.steps, self.store, self.root = steps, steps.store, steps.root
         self.journal = Journal(self.store, self.root, run)
+        self.uploaded = CopiedFiles()
         self._turn = threading.RLock()
 
     def report(self) -> Report:

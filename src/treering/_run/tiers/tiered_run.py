@@ -373,7 +373,10 @@ class TieredRun(TierReads):
                 removal.delete(remote, there)  # Its files may have the names of the uploaded ones.
             seen = summary.stat_manifest(local, path)
             overwrite = summary.stat_manifest(remote, to) is not None
-            identity = copy.copy(local, path, remote, to, overwrite=overwrite, on_progress=on_progress, others=others)
+            identity = copy.copy(
+                local, path, remote, to,
+                overwrite=overwrite, on_progress=on_progress, others=others, copied=self.tier.uploaded,
+            )  # fmt: skip
         except CorruptError:
             if others:  # No restore would find the damage: it would read the remote copy.
                 self.local.steps.mark_damaged(step, path)

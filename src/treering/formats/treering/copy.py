@@ -13,6 +13,7 @@ from ...stores.store import Store
 from . import metrics, pins
 from .array_file import ArrayFile
 from .commit import Transaction
+from .copied_files import CopiedFiles
 from .manifest import file_names
 from .manifest_fields import File
 from .read import Reader
@@ -50,6 +51,7 @@ def copy(
     overwrite: bool = False,
     on_progress: OnProgress = lambda nbytes: None,
     others: PeerHosts | None = None,
+    copied: CopiedFiles | None = None,
 ) -> str:
     """Copies a checkpoint with its pin and the metrics that were added to it. Verifies every byte that it reads.
 
@@ -59,6 +61,7 @@ def copy(
         copy. Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there
         removes those.
     others: the processes that copy the files, if each host has a disk of its own with a part of them.
+    copied: the files that this process has copied to the run before. Equal ones are neither read nor sent again.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote,
     `ReplacedError` for one that is deleted during the copy, and the errors of a save.
@@ -81,7 +84,7 @@ def copy(
             others.copy(files.token, files, reader.files, on_progress, commit)
         else:
             for number, one in enumerate(reader.files):
-                _copy_file(files, one, reader.contents(number), on_progress)
+                _copy_file(files, one, reader.contents(number), on_progress, copied)
             commit()
     except BaseException:
         files.abort()
@@ -142,7 +145,13 @@ def check(source: Store, path: str, others: PeerHosts | None = None) -> None:
 
 
 def copy_files(
-    source: Store, path: str, listed: Sequence[File], files: SaveFiles | None, *, on_progress: OnProgress
+    source: Store,
+    path: str,
+    listed: Sequence[File],
+    files: SaveFiles | None,
+    *,
+    on_progress: OnProgress,
+    copied: CopiedFiles | None = None,
 ) -> None:
     """Copies, verified, some array files of a checkpoint, for a `copy` in process 0.
 
@@ -151,7 +160,7 @@ def copy_files(
     for one in listed:
         opened = ArrayFile(source, path, one)
         if files:
-            _copy_file(files, one, opened.contents(one), on_progress)
+            _copy_file(files, one, opened.contents(one), on_progress, copied)
         else:
             for _ in opened.contents(one):
                 pass
@@ -165,13 +174,22 @@ def _token(reader: Reader) -> str:
 
 
 def _copy_file(
-    files: SaveFiles, listed: File, contents: Iterable[tuple[int, memoryview]], on_progress: OnProgress
+    files: SaveFiles,
+    listed: File,
+    contents: Iterable[tuple[int, memoryview]],
+    on_progress: OnProgress,
+    copied: CopiedFiles | None,
 ) -> None:
+    on_progress(0)
+    if copied and copied.reuse(files, listed):
+        return
     sink = files.create(listed.name, expected=listed.size)
     for offset, buffer in contents:
         on_progress(min(len(buffer), listed.size - offset))
         sink.write(buffer, offset)
     sink.finish(listed.size, read_only=True)
+    if copied:
+        copied.note(files.path, listed, sink.stored)
 
 
 class _Copy(Transaction):

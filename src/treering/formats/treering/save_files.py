@@ -5,13 +5,13 @@ import enum
 import os
 import posixpath
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from ...stores.buffers import aligned
 from ...stores.nfs import check_shared
-from ...stores.store import Sink, Store
+from ...stores.store import FinishedFile, Sink, Store
 from .schema import MANIFEST
 
 CREATE_ATTEMPTS = 50  # to create a file that other processes may remove as a leftover
@@ -99,24 +99,12 @@ class SaveFiles:
         why = LOCK_ADVICE if self.store.has_locks else "stop other jobs that write there, then save again"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")
 
-    def share(self, name: str, old: str, version: Hashable) -> bool | None:
-        """Creates a file of this save that shares its bytes with the finished file `old`.
-
-        Returns False if that file has not this version (see `Stat`) any more, and None if the disk cannot do it.
-        """
+    def share(self, name: str, old: FinishedFile) -> Sink | None:
+        """Creates a file of this save with the bytes of another one; see `Store.share`."""
         path = posixpath.join(self.path, name)
-        try:
-            sink = self.store.share(old, path)
-        except FileNotFoundError:  # It was deleted. If this directory was, `create` raises the same.
-            return False
-        if sink is None:
-            return None
-        self._sinks[path] = sink
-        found = self.store.stat(path)
-        if found is None or found.version != version:
-            self.discard(name)
-            return False
-        return True
+        if sink := self.store.share(old, path):
+            self._sinks[path] = sink
+        return sink
 
     def discard(self, name: str) -> None:
         """Removes one of the files."""

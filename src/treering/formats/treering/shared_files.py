@@ -8,7 +8,6 @@ file turns out to have the same bytes, the server copies that instead of receivi
 """
 
 import errno
-import functools
 import logging
 import os
 import posixpath
@@ -49,6 +48,11 @@ class SavedFile(NamedTuple):
     def content(self) -> tuple[int, int, str]:
         """See `content`."""
         return content(self.listed)
+
+    @property
+    def finished(self) -> FinishedFile:
+        """The file as stores see it."""
+        return FinishedFile(posixpath.join(self.path, self.listed.name), self.version, self.listed.size)
 
 
 def content(listed: File) -> tuple[int, int, str]:
@@ -191,18 +195,25 @@ def share(files: SaveFiles, name: str, shared: SharedFile, room: Room) -> Writte
     """
     saved, held, numbers = shared
     listed = File(name, saved.listed.size, saved.listed.header, saved.listed.xxh3)
-    old = posixpath.join(saved.path, saved.listed.name)
-    link = functools.partial(files.share, name, old, saved.version)
-    is_shared = room.retry(posixpath.join(files.path, name), 0, link)
+    old = saved.finished
+    is_shared = room.retry(posixpath.join(files.path, name), 0, lambda: _is_shared(files, name, old))
     if is_shared is None:
-        _log.warning("%s: copied to %s, because it got no second name (hard link) there", old, files.path)
+        _log.warning("%s: copied to %s, because it got no second name (hard link) there", old.path, files.path)
     elif not is_shared:
-        _log.info("%s: copied to %s, because it was deleted or replaced just now", old, files.path)
+        _log.info("%s: copied to %s, because it was deleted or replaced just now", old.path, files.path)
     if not is_shared:
         _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
     held.close()  # Retention may delete the step that it was opened in.
     nbytes = listed.size if is_shared else 0
     return WrittenFile(listed, numbers, (), saved.checksums, shared_bytes=nbytes, link_refused=is_shared is None)
+
+
+def _is_shared(files: SaveFiles, name: str, old: FinishedFile) -> bool | None:
+    """Returns None if the disk has no links, and False if the file was deleted or replaced."""
+    try:
+        return files.share(name, old) is not None or None
+    except FileNotFoundError:  # If the directory of the save was deleted, `create` raises the same.
+        return False
 
 
 def _copy(sink: PatientSink, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:

@@ -1,15 +1,17 @@
 """Copies objects within the server, so that bytes that it has already need not be uploaded again."""
 
 import logging
+from typing import Any
 
 from ...errors import UnsupportedError
+from ..store import FinishedFile
 from .bucket import Bucket, ObjectMeta, Version
 
 _log = logging.getLogger("treering")
 
 
-def copy_version(bucket: Bucket, source: ObjectMeta, key: str) -> Version | None:
-    """Copies an object of a known size and version to another key. Returns the version of the copy.
+def copy_version(bucket: Bucket, file: FinishedFile, key: str) -> Version | None:
+    """Copies an object of a known size and version to another key of the bucket. Returns the version of the copy.
 
     Returns None if the bytes must be uploaded: the object is gone or was replaced, or the server refuses. Then the key
     may have any object, or none. Once the server has refused, this process copies nothing more in the bucket.
@@ -17,7 +19,8 @@ def copy_version(bucket: Bucket, source: ObjectMeta, key: str) -> Version | None
     obstore cannot make a copy conditional. So the ETags are compared: if the copy has that of the object, the bytes are
     equal. Otherwise the object must still have its version once it is copied.
     """
-    tag = source.version[0]
+    version: Any = file.version
+    source, tag = ObjectMeta(file.path[len(bucket.url) + 1 :], file.nbytes, 0.0, version), version[0]
     if not bucket.can_copy or tag is None or tag.startswith("W/"):  # Weak ETags may be equal for other bytes.
         return None
     try:

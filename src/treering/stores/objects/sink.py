@@ -12,7 +12,7 @@ from ..buffers import copy
 from ..lease_registry import LeaseLostError
 from ..store import ABSENT, FinishedFile, Stored
 from . import round_trip
-from .bucket import Bucket, ObjectMeta, Version
+from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
 from .request_errors import ChangedError
 from .server_copy import copy_version
@@ -53,6 +53,13 @@ class ObjectSink:
         self.stored: Stored | None = None
         self._versions: dict[str, Version] = {}  # of the objects that this sink has put, by key
 
+    @classmethod
+    def copied(cls, bucket: Bucket, key: str, uploads: Uploads, version: Version) -> "ObjectSink":
+        """Returns the sink of an object that the server has made from another one."""
+        sink = cls(bucket, key, uploads, visible=False, expected=0)
+        sink._versions[key], sink.stored = version, Stored(version, True)
+        return sink
+
     def preallocate(self, nbytes: int) -> memoryview:
         self._buffer = self._uploads.acquire_buffer(nbytes)
         return self._buffer
@@ -84,16 +91,11 @@ class ObjectSink:
             self.stored = Stored(version, False)
 
     def _put(self, data: memoryview, same_as: FinishedFile | None) -> None:
-        copied = same_as and self._copy(same_as, len(data))
+        copied = same_as and copy_version(self._bucket, same_as, self._key)
         # The put needs no condition: the name has a random part, so no other writer uses it.
         version = copied or self._bucket.put(self._key, data, overwrite=True)
         self.stored = Stored(version, copied is not None)
         self._uploads.release_buffer(data)
-
-    def _copy(self, same_as: FinishedFile, nbytes: int) -> Version | None:
-        version: Any = same_as.version
-        source = ObjectMeta(same_as.path[len(self._bucket.url) + 1 :], nbytes, 0.0, version)
-        return copy_version(self._bucket, source, self._key)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         self._uploads.wait_for_folder(self.path.rpartition("/")[0])

@@ -16,7 +16,7 @@ from .. import lease_registry
 from ..file_io import check_free
 from ..flat_folders import check_replaceable
 from ..read_errors import ReplacedError
-from ..store import CheckOthers, Owned, Stat, Writer
+from ..store import CheckOthers, FinishedFile, Owned, Stat, Writer
 from ..temporary_names import final_name
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
@@ -27,6 +27,7 @@ from .keys import join_key, relative_key
 from .lease import ObjectLease
 from .listing_cache import ListingCache
 from .request_errors import ChangedError
+from .server_copy import copy_version
 from .sink import ObjectSink
 from .temporary_folder import TemporaryFolder
 from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads
@@ -178,7 +179,11 @@ class ObjectStore:
             self._heartbeats[path] = sink.heartbeat
         return sink
 
-    def share(self, old: str, new: str) -> None: ...
+    def share(self, old: FinishedFile, new: str) -> ObjectSink | None:
+        bucket, key = self._find(new)
+        self._check_writable(bucket)
+        made = copy_version(bucket, old, key) if old.path.startswith(f"{bucket.url}/") else None
+        return made and ObjectSink.copied(bucket, key, self._uploads, made)
 
     def delete(self, path: str) -> None:
         bucket, key = self._find(path)
