@@ -37,7 +37,7 @@ _FOLDERS = {
     "_processes": ("tests/processes",),
 }
 _COVERED = _ROOT / ".coverage"  # by `cover`
-_MOST_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
+_MAX_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
 _COLUMNS = ("file", "number", "line", "what", "noticed")
 _SECONDS = 900  # for the tests of one mutant; one that hangs is noticed, too
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -113,7 +113,7 @@ def _covering_tests(file: str, line: int, first: tuple[str, ...]) -> tuple[str, 
     covered.read()
     contexts = covered.contexts_by_lineno(str(_ROOT / "src" / "treering" / file)).get(line, [])
     tests = sorted({context.rpartition("|")[0] for context in contexts} - {""})
-    return tuple(sorted(tests, key=lambda test: not test.startswith(first))[:_MOST_COVERING])
+    return tuple(sorted(tests, key=lambda test: not test.startswith(first))[:_MAX_COVERING])
 
 
 def _first_failure(folder: Path, source: Path, marks: str, tests: tuple[str, ...], ignored: list[str]) -> str | None:

@@ -192,7 +192,8 @@ def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
 def du(path: str, depth: int, json_: bool) -> int:
     """Print sizes: of the steps of a run, of each run in a directory, or of the parts of a checkpoint's tree.
 
-    A file that several steps share by hard links counts once, in the first of them, as in du(1). It names folders that this user may not read, and ends with exit code 3 then.
+    A file that several steps share by hard links counts once, in the first of them, as in du(1). It names folders that
+    this user may not read, and ends with exit code 3 then.
     """
     from .. import stores
     from .._tools.disk_usage import DiskUsage

@@ -122,7 +122,7 @@ class SaveReuse:
         ages: dict[int, int] = {}  # of the pieces that are not new, by their numbers; those of one age get a file
         is_new, run.is_new = run.is_new, False
         if is_new and bases is not None:
-            call, paths = self._target.call, list(map(json_paths.from_json, bases[0][:_MAX_ADOPTED]))
+            call, paths = self._target.call, self._on_own_disk(bases[0][:_MAX_ADOPTED])
             found = adopt(run.saved, self._target.store, paths, entries, pieces, self._large, call.index, call.count)
             ages = {n: _AGES_OF_OBJECTS + 1 + file for n, file in found.items()}
         if bases is not None:
@@ -190,12 +190,20 @@ class SaveReuse:
             run.saved.forget()
             _log.info("%s: the next save writes all arrays: %s", path, error)
 
+    def _on_own_disk(self, paths: Sequence[str]) -> list[str]:
+        """Returns the paths of steps as this process sees them: each host may have its own folder for its disk."""
+        decoded = list(map(json_paths.from_json, paths))
+        if not self._target.options.hosts:
+            return decoded
+        run = posixpath.dirname(self._target.path)
+        return [posixpath.join(run, posixpath.basename(path)) for path in decoded]
+
     def _find_usable(self, paths: Sequence[str], newest_kept: str | None, committed: Sequence[str]) -> None:
-        saved, kept = self._run.saved, newest_kept and json_paths.from_json(newest_kept)
-        saved.forget_files({kept, *map(json_paths.from_json, committed)})
+        saved, kept = self._run.saved, newest_kept and self._on_own_disk([newest_kept])[0]
+        saved.forget_files({kept, *self._on_own_disk(committed)})
         if kept is None:
             return
-        newest_first = list(map(json_paths.from_json, paths))
+        newest_first = self._on_own_disk(paths)
         free = {own: of for own, of in saved.files.items() if kept not in of}
         for path in newest_first:
             for own, of in free.items():

@@ -40,8 +40,10 @@ class UnchangedArrays:
 
     def of_save(self, target: SaveTarget, contents: Contents) -> Contents:
         """Returns the contents of a save together with what it may reuse. Called in the caller's thread."""
-        if not isinstance(contents, Unchanged) or target.options.hosts:
+        if not isinstance(contents, Unchanged):
             return contents
+        if target.options.hosts and target.options.copies > 1:
+            return contents  # The second copy of a file that is shared would have to be planned in the same way.
         if target.store.sharing is None or not self.state.can_share:
             return contents
         shards = contents.described.shards

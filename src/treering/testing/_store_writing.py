@@ -73,7 +73,7 @@ class StoreWriting(StoreSubject):
             assert read_file(store, f"{root}/{name}") == data
 
     def test_a_file_is_shared_only_in_its_version(self, store: Store, root: str) -> None:
-        """What `Store.share` makes has the bytes of the file, also once that is gone."""
+        """The new file has the bytes of the shared one, also once that is gone."""
         store.make_folders(root, [])
         data, old = b"shared" * 1000, f"{root}/old"
 

@@ -248,6 +248,36 @@ report(shared)
 """
 
 
+_HOSTS_JOB = """
+import time
+from treering.formats.treering.copied_files import CopiedFiles
+reuse, reused, shared = CopiedFiles.reuse, [], []
+def observed(self, files, listed):
+    reused[-1] += listed.size * (done := reuse(self, files, listed))
+    return done
+CopiedFiles.reuse = observed
+with tr.Checkpointer(URL, local=f"{LOCAL}-{jax.process_index()}", keep_local=tr.keep.last(3)) as ckpts:
+    for step in range(1, 7):
+        reused.append(0)
+        frozen = put(np.arange(1 << 20, dtype=np.float32), P("x"))
+        tree = {"frozen": frozen, "trained": put(np.full(600_000, step, np.float32), P("x"))}
+        shared.append(ckpts.save(step, tree).result().shared_bytes)
+        while step not in tr.steps(URL):
+            time.sleep(0.05)
+report([reused, shared])
+"""
+
+
+@pytest.mark.slow
+def test_several_hosts_with_disks(tmp_path: pathlib.Path, bucket: str) -> None:
+    """Each shares files on its own disk, and what it has uploaded is not sent again."""
+    for result in jobs.run_job(tmp_path, _HOSTS_JOB, processes=2, URL=bucket, LOCAL=str(tmp_path / "local")):
+        for nbytes in result.report:
+            assert nbytes[0] == 0 and min(nbytes[4:]) > 2 * _MIB
+    assert tr.verify(bucket).ok and tr.steps(bucket) == [1, 2, 3, 4, 5, 6]
+    assert (tr.restore(bucket, step=6)["trained"] == 6).all()
+
+
 @pytest.mark.slow
 def test_several_processes(tmp_path: pathlib.Path, bucket: str) -> None:
     """The objects that each process wrote are copied, although peers wrote the others of the same array."""
