@@ -52,6 +52,15 @@ def test_size_keeps_what_fits_and_the_newest() -> None:
     assert keep.size(5).kept([]) == set()
 
 
+def test_a_file_that_steps_share_counts_once() -> None:
+    """Steps of 10 bytes share files of 90 bytes: an old one, and two that take turns."""
+    files = {1: "old", 2: "a", 3: "b", 4: "a", 5: "b", 6: "a"}
+    steps = [Saved(step, {}, nbytes=100, linked={file: 90}) for step, file in files.items()]
+    assert {n: len(keep.size(n).kept(steps)) for n in (199, 200, 209, 210, 230, 329, 330)} == {
+        199: 1, 200: 2, 209: 2, 210: 3, 230: 5, 329: 5, 330: 6
+    }  # fmt: skip
+
+
 def test_every_counts_step_0() -> None:
     assert keep.every(4).kept(saved(0, 2, 4, 6, 8)) == {0, 4, 8}
 

@@ -8,10 +8,9 @@ saved or restored, the newest committed step, a pinned step, or a step that a li
 
 import dataclasses
 import datetime
-import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from .errors import MismatchError
@@ -25,12 +24,16 @@ def __dir__() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A step as policies see it. `created` is in seconds since the epoch, `nbytes` is its size on the disk."""
+    """A step as policies see it. `created` is in seconds since the epoch, `nbytes` is the size of its files.
+
+    linked: on a disk, the sizes of its array files, by identities that are equal for a file that steps share.
+    """
 
     step: int
     metrics: Mapping[str, float]
     created: float = 0.0
     nbytes: int = 0
+    linked: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
 
 
 class _Rule(Protocol):
@@ -104,9 +107,18 @@ def steps(*numbers: int) -> Policy:
 def size(nbytes: int) -> Policy:
     """Keeps the newest steps that fit into a number of bytes together, and at least the newest.
 
-    The size of a step is that of its files on all hosts. A file that several steps share counts in each.
+    The size of a step is that of its files on all hosts. A file that steps share counts once, in the newest of them.
     """
     return Policy((_Size(_check_count("size", nbytes)),))
+
+
+def total_sizes(saved: Iterable[Saved]) -> Iterator[int]:
+    """Yields the bytes that the first step takes, then the first two together, and so on. A shared file counts once."""
+    total, counted = 0, set[Hashable]()
+    for one in saved:
+        total += one.nbytes - sum(nbytes for file, nbytes in one.linked.items() if file in counted)
+        counted.update(one.linked)
+        yield total
 
 
 def rank(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> list[int]:
@@ -185,8 +197,7 @@ class _Size:
     nbytes: int
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        totals = itertools.accumulate(one.nbytes for one in reversed(saved))
-        fitting = sum(total <= self.nbytes for total in totals)
+        fitting = sum(total <= self.nbytes for total in total_sizes(saved[::-1]))
         return {one.step for one in saved[-max(fitting, 1) :]}
 
 

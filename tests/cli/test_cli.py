@@ -141,6 +141,8 @@ def test_files_that_steps_share_count_once(tmp_path: pathlib.Path, treering: Any
     assert on_disk < 7 << 20 < 12 << 20 < sum(file.stat().st_size for file in files)
     sizes = treering("du", run, "--json").json
     folders = sum(part["nbytes"] for part in sizes["parts"] if part["path"] != "(files)")
+    assert treering("ls", run, "--keep", f"size:{folders}").out.count("would be deleted") == 0
+    assert treering("ls", run, "--keep", f"size:{folders - 1}").out.count("would be deleted") == 1
     assert sizes["nbytes"] == on_disk and folders <= on_disk
     total = sum(row["nbytes"] for row in treering("ls", run, "--json").json["steps"])
     last = treering("ls", run).out.splitlines()[-1]

@@ -80,6 +80,16 @@ def test_frozen_arrays_take_no_room(tmp_path: pathlib.Path) -> None:
     _check(run, {step: tree for step, tree in states.items() if step not in (2, 5)})
 
 
+def test_a_size_keeps_what_the_disk_has_room_for(tmp_path: pathlib.Path) -> None:
+    """Two copies of the frozen array and ten small steps fit into three times its size."""
+    frozen = _array(1)
+    with tr.Checkpointer(tmp_path, keep=tr.keep.size(3 * frozen.nbytes)) as ckpts:
+        for step in range(1, 13):
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+            ckpts.wait()
+        assert len(ckpts.steps) >= 9
+
+
 def test_what_has_changed_is_written(tmp_path: pathlib.Path) -> None:
     """New arrays, arrays in other leaves or of another dtype, and those of NumPy are never taken from a file."""
     run, a, b, in_numpy = tmp_path / "run", _array(1), _array(2), np.zeros(_ELEMENTS)

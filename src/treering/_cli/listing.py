@@ -75,7 +75,7 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
 def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
     from .._tools.listing import Row
 
-    names = [field.name for field in dataclasses.fields(Row) if field.name != "metrics"]
+    names = [field.name for field in dataclasses.fields(Row) if field.name not in ("metrics", "emptied", "saved")]
     metrics = list(dict.fromkeys(f"metrics.{name}" for row in rows for name in row["metrics"]))
     flat = [{**row, **{f"metrics.{name}": value for name, value in row["metrics"].items()}} for row in rows]
     say_csv(flat, [*names, "latest", *metrics])
@@ -100,16 +100,12 @@ def _print_listing(listing: "Listing", best: int | None) -> None:
 
 def _total(listing: "Listing") -> str:
     """Returns the size of all steps, and what they take on the disk if steps share files."""
-    from .. import stores
-    from .._tools.disk_usage import DiskUsage
+    from ..keep import total_sizes
 
     total = sum(row.nbytes or 0 for row in listing.rows)
-    store = stores.get(listing.path)
-    if store.sharing != "links" or not listing.rows:
-        return nbytes(total)
-    usage = DiskUsage(store)
-    on_disk = usage.count_all(row.path for row in listing.rows if not row.link)
-    return nbytes(total) if usage.closed or on_disk >= total else f"{nbytes(total)}, {nbytes(on_disk)} on the disk"
+    saved = [row.saved for row in listing.rows if row.saved]
+    shared = sum(one.nbytes for one in saved) - max(total_sizes(saved), default=0)
+    return f"{nbytes(total)}, {nbytes(total - shared)} on the disk" if shared else nbytes(total)
 
 
 def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:
@@ -169,8 +165,8 @@ def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
 
 
 def _row_fields(row: "Row") -> dict[str, Any]:
-    fields = dataclasses.asdict(dataclasses.replace(row, emptied=None))
-    del fields["emptied"]
+    fields = dataclasses.asdict(dataclasses.replace(row, emptied=None, saved=None))
+    del fields["emptied"], fields["saved"]
     return {**fields, "created": utc_time(row.created)}
 
 

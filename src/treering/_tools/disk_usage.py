@@ -32,10 +32,6 @@ class DiskUsage:
             return 0
         return sum(self.count(posixpath.join(path, name)) for name in names)
 
-    def count_all(self, paths: Iterable[str]) -> int:
-        """Returns the bytes of several files or directories that are not counted yet."""
-        return sum(self.count(path) for path in paths)
-
     def _is_new(self, version: Hashable) -> bool:
         if self._store.sharing != "links":  # Elsewhere equal versions are equal contents, not one file.
             return True
@@ -47,8 +43,9 @@ class DiskUsage:
 def freed_bytes(store: Store, going: Sequence[str], staying: Iterable[str]) -> int | None:
     """Returns the bytes that deleting `going` frees: without the files that `staying` shares. None if not known."""
     usage = DiskUsage(store)
-    usage.count_all(staying)
-    nbytes = usage.count_all(going)
+    for path in staying:
+        usage.count(path)
+    nbytes = sum(usage.count(path) for path in going)
     return None if usage.closed else nbytes
 
 

@@ -47,6 +47,7 @@ class Row:
     linked_by: tuple[str, ...] = ()  # The links in the run that lead to this step. A linked step stays.
     deleted: bool = False  # True if the policy would delete it.
     emptied: Saved | None = None  # what a damaged step was if only its manifest is left
+    saved: Saved | None = None  # what policies see of a valid step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _rows_to_delete(keep: Policy, rows: list[Row]) -> list[Row]:
 
     Steps that links lead to are included, so that the caller can say why they stay.
     """
-    good = [Saved(row.step, row.metrics, row.created or 0.0, row.nbytes or 0) for row in _valid_native(rows)]
+    good = [row.saved for row in _valid_native(rows) if row.saved]
     wanted = keep.kept(good) | {one.step for one in good[-1:]}
     unwanted = {one.step for one in good} - wanted
     unwanted.update(unwanted_emptied(good, [row.emptied for row in rows if row.emptied], keep.kept))
@@ -235,7 +236,7 @@ def _native_row(steps: StepCatalog, step: int, path: str) -> Row:
     pinned, link = pins.is_pinned(steps.store, path), steps.store.is_link(path)
     if isinstance(status, Saved):
         metrics = dict(status.metrics)
-        return Row(step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link)
+        return Row(step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link, saved=status)
     nbytes, emptied = size_or_none(steps.store, path), steps.read_emptied(step, path)
     return Row(step, path, status, nbytes=nbytes, pinned=pinned, link=link, emptied=emptied)
 

@@ -25,6 +25,7 @@ class StepSummary(NamedTuple):
     metrics: dict[str, float]
     created_seconds: float  # since the epoch
     nbytes: int  # of the manifest and the array files
+    linked: dict[Hashable, int]  # see `keep.Saved`
     late: frozenset[str]  # the names of the metrics that were added after the save
 
 
@@ -88,15 +89,18 @@ def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepS
     """
     data = read_file(store, manifest_path(path))
     summary = manifest.summarize(data, path)
+    linked: dict[Hashable, int] = {}
     for listed in () if allow_missing_files else summary.files:
         with reading(path):
             found = store.stat(posixpath.join(path, listed.name))
         if found is None or found.nbytes != listed.size:
             raise CorruptError(f"{path}: {listed.name} is missing or cut short")
+        if store.sharing == "links":
+            linked[found.version] = listed.size
     added = _added(store, path, manifest.xxh3(data))
     numbers = {**validity.metrics(summary.metrics), **added}
     nbytes = len(data) + sum(listed.size for listed in summary.files)
-    return StepSummary(numbers, summary.created_seconds(), nbytes, frozenset(added))
+    return StepSummary(numbers, summary.created_seconds(), nbytes, linked, frozenset(added))
 
 
 def read_emptied(store: Store, path: str) -> StepSummary | None:
@@ -114,7 +118,7 @@ def read_emptied(store: Store, path: str) -> StepSummary | None:
         return None
     if not summary.files:  # Nothing is missing: a checkpoint without arrays has no array files.
         return None
-    return StepSummary(validity.metrics(summary.metrics), summary.created_seconds(), len(data), frozenset())
+    return StepSummary(validity.metrics(summary.metrics), summary.created_seconds(), len(data), {}, frozenset())
 
 
 def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:
