@@ -478,14 +478,17 @@ right = all(
     and one["n"] == step
     for step, one in found.items()
 )
-# Only process 1 has an array that does not change, and process 0 knows nothing of it.
-run, theirs = tmp / "theirs", Mesh(devices[DEVICES:], ("x",))
+# Only process 1 has an array that does not change, and process 0 knows nothing of it. The path is not valid Unicode.
+run, theirs = tmp / "theirs\\udcff", Mesh(devices[DEVICES:], ("x",))
 mine, known = put(np.arange(600_000, dtype=np.float32), mesh=theirs), 0
 with tr.Checkpointer(run) as ckpts:
     for step in range(1, 8):
         tree = {"mine": mine, "trained": put(np.full(600_000, step, np.float32))}
         nbytes = ckpts.save(step, tree).result().shared_bytes
     known = len(ckpts._saver._unchanged.state.saved.files)
+    right &= same(ckpts.restore(tree)["trained"], np.full(600_000, 7, np.float32))
+tr.save(tmp / "one\\udcff", tree)
+right &= same(tr.restore(tmp / "one\\udcff", tree)["mine"], np.arange(600_000, dtype=np.float32))
 report([shared, right, nbytes, known])
 """
 

@@ -37,7 +37,7 @@ import xxhash
 from .. import errors
 from .._threads.pool import start_threads
 from ..errors import PeerError, TreeringError
-from . import blame, call_tree, host_relay, liveness
+from . import blame, call_tree, host_relay, liveness, messages
 from .job_store import JobStore
 
 _LATER_CALL_SECONDS = 2.0  # seconds, at most, for which a peer must be in a later call before this process fails
@@ -218,7 +218,7 @@ class MultiProcessCall:
         while missing:
             for index, text in self._store.list_values(f"{self.name}/{exchange}/{self.index}/").items():
                 if index in missing:
-                    values.update(msgspec.json.decode(text, type=dict[int, Any]))
+                    values.update(messages.decode(text, dict[int, Any]))
             missing = [index for index in missing if index not in values]
             if missing:
                 self._check([*([0] if self.index else []), *missing])
@@ -254,7 +254,7 @@ class MultiProcessCall:
         self.in_doubt, self._saw_process_0 = False, True
         if text.startswith(host_relay.FAILED):
             raise _decode_error(text, 0)
-        return msgspec.json.decode(text)
+        return messages.decode(text)
 
     # In all processes
 
@@ -295,7 +295,7 @@ class MultiProcessCall:
         if 0 in quiet:
             latest[0] = self._store.get(_latest_call_key(0), _NOWHERE)
         for index in quiet:
-            what, number, ordinal = msgspec.json.decode(latest.get(index, _NOWHERE))
+            what, number, ordinal = messages.decode(latest.get(index, _NOWHERE))
             if ordinal <= self._ordinal or number <= self._history.counts.get(what, -1):
                 self._later_call_since.pop(index, None)
             elif now - self._later_call_since.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
@@ -331,14 +331,14 @@ class MultiProcessCall:
     def _activity_of(self, index: int, seen: dict[int, str]) -> str:
         if index in seen:
             return f"last seen {seen[index]}"
-        what = msgspec.json.decode(self._store.get(_latest_call_key(index), _NOWHERE))[0]
+        what = messages.decode(self._store.get(_latest_call_key(index), _NOWHERE))[0]
         return f"not in this call; its last is {what}" if what else "not in this call, nor in one before"
 
     def _run_heartbeat(self) -> None:
         try:
             if self._ordinal == self._history.ordinal:  # Also if the call is over, because peers may look for it.
                 where = [self._description, self._number, self._ordinal]
-                self._store.put(_latest_call_key(self.index), msgspec.json.encode(where).decode())
+                self._store.put(_latest_call_key(self.index), messages.encode(where))
             relay = self._join_host() if call_tree.is_large(self.count) and not self._is_closed else None
             with contextlib.closing(relay) if relay else contextlib.nullcontext():
                 given = -math.inf  # the time of the last sign that this process has put
@@ -422,7 +422,7 @@ class MultiProcessCall:
         return n
 
     def _put_value(self, key: str, value: Any) -> None:
-        self._store.put(f"{self.name}/{key}", msgspec.json.encode(value).decode())
+        self._store.put(f"{self.name}/{key}", messages.encode(value))
 
     def _wait_for_key(self, key: str) -> str | None:
         """Returns the value of a key, or None if it has none after `_poll_seconds`."""

@@ -24,7 +24,6 @@ from ..formats.treering.shared_files import (
     is_damaged,
     version,
 )  # fmt: skip
-from ..stores import json_paths
 from ..stores.store import FinishedFile
 from .adopted import adopt
 from .save_target import SaveTarget
@@ -103,13 +102,7 @@ class SaveReuse:
         bases = run.bases(self._target.info, nbytes)
         if bases is None:
             return _NO_BASES
-        newest_kept = bases.newest_kept and json_paths.to_json(bases.newest_kept)
-        committed = list(bases.committed)[-_MAX_BASES:]
-        return [
-            list(map(json_paths.to_json, bases.paths[:_MAX_BASES])),
-            newest_kept,
-            list(map(json_paths.to_json, committed)),
-        ]
+        return [bases.paths[:_MAX_BASES], bases.newest_kept, list(bases.committed)[-_MAX_BASES:]]
 
     def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece], *, by_shard: bool) -> Chosen | None:
         run = self._run
@@ -192,11 +185,10 @@ class SaveReuse:
 
     def _on_own_disk(self, paths: Sequence[str]) -> list[str]:
         """Returns the paths of steps as this process sees them: each host may have its own folder for its disk."""
-        decoded = list(map(json_paths.from_json, paths))
         if not self._target.options.hosts:
-            return decoded
+            return list(paths)
         run = posixpath.dirname(self._target.path)
-        return [posixpath.join(run, posixpath.basename(path)) for path in decoded]
+        return [posixpath.join(run, posixpath.basename(path)) for path in paths]
 
     def _find_usable(self, paths: Sequence[str], newest_kept: str | None, committed: Sequence[str]) -> None:
         saved, kept = self._run.saved, newest_kept and self._on_own_disk([newest_kept])[0]

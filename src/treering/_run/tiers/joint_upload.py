@@ -14,7 +14,6 @@ from ...formats.treering import host_files
 from ...formats.treering.copy import copy_files
 from ...formats.treering.manifest_fields import File
 from ...formats.treering.save_files import SaveFiles
-from ...stores import json_paths
 from ...stores.nearest_copy import HeldFile
 from .exchange import Exchange
 from .local_tier import LocalTier
@@ -38,7 +37,7 @@ class JointUpload:
         on_progress: Callable[[int], None],
         commit: Callable[[], None],
     ) -> None:
-        made = None if files is None else list(map(json_paths.to_json, files.made))
+        made = None if files is None else files.made
         self._call.broadcast(lambda: [self._name, self._to, token, made])
         missing: list[str] = []
 
@@ -109,7 +108,6 @@ def take_part(
         if local is not None:
             try:
                 if made is not None:
-                    made = list(map(json_paths.from_json, made))
                     files = SaveFiles.join(stores.get(to), to, token, made, timeout=call.timeout, check=call.check)
                 _copy(local, exchange, name, mine, files, lambda nbytes: on_progress(nbytes, look))
             except (TreeringError, OSError) as error:

@@ -22,7 +22,6 @@ from ..._pytree.leaves import Catalogue
 from ..._threads.pool import ThreadPool
 from ..._threads.python_gc import gc_paused
 from ...errors import SaveError, TreeringError, UnsupportedError
-from ...stores import json_paths
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
 from . import host_files, layout, manifest, second_copies
@@ -87,8 +86,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         nonlocal files
         files = room.retry(job.path, 0, lambda: Transaction(store, job.path, overwrite=job.overwrite))
         files.retry_when_full = room.retry
-        made = list(map(json_paths.to_json, files.made))
-        return [files.token, made, job.reuse and job.reuse.find_bases()]
+        return [files.token, files.made, job.reuse and job.reuse.find_bases()]
 
     def commit(reports: Sequence[Any]) -> list[Any]:
         nonlocal undurable, committed
@@ -114,7 +112,6 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         if files is None and job.hosts:
             files = room.retry(job.path, 0, lambda: SaveFiles.join_per_host(store, job.path, token))
         elif files is None:
-            made = list(map(json_paths.from_json, made))
             files = SaveFiles.join(store, job.path, token, made, timeout=call.timeout, check=call.check)
         with gc_paused():
             entries, shares, most = job.catalogue.entries, job.shares, store.object_bytes
