@@ -26,8 +26,12 @@ def main(run: str) -> None:
     for ckpt in tr.follow(run):  # It yields existing steps, and then waits for new ones.
         if "val/loss" in ckpt.metrics:
             continue
-        loss = evaluate(ckpt.restore(like, at="params"), x, y)
-        tr.record(run, ckpt.step, {"val/loss": loss})
+        try:
+            loss = evaluate(ckpt.restore(like, at="params"), x, y)
+            tr.record(run, ckpt.step, {"val/loss": loss})
+        except tr.errors.NotFoundError:  # The training job has deleted the step meanwhile, as its `keep` says.
+            print(f"step {ckpt.step} is gone")
+            continue
         print(f"step {ckpt.step} val/loss {loss:.4f}")
     print("best", tr.Checkpointer(run).best_step("val/loss", "min"))
 
