@@ -1,5 +1,6 @@
 """cp, convert and rewind with a run that a job writes or prunes; existing and damaged copies; dry runs."""
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import obstore
 import pytest
@@ -409,6 +411,30 @@ def test_dry_runs_show_what_would_be_left_behind(run: pathlib.Path, tmp_path: pa
 
 @pytest.mark.long
 @pytest.mark.whole
+def _arrays(step: pathlib.Path) -> dict[int, int]:
+    """The array files of a step: their sizes by inode."""
+    return {file.stat().st_ino: file.stat().st_size for file in step.glob("arrays-*")}
+
+
+@pytest.mark.parametrize("chosen", [[], ["--steps", "2,4,6"]])
+def test_what_steps_share_is_copied_twice(tmp_path: pathlib.Path, treering: Any, chosen: list[str]) -> None:
+    """Two copies of the frozen array take turns, also if those steps are chosen that have the same one."""
+    frozen = jax.numpy.arange(1 << 18)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(1, 9):
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+    assert treering("cp", tmp_path / "run", tmp_path / "copy", *chosen).code == 0
+    steps = sorted((tmp_path / "copy").glob("step-*"))
+    arrays = [_arrays(step) for step in steps[-4:]]  # The first steps of a run have all arrays in one file.
+    assert len(steps) == (3 if chosen else 8) and tr.verify(tmp_path / "copy").ok
+    for n, (one, following) in enumerate(itertools.pairwise(arrays)):
+        assert not one.keys() & following.keys()
+        shared = one.keys() & arrays[n + 2].keys() if n + 2 < len(arrays) else ()
+        assert max(map(one.__getitem__, shared), default=frozen.nbytes) >= frozen.nbytes
+    assert sum({**arrays[0], **arrays[-1], **arrays[1]}.values()) < 2.1 * frozen.nbytes
+    assert np.array_equal(tr.restore(tmp_path / "copy", step=6)["frozen"], frozen)
+
+
 def test_steps_are_chosen_by_numbers_and_ranges(tmp_path: pathlib.Path, treering: Any) -> None:
     run, copy = save_run(tmp_path / "run", 1, 100, 200, 250, 300, 400), tmp_path / "copy"
     for steps in ("", "3..1", "1,,2", "a", "1..", "-1", "1-2"):

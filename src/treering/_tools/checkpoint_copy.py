@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptError, ExistsError, UnsupportedError
 from ..formats.treering import copy, metrics, pins, summary
+from ..formats.treering.copied_files import CopiedFiles
 from ..formats.treering.read import Reader
 from ..stores.store import Store
 
@@ -72,8 +73,10 @@ class CheckpointCopy(NamedTuple):
             if pins.is_pinned(self.source_store, self.path):
                 pins.pin(self.target_store, self.target, True)
 
-    def make(self, moved: Callable[[int], None], *, absent: bool) -> None:
-        """Copies the checkpoint, repairs its copy, or replaces another checkpoint. `absent`: the target was missing.
+    def make(self, moved: Callable[[int], None], *, absent: bool, copied: CopiedFiles) -> None:
+        """Copies the checkpoint, repairs its copy, or replaces another checkpoint.
+
+        absent: the target was missing. copied: the files of the checkpoints that were copied before.
 
         Raises the errors of `formats.treering.copy` and `check_unpinned`, and `ExistsError` if another process wrote
         the target first.
@@ -92,7 +95,10 @@ class CheckpointCopy(NamedTuple):
             return
         if replaced:
             self.check_unpinned()
-        copy.copy(self.source_store, self.path, self.target_store, self.target, overwrite=replaced, on_progress=moved)
+        copy.copy(
+            self.source_store, self.path, self.target_store, self.target,
+            overwrite=replaced, on_progress=moved, copied=copied,
+        )  # fmt: skip
 
     def measure(self, moved: Callable[[int], None]) -> None:
         """Counts the bytes that `make` would copy. Raises its errors, as far as they show without reading arrays."""

@@ -15,6 +15,7 @@ from .._run import run_layout as _run
 from .._run.step_fallback import detect_or_explain, retry_if_replaced
 from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
+from ..formats.treering.copied_files import CopiedFiles
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
 from .checkpoint_copy import CheckpointCopy
@@ -129,10 +130,12 @@ def copy_checkpoints(
     )
     with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
+        copied = CopiedFiles(links=True)
         for one, is_same in reversed(same.items()):
             with done._noting_failures(one, single):
                 if not is_same:
-                    make = one.measure if dry_run else functools.partial(one.make, absent=is_same is None)
+                    copy = functools.partial(one.make, absent=is_same is None, copied=copied)
+                    make = one.measure if dry_run else copy
                     retry_if_replaced(functools.partial(make, done._add_bytes))
                 elif not dry_run:
                     one.complete()

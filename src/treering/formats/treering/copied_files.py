@@ -1,40 +1,54 @@
-"""The array files that a process has copied to a bucket, so that equal files of later checkpoints need no upload."""
+"""The array files that a process has copied to a run, so that equal files of other checkpoints are not sent again."""
 
-from ...stores.store import FinishedFile, Stored
+import contextlib
+import posixpath
+
+from ...stores.store import FinishedFile, Sink
 from .manifest_fields import File
 from .save_files import SaveFiles
 from .shared_files import content
 
+_Files = dict[tuple[int, int, str], FinishedFile]
+
 
 class CopiedFiles:
-    """The array files of the last two checkpoints that this process has copied to a run in a bucket, by content.
+    """The array files of the last two checkpoints that this process has copied to a run, by content.
 
-    All of their bytes were verified. The server copies them to checkpoints with equal files. If one was deleted or
-    replaced, as its version tells, the file is uploaded as usual.
+    All of their bytes were verified. In a bucket the server copies them to checkpoints with equal files. With `links`,
+    on a disk, a checkpoint gets hard links to files of the last but one. So two copies take turns, and damage to one
+    leaves the checkpoint next to it. If a file was deleted or replaced, as its version tells, it is sent as usual.
     """
 
-    def __init__(self) -> None:
-        self._newest: tuple[str, dict[tuple[int, int, str], FinishedFile]] = ("", {})
-        self._before: dict[tuple[int, int, str], FinishedFile] = {}
+    def __init__(self, *, links: bool = False) -> None:
+        self._links = links
+        self._path = ""  # of the checkpoint that is copied
+        self._files, self._last, self._last_but_one = _Files(), _Files(), _Files()
 
     def reuse(self, files: SaveFiles, listed: File) -> bool:
-        """Lets the server make a file of `files` from an equal one. Returns False if it must be uploaded."""
-        key = content(listed)
-        old = self._newest[1].get(key) or self._before.get(key)
-        if old is None or files.store.sharing != "copies":
-            return False
-        try:
-            sink = files.share(listed.name, old)
-        except FileNotFoundError:
-            return False
-        if sink is not None:
-            self.note(files.path, listed, sink.stored)
-        return sink is not None
+        """Makes a file of `files` from an equal one. Returns False if it must be sent."""
+        if files.path != self._path:
+            self._path = files.path
+            self._files, self._last, self._last_but_one = _Files(), self._files, self._last
+        for known in self._sources(files.store.sharing):
+            if old := known.get(content(listed)):
+                with contextlib.suppress(FileNotFoundError):
+                    if sink := files.share(listed.name, old):
+                        self.note(files, listed, sink)
+                        return True
+        return False
 
-    def note(self, path: str, listed: File, stored: Stored | None) -> None:
-        """Notes a file of the checkpoint at `path`, by the answer of the store."""
-        if stored is None:
+    def note(self, files: SaveFiles, listed: File, sink: Sink) -> None:
+        """Notes a finished file of the checkpoint that is copied."""
+        path = posixpath.join(files.path, listed.name)
+        if sink.stored:
+            version = sink.stored.version
+        elif self._links and (found := files.store.stat(path)):
+            version = found.version
+        else:
             return
-        if path != self._newest[0]:
-            self._before, self._newest = self._newest[1], (path, {})
-        self._newest[1][content(listed)] = FinishedFile(f"{path}/{listed.name}", stored.version, listed.size)
+        self._files[content(listed)] = FinishedFile(path, version, listed.size)
+
+    def _sources(self, sharing: str | None) -> tuple[_Files, ...]:
+        if sharing == "copies":
+            return self._last, self._last_but_one
+        return (self._last_but_one,) if self._links and sharing == "links" else ()

@@ -189,7 +189,7 @@ def _copy_file(
         sink.write(buffer, offset)
     sink.finish(listed.size, read_only=True)
     if copied:
-        copied.note(files.path, listed, sink.stored)
+        copied.note(files, listed, sink)
 
 
 class _Copy(Transaction):
