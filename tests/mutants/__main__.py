@@ -2,9 +2,9 @@
 
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
 next to this file. ``cover`` runs the tests once and notes which of them execute which lines; it needs pytest-cov.
-``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line, those of
-its folder, and then the others. It notes the first test that failed; ``survives`` is what none has noticed. A suite
-that has changed is run again with ``run --again``: it must notice what the one before has noticed.
+``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line, and then
+those of its folder. It notes the first test that failed; ``survives`` is what none has noticed. A suite that has
+changed is run again with ``run --again``: it must notice what the one before has noticed.
 """
 
 import argparse
@@ -84,10 +84,9 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     folder.chmod(0o755)  # a test becomes another user, who must get at its files
     first = next(tests for name, tests in _FOLDERS.items() if row["file"].startswith(name + "/"))
     covering = _covering_tests(row["file"], nearest.line, first)
-    quick = "not slow and not long"
-    for marks, tests in (("", covering), (quick, first), (quick, ("tests",)), ("", first)):
-        if not tests:
-            continue
+    # Tests that execute a line only in processes that they start are not among the covering ones.
+    runs = [("", covering), ("", first)] if covering else [("not slow and not long", first), ("", ("tests",))]
+    for marks, tests in runs:
         ignored: list[str] = []
         while name := _first_failure(folder, folder / "src", marks, tests, ignored):
             if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
