@@ -328,7 +328,7 @@ class Store(Protocol):
         """Creates a finished file with the bytes of another one, without writing them; see `sharing`.
 
         Deleting either leaves the other as it is. Returns None if the store cannot do that. Raises `FileExistsError`,
-        and `FileNotFoundError` also if `old` has another version.
+        and `FileNotFoundError` also if `old` has another version. Then the name is free.
         """
         ...
 

@@ -96,7 +96,7 @@ class StoreWriting(StoreSubject):
         assert can_share <= (store.sharing is not None) and can_share >= (store.sharing == "copies")
         with store.new_file(old, overwrite=True) as new:
             new.write(b"another" * 1000)
-        assert not share("replaced")
+        assert not share("replaced") and store.stat(f"{root}/replaced") is None
         store.delete(old)
         assert not share("removed")
         assert not can_share or read_file(store, f"{root}/shared") == data

@@ -14,7 +14,8 @@ def copy_version(bucket: Bucket, file: FinishedFile, key: str) -> Version | None
     """Copies an object of a known size and version to another key of the bucket. Returns the version of the copy.
 
     Returns None if the bytes must be uploaded: the object is gone or was replaced, or the server refuses. Then the key
-    may have any object, or none. Once the server has refused, this process copies nothing more in the bucket.
+    has no copy, unless an answer of the server was lost. Once the server has refused, this process copies nothing more
+    in the bucket.
 
     obstore cannot make a copy conditional. So the ETags are compared: if the copy has that of the object, the bytes are
     equal. Otherwise the object must still have its version once it is copied.
@@ -28,6 +29,7 @@ def copy_version(bucket: Bucket, file: FinishedFile, key: str) -> Version | None
         made = bucket.head(key)
         if made and made.nbytes == source.nbytes and (made.version[0] == tag or _is_unchanged(bucket, source)):
             return made.version
+        bucket.delete([key])  # Wrong bytes must not stay, and an object can only be created at a free key.
         problem = "it was replaced, or the copy has another size"
     except FileNotFoundError:
         problem = "it is gone"
