@@ -2,9 +2,11 @@
 
 import logging
 import pathlib
+import pickle
 import re
 import secrets
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -25,8 +27,12 @@ from fault_proxy import Proxy, Request, proxy
 from treering import stores
 from treering._save import saved_arrays
 from treering.errors import TreeringError
+from treering.formats.treering.copied_files import CopiedFiles
+from treering.formats.treering.manifest_fields import File
+from treering.formats.treering.save_files import SaveFiles
 from treering.stores.memory import MemoryStore
 from treering.stores.objects.store import ObjectStore
+from treering.stores.store import Stored
 
 pytestmark = [pytest.mark.long, pytest.mark.whole]
 _MIB = 1 << 20
@@ -174,6 +180,39 @@ def test_an_object_that_another_program_changes(
         assert tr.verify(f"{run}/step-{step:08}").ok
         found = tr.restore(run, step=step)
         assert all(np.array_equal(found[name], loop.expected[step][name]) for name in found)
+
+
+def test_an_upload_that_is_repeated_copies_again(between: Proxy, run: str, tmp_path: pathlib.Path) -> None:
+    """The objects of the failed attempt are gone, but not those of the step before."""
+    loop, refused = _Loop(), list[int]()
+
+    def fault(request: Request) -> str | None:
+        commits = request.method == "PUT" and request.path.endswith("step-00000005/treering.json")
+        if refused or not commits:
+            return None
+        refused.append(len(between.requests))
+        return "403 AccessDenied"
+
+    between.fault = fault
+    with tr.Checkpointer(run, local=tmp_path / "local") as ckpts:
+        for step in range(1, 6):
+            loop.save(ckpts, step)
+            while step < 5 and ckpts.uncopied:
+                time.sleep(0.01)
+    loop.check(run, [1, 2, 3, 4, 5])
+    again = between.requests[refused[0] :]
+    assert sum(map(_is_copy, again)) == 2 and _uploaded(again) < 250_000
+
+
+def test_an_overwritten_step_is_forgotten() -> None:
+    """A loop that uploads to one path again and again needs no more memory."""
+    copied, sizes = CopiedFiles(), list[int]()
+    for n in range(9):
+        files = SaveFiles(MemoryStore(), "memory://run/step-00000001", f"{n:06}")
+        sink: Any = types.SimpleNamespace(stored=Stored((f"{n}", None), False))
+        copied.note(files, File(f"arrays-{n:06}", 5, 5, f"{n:016}"), sink)
+        sizes.append(len(pickle.dumps(vars(copied))))
+    assert sizes[-1] == sizes[2]
 
 
 @pytest.mark.parametrize("between", ["s3_server", "gcs_server", "azure_server"], indirect=True)

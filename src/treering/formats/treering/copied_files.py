@@ -21,24 +21,26 @@ class CopiedFiles:
 
     def __init__(self, *, links: bool = False) -> None:
         self._links = links
-        self._path = ""  # of the checkpoint that is copied
+        self._copy = ("", "")  # the path and the token of the checkpoint that is copied
         self._files, self._last, self._last_but_one = _Files(), _Files(), _Files()
 
     def reuse(self, files: SaveFiles, listed: File) -> bool:
         """Makes a file of `files` from an equal one. Returns False if it must be sent."""
-        if files.path != self._path:
-            self._path = files.path
-            self._files, self._last, self._last_but_one = _Files(), self._files, self._last
+        self._begin(files)
+        path = posixpath.join(files.path, listed.name)
         for known in self._sources(files.store.sharing):
-            if old := known.get(content(listed)):
-                with contextlib.suppress(FileNotFoundError):
-                    if sink := files.share(listed.name, old):
-                        self.note(files, listed, sink)
-                        return True
+            old = known.get(content(listed))
+            if old is None or old.path == path:  # An attempt that failed noted its own files, which are removed.
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if sink := files.share(listed.name, old):
+                    self.note(files, listed, sink)
+                    return True
         return False
 
     def note(self, files: SaveFiles, listed: File, sink: Sink) -> None:
-        """Notes a finished file of the checkpoint that is copied."""
+        """Notes a finished file of a checkpoint."""
+        self._begin(files)
         path = posixpath.join(files.path, listed.name)
         if sink.stored:
             version = sink.stored.version
@@ -47,6 +49,13 @@ class CopiedFiles:
         else:
             return
         self._files[content(listed)] = FinishedFile(path, version, listed.size)
+
+    def _begin(self, files: SaveFiles) -> None:
+        # An overwritten checkpoint has the same path, and other names of files.
+        if self._copy != (files.path, files.token):
+            self._copy = files.path, files.token
+            if self._files:
+                self._files, self._last, self._last_but_one = _Files(), self._files, self._last
 
     def _sources(self, sharing: str | None) -> tuple[_Files, ...]:
         if sharing == "copies":
