@@ -41,7 +41,12 @@ class DiskUsage:
 
 
 def freed_bytes(store: Store, going: Sequence[str], staying: Iterable[str]) -> int | None:
-    """Returns the bytes that deleting `going` frees: without the files that `staying` shares. None if not known."""
+    """Returns the bytes that deleting `going` frees: without the files that `staying` shares.
+
+    Returns None if a part may not be read, and where files are never shared: in buckets each size takes a request.
+    """
+    if store.sharing != "links":
+        return None
     usage = DiskUsage(store)
     for path in staying:
         usage.count(path)

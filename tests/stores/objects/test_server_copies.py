@@ -26,6 +26,7 @@ import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
 from treering._save import saved_arrays
+from treering._tools.disk_usage import freed_bytes
 from treering.errors import TreeringError
 from treering.formats.treering.copied_files import CopiedFiles
 from treering.formats.treering.manifest_fields import File
@@ -289,6 +290,12 @@ def test_a_save_that_fails_after_its_copies(between: Proxy, run: str, s3_server:
         assert not [one for page in obstore.list(s3.client(s3_server), prefix=prefix) for one in page]
         assert loop.save(ckpts, 6) > _LARGE.nbytes
     loop.check(run, [1, 2, 3, 4, 6])
+
+
+def test_prune_asks_for_no_sizes_of_files(between: Proxy, run: str) -> None:
+    """No steps share files in a bucket, and each size would take a request."""
+    assert freed_bytes(stores.get(run), [f"{run}/step-00000001"], [f"{run}/step-00000002"]) is None
+    assert not between.requests
 
 
 def test_a_store_that_cannot_copy() -> None:
