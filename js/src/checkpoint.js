@@ -43,7 +43,7 @@ export class Checkpoint {
     const onMissing = (/** @type {MissingFileError} */ error) => this.explainMissing(error);
     this.files = manifest.files.map((entry) => new ArrayFile(source, entry, onMissing));
     /** @type {ReadonlyMap<string, Leaf>} */
-    this.leaves = new Map(manifest.leaves.map((row) => [row.path, leafOf(row, this.files)]));
+    this.leaves = new Map(manifest.leaves.map((row, n) => [row.path, leafOf(row, this.files, manifest.places[n])]));
   }
 
   /** Returns the leaf of that path. Raises `InputError`. @param {string} path @returns {Leaf} */

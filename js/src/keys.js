@@ -5,7 +5,7 @@ import { check } from "./errors.js";
 import { list } from "./fields.js";
 import { decodeFloat, encodeFloat, Float, floatName } from "./float.js";
 import { identity } from "./identity.js";
-import { decodeInt, encodeInt } from "./values.js";
+import { decodeInt, encodeInt } from "./simple_values.js";
 
 /** @typedef {import("./json.js").Json} Json */
 /** @typedef {import("./types.js").Key} Key */

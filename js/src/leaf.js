@@ -12,8 +12,12 @@ import { Value } from "./values.js";
 
 /** An array that is read when it is used. */
 export class ArrayLeaf {
-  /** @param {import("./leaf_rows.js").ArrayRow} row @param {readonly ArrayFile[]} files */
-  constructor(row, files) {
+  /**
+   * @param {import("./leaf_rows.js").ArrayRow} row
+   * @param {readonly ArrayFile[]} files
+   * @param {Record<string, unknown>} [placement]
+   */
+  constructor(row, files, placement) {
     this.kind = /** @type {const} */ ("array");
     this.path = row.path;
     this.type = row.type;
@@ -22,6 +26,8 @@ export class ArrayLeaf {
     this.impl = row.impl;
     /** The path of an earlier leaf that is the same array. */
     this.tied = row.tied;
+    /** Where the array was in the job that saved it, in the fields of the format; undefined if that is not recorded. */
+    this.placement = placement;
     this.row = row;
     this.files = files;
   }
@@ -113,8 +119,12 @@ function boxOf({ path, shape }, slice) {
   return { start: start.slice(), shape: stop.map((end, axis) => end - start[axis]) };
 }
 
-/** @param {import("./leaf_rows.js").LeafRow} row @param {readonly ArrayFile[]} files */
-export function leafOf(row, files) {
+/**
+ * @param {import("./leaf_rows.js").LeafRow} row
+ * @param {readonly ArrayFile[]} files
+ * @param {Record<string, unknown>} [placement]
+ */
+export function leafOf(row, files, placement) {
   if (row.kind === "value") return new ValueLeaf(row);
-  return row.lengths ? new IteratorLeaf(row, files) : new ArrayLeaf(row, files);
+  return row.lengths ? new IteratorLeaf(row, files) : new ArrayLeaf(row, files, placement);
 }

@@ -6,7 +6,7 @@ import { decodeFloat } from "./float.js";
 import { decodeLeaves } from "./leaf_rows.js";
 import { decodeHolders, decodeLayouts } from "./layouts.js";
 import { decodeMetadata } from "./metadata.js";
-import { checkPlacement, checkStatic } from "./placement.js";
+import { checkStatic, decodePlacement } from "./placement.js";
 import { openSealed } from "./sealed.js";
 import { decodeTree } from "./tree.js";
 
@@ -72,9 +72,9 @@ function decodeFields(fields) {
   const tree = fields.get("tree") ?? null;
   const { paths } = decodeTree(tree, rows.length);
   const leaves = decodeLeaves(rows, paths, { files: files.length, layouts });
-  optional("placement", (json) => checkPlacement(json, rows.length));
+  const places = optional("placement", (json) => decodePlacement(json, rows.length)) ?? [];
   optional("static", checkStatic);
-  return { created, software, step, metrics, metadata, hasMetadata, files, tree, leaves };
+  return { created, software, step, metrics, metadata, hasMetadata, files, tree, leaves, places };
 }
 
 const TIME = /^(\d{4})-(\d\d)-(\d\d)T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)$/;

@@ -1,7 +1,7 @@
-/** Checks what the manifest records about devices. It is information: this reader keeps none of it. */
+/** Decodes what the manifest records about devices. It is information: no read depends on it. */
 
 import { check } from "./errors.js";
-import { integer, list, object, text, unknownFields, userJson } from "./fields.js";
+import { integer, list, object, plain, text, unknownFields, userJson } from "./fields.js";
 import { decodeSharding } from "./layouts.js";
 
 /** @typedef {import("./json.js").Json} Json */
@@ -59,19 +59,30 @@ function checkPlace(json) {
   unknownFields(fields, ["mesh", "spec", ...Object.keys(FIELDS)], "a place");
 }
 
-/** Checks `placement`. Raises `FormatFault`. @param {Json} json @param {number} leafCount */
-export function checkPlacement(json, leafCount) {
+/**
+ * Returns the place of each leaf in plain values, undefined for a leaf without one. Raises `FormatFault`.
+ *
+ * @param {Json} json
+ * @param {number} leafCount
+ * @returns {(Record<string, unknown> | undefined)[]}
+ */
+export function decodePlacement(json, leafCount) {
   const fields = object(json, "placement");
   const places = list(fields.get("places"), "places");
   places.forEach(checkPlace);
+  const shown = places.map((place) => /** @type {Record<string, unknown>} */ (plain(place)));
+  /** @type {[number, number][]} */
+  const runs = [];
   let placed = 0;
   for (const run of list(fields.get("leaves"), "leaves of placement")) {
     const [count, number] = list(run, "a run of placement", 2);
-    placed += integer(count, "a run of placement", 1);
-    integer(number, "a run of placement", -1, places.length - 1);
+    runs.push([integer(count, "a run of placement", 1), integer(number, "a run of placement", -1, places.length - 1)]);
+    placed += runs[runs.length - 1][0];
   }
   check(placed === leafCount, "leaves of placement", `${leafCount} leaves`, placed);
   unknownFields(fields, ["places", "leaves"], "placement");
+  // Only now: counts of a hostile file may be great.
+  return runs.flatMap(([count, number]) => new Array(count).fill(shown[number]));
 }
 
 /** Checks `static`. Raises `FormatFault`. @param {Json} json */

@@ -7,7 +7,7 @@ import { integer, list } from "./fields.js";
 import { identity } from "./identity.js";
 import { parseJson } from "./json.js";
 import { checkShape, countOf } from "./shapes.js";
-import { decodeSimple } from "./values.js";
+import { decodeSimple } from "./simple_values.js";
 
 /** @typedef {import("./json.js").Json} Json */
 

@@ -109,6 +109,8 @@ export class ArrayLeaf {
   readonly impl: string;
   /** The path of an earlier leaf that is the same array. */
   readonly tied: string | undefined;
+  /** Where the array was in the job that saved it, in the fields of the format. */
+  readonly placement: Record<string, unknown> | undefined;
   /** Reads the array or a box of it. Verifies every block that it reads. */
   read(slice?: Slice): Promise<Tensor>;
 }

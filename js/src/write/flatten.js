@@ -5,9 +5,10 @@ import { dtypeOf } from "../dtypes.js";
 import { InputError, show } from "../errors.js";
 import { encodeFloat, Float } from "../float.js";
 import { keyName } from "../keys.js";
+import { encodeInt } from "../simple_values.js";
 import { Tensor, tensor } from "../tensor.js";
 import { Container, encodeContainer } from "../tree.js";
-import { encodeInt, Value } from "../values.js";
+import { Value } from "../values.js";
 import { isPlainObject, numberJson } from "./encode_json.js";
 
 /** @typedef {import("../json.js").Json} Json */
