@@ -1,24 +1,19 @@
 """The report of a run: its data, and its page in a real browser if one is installed."""
 
 import base64
-import hashlib
 import html.parser
 import json
-import os
 import pathlib
 import re
-import shutil
-import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
 
 import treering as tr
+from js import chromium
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-ALONE = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
 
 
 @pytest.fixture
@@ -198,33 +193,17 @@ found.compared = texts("#compared tbody tr:first-child td");
 found.summary = texts("#diff-summary");
 found.wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
 found.title = document.title;
-const out = document.createElement("pre");
-out.id = "found";
-out.textContent = JSON.stringify(found);
-document.body.append(out);
+return found;
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="expected Chromium on the PATH, found none")
+@pytest.mark.skipif(chromium.BROWSER is None, reason=chromium.MISSING)
 @pytest.mark.parametrize("width", [1200, 400])
 def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path, width: int) -> None:
     _report(treering, run)
-    page = (run.parent / "report.html").read_text("utf-8")
-    script = f"window.addEventListener('load', () => {{{DRIVER}}});"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Otherwise the page refuses the script.
-    page = page.replace("script-src 'sha256-", f"script-src 'sha256-{digest}' 'sha256-")
-    (tmp_path / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"), "utf-8")
-    assert BROWSER
-    options = [f"--{name}" for name in ALONE]
-    options += [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900", "--virtual-time-budget=5000"]
-    command = [BROWSER, *options, "--dump-dom", f"file://{tmp_path / 'driven.html'}"]
-    dumped = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)}
-    )
-    match = re.search(r'<pre id="found">(.*?)</pre>', dumped.stdout, re.DOTALL)
-    assert match, dumped.stderr[-2000:]
-    found = json.loads(html.unescape(match[1]))
+    with chromium.browser(tmp_path) as browser:
+        found = browser.page(f"file://{run.parent / 'report.html'}", width=width).run(f"(() => {{{DRIVER}}})()")
+    assert browser.errors == []
     assert found["charts"] == ["loss", "<b>", "constructor", "size", "time since the step before"]
     assert found["readouts"][:3] == ["80: nan", "", "80: 1"]  # The newest values, finite or not.
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
