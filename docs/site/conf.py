@@ -21,7 +21,8 @@ source_suffix = {".md": "markdown"}
 
 html_theme = "furo"
 html_title = "Treering"
-html_extra_path = ["index.html", "../llms.txt"]  # at the root of the site, which leads to docs/index
+# At the root of the site, whose index.html leads to docs/index.
+html_extra_path = ["index.html", "../llms.txt", "../../src/treering/_tools/view/viewer.html"]
 html_show_copyright = False
 templates_path: list[str] = []
 

@@ -12,6 +12,7 @@ import pathlib
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,10 @@ MISSING = "expected Chromium on the PATH or in TREERING_CHROMIUM, found none"
 _OPTIONS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
 _OPTIONS += ["disable-dev-shm-usage", "remote-debugging-pipe"]
 _SECONDS = 60
+# Gives the browser the pipes as the descriptors 3 and 4. It is a program: a function would fork a process with threads.
+_CONNECT = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
+)
 
 
 class Browser:
@@ -98,7 +103,8 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """Waits until an expression is true, and returns its value."""
+        """Waits until an expression is true, and returns its value; True for an element."""
+        expression = f"((found) => found instanceof Node || found)({expression})"
         end = time.monotonic() + _SECONDS
         while time.monotonic() < end:
             if value := self.run(expression):
@@ -151,22 +157,15 @@ def browser(folder: pathlib.Path) -> Iterator[Browser]:
     assert BROWSER, MISSING
     theirs, writing = os.pipe()
     reading, theirs_too = os.pipe()
-
-    def connect() -> None:
-        """Gives the browser the pipes as the descriptors 3 and 4."""
-        first, second = (fcntl.fcntl(pipe, fcntl.F_DUPFD, 10) for pipe in (theirs, theirs_too))
-        os.dup2(first, 3)
-        os.dup2(second, 4)
-
-    command = [BROWSER, *(f"--{name}" for name in _OPTIONS), f"--user-data-dir={folder / 'profile'}", "about:blank"]
-    log = (folder / "browser.log").open("wb")
+    high = [fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 10) for pipe in (theirs, theirs_too)]
+    command = [sys.executable, "-ISc", _CONNECT, *map(str, high), BROWSER, *(f"--{name}" for name in _OPTIONS)]
+    command += [f"--user-data-dir={folder / 'profile'}", "about:blank"]
+    environment = {**os.environ, "HOME": str(folder)}
     with (
-        log,
-        subprocess.Popen(
-            command, stderr=log, preexec_fn=connect, close_fds=False, env={**os.environ, "HOME": str(folder)}
-        ) as process,
+        (folder / "browser.log").open("wb") as log,
+        subprocess.Popen(command, stderr=log, pass_fds=high, env=environment) as process,
     ):
-        for pipe in (theirs, theirs_too):
+        for pipe in (theirs, theirs_too, *high):
             os.close(pipe)
         try:
             yield Browser(reading, writing)

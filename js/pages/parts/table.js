@@ -1,0 +1,50 @@
+/** Tables. */
+
+import { el } from "./elements.js";
+import { finite, names } from "./numbers.js";
+
+const ROWS = 200; // A table draws this many rows at a time.
+
+// Tables that sort by a click on a column, draw so many rows, and say how many there are.
+export function table(columns, rows, { sort = 0, down = false, name, open = null } = {}) {
+  const body = el("tbody"), head = el("tr"), more = el("p");
+  const state = { sort, down, most: ROWS, rows };
+  const value = (row) => columns[state.sort].value(row);
+  const order = (a, b) => {
+    const [x, y] = [value(a), value(b)];
+    if (typeof x !== typeof y || x === null || y === null) return finite(x) ? -1 : finite(y) ? 1 : 0; // what is no number comes last
+    const compared = typeof x === "string" ? names.compare(x, y) : x - y;
+    return compared * (state.down ? -1 : 1);
+  };
+  const draw = () => {
+    head.replaceChildren(...columns.map((column, n) => el("th", {
+      "aria-sort": n === state.sort ? (state.down ? "descending" : "ascending") : undefined },
+      el("button", { onclick: () => {
+        state.down = n === state.sort ? !state.down : n > 0;
+        state.sort = n;
+        draw();
+      } }, column.title + (n === state.sort ? (state.down ? " ↓" : " ↑") : "")))));
+    const sorted = [...state.rows].sort(order).slice(0, state.most);
+    body.replaceChildren(...sorted.map((row) => {
+      const line = el("tr", { class: open ? "leaf" : undefined, tabindex: open ? 0 : undefined },
+        columns.map((column) => el("td", { class: column.class && column.class(row) }, column.cell(row))));
+      if (open) {
+        const toggle = () => {
+          if (line.nextSibling && line.nextSibling.className === "inside") line.nextSibling.remove();
+          else line.after(el("tr", { class: "inside" }, el("td", { class: "detail", colspan: columns.length }, open(row))));
+        };
+        line.addEventListener("click", toggle);
+        line.addEventListener("keydown", (event) => event.key === "Enter" && toggle());
+      }
+      return line;
+    }));
+    const left = state.rows.length - sorted.length;
+    more.replaceChildren(...(left > 0 ? [`${sorted.length} of ${state.rows.length.toLocaleString("en")} are shown. `,
+      el("button", { class: "more", onclick: () => { state.most += 5 * ROWS; draw(); } }, "Show more")] : []));
+  };
+  draw();
+  return {
+    node: el("div", {}, el("div", { class: "scroll" }, el("table", { id: name }, el("thead", {}, head), body)), more),
+    show: (some) => { state.rows = some; state.most = ROWS; draw(); },
+  };
+}
