@@ -55,7 +55,14 @@ function minifloat(name, code) {
   const bits = Math.log2(tableOf(name).length);
   return plainDtype(name, code, Codes, {
     normalize: bits < 8 ? (bytes) => bytes.forEach((byte, at) => (bytes[at] = byte & (2 ** bits - 1))) : undefined,
-    decode: (bytes) => Float32Array.from(viewAs(bytes, Codes), (code) => tableOf(name)[code]),
+    decode(bytes) {
+      // `Float32Array.from` with a function takes five times as long.
+      const codes = viewAs(bytes, Codes);
+      const table = tableOf(name);
+      const numbers = new Float32Array(codes.length);
+      for (let at = 0; at < codes.length; at++) numbers[at] = table[codes[at]];
+      return numbers;
+    },
     encode: (numbers) => bytesOf(encodeMinifloats(name, numbers)),
   });
 }

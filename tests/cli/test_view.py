@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import treering as tr
+from treering import stores
 from treering._tools.view import ServedFiles, ViewServer
+from treering.stores.memory import MemoryStore
 
 
 @pytest.fixture
@@ -94,6 +96,15 @@ def test_one_file_is_served_alone(run: pathlib.Path) -> None:
     assert files.find("a.safetensors") and files.find("b.safetensors") is None
 
 
+def test_a_run_in_another_store_is_served() -> None:
+    with stores.using(MemoryStore(), "viewed"):
+        with tr.Checkpointer("viewed://b/run") as ckpts:
+            ckpts.save(1, {"w": np.arange(9)})
+        files = ServedFiles("viewed://b/run")
+        assert "step-00000001/treering.json" in files.names() and files.find("../x.json") is None
+        assert files.read("step-00000001/treering.json", 0, 1) == b"{"
+
+
 def test_bad_paths_are_one_clear_error(tmp_path: pathlib.Path, treering: Any, server: ViewServer) -> None:
     tr.save(tmp_path / "o", {"w": np.ones(3)}, format="orbax")
     (tmp_path / "empty").mkdir()
@@ -114,6 +125,7 @@ def test_ctrl_c_ends_the_command_quietly(run: pathlib.Path) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
         connection.request("GET", path)
         assert b"<title>Treering viewer</title>" in connection.getresponse().read()
+        connection.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert process.stderr.read() == ""

@@ -3,7 +3,7 @@
 import { parseDtype } from "../../src/dtypes.js";
 import { countOf } from "../../src/shapes.js";
 
-const CHUNK_BYTES = 8 << 20;
+const CHUNK_BYTES = 4 << 20;
 
 /** Lists boxes that cover an array in C order, each with consecutive elements. @param {readonly number[]} shape @param {number} itemBytes */
 export function* chunks(shape, itemBytes, chunkBytes = CHUNK_BYTES) {
@@ -59,7 +59,10 @@ export function isNumeric(dtype) {
 
 /** @param {import("../../src/tensor.js").Tensor} tensor @returns {ArrayLike<number>} */
 export function toNumbers({ dtype, data }) {
-  if (dtype === "int64" || dtype === "uint64") return Float64Array.from(data, Number);
-  if (!dtype.includes("complex")) return data;
-  return Float64Array.from({ length: data.length / 2 }, (_, n) => Math.hypot(data[2 * n], data[2 * n + 1]));
+  const isComplex = dtype.includes("complex");
+  if (!isComplex && dtype !== "int64" && dtype !== "uint64") return data;
+  const numbers = new Float64Array(isComplex ? data.length / 2 : data.length);
+  for (let n = 0; n < numbers.length; n++)
+    numbers[n] = isComplex ? Math.hypot(data[2 * n], data[2 * n + 1]) : Number(data[n]);
+  return numbers;
 }

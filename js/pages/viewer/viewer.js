@@ -21,20 +21,25 @@ const status = el("div", { id: "status", "aria-live": "assertive" });
 const places = { run: place("run"), contents: place("contents"), compare: place("compare"), second: place("second"), diff: place("diff") };
 /** What is shown first and second. @type {{a: any, b: any}} */
 const shown = { a: null, b: null };
+/** How often each side was opened: what an earlier one finds later is not shown. */
+const opened = { a: 0, b: 0 };
 
 /** Shows an error, or that something is read. */
 function say(text, isError) {
   status.replaceChildren(...(text ? [el("p", isError ? { class: "note", role: "alert" } : {}, printable(text))] : []));
 }
 
-/** Opens the first, or the one to compare it with. @param {"a" | "b"} side @param {Promise<any>} opened */
-async function open(side, opened) {
+/** Opens the first, or the one to compare it with. @param {"a" | "b"} side @param {Promise<any>} opening */
+async function open(side, opening) {
+  const turn = ++opened[side];
   say("Reading…", false);
   try {
-    const { source, file } = await opened;
+    const { source, file } = await opening;
     const found = await detect(source, file);
+    if (turn !== opened[side]) return;
     say("", false);
-    const [run, choose] = side === "a" ? [places.run, showFirst] : [places.second, showSecond];
+    const [run, show] = side === "a" ? [places.run, showFirst] : [places.second, showSecond];
+    const choose = (contents) => turn === opened[side] && show(contents);
     run.replaceChildren(...(found.steps ? runView(found.place, found.steps, choose, side === "a" ? showSecond : null) : []));
     if (found.contents) choose(found.contents);
   } catch (error) {
@@ -63,7 +68,7 @@ function showFirst(contents) {
     el("h3", {}, "Leaves"), ...tree(root, leafView),
     ...(sizes ? [el("h3", {}, "Sizes"), ...sizes.nodes] : []));
   sizes?.draw();
-  if (!places.compare.firstChild) places.compare.append(opener("Compare with another: drop it here, or choose", (opened) => open("b", opened)));
+  if (!places.compare.firstChild) places.compare.append(opener("Compare with another: drop it here, or choose", (opening) => open("b", opening)));
   compare();
 }
 
@@ -76,10 +81,11 @@ function compare() {
   places.diff.replaceChildren(...(shown.a && shown.b ? diffView(shown.a, shown.b) : []));
 }
 
-const openFirst = (opened) => {
+const openFirst = (opening) => {
   shown.b = null;
+  opened.b++;
   places.second.replaceChildren();
-  open("a", opened);
+  open("a", opening);
 };
 
 function start() {

@@ -15,7 +15,7 @@ from .files import ServedFiles
 
 _HOSTS = ("127.0.0.1", "localhost")
 _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})")
-_MAX_ANSWER_BYTES = 64 << 20  # a longer range is cut, which HTTP allows
+_PART_BYTES = 8 << 20  # a file is read and sent in parts of this size
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # the page has the rest, where this rule has no effect
@@ -86,21 +86,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         size = found.nbytes
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         if asked is None:
-            return self._answer(HTTPStatus.OK, self.server.files.read(name, 0, size))
+            return self._send_file(HTTPStatus.OK, name, 0, size, {})
         first, end = int(asked[1]), min(size, int(asked[2]) + 1 if asked[2] else size)
         if first >= end:
             return self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", {"Content-Range": f"bytes */{size}"})
-        end = min(end, first + _MAX_ANSWER_BYTES)
-        body = self.server.files.read(name, first, end - first)
-        return self._answer(HTTPStatus.PARTIAL_CONTENT, body, {"Content-Range": f"bytes {first}-{end - 1}/{size}"})
+        described = {"Content-Range": f"bytes {first}-{end - 1}/{size}"}
+        return self._send_file(HTTPStatus.PARTIAL_CONTENT, name, first, end, described)
+
+    def _send_file(self, status: HTTPStatus, name: str, first: int, end: int, headers: dict[str, str]) -> None:
+        part = self.server.files.read(name, first, min(_PART_BYTES, end - first))
+        self._send_headers(status, {"Content-Length": str(end - first), **headers})
+        try:
+            while True:
+                self.wfile.write(part)
+                first += len(part)
+                if first >= end:
+                    return
+                part = self.server.files.read(name, first, min(_PART_BYTES, end - first))
+        except (TreeringError, OSError):
+            self.close_connection = True  # The answer has begun, so only its end can tell the page.
 
     def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self._send_headers(status, {"Content-Length": str(len(body)), **(headers or {})})
+        self.wfile.write(body)
+
+    def _send_headers(self, status: HTTPStatus, headers: dict[str, str]) -> None:
         self.send_response(status)
-        about = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body)), **_HEADERS}
-        for name, value in (about | (headers or {})).items():
+        for name, value in {"Content-Type": "application/octet-stream", **_HEADERS, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Prints nothing."""
