@@ -3,8 +3,10 @@
 import http.server
 import importlib.resources
 import json
+import logging
 import re
 import secrets
+import sys
 import urllib.parse
 from http import HTTPStatus
 from typing import Any
@@ -13,6 +15,7 @@ from ..._version import __version__
 from ...errors import ExistsError, TreeringError
 from .files import ServedFiles
 
+_log = logging.getLogger("treering")
 _HOSTS = ("127.0.0.1", "localhost")
 _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})")
 _PART_BYTES = 8 << 20  # a file is read and sent in parts of this size
@@ -52,7 +55,9 @@ class ViewServer(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{self.token}/#served"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Does nothing: the browser has closed a connection."""
+        """Logs an error of this program. The browser may close a connection at any time."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            _log.exception("the viewer's request failed")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
