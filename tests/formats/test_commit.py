@@ -16,8 +16,9 @@ from treering import stores
 from treering.errors import SaveError
 from treering.formats.treering import removal
 from treering.formats.treering.commit import Transaction
-from treering.formats.treering.save_files import Outcome
+from treering.formats.treering.save_files import Outcome, SaveFiles
 from treering.stores.posix import Disk
+from treering.stores.store import FinishedFile
 
 
 class Recording(Disk):
@@ -244,3 +245,22 @@ def test_the_outcome_of_a_commit_whose_reply_is_lost(tmp_path: pathlib.Path, lin
     assert files.outcome is outcome and files.must_stay == (outcome is not Outcome.ABORTED)
     found = os.listdir(tmp_path / "c") if os.path.exists(tmp_path / "c") else []
     assert ("arrays-0.safetensors" in found) == files.must_stay and ("treering.json" in found) == linked
+
+
+def test_shared_files_stay_on_the_disk_of_a_host(tmp_path: pathlib.Path) -> None:
+    """The temporary manifest of process 0 is on another disk, and a link has no lock that shows a living save."""
+    store, path, name = stores.get(str(tmp_path)), f"{tmp_path}/step-2", "arrays-abcdef-00001-of-00002.safetensors"
+    old = f"{tmp_path}/old"
+    pathlib.Path(old).write_bytes(b"frozen")
+    found = store.stat(old)
+    assert found
+    one, two = (SaveFiles.join_per_host(store, path, "abcdef") for _ in range(2))  # two processes of the host
+    assert two.share(name, FinishedFile(old, found.version, found.nbytes))
+    removal.collect_garbage(store, path, remove_empty=True)
+    assert name in store.list(path)
+    for files in (two, one):
+        files.unmark()
+    assert store.list(path) == [name]
+    two.close()
+    removal.collect_garbage(store, path, remove_empty=True)
+    assert store.list(path) == [] and store.stat(old)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from ...stores.buffers import aligned
+from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
 from ...stores.store import FinishedFile, Sink, Store
 from .schema import MANIFEST
@@ -61,9 +62,9 @@ class SaveFiles:
 
         Raises `SaveError` if this process does not see the temporary manifest within `timeout` seconds.
         """
-        marker = posixpath.join(path, f"{MANIFEST}.{token}.tmp")
-        check_shared(store, marker, path, made, timeout, check)
-        return cls(store, path, token, made)
+        files = cls(store, path, token, made)
+        check_shared(store, files._marker, path, made, timeout, check)
+        return files
 
     @classmethod
     def join_per_host(cls, store: Store, path: str, token: str) -> "SaveFiles":
@@ -71,7 +72,36 @@ class SaveFiles:
         files = cls(store, path, token)
         files._is_per_host = True
         store.make_folders(path, files.made)
+        if store.sharing == "links":
+            files._mark()
         return files
+
+    def unmark(self) -> None:
+        """Ends the protection of the files on a host's own disk, where a manifest names them now."""
+        if self._is_per_host and self._marker in self._sinks:
+            self.discard(posixpath.basename(self._marker))
+
+    @property
+    def _marker(self) -> str:
+        return posixpath.join(self.path, f"{MANIFEST}.{self.token}.tmp")
+
+    def _mark(self) -> None:
+        """Makes a temporary manifest, as process 0 does on its disk, unless another process of this host has one.
+
+        Its lock shows that the save lives. A file that is shared with an earlier step has no lock of its own.
+        """
+        for attempt in range(CREATE_ATTEMPTS):
+            try:
+                self._sinks[self._marker] = self.store.create(self._marker, visible=True)
+                return
+            except FileExistsError:  # Another process of this host made it; it goes if no process has its lock.
+                remove_unused(self.store, self._marker)
+            except FileNotFoundError:  # A process that removed leftovers removed the empty folder too.
+                self.store.make_folders(self.path, self.made)
+            if self.store.stat(self._marker):
+                return
+            time.sleep(0.001 * attempt)
+        raise SaveError(f"{self._marker}: taken or removed by another program again and again; {LOCK_ADVICE}")
 
     @property
     def must_stay(self) -> bool:

@@ -158,6 +158,7 @@ def write(store: Store, job: Job, staging: ShardSupply, pool: ThreadPool, call: 
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
                 host_files.share_manifest(store, job.path, call, committed, manifest_bytes)
+                files.unmark()
             second_copies.remove(files, {file.name for file in copied}.intersection(differing))
         finally:
             files.close()
