@@ -276,7 +276,7 @@ def test_steps_are_managed(tmp_path: pathlib.Path) -> None:
         "rewound-2/step-00000007",
         *(f"step-{step:08}" for step in (1, 3, 4, 6, 8)),
     ]
-    assert len(parts[0]) == len(parts[1]) == 7 and not set(parts[0]) & set(parts[1])
+    assert not set(parts[0]) & set(parts[1])
 
 
 @pytest.mark.long
