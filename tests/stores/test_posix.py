@@ -70,6 +70,15 @@ def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path
         disk.create(path)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open descriptors")
+def test_a_file_whose_writing_fails_is_closed(tmp_path: pathlib.Path) -> None:
+    store, before = stores.get(str(tmp_path)), len(os.listdir("/proc/self/fd"))
+    for n in range(100):
+        with pytest.raises(ZeroDivisionError), store.new_file(f"{tmp_path}/{n}", overwrite=bool(n % 2)) as file:
+            file.write(bytes(1 // 0))
+    assert len(os.listdir("/proc/self/fd")) < before + 50 and not os.listdir(tmp_path)
+
+
 def test_writes_go_on_after_short_ones(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:4096], offset))
