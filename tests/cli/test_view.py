@@ -108,7 +108,7 @@ def test_a_run_in_another_store_is_served() -> None:
 def test_bad_paths_are_one_clear_error(tmp_path: pathlib.Path, treering: Any, server: ViewServer) -> None:
     tr.save(tmp_path / "o", {"w": np.ones(3)}, format="orbax")
     (tmp_path / "empty").mkdir()
-    for path, words in (("none", "found nothing"), ("o", "treering.convert"), ("empty", "treering.convert")):
+    for path, words in (("none", "found nothing"), ("o", "treering convert"), ("empty", "treering convert")):
         found = treering("view", tmp_path / path)
         assert found.code == 3 and str(tmp_path / path) in found.err and words.split(".")[0] in found.err, found.err
     found = treering("view", tmp_path / "run", "--port", server.server_port)

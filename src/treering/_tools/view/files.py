@@ -38,7 +38,7 @@ class ServedFiles:
                 return
         raise UnsupportedError(
             f"{self.path}: expected a Treering checkpoint, a run of them, or safetensors files, found none; "
-            "convert other formats with treering.convert"
+            "convert other formats with `treering convert`"
         )
 
     def names(self) -> list[str]:
