@@ -19,7 +19,6 @@ from ..formats.treering.shared_files import (
     SavedFile,
     SharedFile,
     WrittenFile,
-    content,
     hold,
     is_damaged,
     version,
@@ -159,7 +158,7 @@ class SaveReuse:
         return None
 
     def same_content(self, listed: File, checksums: str) -> FinishedFile | None:
-        saved = self._run.last_files.get(content(listed))
+        saved = self._run.last_files.get(listed.content)
         if saved is None or saved.checksums != checksums:
             return None
         return saved.finished
@@ -173,7 +172,7 @@ class SaveReuse:
         try:
             if self._target.store.sharing == "copies":
                 saved = [SavedFile(path, one.listed, one.version, len(one.numbers), one.checksums) for one in files]
-                run.last_files = {file.content: file for file in saved if file.version is not None}
+                run.last_files = {file.listed.content: file for file in saved if file.version is not None}
                 versions: Sequence[Hashable] = [None] * len(files)
             else:
                 versions = [version(self._target.store, path, one.listed) for one in files]

@@ -130,8 +130,8 @@ class SavedArrays:
         versions: dict[Any, set[Hashable]] = {}  # of the files with equal contents
         for own, of in self.files.items():
             for file in of.values():
-                versions.setdefault(file.content, set()).add(own)
-        by_file = [frozenset(versions.get(file.content, ())) for file in saved]
+                versions.setdefault(file.listed.content, set()).add(own)
+        by_file = [frozenset(versions.get(file.listed.content, ())) for file in saved]
         reused = [one.is_reused for one, _ in files]
         places = _places([one for one, _ in files])
         arrays: dict[tuple[Any, ...], SavedArray] = {}

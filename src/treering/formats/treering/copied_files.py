@@ -6,7 +6,6 @@ import posixpath
 from ...stores.store import FinishedFile, Sink
 from .manifest_fields import File
 from .save_files import SaveFiles
-from .shared_files import content
 
 _Files = dict[tuple[int, int, str], FinishedFile]
 
@@ -29,7 +28,7 @@ class CopiedFiles:
         self._begin(files)
         path = posixpath.join(files.path, listed.name)
         for known in self._sources(files.store.sharing):
-            old = known.get(content(listed))
+            old = known.get(listed.content)
             if old is None or old.path == path:  # An attempt that failed noted its own files, which are removed.
                 continue
             with contextlib.suppress(FileNotFoundError):
@@ -48,7 +47,7 @@ class CopiedFiles:
             version = found.version
         else:
             return
-        self._files[content(listed)] = FinishedFile(path, version, listed.size)
+        self._files[listed.content] = FinishedFile(path, version, listed.size)
 
     def _begin(self, files: SaveFiles) -> None:
         # An overwritten checkpoint has the same path, and other names of files.

@@ -103,6 +103,11 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
     xxh3: str = ""
     requires: list[str] = []
 
+    @property
+    def content(self) -> tuple[int, int, str]:
+        """The size and the checksum of the header, which has the checksums of all blocks: equal for equal files."""
+        return self.size, self.header, self.xxh3
+
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a checkpoint except the arrays themselves.

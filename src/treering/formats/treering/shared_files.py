@@ -45,19 +45,9 @@ class SavedFile(NamedTuple):
     is_own: bool = True
 
     @property
-    def content(self) -> tuple[int, int, str]:
-        """See `content`."""
-        return content(self.listed)
-
-    @property
     def finished(self) -> FinishedFile:
         """The file as stores see it."""
         return FinishedFile(posixpath.join(self.path, self.listed.name), self.version, self.listed.size)
-
-
-def content(listed: File) -> tuple[int, int, str]:
-    """Returns the size and the checksum of the header, which has the checksums of all blocks: equal for equal files."""
-    return listed.size, listed.header, listed.xxh3
 
 
 class SharedFile(NamedTuple):
