@@ -26,6 +26,7 @@ _BEGIN, _END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 _LEAVES = 32
 _SMALL = 2_000
 _SAVES = 50  # of which the memory is looked at
+_SAVES_UNTIL_KNOWN = 8  # after which unchanged arrays are no longer copied
 
 
 def main() -> None:
@@ -105,6 +106,7 @@ def rows(directory: str, mib: int, repeats: int) -> list[list[str]]:
         place = os.path.join(directory, name)
         os.mkdir(place)
         found += _placement_rows(place, name, state, like, repeats)
+    found.append(_unchanged(directory, mib, repeats))
     found.append(_memory(directory, mib))
     return found
 
@@ -117,11 +119,6 @@ def _placement_rows(place: str, name: str, state: Any, like: Any, repeats: int) 
     bump = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     stalls: list[float] = []
     slowed: list[float] = []
-
-    def copy() -> None:
-        places = [_pinned(leaf.sharding) for leaf in state.values()]
-        for copied in jax.device_put(list(state.values()), places):
-            np.asarray(copied)
 
     def save() -> None:
         begun = time.perf_counter()
@@ -138,7 +135,7 @@ def _placement_rows(place: str, name: str, state: Any, like: Any, repeats: int) 
         pending.result()
 
     def write() -> None:
-        copy()
+        _copy_to_host(state)
         floor.write_large(new(), views) if name == "large" else floor.write_small(new(), views)
 
     def put() -> None:
@@ -161,7 +158,14 @@ def _placement_rows(place: str, name: str, state: Any, like: Any, repeats: int) 
     for _ in range(3):
         moving = jax.block_until_ready({path: leaf + 0 for path, leaf in state.items()})
         free.append(measure.seconds(lambda tree=moving: jax.block_until_ready(bump(tree))))
-    runs = {"copy": copy, "save": save, "write": write, "donate": donate, "restore": restore, "read": read}
+    runs = {
+        "copy": lambda: _copy_to_host(state),
+        "save": save,
+        "write": write,
+        "donate": donate,
+        "restore": restore,
+        "read": read,
+    }
     taken = measure.race({who: lambda do=do: measure.seconds(do) for who, do in runs.items()}, repeats)
     stall, slow = float(np.median(stalls)), float(np.median(slowed))
     lines = {
@@ -176,6 +180,28 @@ def _placement_rows(place: str, name: str, state: Any, like: Any, repeats: int) 
 def _pinned(sharding: Any) -> Any:
     kinds = [memory.kind for memory in next(iter(sharding.device_set)).addressable_memories()]
     return sharding.with_memory_kind("pinned_host") if "pinned_host" in kinds else sharding
+
+
+def _unchanged(directory: str, mib: int, repeats: int) -> list[str]:
+    """The stall of saves whose arrays are new, but have the values of the step before; the floor copies them."""
+    state = {f"w{n:04}": jnp.full(((mib << 18) // _LEAVES,), n, jnp.float32) for n in range(_LEAVES)}
+    again = jax.jit(lambda tree: jax.tree.map(lambda x: x + 0, tree))
+    stalls: list[float] = []
+    copies: list[float] = []
+    with tr.Checkpointer(os.path.join(directory, "unchanged"), keep=tr.keep.last(3)) as ckpts:
+        for step in range(_SAVES_UNTIL_KNOWN + repeats):
+            state = jax.block_until_ready(again(state))
+            stalls.append(ckpts.save(step, state).result().stall_seconds)
+            copies.append(measure.seconds(lambda tree=state: _copy_to_host(tree)))
+    stall, copy = (float(np.median(taken[_SAVES_UNTIL_KNOWN:])) for taken in (stalls, copies))
+    what = "stall, new arrays with the values before (floor: the copy)"
+    return [what, "large", f"{stall * 1e3:.4g} ms", f"{copy * 1e3:.4g} ms", f"{stall / copy:.2f}"]
+
+
+def _copy_to_host(state: Any) -> None:
+    places = [_pinned(leaf.sharding) for leaf in state.values()]
+    for copied in jax.device_put(list(state.values()), places):
+        np.asarray(copied)
 
 
 def _memory(directory: str, mib: int) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from treering._pytree import devices, leaves
+from treering._pytree import device_digests, devices, leaves
 from treering._restore import restore
 
 _REAL = devices._moved
@@ -49,7 +49,8 @@ class _Late:
 def install(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Accelerator:
     """Takes CPU devices for accelerators until the test is over."""
     double = Accelerator(refuses)
-    monkeypatch.setattr(leaves, "on_host", lambda sharding: sharding.memory_kind in devices._HOST_KINDS)
+    for module in (leaves, device_digests):
+        monkeypatch.setattr(module, "on_host", lambda sharding: sharding.memory_kind in devices._HOST_KINDS)
     monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     monkeypatch.setattr(devices, "_moved", double.moved)
     monkeypatch.setattr(

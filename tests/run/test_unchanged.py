@@ -26,7 +26,7 @@ from treering._pytree import staged_supply
 from treering._pytree.staged_supply import StagedSupply
 from treering._run.retention import Retention
 from treering._run.tensorboard import TensorBoardScalars
-from treering._save import save_reuse, saved_arrays, unchanged
+from treering._save import save_reuse, saved_arrays
 from treering.errors import MismatchError, NotFoundError, SaveError
 from treering.stores.posix import Disk
 
@@ -56,7 +56,7 @@ def _check(run: pathlib.Path, expected: dict[int, Any]) -> None:
         restored = tr.restore(run, step=step)
         assert jax.tree.structure(restored) == jax.tree.structure(tree)
         for found, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
-            assert np.array_equal(found, wanted)
+            assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
 def test_frozen_arrays_take_no_room(tmp_path: pathlib.Path) -> None:
@@ -124,10 +124,14 @@ def _policy(choice: random.Random) -> tr.keep.Policy | None:
 
 
 @pytest.mark.parametrize("seed", sample_points(range(42)))
-def test_two_copies_of_each_array_among_the_steps(tmp_path: pathlib.Path, seed: int) -> None:
+def test_two_copies_of_each_array_among_the_steps(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Under any policy, and whatever is deleted, pinned, rewound or overwritten, a new step has other files than the
-    newest one that stays next to it. New objects may have equal values. If one of these files is damaged, a good step
-    is left."""
+    newest one that stays next to it. New objects may have equal values, also on accelerators. If one of these files is
+    damaged, a good step is left."""
+    if seed % 2:
+        accelerator.install(monkeypatch)
     choice, run, step = random.Random(seed), tmp_path / "run", 0
     state = [_array(n) for n in range(4)]
     expected: dict[int, Any] = {}
@@ -244,9 +248,8 @@ def test_a_file_is_replaced_right_before_it_is_shared(tmp_path: pathlib.Path, us
     assert np.array_equal(tr.restore(run, step=4)["frozen"], frozen)
 
 
-def test_arrays_are_not_kept_in_memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_are_not_kept_in_memory(tmp_path: pathlib.Path) -> None:
     """The loop may drop its arrays. A new one at the address of an old one is another array."""
-    monkeypatch.setattr(unchanged, "id", lambda array: 0, raising=False)  # An address is used again at any moment.
     tree = {"w": _array(1)}
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         for step in range(1, 5):
@@ -516,8 +519,9 @@ import pytest, accelerator
 accelerator.install(pytest.MonkeyPatch())
 tree = {"everywhere": jnp.arange(600_000.0), "global": put(np.arange(600_000, dtype=np.float32), P("x"))}
 with tr.Checkpointer(tmp / "run") as ckpts:
-    for step in range(1, 6):
-        pending = ckpts.save(step, {**tree, "n": step})
+    for step in range(1, 9):
+        made = put(np.arange(700_000, dtype=np.float32), P("x"))
+        pending = ckpts.save(step, {**tree, "made": made, "n": step})
         nbytes, supply = pending.result().shared_bytes, pending._supply
 report([sorted({shard.leaf for shard in supply.shards[supply._first_deferred :]}), nbytes])
 """
@@ -527,8 +531,8 @@ report([sorted({shard.leaf for shard in supply.shards[supply._first_deferred :]}
 def test_arrays_that_all_processes_have(tmp_path: pathlib.Path) -> None:
     """The processes compare these before they know what is shared, so the caller copies them at once."""
     results = jobs.run_job(tmp_path, _JOB_WITH_ACCELERATORS, processes=2, TESTS=str(pathlib.Path(jobs.__file__).parent))
-    assert [result.report[0] for result in results] == [[1]] * 2  # "global"
-    assert sum(result.report[1] for result in results) > 4_800_000
+    assert [result.report[0] for result in results] == [[1, 2]] * 2  # "global", and "made" by its digests
+    assert sum(result.report[1] for result in results) > 7_600_000
     assert tr.verify(tmp_path / "run").ok
 
 
@@ -536,7 +540,8 @@ def test_arrays_that_all_processes_have(tmp_path: pathlib.Path) -> None:
 def test_shared_arrays_are_not_copied_from_the_device(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, memory_limit: int | None
 ) -> None:
-    """CPU devices stand for accelerators. New objects with equal values are copied, and not written."""
+    """CPU devices stand for accelerators. From the fifth save on, new objects with equal values are not copied either.
+    One other bit is noticed."""
     monkeypatch.setattr(staged_supply, "_COPIED_BYTES_PER_SECOND", 1e5)
     double = accelerator.install(monkeypatch)
     run, frozen, copied, shared = tmp_path / "run", jnp.arange(500_000, dtype=jnp.float32), [], []
@@ -550,22 +555,24 @@ def test_shared_arrays_are_not_copied_from_the_device(
 
     monkeypatch.setattr(StagedSupply, "_reserve", recorded)
     with tr.Checkpointer(run) as ckpts:
-        for step in range(1, 8):
+        for step in range(1, 13):
             before = double.nbytes
-            states[step] = {"frozen": frozen, "equal": jnp.full(700_000, 3.0), "a": _array(step)}
+            equal = jnp.full(700_000, 3.0).at[-1].set(-0.0 if step > 9 else 0.0)
+            states[step] = {"frozen": frozen, "equal": equal, "a": _array(step)}
             pending = ckpts.save(step, states[step], memory_limit=memory_limit)
             assert pending
             shared.append(pending.result().shared_bytes)
             copied.append(double.nbytes - before)
-        pending = ckpts.save(8, states[1], dtype="bfloat16")  # The caller need not wait for what cannot be shared.
+        pending = ckpts.save(13, states[1], dtype="bfloat16")  # The caller need not wait for what cannot be shared.
         assert pending and pending.result() and isinstance(supply := pending._supply, StagedSupply)
         assert supply._planned.is_set()
-        ckpts.delete(8)
+        ckpts.delete(13)
     assert memory_limit is None or max(held) == 2_800_000  # one array at a time
     _check(run, states)
     total = sum(array.nbytes for array in states[1].values())
-    assert copied == [total] * 3 + [total - frozen.nbytes] * 4
-    assert min(shared[3:]) > frozen.nbytes and (memory_limit or min(shared[4:]) > frozen.nbytes + 2_800_000)
+    without_frozen = total - frozen.nbytes
+    assert copied == [total] * 3 + [without_frozen] + [_array(0).nbytes] * 5 + [without_frozen] * 3
+    assert min(shared[3:]) > frozen.nbytes and min(shared[4:9]) > frozen.nbytes + 2_800_000
 
 
 def test_a_job_that_goes_on_shares_files_of_the_one_before(tmp_path: pathlib.Path) -> None:

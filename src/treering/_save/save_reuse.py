@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .._core.entries import ArrayEntry, Entry
 from .._processes.assignment import Piece
+from .._pytree.device_digests import DeviceDigests, Digest
 from ..formats.treering import layout, manifest
 from ..formats.treering import write as native
 from ..formats.treering.layout import PlannedFile
@@ -62,6 +63,7 @@ class RunState:
     is_sharing: True from the plan of a save that shares files until its commit.
     can_share: False once the disk has refused a link.
     last_files: by content, the files of the last step in a bucket.
+    digests: makes those of arrays on accelerators.
     """
 
     bases: Callable[[native.Info, int], Bases | None]
@@ -70,6 +72,7 @@ class RunState:
     is_sharing: bool = False
     can_share: bool = True
     last_files: Mapping[tuple[int, int, str], SavedFile] = dataclasses.field(default_factory=dict)
+    digests: DeviceDigests = dataclasses.field(default_factory=DeviceDigests)
 
 
 class SaveReuse:
@@ -81,10 +84,11 @@ class SaveReuse:
         target: SaveTarget,
         entries: Sequence[Entry],
         objects: Mapping[int, "weakref.ref[Any]"],
+        digests: Mapping[int, Digest],
         deferred: Collection[int],
     ):
         self.deferred = deferred
-        self._run, self._target, self._entries, self._objects = run, target, entries, objects
+        self._run, self._target, self._entries, self._objects, self._digests = run, target, entries, objects, digests
         self._large: Sequence[LargeArray] = ()
         self._unchanged: Collection[int] = ()  # leaves
         self._usable: dict[Hashable, SavedFile] = {}  # the newest file of each version that may be shared
@@ -123,7 +127,7 @@ class SaveReuse:
             if (saved := run.saved.arrays.get(one.tensor)) is None:
                 continue
             array = (ref := self._objects.get(one.leaf)) and ref()
-            if array is not None and saved.array and saved.array() is array:
+            if saved.is_same(array, self._digests.get(one.leaf)):
                 unchanged[one.leaf] = one
                 ages.update(dict.fromkeys(one.numbers, min(saved.times, 2)))
             elif saved.equal_times:
@@ -177,7 +181,8 @@ class SaveReuse:
             else:
                 versions = [version(self._target.store, path, one.listed) for one in files]
             noted = list(zip(files, versions, strict=True))
-            run.saved.note(path, noted, self._large, self._objects, self._unchanged)
+            run.saved.note(path, noted, self._large, self._objects, self._digests, self._unchanged)
+            run.digests.compile()
         except Exception as error:  # The step is committed, so no error may fail the save. Its files are unknown.
             run.saved.forget()
             _log.info("%s: the next save writes all arrays: %s", path, error)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from .._core.entries import Entry
 from .._processes.assignment import Piece
+from .._pytree.device_digests import Digest
 from ..formats.treering.manifest import BLOCK
 from ..formats.treering.shared_files import SavedFile, WrittenFile
 
@@ -60,9 +61,10 @@ class SavedArray(NamedTuple):
 
     array: the object; None if it was no `jax.Array`.
     versions: of the files that certainly have all of it.
-    times: the number of successive saves of this object.
-    equal_times: the number of successive saves of a new object that probably had the values of the one before.
+    times: the number of successive saves of this object, or of new ones with the same digest.
+    equal_times: the number of other successive saves of a new object that probably had the values of the one before.
     parts: in the order of its pieces. A bucket has large arrays in several files.
+    digest: that of the parts that the process had on its devices, if it was made.
     """
 
     array: "weakref.ref[Any] | None"
@@ -70,6 +72,13 @@ class SavedArray(NamedTuple):
     times: int
     equal_times: int
     parts: Sequence[SavedPart]
+    digest: Digest | None = None
+
+    def is_same(self, array: Any, digest: Digest | None = None) -> bool:
+        """Returns True if an array, or None, is the same object as this one or has the same digest."""
+        if array is not None and self.array is not None and self.array() is array:
+            return True
+        return digest is not None and digest == self.digest
 
     def is_equal(self, parts: Sequence[SavedPart]) -> bool | None:
         """Returns True if these parts probably have the same values; None if that is not known."""
@@ -114,12 +123,14 @@ class SavedArrays:
         files: Sequence[tuple[WrittenFile, Hashable]],
         large: Sequence[LargeArray],
         objects: Mapping[int, "weakref.ref[Any]"],
+        digests: Mapping[int, Digest],
         unchanged: Collection[int],
     ) -> None:
         """Notes the files of a committed step, each with its version, and the arrays in them.
 
         objects: the `jax.Array` of each leaf that has one.
-        unchanged: the leaves whose object is that of the last save.
+        digests: of the leaves that have one.
+        unchanged: the leaves that are the same as in the last save, see `SavedArray.is_same`.
         """
         for of in self.files.values():  # A step that was here before is replaced.
             of.pop(path, None)
@@ -147,8 +158,9 @@ class SavedArrays:
                 in_files = [(n, list(some)) for n, some in itertools.groupby(own, lambda place: place[0])]
                 is_reused = all(reused[n] for n, _ in in_files)
                 parts = [_part(files[n][0], some) for n, some in in_files]
-            times = equal_times = 0
+            times, equal_times, digest = 0, 0, digests.get(one.leaf)
             if before and is_same:
+                digest = digest or before.digest
                 own_versions |= before.versions & self.files.keys()
                 times = before.times
             elif before:
@@ -156,7 +168,7 @@ class SavedArrays:
                 equal_times = 0 if equal is False else before.equal_times + bool(equal)
             if before and is_reused:  # A reused file may have another layout than the last one.
                 parts = before.parts
-            arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, parts)
+            arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, parts, digest)
         self.arrays = arrays
         known = {own for one in arrays.values() for own in one.versions}
         self.files = {own: of for own, of in self.files.items() if of and own in known}

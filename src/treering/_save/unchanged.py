@@ -4,6 +4,8 @@ An array is certainly unchanged if it is the same `jax.Array` object as in the l
 weak references are held, so device memory is not used longer than the loop uses it. A new object probably has the
 values of the one before if that was so in the last two saves, by the checksums of their blocks. Such arrays get files
 of their own, and the writers compare the checksums of all blocks with those of an earlier file before they share it.
+On an accelerator such arrays get digests too. If a digest is that of the last save, the array counts as unchanged, and
+is not copied to the host.
 
 Damage to one file must not cost all steps. So a save shares no file with the newest step that stays together with the
 new one: two copies take turns. If no other step stays, it shares none: damage to the only file would pass from step to
@@ -23,6 +25,7 @@ from typing import Any
 
 import jax
 
+from .._pytree.device_digests import Digest
 from .._pytree.leaves import LocalShard
 from ..formats.treering import write as native
 from . import pending, saved_arrays
@@ -53,19 +56,22 @@ class UnchangedArrays:
         alone = target.call.count == 1
         if not large and alone:
             return contents
-        objects = {n: weakref.ref(array) for n in large if isinstance(array := contents.leaves[n], jax.Array)}
+        leaves, (catalogue, shards, data) = contents.leaves, contents.described
+        arrays = {n: array for n in large if isinstance(array := leaves[n], jax.Array)}
+        digests: Mapping[int, Digest] = {}
         deferred: set[int] = set()
         # While another save is under way, the caller would wait for it, because the plan comes after it.
         shares = target.store.sharing == "links"
         if shares and True in large.values() and ((last := pending.newest_save_finished) is None or last.is_set()):
-            seen = [one.array() for one in self.state.saved.arrays.values() if one.array and one.times > 1]
-            alive = {id(array): array for array in seen if array is not None}
+            before = {tensor[0]: saved for tensor, saved in self.state.saved.arrays.items()}
+            known = {n: saved for n in arrays if large[n] and (saved := before.get(catalogue.entries[n].path))}
+            stable = {n: saved for n, saved in known.items() if saved.times > 1 or saved.equal_times}
+            digests = self.state.digests.of({n for n in stable if not stable[n].is_same(arrays[n])}, shards, data)
+            same = {n for n, saved in stable.items() if saved.is_same(arrays[n], digests.get(n))}
             # The processes compare the other leaves before the plan.
-            able = objects if alone else contents.described.catalogue.global_leaves
-            deferred = {n for n, array in objects.items() if large[n] and n in able and id(array()) in alive}
-        return contents._replace(
-            reuse=SaveReuse(self.state, target, contents.described.catalogue.entries, objects, deferred)
-        )
+            deferred = same if alone else same.intersection(catalogue.global_leaves)
+        objects = {n: weakref.ref(array) for n, array in arrays.items()}
+        return contents._replace(reuse=SaveReuse(self.state, target, catalogue.entries, objects, digests, deferred))
 
 
 def _large_leaves(shards: Sequence[LocalShard]) -> dict[int, bool]:

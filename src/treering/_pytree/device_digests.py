@@ -1,0 +1,151 @@
+"""Digests of arrays, made on their devices, so that an array with the values of an earlier one need not be copied.
+
+A digest has 128 bits: four sums over all elements of a hash of the element's bits and its position. The hash is the
+final mix of MurmurHash3 (Austin Appleby, public domain). Digests are compared only within a process.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._core.boxes import Box
+from .devices import on_host
+from .leaves import LocalShard
+from .placements import layout_of
+
+_log = logging.getLogger("treering")
+_MAX_BYTES = 1 << 32  # Positions have 32 bits.
+# An odd factor and a summand for each of the four sums.
+_LANES = ((0x9E3779B1, 0x243F6A89), (0x85EBCA77, 0x85A308D3), (0xC2B2AE3D, 0x13198A2F), (0x27D4EB2F, 0x03707345))
+
+Digest = tuple[str, tuple[Box, ...], bytes]  # the dtype, and the boxes and digests of the parts that the process has
+
+
+class _Kind(NamedTuple):
+    """Arrays of one kind share a compiled function: those whose parts have this shape, one on each of the devices."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    devices: tuple[Any, ...]
+
+    @property
+    def joined(self) -> jax.ShapeDtypeStruct:
+        """One array of all parts, one after the other along the first axis."""
+        mesh = jax.sharding.Mesh(np.array(self.devices), ("parts",))
+        shape = (len(self.devices) * self.shape[0], *self.shape[1:])
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=NamedSharding(mesh, PartitionSpec("parts")))
+
+    def compiled(self) -> Any:
+        """Returns the function that makes a digest of each part, on its device."""
+        sharding: Any = self.joined.sharding
+        function = jax.shard_map(_digest, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)
+        return jax.jit(function).lower(self.joined).compile()
+
+
+class DeviceDigests:
+    """The digests of arrays of one run. Functions are compiled only by `compile`, which may take a second for each."""
+
+    def __init__(self) -> None:
+        self._functions: dict[_Kind, Any] = {}
+        self._missing: set[_Kind] = set()
+
+    def of(self, leaves: Collection[int], shards: Sequence[LocalShard], data: Sequence[Any]) -> dict[int, Digest]:
+        """Returns the digests of the arrays on accelerators whose functions are compiled, by their leaves.
+
+        It waits until the devices have made the arrays.
+
+        leaves: the numbers of the wanted arrays.
+        shards, data: those of the save.
+        """
+        boxes: dict[int, list[Box]] = {leaf: [] for leaf in leaves}
+        parts: dict[int, list[Any]] = {leaf: [] for leaf in leaves}
+        for shard, array in zip(shards, data, strict=True) if leaves else ():
+            if shard.leaf in parts:
+                boxes[shard.leaf].append(shard.box)
+                parts[shard.leaf].append(array)
+        begun: dict[int, Any] = {}
+        try:
+            for leaf, arrays in parts.items():
+                if (kind := _kind(arrays)) is None:
+                    continue
+                if kind not in self._functions:
+                    self._missing.add(kind)
+                elif function := self._functions[kind]:
+                    wanted: Any = kind.joined
+                    begun[leaf] = function(
+                        jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, arrays)
+                    )
+            words = jax.device_get(begun)
+        except (RuntimeError, TypeError, ValueError) as error:
+            _log.info("arrays are copied from their devices although they may be unchanged: %s", error)
+            return {}
+        return {
+            leaf: (str(parts[leaf][0].dtype), tuple(boxes[leaf]), np.asarray(own).tobytes())
+            for leaf, own in words.items()
+        }
+
+    def compile(self) -> None:
+        """Compiles the functions that `of` did not have in the thread of the caller. Does not raise."""
+        while self._missing:
+            kind = self._missing.pop()
+            try:
+                self._functions[kind] = kind.compiled()
+            except Exception as error:  # The save has succeeded.
+                self._functions[kind] = None
+                _log.info("unchanged arrays of %s%s are copied from their devices: %s", kind.dtype, kind.shape, error)
+
+
+def _kind(parts: Sequence[Any]) -> _Kind | None:
+    """Returns the kind of the array with these parts; None if it is not on accelerators or has no digest."""
+    first = parts[0]
+    if not isinstance(first, jax.Array) or on_host(first.sharding) or not 0 < first.nbytes < _MAX_BYTES:
+        return None
+    if not first.ndim or _bits(first.dtype) not in (8, 16, 32, 64):
+        return None
+    if any(part.shape != first.shape or layout_of(part) for part in parts):
+        return None
+    return _Kind(first.shape, first.dtype, tuple(part.device for part in parts))
+
+
+def _bits(dtype: Any) -> int:
+    """Returns the size of an element; 0 for complex numbers, whose bits JAX cannot take."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return 8
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 0
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+
+
+def _digest(array: jax.Array) -> jax.Array:
+    """Returns the digest of an array as four words, in a new first axis of one element."""
+    bits = _bits(array.dtype)
+    if jnp.issubdtype(array.dtype, jnp.bool_):
+        words = array
+    elif bits == 64:
+        words = jax.lax.bitcast_convert_type(array, jnp.uint32)  # two words for each element, in a new last axis
+    else:
+        words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
+    words = words.astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for axis, stride in enumerate(_strides(words.shape)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride)
+    key = _mixed(place)
+    sums = [_mixed(words ^ (key * np.uint32(odd) + np.uint32(add))).sum(dtype=jnp.uint32) for odd, add in _LANES]
+    return jnp.stack(sums)[None]
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [int(np.prod(shape[axis + 1 :], dtype=np.uint64)) for axis in range(len(shape))]
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    words ^= words >> np.uint32(16)
+    words *= np.uint32(0x85EBCA6B)
+    words ^= words >> np.uint32(13)
+    words *= np.uint32(0xC2B2AE35)
+    return words ^ (words >> np.uint32(16))
