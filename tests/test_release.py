@@ -86,7 +86,8 @@ def test_actions_are_pinned() -> None:
 
 
 def test_workflows_run_targets_that_exist_with_declared_pythons() -> None:
-    """All targets are those of the Makefile. All versions of Python are those of the classifiers."""
+    """All targets are those of the Makefile. All versions of Python are those of the classifiers, but for jobs that may
+    fail."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run, pythons = set(), set()
     for name, step in _steps():
@@ -96,7 +97,8 @@ def test_workflows_run_targets_that_exist_with_declared_pythons() -> None:
                 return re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda match: values[match[1]], text)
 
             run |= {filled(step["run"])} if "run" in step else set()
-            pythons |= {filled(step["with"]["python-version"])} if "setup-python@" in step.get("uses", "") else set()
+            if "setup-python@" in step.get("uses", "") and not JOBS[name].get("continue-on-error"):
+                pythons.add(filled(step["with"]["python-version"]))
     made = {re.fullmatch(r"make ([\w-]+)(?: PYTHON\w*=python)*", command) for command in run}
     assert {match[1] for match in made if match} == {
         "dist", "docs", "lint", "lowest", "newest", "quick", "test", "thorough",
