@@ -86,8 +86,7 @@ def test_actions_are_pinned() -> None:
 
 
 def test_workflows_run_targets_that_exist_with_declared_pythons() -> None:
-    """All targets are those of the Makefile. All versions of Python are those of the classifiers, but for jobs that may
-    fail."""
+    """All targets are those of the Makefile. Jobs that may not fail have the versions of Python of the classifiers."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run, pythons = set(), set()
     for name, step in _steps():

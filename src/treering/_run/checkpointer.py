@@ -63,11 +63,11 @@ class Checkpointer(StepList):
         `save` was given. Its arrays must still exist, because only weak references to them are held. Every call copies
         NumPy arrays. With several processes, all must raise at the same step.
     reuse_unchanged: an array that is the same `jax.Array` object as in earlier steps is neither copied nor written
-        again, and a new object with the same values is not written again, nor copied from an accelerator once a few
-        saves have found it equal, if another kept step has a second copy: the step's directory gets a hard link. In a
-        bucket, the server copies objects with the same bytes as in the last step. It needs arrays of a megabyte or
-        more. Memory that such an array shares with NumPy, as by `jax.device_put` on a CPU or by DLPack, must not
-        change, because JAX arrays never do.
+        again, and a new object with the same values is not written again, if another kept step has a second copy: the
+        step's directory gets a hard link. On an accelerator, a new object is not copied either once a few saves have
+        found it equal; its device makes a digest of 128 bits. In a bucket, the server copies objects with the same
+        bytes as in the last step. It needs arrays of a megabyte or more. Memory that such an array shares with NumPy,
+        as by `jax.device_put` on a CPU or by DLPack, must not change, because JAX arrays never do.
     when_busy: while a save is running, the next must "wait", so that only one state is staged, or "skip" unless forced.
     timeout: seconds without a sign of life after which a process considers another dead.
     on_save: process 0 calls it with the `SaveReport` of every save, in the background, and logs its errors.

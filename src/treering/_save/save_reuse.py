@@ -127,7 +127,8 @@ class SaveReuse:
             if (saved := run.saved.arrays.get(one.tensor)) is None:
                 continue
             array = (ref := self._objects.get(one.leaf)) and ref()
-            if saved.is_same(array, self._digests.get(one.leaf)):
+            is_object = array is not None and saved.array and saved.array() is array
+            if is_object or ((digest := self._digests.get(one.leaf)) and digest == saved.digest):
                 unchanged[one.leaf] = one
                 ages.update(dict.fromkeys(one.numbers, min(saved.times, 2)))
             elif saved.equal_times:

@@ -74,12 +74,6 @@ class SavedArray(NamedTuple):
     parts: Sequence[SavedPart]
     digest: Digest | None = None
 
-    def is_same(self, array: Any, digest: Digest | None = None) -> bool:
-        """Returns True if an array, or None, is the same object as this one or has the same digest."""
-        if array is not None and self.array is not None and self.array() is array:
-            return True
-        return digest is not None and digest == self.digest
-
     def is_equal(self, parts: Sequence[SavedPart]) -> bool | None:
         """Returns True if these parts probably have the same values; None if that is not known."""
         for also_mixed in (False, True):
@@ -130,7 +124,7 @@ class SavedArrays:
 
         objects: the `jax.Array` of each leaf that has one.
         digests: of the leaves that have one.
-        unchanged: the leaves that are the same as in the last save, see `SavedArray.is_same`.
+        unchanged: the leaves that have the same object or the same digest as in the last save.
         """
         for of in self.files.values():  # A step that was here before is replaced.
             of.pop(path, None)

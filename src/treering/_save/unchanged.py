@@ -66,8 +66,9 @@ class UnchangedArrays:
             before = {tensor[0]: saved for tensor, saved in self.state.saved.arrays.items()}
             known = {n: saved for n in arrays if large[n] and (saved := before.get(catalogue.entries[n].path))}
             stable = {n: saved for n, saved in known.items() if saved.times > 1 or saved.equal_times}
-            digests = self.state.digests.of({n for n in stable if not stable[n].is_same(arrays[n])}, shards, data)
-            same = {n for n, saved in stable.items() if saved.is_same(arrays[n], digests.get(n))}
+            new = {n for n, saved in stable.items() if saved.array is None or saved.array() is not arrays[n]}
+            digests = self.state.digests.of(new, shards, data)
+            same = stable.keys() - {n for n in new if n not in digests or digests[n] != stable[n].digest}
             # The processes compare the other leaves before the plan.
             deferred = same if alone else same.intersection(catalogue.global_leaves)
         objects = {n: weakref.ref(array) for n, array in arrays.items()}
