@@ -71,6 +71,19 @@ def test_a_new_file_is_exclusive_and_read_only_in_the_end(tmp_path: pathlib.Path
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open descriptors")
+def test_links_on_the_way_leave_no_descriptor_open(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "real" / "run").mkdir(parents=True)
+    (tmp_path / "relative").symlink_to("real")
+    (tmp_path / "absolute").symlink_to(tmp_path / "relative")
+    before = os.listdir("/proc/self/fd")
+    fd = module.open_trusted(str(tmp_path / "absolute" / "run"))
+    if fd is not None:
+        assert os.path.samestat(os.fstat(fd), os.stat(tmp_path / "real" / "run"))
+        os.close(fd)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open descriptors")
 def test_a_file_whose_writing_fails_is_closed(tmp_path: pathlib.Path) -> None:
     store, before = stores.get(str(tmp_path)), len(os.listdir("/proc/self/fd"))
     for n in range(100):
