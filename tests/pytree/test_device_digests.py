@@ -55,6 +55,15 @@ def test_order_shape_and_dtype_count() -> None:
     assert again[0] == again[1] == found[0]
 
 
+def test_two_signs_change() -> None:
+    """The position hashes of these elements differ in one bit, the sign's. Their keys must not do so in each sum."""
+    values = np.zeros(85_609, np.float32)
+    changed = values.copy()
+    changed[[81_226, 85_608]] = -0.0
+    found = _digests(jnp.asarray(values), jnp.asarray(changed))
+    assert found[0] != found[1]
+
+
 def test_each_part_of_a_sharded_array_has_its_own() -> None:
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     sharding = jax.NamedSharding(mesh, jax.P("x"))

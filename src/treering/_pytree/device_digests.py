@@ -134,8 +134,10 @@ def _digest(array: jax.Array) -> jax.Array:
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, stride in enumerate(_strides(words.shape)):
         place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride)
-    key = _mixed(place)
-    sums = [_mixed(words ^ (key * np.uint32(odd) + np.uint32(add))).sum(dtype=jnp.uint32) for odd, add in _LANES]
+    # Each sum mixes the positions by itself. If all keys were multiples of one mix, the keys of some pairs of positions
+    # would differ in just the highest bit in all sums. Then the signs of two equal elements could change unnoticed.
+    keys = [_mixed(place * np.uint32(odd) + np.uint32(add)) for odd, add in _LANES]
+    sums = [_mixed(words ^ key).sum(dtype=jnp.uint32) for key in keys]
     return jnp.stack(sums)[None]
 
 
