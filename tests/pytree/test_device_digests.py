@@ -64,6 +64,15 @@ def test_two_signs_change() -> None:
     assert found[0] != found[1]
 
 
+def test_the_modes_of_jax_do_not_matter() -> None:
+    """The thread of a save may compile in other modes than those in which the arrays were made."""
+    with jax.enable_x64(True):
+        wide = jnp.arange(8, dtype=jnp.float64)
+    with jax.disable_jit():
+        found = _digests(wide, jnp.arange(8))
+    assert len(found) == 2
+
+
 def test_each_part_of_a_sharded_array_has_its_own() -> None:
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     sharding = jax.NamedSharding(mesh, jax.P("x"))

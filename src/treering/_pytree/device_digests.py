@@ -4,8 +4,9 @@ A digest has 128 bits: four sums over all elements of a hash of the element's bi
 final mix of MurmurHash3 (Austin Appleby, public domain). Digests are compared only within a process.
 """
 
+import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,8 @@ class _Kind(NamedTuple):
         """Returns the function that makes a digest of each part, on its device."""
         sharding: Any = self.joined.sharding
         function = jax.shard_map(_digest, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)
-        return jax.jit(function).lower(self.joined).compile()
+        with _own_modes():
+            return jax.jit(function).lower(self.joined).compile()
 
 
 class DeviceDigests:
@@ -77,9 +79,9 @@ class DeviceDigests:
                     self._missing.add(kind)
                 elif function := self._functions[kind]:
                     wanted: Any = kind.joined
-                    begun[leaf] = function(
-                        jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, arrays)
-                    )
+                    joined = jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, arrays)
+                    with _own_modes():
+                        begun[leaf] = function(joined)
             words = jax.device_get(begun)
         except (RuntimeError, TypeError, ValueError) as error:
             _log.info("arrays are copied from their devices although they may be unchanged: %s", error)
@@ -98,6 +100,13 @@ class DeviceDigests:
             except Exception as error:  # The save has succeeded.
                 self._functions[kind] = None
                 _log.info("unchanged arrays of %s%s are copied from their devices: %s", kind.dtype, kind.shape, error)
+
+
+@contextlib.contextmanager
+def _own_modes() -> Iterator[None]:
+    """Sets the modes of JAX in which compiled functions take arrays of all dtypes, whatever those of the caller are."""
+    with jax.enable_x64(True), jax.disable_jit(False):
+        yield
 
 
 def _kind(parts: Sequence[Any]) -> _Kind | None:
