@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import accelerator
+from treering._pytree import device_digests
 from treering._pytree.device_digests import DeviceDigests
 from treering._pytree.leaves import describe_leaves
 
@@ -22,8 +23,20 @@ def _digests(*arrays: Any) -> dict[int, Any]:
     described = describe_leaves([str(n) for n in range(len(arrays))], arrays)
     digests, wanted = DeviceDigests(), range(len(arrays))
     assert not digests.of(wanted, described.shards, described.data), "nothing is compiled while the caller waits"
-    digests.compile()
+    while digests._missing:
+        digests.compile()
     return digests.of(wanted, described.shards, described.data)
+
+
+def test_a_save_compiles_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the save of a tree of many shapes would keep the next one waiting for the compiler."""
+    monkeypatch.setattr(device_digests, "_COMPILE_SECONDS", 0.0)
+    described = describe_leaves(["a", "b"], [jnp.ones(8), jnp.ones(9)])
+    digests, counts = DeviceDigests(), list[int]()
+    for _ in range(3):
+        counts.append(len(digests.of(range(2), described.shards, described.data)))
+        digests.compile()
+    assert counts == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "int8", "uint16", "float64", "bool"])

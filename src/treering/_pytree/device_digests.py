@@ -6,6 +6,7 @@ final mix of MurmurHash3 (Austin Appleby, public domain). Digests are compared o
 
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .placements import layout_of
 
 _log = logging.getLogger("treering")
 _MAX_BYTES = 1 << 32  # Positions have 32 bits.
+_COMPILE_SECONDS = 1.0  # in a save
 # An odd factor and a summand for each of the four sums.
 _LANES = ((0x9E3779B1, 0x243F6A89), (0x85EBCA77, 0x85A308D3), (0xC2B2AE3D, 0x13198A2F), (0x27D4EB2F, 0x03707345))
 
@@ -92,7 +94,11 @@ class DeviceDigests:
         }
 
     def compile(self) -> None:
-        """Compiles the functions that `of` did not have in the thread of the caller. Does not raise."""
+        """Compiles functions that `of` did not have: at least one, and no more after a while. Does not raise.
+
+        The save that calls this ends later, and the next one waits for it. So the others are left to later saves.
+        """
+        begun = time.monotonic()
         while self._missing:
             kind = self._missing.pop()
             try:
@@ -100,6 +106,8 @@ class DeviceDigests:
             except Exception as error:  # The save has succeeded.
                 self._functions[kind] = None
                 _log.info("unchanged arrays of %s%s are copied from their devices: %s", kind.dtype, kind.shape, error)
+            if time.monotonic() - begun >= _COMPILE_SECONDS:
+                return
 
 
 @contextlib.contextmanager
