@@ -13,6 +13,8 @@ from treering._pytree import device_digests
 from treering._pytree.device_digests import DeviceDigests
 from treering._pytree.leaves import describe_leaves
 
+pytestmark = pytest.mark.compat
+
 
 @pytest.fixture(autouse=True)
 def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
