@@ -81,6 +81,13 @@ def test_step_0_is_a_step_to_go_back_to_where_it_is_saved(tmp_path: pathlib.Path
         assert ckpts.restore_or_init(init)[1] == 0
 
 
+@pytest.mark.parametrize("options", [{"missing": 7}, {"extra": 7}, {"max_expansion": 0}])
+def test_wrong_options_fail_in_the_first_job(tmp_path: pathlib.Path, options: Any) -> None:
+    """A run without steps restores nothing. Otherwise they would fail only the job after it."""
+    with tr.Checkpointer(tmp_path) as ckpts, pytest.raises(MismatchError, match=next(iter(options))):
+        ckpts.restore_or_init(init, **options)
+
+
 def test_new_start_among_steps_of_another_library_is_refused(tmp_path: pathlib.Path) -> None:
     from flax.training import checkpoints
 
