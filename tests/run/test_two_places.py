@@ -29,7 +29,7 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering._run.tiers import uploader as copies
-from treering._run.tiers.journal import Contents, Generations, Journal
+from treering._run.tiers.journal import Claim, Contents, Generations, Journal, begin_series
 from treering.errors import (
     CorruptError,
     ExistsError,
@@ -1153,3 +1153,9 @@ def test_pinned_or_remotely_lost_step_is_uploaded_again(local: str, tmp_path: pa
     shutil.rmtree(remote / "step-00000004")
     ckpts.close()
     assert tr.steps(remote) == [1, 4, 5]
+
+
+def test_lost_generations_begin_above_all_claims() -> None:
+    """Otherwise a job after the loss would look older than the jobs whose claims the disks still have."""
+    claims = [Claim(generation, 0, (), (), "a") for generation in (3, 7, 5)]
+    assert begin_series(claims).next == 8 and begin_series([]).next == 1
