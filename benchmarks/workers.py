@@ -23,7 +23,7 @@ import numpy as np
 
 from . import contestants, states
 
-_LARGE_BYTES = 256 << 20
+_LARGE_BYTES = 256 << 20  # of a state; its process gives freed memory back
 _DEVICES = 8  # of all processes of a job together, where the state is spread over them
 
 
