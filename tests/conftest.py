@@ -2,8 +2,10 @@
 
 import os
 
+from xla_flags import xla_flags
+
 # Eight CPU devices, so that sharded arrays are real; before JAX is imported anywhere.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import collections

@@ -8,12 +8,11 @@ import textwrap
 from typing import Any, NamedTuple
 
 import zygote
+from xla_flags import xla_flags
 
 # The code that each process runs first. The body of a job uses these names.
 PRELUDE = """
 import faulthandler, json, os, pathlib, signal, sys, time
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
-os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np
 jax.config.update("jax_enable_recoverability", RECOVERABLE)
 exec(BEFORE)
@@ -22,9 +21,12 @@ import jax.numpy as jnp
 import treering as tr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from treering import stores
+from treering._processes import coordinator
 from treering.errors import *
 from treering.stores import survival
 survival.is_in_memory = lambda path: IN_MEMORY  # whatever file system the tests run on
+if "treering" not in BEFORE:
+    coordinator.announce_alive()  # as its import does, which the zygote made before there was a job
 faulthandler.dump_traceback_later(TIMEOUT - 5, exit=True)
 
 tmp = pathlib.Path(TMP)
@@ -126,7 +128,7 @@ def run_job(
         assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())
         end = END_OF_RECOVERABLE if recoverable else "faulthandler.cancel_dump_traceback_later()"
         script = "\n".join([assignments, PRELUDE, textwrap.dedent(body), end])
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
         running.append(zygote.Process(script, environment))
     ended = [process.communicate(timeout=timeout + 30) for process in running[1:]]
     others_ended.touch()

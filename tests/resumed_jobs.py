@@ -32,15 +32,10 @@ import treering as tr
 import zygote
 from treering import stores
 from treering.stores.posix import Disk
+from xla_flags import xla_flags
 
 SAVED_STEP, LAST_STEP = 3, 8
 TIMEOUT_SECONDS = 240
-
-# Compiling takes most of the time. Without these optimizations, in both processes, it takes a third of that time.
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-)
 
 # The harness
 
@@ -154,7 +149,7 @@ def problems(group: str, folder: pathlib.Path) -> list[str]:
 
 def start(function: Callable[[str, pathlib.Path], None], group: str, folder: pathlib.Path) -> tuple[int, str]:
     """Runs a function of this module in a new process. Returns its exit code and what it printed."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(8)}
     script = f"""
 import sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})

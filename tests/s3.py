@@ -13,10 +13,12 @@ _START_SECONDS = 60
 
 # S3 carries out the requests for one key one after another. moto checks a condition some time before it carries out the
 # request, so two create-only puts can both succeed. The lock makes it behave like S3.
+# `moto_server` finds out with each request which of Amazon's services is meant, which takes longer than to answer it.
 _SERVER = """
-import threading
+import logging, sys, threading
 from moto.s3.responses import S3Response
-from moto.server import main
+from moto.server import create_backend_app
+from werkzeug.serving import run_simple
 
 lock = threading.Lock()
 
@@ -28,7 +30,8 @@ def one_at_a_time(respond):
 
 for name in ("_key_response_put", "_key_response_post", "_key_response_delete"):
     setattr(S3Response, name, one_at_a_time(getattr(S3Response, name)))
-main()
+logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
+run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=True)
 """
 
 
@@ -38,7 +41,7 @@ def server() -> Iterator[str]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    command = [sys.executable, "-c", _SERVER, "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", _SERVER, str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -1,7 +1,11 @@
-"""Processes that have imported JAX already: forks of one that did, and has done nothing else.
+"""Processes that have imported JAX and the library already: forks of one that did, and has done nothing else.
 
-To import it takes most of what a process of a small job costs. `python zygote.py FD` is the one that is forked: it
+To import them takes most of what a process of a small job costs. `python zygote.py FD` is the one that is forked: it
 takes a line of JSON for each process from its standard input, and says at `FD` which ones have ended, and how.
+
+A fork whose script ends well waits for its threads and calls what is registered with `atexit`, and then ends at once,
+as processes of `multiprocessing` do. To free all modules it would have to copy them first, which takes longer than
+most scripts. Tests of what happens later, when the interpreter itself ends, begin a process of their own.
 """
 
 import atexit
@@ -13,6 +17,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
@@ -103,6 +108,10 @@ def _serve(words: int) -> str:
     """Forks and waits on request until the requests end; returns in each fork the code that it is to run."""
     import jax.numpy  # noqa: F401
 
+    import treering
+
+    for name in treering.__all__:
+        getattr(treering, name)  # imports what the name is in
     gc.freeze()  # or each fork copies what its collector looks at
     running = set[int]()
 
@@ -141,3 +150,8 @@ if __name__ == "__main__":
     sys.argv, sys.path[0] = ["-c"], ""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(script, "<string>", "exec"), main.__dict__)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -320,6 +320,7 @@ def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: py
 
     Here the put of the object that shows the server's clock is slow, and another process removes it before it is read.
     """
+    begun = time.monotonic()
     bucket.put("one", b"1")
     found = bucket.head("one")
     put, head, heads = Bucket.put, Bucket.head, itertools.count()
@@ -330,7 +331,7 @@ def test_the_age_of_an_object_is_never_overrated(bucket: Bucket, monkeypatch: py
 
     monkeypatch.setattr(Bucket, "put", slow)
     monkeypatch.setattr(Bucket, "head", lambda self, key: head(self, key) if next(heads) else None)
-    assert found and bucket.age(found, "beside") <= 1.3  # two slow puts, and no time for the answers
+    assert found and 0 < bucket.age(found, "beside") <= time.monotonic() - begun
     assert next(heads) > 1, "the removed object was put and read again"
 
 
