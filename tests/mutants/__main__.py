@@ -34,7 +34,12 @@ _FOLDERS = {
     ),
     "stores": ("tests/stores", "tests/formats/test_overwriting.py", "tests/save"),
     "_run": ("tests/run", "tests/test_keep.py", "tests/cli", "tests/tools"),
-    "_processes": ("tests/processes",),
+    "_processes": (
+        "tests/processes",
+        "tests/restore/test_collective_read.py",
+        "tests/run/test_host_disks.py",
+        "tests/save/test_parallel_formats.py",
+    ),
 }
 _COVERED = _ROOT / ".coverage"  # by `cover`
 _MAX_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
@@ -85,7 +90,8 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     first = next(tests for name, tests in _FOLDERS.items() if row["file"].startswith(name + "/"))
     covering = _covering_tests(row["file"], nearest.line, first)
     # Tests that execute a line only in processes that they start are not among the covering ones.
-    runs = [("", covering), ("", first)] if covering else [("not slow and not long", first), ("", ("tests",))]
+    soon = ("", covering) if covering else ("not slow and not long", first)
+    runs = [soon, ("", first), *([] if covering else [("", ("tests",))])]
     for marks, tests in runs:
         ignored: list[str] = []
         while name := _first_failure(folder, folder / "src", marks, tests, ignored):
