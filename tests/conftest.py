@@ -117,8 +117,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def no_leftover_threads() -> Iterator[None]:
     """Every save of a test is over at its end, and every failure was reported."""
     yield
-    if pending.newest_save_finished is not None:
-        assert pending.newest_save_finished.wait(30)
+    if pending.saves_finished is not None:
+        assert pending.saves_finished.wait(30)
     unseen, pending.unreported[:] = list(pending.unreported), []
     assert not unseen
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("treering")]

@@ -162,6 +162,29 @@ def test_saves_are_committed_in_order(tmp_path: pathlib.Path, use_disk: Any) -> 
     assert times == sorted(times)
 
 
+def test_an_interrupted_save_lets_no_later_one_overtake(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """Ctrl-C ends a save that waits for an earlier one. The save after it still waits for the earlier one."""
+
+    class HoldsFirst(HeldDisk):
+        def create(self, path: str) -> int:
+            return super().create(path) if "/first" in path else Disk.create(self, path)
+
+    disk = use_disk(HoldsFirst())
+    first = tr.save_async(tmp_path / "first", {"x": np.ones(3)})
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        tr.save(tmp_path / "interrupted", {"x": np.ones(3)})
+    timer.join()
+    last = tr.save_async(tmp_path / "last", {"x": np.ones(3)})
+    with pytest.raises(TimeoutError):
+        last.result(timeout=0.5)
+    assert not first.done()
+    disk.go.set()
+    last.result()
+    assert first.done() and sorted(os.listdir(tmp_path)) == ["first", "last"]
+
+
 def test_a_failure_in_the_background_raises_at_the_next_call(tmp_path: pathlib.Path, use_disk: Any) -> None:
     use_disk(FailingDisk("sync", errno.EIO))
     pending = tr.save_async(tmp_path / "a", {"x": np.ones(3)})

@@ -26,9 +26,9 @@ from ..errors import RequestError, SaveError, TreeringError
 _log = logging.getLogger("treering")
 _LONG_STALL_SECONDS = 1.0  # A call that blocks the training loop for this long or longer is logged.
 
-# Set when the save that began last is over. The next save waits for it, because saves are written in the order of the
-# calls.
-newest_save_finished: Latch | None = None
+# Set when the save that began last and all before it are over. The next save waits for it, because saves are written in
+# the order of the calls.
+saves_finished: Latch | None = None
 unreported: "list[PendingSave]" = []  # failed saves whose error no caller has got yet
 _live_saves: "WeakRegistry[PendingSave]" = WeakRegistry()
 
@@ -128,6 +128,7 @@ class PendingSave:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._finished = Latch()
+        self._all_finished = Latch()  # set when this save and all before it are over
         self._reported = False  # True if a caller has the error, or is about to get it
         _live_saves.add(self)
 
@@ -222,6 +223,10 @@ class PendingSave:
         finally:
             self._supply.clear()
             self._call.close(self._error)
+            if previous is not None and not previous.is_set():  # This save was aborted while it waited.
+                self._finished.set()  # Its caller does not wait for earlier saves, but the next save does.
+                previous.wait()
+            self._all_finished.set()
             self._finished.set()
 
     def _wait_for_previous(self, previous: Latch | None) -> None:
@@ -324,8 +329,8 @@ def _print_unreported() -> None:
 
 def _forget_after_fork() -> None:
     """Ends the saves of the parent in a forked child, because the child has none of the threads that write them."""
-    global newest_save_finished
-    newest_save_finished = None
+    global saves_finished
+    saves_finished = None
     coordinator.forget_after_fork()
     unreported.clear()
     for pending in _live_saves.all():

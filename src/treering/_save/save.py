@@ -249,13 +249,13 @@ def start_save(
             call.broadcast(functools.partial(hooks.after_commit, report))
             hooks.after_commit_all(report)
 
-    previous = _pending.newest_save_finished
+    previous = _pending.saves_finished
     pool = thread = None
     try:
         pool = ThreadPool(_WRITER_THREADS)
         thread = threading.Thread(target=pending._run, args=(write, previous, pool), name="treering-save", daemon=False)
         pool.start(thread)
-        _pending.newest_save_finished = pending._finished
+        _pending.saves_finished = pending._all_finished
         with gc_paused() if options.memory_limit is None else contextlib.nullcontext():
             prepared.supply.run()
         pending._release_caller()

@@ -62,7 +62,7 @@ class UnchangedArrays:
         deferred: set[int] = set()
         # While another save is under way, the caller would wait for it, because the plan comes after it.
         shares = target.store.sharing == "links"
-        if shares and True in large.values() and ((last := pending.newest_save_finished) is None or last.is_set()):
+        if shares and True in large.values() and ((last := pending.saves_finished) is None or last.is_set()):
             before = {tensor[0]: saved for tensor, saved in self.state.saved.arrays.items()}
             known = {n: saved for n in arrays if large[n] and (saved := before.get(catalogue.entries[n].path))}
             stable = {n: saved for n, saved in known.items() if saved.times > 1 or saved.equal_times}
