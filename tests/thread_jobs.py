@@ -61,7 +61,8 @@ class ThreadJob:
         for thread in threads:
             thread.join()
         while left := [one for one in set(threading.enumerate()) - before if not one.daemon]:
-            left[0].join()
+            if left[0].is_alive():  # or else it is about to begin
+                left[0].join()
 
     def check_alive(self) -> None:
         """Raises `Killed` in a thread of a killed process."""
