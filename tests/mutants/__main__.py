@@ -45,7 +45,7 @@ _COVERED = _ROOT / ".coverage"  # by `cover`
 _MAX_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
 _COLUMNS = ("file", "number", "line", "what", "noticed")
 _SECONDS = 900  # for the tests of one mutant; one that hangs is noticed, too
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # a name may have spaces
 
 
 def choose(seed: int, each: int) -> None:
