@@ -42,11 +42,19 @@ def test_each_process_has_one_parent(count: int) -> None:
 
 
 def test_signs_of_life_do_not_drown_the_store() -> None:
-    """The store gets at most 2,000 signs of life per second, and the timeout allows for their interval."""
+    """The store gets at most 2,000 signs of life per second, and the timeout allows for their interval.
+
+    It also gets at most 2,000 polls per second, both from processes with children and from the others.
+    """
     for count in (1, 64, 2_000, 10_000, 100_000):
         assert count / call_tree.heartbeat_seconds(count) <= 2_000
         assert call_tree.timeout(30, count) >= min(4 * call_tree.heartbeat_seconds(count), 30)
         assert call_tree.timeout(500, count) >= 500
+        assert count / call_tree.poll_seconds(count, hears=False) <= 2_000
+        with_children = -(-count // call_tree.FAN_OUT)
+        assert 6 * with_children / call_tree.poll_seconds(count, hears=True) <= 2_000
+    # Processes with children may poll more often, because they are few.
+    assert call_tree.poll_seconds(10_000, hears=True) < 1 < call_tree.poll_seconds(10_000, hears=False)
     assert call_tree.timeout(3, 2_000) == 3 and call_tree.heartbeat_seconds(2_000) == 1
 
 
