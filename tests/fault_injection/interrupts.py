@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import treering as tr
 
 from .kill_points import Outcome
@@ -30,6 +32,7 @@ _TIMEOUT = 60  # seconds; far more than any of them needs
 def _reading(read: Callable[[Path], Any]) -> Scenario:
     def prepare(place: Path) -> None:
         tr.save(place / "c", tree(4))
+        jax.devices()  # JAX begins here; otherwise nine of ten interrupts would come while it does
 
     def look(place: Path) -> str:
         assert version(place / "c") == 4
