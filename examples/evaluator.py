@@ -28,11 +28,11 @@ def main(run: str) -> None:
             continue
         try:
             loss = evaluate(ckpt.restore(like, at="params"), x, y)
-            tr.record(run, ckpt.step, {"val/loss": loss})
         except tr.errors.NotFoundError:  # The training job has deleted the step meanwhile, as its `keep` says.
             print(f"step {ckpt.step} is gone")
             continue
-        print(f"step {ckpt.step} val/loss {loss:.4f}")
+        if ckpt.record({"val/loss": loss}):
+            print(f"step {ckpt.step} val/loss {loss:.4f}")
     print("best", tr.Checkpointer(run).best_step("val/loss", "min"))
 
 

@@ -205,7 +205,7 @@ class _Running:
 
     def _simulate(self) -> None:
         bucket.Bucket._obstore = self.clients  # type: ignore[assignment]
-        bucket._PAUSE_SECONDS, bucket._first_process = 0, None
+        bucket._PAUSE_SECONDS, bucket._OBSTORE._first_process = 0, None
         clock = lambda: self.clients.server.clock  # noqa: E731
         bucket.now = heartbeat.now = clock
         heartbeat._start_renewals = lambda one: None

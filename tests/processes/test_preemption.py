@@ -1,6 +1,8 @@
 """Tests saves of a job that gets SIGTERM."""
 
+import errno
 import gc
+import logging
 import os
 import pathlib
 import signal
@@ -10,45 +12,307 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import treering as tr
 from jobs import run_job
-from treering.errors import UnsupportedError
+from treering._processes import preemption
+from treering.errors import MismatchError, SaveError, UnsupportedError
+from treering.stores.posix import Disk
 
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    """Sets an earlier handler, without which an unseen SIGTERM would end the tests."""
+
+    def ignore(number: int, frame: Any) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, ignore)
     yield
-    assert signal.getsignal(signal.SIGTERM) == before, "the handler is put back"
+    assert signal.getsignal(signal.SIGTERM) == ignore, "the handler is put back"
     signal.signal(signal.SIGTERM, before)
+    preemption._known.clear()  # A signal is remembered as long as the process lives.
+
+
+class Full(Disk):
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    prelude = "import multiprocessing, os, signal, subprocess, sys, threading, time, numpy as np, treering as tr\n"
+    command = [sys.executable, "-W", "ignore", "-c", prelude + code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_the_first_save_after_a_sigterm_saves_in_any_case(tmp_path: pathlib.Path) -> None:
-    """The first save after SIGTERM saves, also if the interval would skip it."""
+    """`preempted` is true at once. The next save saves, also if the interval would skip it."""
     with tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
         assert ckpts.save(1, {"x": 1}) is None and not ckpts.preempted
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert not ckpts.preempted, "nothing is saved yet"
+        sigterm()
+        assert ckpts.preempted and "preempted" in repr(ckpts)
         assert ckpts.save(2, {"x": 2}) is not None and ckpts.preempted
         assert ckpts.save(3, {"x": 3}) is None and ckpts.preempted, "once is enough"
+        sigterm()
+        assert ckpts.save(4, {"x": 4}) is not None, "until the next signal"
+    assert tr.steps(tmp_path) == [2, 4]
+
+
+def test_close_saves_the_last_state_if_no_save_follows_a_signal(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that stops as soon as `preempted` is true, such as in an evaluation, loses no step."""
+    with tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
+        state = {"w": jnp.full(3, 5.0), "n": np.arange(3)}
+        ckpts.save(5, state, metrics={"loss": 2})
+        sigterm()
+        state["n"] += 1
+        assert ckpts.preempted
+    assert tr.steps(tmp_path) == [5] and tr.open(tmp_path).metrics == {"loss": 2}
+    assert (tr.restore(tmp_path)["n"] == [0, 1, 2]).all() and "step 5 is saved, because SIGTERM ended" in caplog.text
+    with pytest.raises(SystemExit), tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
+        ckpts.save(6, state)  # The signal is still known: this save saves.
+        ckpts.save(7, state)
+        sigterm()
+        assert ckpts.preempted
+        raise SystemExit(143)
+    assert tr.steps(tmp_path) == [5, 6, 7]
+
+
+def test_state_that_is_gone_defers_preempted_to_the_next_save(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is lost by leaving the loop when `preempted` is true, wherever the loop reads it."""
+    donating = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    state = donating({"w": jnp.zeros(3)})
+    with tr.Checkpointer(tmp_path / "a", save_every=100, save_on_preemption=True) as ckpts:
+        ckpts.save(1, state)
+        state = donating(state)
+        sigterm()
+        assert not ckpts.preempted
+        ckpts.save(2, state)
+        assert ckpts.preempted
+    assert tr.steps(tmp_path / "a") == [2] and not [one for one in caplog.records if one.levelno > logging.WARNING]
+    big = {"w": np.zeros(17 << 17)}
+    with tr.Checkpointer(tmp_path / "b", save_every=100, save_on_preemption=True) as ckpts:
+        preemption._known[signal.SIGTERM].received = 0
+        ckpts.save(1, big)
+        sigterm()
+        assert not ckpts.preempted, "so much NumPy is not copied in each step"
+    assert tr.steps(tmp_path / "b") == [] and "step 1 is not saved, though SIGTERM ended the loop" in caplog.text
+    assert "NumPy arrays of 17,825,792 bytes" in caplog.text
+
+
+@pytest.mark.long
+def test_nnx_state_that_was_updated_in_place_defers_preempted(tmp_path: pathlib.Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
+        ckpts.save(1, {"model": model})
+        sigterm()
+        assert ckpts.preempted
+        model.bias[...] += 1
+        assert not ckpts.preempted
+        ckpts.save(2, {"model": model})
+        assert ckpts.preempted
     assert tr.steps(tmp_path) == [2]
+
+
+def test_close_raises_the_error_of_the_last_save(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    use_disk(Full())
+    ckpts = tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True)
+    state = {"w": jnp.zeros(3)}
+    ckpts.save(1, state)
+    sigterm()
+    assert ckpts.preempted
+    with pytest.raises(SaveError, match="No space left"):
+        ckpts.close()
+
+
+@pytest.mark.parametrize("at", ["the signal", "the next step"])
+@pytest.mark.parametrize("leaves", ["after both", "between", "never"])
+def test_two_checkpointers_of_a_loop_save_the_same_step(tmp_path: pathlib.Path, leaves: str, at: str) -> None:
+    """A signal may come between two saves of a step, and the loop may read `preempted` there."""
+    options: Any = {"save_every": 5, "save_on_preemption": True}
+    actor, critic = (tr.Checkpointer(tmp_path / name, **options) for name in ("actor", "critic"))
+    with actor, critic:
+        for step in range(1, 10):
+            state = {"w": jnp.full(3, step)}
+            if step == 8 and at == "the next step":
+                sigterm()
+            actor.save(step, state)
+            if step == 7 and at == "the signal":
+                sigterm()
+            if leaves == "between" and (actor.preempted or critic.preempted):
+                break
+            critic.save(step, state)
+            if leaves == "after both" and actor.preempted:
+                break
+    last = 7 if (leaves, at) == ("after both", "the signal") else 8
+    assert tr.steps(tmp_path / "actor") == tr.steps(tmp_path / "critic") == [5, last]
+
+
+def test_checkpointer_of_another_loop_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+    options: Any = {"save_every": 100, "save_on_preemption": True}
+    with tr.Checkpointer(tmp_path / "a", **options) as done, tr.Checkpointer(tmp_path / "b", **options) as ckpts:
+        done.save(2, {"x": 2})
+        ckpts.save(1, {"x": 1})
+        sigterm()
+        assert ckpts.save(2, {"x": 2}) and done.preempted
+
+
+def test_signal_is_known_to_later_checkpointers(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tr.Checkpointer(tmp_path / "a", save_on_preemption=True) as ckpts:
+        ckpts.save(1, {"x": 1})
+        sigterm()
+        assert ckpts.preempted
+    with tr.Checkpointer(tmp_path / "b", save_every=100, save_on_preemption=True) as ckpts:
+        assert "SIGTERM came before this Checkpointer was made" in caplog.text and ckpts.preempted
+        assert ckpts.save(7, {"x": 1})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["close", "finish", "drop", "close in a thread", "raise", "seen", "handled"])
+def test_close_sends_an_unseen_signal_again(tmp_path: pathlib.Path, ending: str) -> None:
+    """A signal after the last save is not swallowed, and hides no error."""
+    code = """
+from pathlib import Path
+def handler(*args): Path(sys.argv[1], "handled").touch()
+if sys.argv[2] == "handled": signal.signal(signal.SIGTERM, handler)
+ckpts = tr.Checkpointer(sys.argv[1] + "/run", save_on_preemption=True)
+ckpts.save(1, {"x": 1}).result()
+os.kill(os.getpid(), signal.SIGTERM)
+try:
+    match sys.argv[2]:
+        case "finish": ckpts.finish()
+        case "drop": del ckpts
+        case "raise":
+            with ckpts: 1 / 0
+        case "close in a thread":
+            thread = threading.Thread(target=ckpts.close); thread.start(); thread.join(); time.sleep(1)
+        case "seen": assert ckpts.preempted; ckpts.close(); assert ckpts.preempted
+        case _: ckpts.close()
+finally:
+    print("went on", flush=True)
+"""
+    done = run(code, tmp_path, ending)
+    lives = {"raise": 1, "seen": 0, "handled": 0}
+    assert done.returncode == lives.get(ending, -signal.SIGTERM), done.stderr
+    assert ("went on" in done.stdout) == (ending in lives) and (ending != "raise" or "ZeroDivision" in done.stderr)
+    assert tr.steps(tmp_path / "run") == [1] and (tmp_path / "handled").exists() == (ending == "handled")
 
 
 def test_a_step_that_is_saved_already_is_enough(tmp_path: pathlib.Path) -> None:
     """After SIGTERM, a step that exists already is not saved again."""
     with tr.Checkpointer(tmp_path, save_on_preemption=True) as ckpts:
         ckpts.save(1, {"x": 1})
-        os.kill(os.getpid(), signal.SIGTERM)
+        sigterm()
         assert ckpts.save(1, {"x": 1}, on_exists="skip") is None and ckpts.preempted
+
+
+def test_other_signals(tmp_path: pathlib.Path) -> None:
+    """Schedulers announce the end by other signals, too. Each is handled alone, or several are."""
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        options: Any = {"save_every": 100, "save_on_preemption": signal.SIGUSR2}
+        with tr.Checkpointer(tmp_path / "a", **options) as ckpts:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert ckpts.preempted and ckpts.save(1, {"x": 1})
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+        preemption._known.clear()
+        for one in (signal.SIGTERM, signal.SIGUSR2):
+            both = (signal.SIGUSR2, signal.SIGTERM)
+            with tr.Checkpointer(tmp_path / one.name, save_every=100, save_on_preemption=both) as ckpts:
+                assert not ckpts.preempted
+                os.kill(os.getpid(), one)
+                assert ckpts.preempted and ckpts.save(1, {"x": 1})
+            preemption._known.clear()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    for wrong in (signal.SIGKILL, 0, 1000, (), "SIGTERM", (signal.SIGTERM, "x"), None, 1.5):
+        with pytest.raises(MismatchError, match=r"save_on_preemption=.*expected False, True \(SIGTERM\), or signals"):
+            tr.Checkpointer(tmp_path, save_on_preemption=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn", "thread", "subprocess"])
+def test_signals_end_the_children_of_a_job(tmp_path: pathlib.Path, method: str) -> None:
+    """A worker of a data loader is not the job: `terminate` ends it, whether SIGTERM came before or not."""
+    code = """
+def work(): time.sleep(60)
+def begin(method):
+    if method == "subprocess":
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = multiprocessing.get_context("fork" if method == "thread" else method).Process(target=work, daemon=True)
+    process.start()
+    return process
+if __name__ == "__main__":
+    received = []
+    signal.signal(signal.SIGUSR1, lambda *args: received.append(os.getpid()))
+    with tr.Checkpointer(sys.argv[1], save_on_preemption=(signal.SIGTERM, signal.SIGUSR1)) as ckpts:
+        ckpts.save(1, {"x": 1})
+        workers = []
+        for n in range(2):
+            if sys.argv[2] == "thread":
+                thread = threading.Thread(target=lambda: workers.append(begin("thread"))); thread.start(); thread.join()
+            else:
+                workers.append(begin(sys.argv[2]))
+            if n == 0: os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        for worker in workers:
+            worker.terminate()
+            (worker.wait if sys.argv[2] == "subprocess" else worker.join)(20)
+        assert ckpts.preempted
+    print([getattr(worker, "exitcode", None) or worker.returncode for worker in workers])
+"""
+    script = tmp_path / "job.py"
+    script.write_text("import multiprocessing, os, signal, subprocess, sys, threading, time, treering as tr\n" + code)
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "run"), method]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout == "[-15, -15]\n", done.stderr
+
+
+@pytest.mark.long
+def test_forked_child_is_a_job_of_its_own_once_it_saves(tmp_path: pathlib.Path) -> None:
+    """A child has the handlers from before. With a Checkpointer of its own, or an inherited one, it listens again."""
+    code = """
+def before(*args): print("before", flush=True)
+signal.signal(signal.SIGTERM, before)
+ckpts = tr.Checkpointer(sys.argv[1] + "/inherited", save_every=100, save_on_preemption=True)
+os.kill(os.getpid(), signal.SIGTERM)
+if not os.fork():
+    assert signal.getsignal(signal.SIGTERM) is before and not ckpts.preempted
+    with tr.Checkpointer(sys.argv[1] + "/own", save_every=100, save_on_preemption=True) as own:
+        assert not own.preempted
+        assert not ckpts.save(1, {"x": 1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert own.preempted and own.save(7, {"x": 1}) and ckpts.preempted and ckpts.save(2, {"x": 1})
+    ckpts.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    os._exit(0)
+assert os.wait()[1] == 0 and ckpts.preempted
+ckpts.close()
+assert signal.getsignal(signal.SIGTERM) is before
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0 and done.stdout == "before\nbefore\n", done.stderr
+    assert tr.steps(tmp_path / "inherited") == [2] and tr.steps(tmp_path / "own") == [7]
 
 
 def test_without_the_option_sigterm_means_what_it_meant(tmp_path: pathlib.Path) -> None:
     """Without the option, a Checkpointer sets no handler."""
+    before = signal.getsignal(signal.SIGTERM)
     with tr.Checkpointer(tmp_path) as ckpts:
         ckpts.save(1, {"x": 1})
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not ckpts.preempted
+        assert signal.getsignal(signal.SIGTERM) is before and not ckpts.preempted
 
 
 def test_earlier_handlers_are_called_and_put_back(tmp_path: pathlib.Path) -> None:
@@ -98,6 +362,7 @@ def test_unclosed_checkpointer_restores_the_handler(tmp_path: pathlib.Path) -> N
 
 def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
     """`close` keeps a handler that was set after the Checkpointer's."""
+    before = signal.getsignal(signal.SIGTERM)
     ckpts = tr.Checkpointer(tmp_path, save_on_preemption=True)
     ours = signal.getsignal(signal.SIGTERM)
     assert callable(ours)
@@ -105,7 +370,7 @@ def test_a_handler_that_was_set_later_stays(tmp_path: pathlib.Path) -> None:
     signal.signal(signal.SIGTERM, later)
     ckpts.close()
     assert signal.getsignal(signal.SIGTERM) is later
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.long
@@ -183,6 +448,54 @@ report([step, ckpts.steps])
     results = run_job(tmp_path, body if early else f"{make}\n{body}", processes=2, before=make if early else "")
     (first, steps), other = (result.report for result in results)
     assert other == [first, steps] and steps == [first] and 20 <= first < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_all_processes_leave_an_evaluation_at_the_same_batch(tmp_path: pathlib.Path, number: int) -> None:
+    """All processes see the signal of one at the same read of `preempted`."""
+    body = """
+signals = True if NUMBER == signal.SIGTERM else signal.Signals(NUMBER)
+with tr.Checkpointer(tmp / "run", save_every=1000, save_on_preemption=signals, timeout=20) as ckpts:
+    for step in range(1, 50):
+        state = {"w": put(np.full(8, step), P("x"))}
+        ckpts.save(step, state)
+    for batch in range(500):
+        sync(f"batch {batch}")
+        if batch == 40 and INDEX == 1:
+            os.kill(os.getpid(), NUMBER)
+        if ckpts.preempted:
+            break
+        time.sleep(0.02)
+with tr.Checkpointer(tmp / "next", save_every=1000, save_on_preemption=signals) as later:
+    told = later.preempted
+report([batch, ckpts.steps, told])
+"""
+    first, other = (result.report for result in run_job(tmp_path, body, processes=2, NUMBER=int(number)))
+    assert first == other and 40 <= first[0] < 499 and first[1:] == [[49], True]
+
+
+@pytest.mark.slow
+def test_reads_of_one_process_alone_do_not_part_the_job(tmp_path: pathlib.Path) -> None:
+    """Process 0 reads `preempted` once more at the end of a step. All save one step nevertheless."""
+    body = """
+options = {"save_every": 1000, "save_on_preemption": True, "timeout": 20}
+with tr.Checkpointer(tmp / "a", **options) as a, tr.Checkpointer(tmp / "b", **options) as b:
+    for step in range(1, 2000):
+        time.sleep(0.01 * (1 + INDEX))
+        state = {"w": put(np.full(8, step), P("x"))}
+        a.save(step, state)
+        if step == 20 and INDEX == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        b.save(step, state)
+        if a.preempted and b.preempted:
+            break
+        if INDEX == 0:
+            [a.preempted for n in range(step % 50)]
+report([step, a.steps, b.steps])
+"""
+    first, other = (result.report for result in run_job(tmp_path, body, processes=2))
+    assert first == other and first[1] == first[2] == [first[0]] and first[0] < 1000
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from treering import stores
 from treering._run.interval import Interval
 from treering._save.pending import PendingSave
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from treering.formats.treering import metrics as metrics_files
 from treering.formats.treering import summary
 from treering.stores.memory import MemoryStore
 from treering.stores.posix import Disk
@@ -769,6 +770,50 @@ def test_last_record_wins_and_dies_with_its_checkpoint(tmp_path: pathlib.Path) -
     assert os.listdir(tmp_path) == ["step-00000002"]
 
 
+def test_metrics_belong_to_the_checkpoint_that_was_measured(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a rewind or an overwrite another checkpoint has the number of the step. Late metrics are not its own."""
+    save_steps(tmp_path, [10, 20, 30])
+    old = {step: tr.open(tmp_path, step=step) for step in (10, 20, 30)}
+    assert old[20].select("x").record({"val": np.float32(2)}) and old[20].at("x").record({"more": 1})
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.rewind(20)
+        ckpts.save(30, {"x": np.zeros(3)})
+        ckpts.save(10, {"x": np.zeros(3)}, on_exists="overwrite")
+        ckpts.wait()
+        assert not old[30].record({"val": 3}) and not old[10].record({"val": 1})
+        ckpts.delete(10)
+        assert not old[10].record({"val": 1})
+        (tmp_path / "step-00000030" / "treering.json").unlink()
+        assert not old[30].record({"val": 1})
+        ckpts.save(30, {"x": np.zeros(3)}, on_exists="overwrite")
+    assert [tr.open(tmp_path, step=step).metrics for step in (20, 30)] == [{"val": 2, "more": 1}, {}]
+    gone = [record for record in caplog.records if "are not recorded, because the checkpoint" in record.message]
+    assert len(gone) == 4 and "step-00000030: the metrics {'val': 3.0}" in gone[0].message
+    for wrong, error in (({"a": "high"}, MismatchError), (3, MismatchError)):
+        with pytest.raises(error):
+            old[20].record(wrong)  # type: ignore[arg-type]
+    tr.save(tmp_path / "a.safetensors", {"x": np.zeros(3)})
+    with pytest.raises(UnsupportedError, match=r"a\.safetensors: it was written by another library"):
+        tr.open(tmp_path / "a.safetensors").record({"a": 1})
+
+
+def test_metrics_of_an_open_checkpoint_prune_and_survive_a_local_copy(tmp_path: pathlib.Path) -> None:
+    keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
+    with tr.Checkpointer(tmp_path / "run", local=tmp_path / "local", keep=keep) as ckpts:
+        ckpts.save(1, {"x": np.zeros(3)}).result()
+        ckpt = ckpts.open()
+        assert ckpt.path.startswith(str(tmp_path / "local"))
+        for step in (2, 3):
+            ckpts.save(step, {"x": np.zeros(3)}).result()
+        ckpts.close()
+        assert not os.path.exists(ckpt.path) and ckpt.record({"val": 1})
+        for step in (2, 3):
+            assert tr.open(tmp_path / "run", step=step).record({"val": 2})
+    assert tr.steps(tmp_path / "run") == [1, 3]
+
+
 def test_wrong_records(tmp_path: pathlib.Path) -> None:
     from flax.training import checkpoints
 
@@ -1078,7 +1123,10 @@ def test_reading_deletes_nothing(tmp_path: pathlib.Path) -> None:
     """Another job may have restored a step that the policy does not keep. It acquires the lease with its next save."""
     save_steps(tmp_path, range(1, 6), KEEP)
     for step in range(1, 6):
-        summary.add_metrics(stores.get(str(tmp_path)), f"{tmp_path}/step-{step:08}", {"val": abs(step - 2.0)})
+        store, path = stores.get(str(tmp_path)), f"{tmp_path}/step-{step:08}"
+        metrics_files.write(
+            store, path, summary.identity(store, path), {"val": abs(step - 2.0)}
+        )  # as another process does
     with tr.Checkpointer(tmp_path, keep=KEEP) as reader:
         held = reader.open(3)
         reader.restore()

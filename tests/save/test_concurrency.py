@@ -218,3 +218,51 @@ def test_a_run_whose_known_steps_all_give_way_to_newer_ones(tmp_path: pathlib.Pa
 
     use_disk(Late())
     assert tr.restore(tmp_path) == {"n": 2}
+
+
+@pytest.mark.long
+def test_a_forked_child_finds_no_lock_held_and_gc_enabled(tmp_path: pathlib.Path) -> None:
+    """Other threads of the parent hold every lasting lock at the fork. The child reads what its parent has opened."""
+    code = """
+        import gc
+        from treering._threads import forks, python_gc
+        tr.save(place / "a", tree(7))
+        tr.save(place / "z", tree(8), format="orbax")
+        ckpts = tr.Checkpointer(place / "run")
+        ckpts.save(1, tree(1)).result()
+        opened, zarr = tr.open(place / "a"), tr.open(place / "z")
+        assert zarr["w"][3] == 8
+        held = threading.Event()
+        def hold():
+            for lock in forks._locks.all():
+                lock.acquire()
+            with python_gc.gc_paused():
+                held.set()
+                time.sleep(60)
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        assert len(forks._locks.all()) > 5 and not gc.isenabled()
+        child = os.fork()
+        if not child:
+            try:
+                signal.alarm(30)
+                assert gc.isenabled() and version(opened.restore()) == 7 and opened["w"][3] == 7
+                assert version(tr.restore(place / "run")) == 1
+                tr.save(place / "b", tree(9))
+                for read in (lambda: zarr["w"][3], lambda: tr.restore(place / "z")):
+                    try:
+                        read()
+                    except tr.errors.UnsupportedError as error:
+                        assert "zarr arrays cannot be used in a process that was forked" in str(error)
+                    else:
+                        raise AssertionError
+                os._exit(0)
+            finally:
+                os._exit(1)
+        print(os.waitpid(child, 0)[1], flush=True)
+        os._exit(0)
+        """
+    process = start(code, tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert out == "0\n", err
+    assert tr.restore(tmp_path / "b")["v"][1] == 9

@@ -1,76 +1,298 @@
-"""Notices that a job will be stopped soon: clusters announce it by SIGTERM."""
+"""Notices that a job will be stopped soon: clusters announce it by a signal, usually SIGTERM.
 
+What holds in this module:
+
+- A signal belongs to the process: once it came, every Checkpointer that listens to it is notified, also one made later.
+- With several processes, JAX alone listens to SIGTERM. It chooses one question of each process, at which all learn of
+  the signal together. So all processes ask equally often, and no process acts on what it knows alone.
+- A forked child is not the job: it has the handlers that its parent had before.
+- A signal that the program has never seen, in `preempted`, is sent again when the last Checkpointer is closed, if it
+  would have ended the process without Treering.
+"""
+
+import contextlib
+import functools
 import itertools
+import logging
 import os
 import signal
 import threading
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 
 from .._pytree import jax_private
 from .._threads.latch import Latch
+from .._threads.weak_registry import WeakRegistry
 from ..errors import MismatchError, UnsupportedError
 from . import coordinator
 
-_calls = itertools.count(1)  # numbers the requests to JAX of all Checkpointers of this process
-_announced = Latch()  # set once JAX has said that all processes know of the preemption
+Signals = bool | int | Collection[int]  # True means SIGTERM
+
+_log = logging.getLogger("treering")
+_turns = itertools.count(1)  # numbers the calls of `save` of all Checkpointers of this process
+
+
+class _Call(NamedTuple):
+    """A call of `save`: its number among those of all Checkpointers, and the step. A new Checkpointer has made none."""
+
+    turn: int
+    step: int = -1
+    is_saved: bool = False
 
 
 class Preemption:
-    """Listens for the announcement.
+    """The announcements of one or more signals, for one Checkpointer.
 
-    With several processes, JAX listens. It chooses one call of `reached` at which all processes learn of it together.
+    `is_handled` is True once a step was saved because of one.
     """
 
-    def __init__(self) -> None:
-        self._is_announced = self._closed = False
-        self._is_multi_process = coordinator.is_multi_process()
-        if self._is_multi_process:
-            _check_service()
-            return
-        if threading.current_thread() is not threading.main_thread():
-            raise UnsupportedError(
-                "save_on_preemption=True: Python sets signal handlers only in the main thread; make the Checkpointer "
-                "there, or catch SIGTERM yourself and save with force=True"
+    def __init__(self, signals: Signals, run: str) -> None:
+        self._signals = [_known.setdefault(number, _Signal(number)) for number in _numbers(signals)]
+        self.is_handled = False
+        self._handled = 0  # the announcements for which a step was saved
+        self._last, self._before_last = _Call(next(_turns)), _Call(0)
+        self._is_deferred = self._is_closed = self._is_multi_process = False
+        self._listened: list[_Signal] | None = None
+        self._listen()
+        _alive.add(self)
+        if self.is_announced:
+            _log.warning(
+                "%s: %s came before this Checkpointer was made, so the first `save` saves in any case", run, self.names
             )
-        self._previous_handler: Any = signal.getsignal(signal.SIGTERM)  # Set first: the new handler may run at once.
-        signal.signal(signal.SIGTERM, self._handle)
 
-    def is_due(self) -> bool:
-        """Returns True from the moment when the job should save. All processes must call this equally often."""
-        if (
-            not self._is_multi_process and coordinator.is_multi_process()
-        ):  # The job was formed since, and JAX now handles the signal.
+    @property
+    def names(self) -> str:
+        """The names of the signals, for messages."""
+        return " or ".join(signal.Signals(one.number).name for one in self._signals)
+
+    @property
+    def is_known(self) -> bool:
+        """True if a signal came, as far as this process knows without asking JAX."""
+        return self.is_handled or self.is_announced
+
+    @property
+    def is_announced(self) -> bool:
+        """True if a signal came for which no step was saved, as far as this process knows without asking JAX."""
+        return self._count() > self._handled
+
+    def ask(self) -> bool:
+        """Returns the same, and asks JAX if there are several processes. All of them must call this equally often."""
+        return self._ask(begins_block=False)
+
+    def note_seen(self) -> None:
+        """Notes that the program has seen the signals."""
+        for one in self._signals:
+            one.is_seen = True
+
+    def is_due(self, step: int) -> bool:
+        """Returns True if `save` must save this step. All processes must make the same calls.
+
+        Two Checkpointers of a loop save the same step: if one has just passed this step without saving it, both save
+        the next one.
+        """
+        if self._listened is None:  # A forked child that saves is a job of its own.
+            self._listen()
+        if self._is_closed or not self._ask(begins_block=True):
+            return False
+        passed = (one._last for one in _alive.all() if not one._is_closed and one._last.turn > self._last.turn)
+        if not self._is_deferred and any(one.step == step and not one.is_saved for one in passed):
+            self._is_deferred = True
+            return False
+        return True
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if another Checkpointer of the loop has yet to save the step that this one was called with last."""
+        before = self._before_last
+        return any(
+            before.turn < one._last.turn < self._last.turn and 0 <= one._last.step == before.step
+            for one in _alive.all()
+            if one.is_announced and not one._is_closed
+        )
+
+    def is_due_at_close(self) -> bool:
+        """Returns True if a signal came after the last step that was saved. Call it in all processes."""
+        self._is_deferred = True  # No later step follows.
+        return not self._is_closed and self._ask(begins_block=True)
+
+    def note(self, step: int, *, is_saved: bool, was_due: bool) -> None:
+        """Notes the end of a call of `save`."""
+        self._before_last, self._last = self._last, _Call(next(_turns), step, is_saved)
+        if was_due:
+            self._handled, self.is_handled, self._is_deferred = self._count(), True, False
+
+    def close(self, *, send_again: bool = False) -> None:
+        """Restores the earlier handlers, unless others were set since.
+
+        send_again: sends signals again that the program has not seen.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            for one in self._listened or ():
+                one.stop_listening()
+        if send_again:
+            for one in self._listened or ():
+                one.send_again()
+
+    def _listen(self) -> None:
+        is_jaxs = self._is_in_job()
+        own = [one for one in self._signals if not (is_jaxs and one.number == signal.SIGTERM)]
+        if own and threading.current_thread() is not threading.main_thread():
+            raise UnsupportedError(
+                "save_on_preemption: Python sets signal handlers only in the main thread; make the Checkpointer there, "
+                "or catch the signal yourself and save with force=True"
+            )
+        self._listened = own
+        for one in own:
+            one.listen()
+
+    def _ask(self, *, begins_block: bool) -> bool:
+        if self._is_in_job():
+            _service.ask(begins_block=begins_block)
+        return self.is_announced
+
+    def _is_in_job(self) -> bool:
+        """Returns True if there are several processes, so that JAX handles SIGTERM. The job may be formed late."""
+        if coordinator.is_multi_process() and not self._is_multi_process:
             _check_service()
             self._is_multi_process = True
-        if self._is_multi_process and not self._is_announced:
-            from jax.experimental import multihost_utils
+            if any(one.received and not one.is_seen for one in self._listened or ()):
+                self.note_seen()
+                os.kill(os.getpid(), signal.SIGTERM)  # It came before JAX listened.
+        return self._is_multi_process
 
-            # The numbers count calls, not training steps. JAX chooses the number after the largest that it has seen,
-            # and a loop that asks only every hundredth step would never ask with exactly that step.
-            if _announced.is_set() or multihost_utils.reached_preemption_sync_point(next(_calls)):
-                _announced.set()
-                self._is_announced = True
-        return self._is_announced
+    def _count(self) -> int:
+        if self._is_multi_process:
+            return int(_service.announced.is_set())
+        return sum(one.received for one in self._signals)
 
-    def close(self) -> None:
-        """Restores the earlier handler, unless another one was set since."""
-        self._closed = True
+
+class _Signal:
+    """A signal, as this process receives it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.received = 0  # how often the signal came
+        self.is_seen = False  # True once the program has seen one. It may come again while the program ends.
+        self._listeners = 0
+        self._handler: Any = None
+        self._is_handling = False
+
+    def listen(self) -> None:
+        """Installs the handler, unless it is installed."""
+        self._listeners += 1  # first, because the new handler may run at once
+        before = signal.getsignal(self.number)
+        if self._handler is None or before is not self._handler:
+            self._handler = functools.partial(self._handle, before)
+            signal.signal(self.number, self._handler)
+
+    def stop_listening(self) -> None:
+        """Restores the earlier handler after the last listener, unless another one was set since."""
+        self._listeners -= 1
+        # Python would replace JAX's own handler, which it does not know.
+        is_jaxs = self.number == signal.SIGTERM and coordinator.is_multi_process()
         here = threading.current_thread() is threading.main_thread()
-        if here and not self._is_multi_process and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        if here and not self._listeners and not is_jaxs and signal.getsignal(self.number) is self._handler:
+            self._set(self._before)
 
-    def _handle(self, number: int, frame: Any) -> None:
-        self._is_announced = True
-        previous = self._previous_handler
-        while isinstance(one := getattr(previous, "__self__", None), Preemption) and one._closed:
-            previous = one._previous_handler  # A closed one would end the process, and this one must prevent that.
-        if callable(previous):
-            previous(number, frame)
-        elif self._closed and previous == signal.SIG_DFL:  # A handler that was set since then has called this one.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+    def send_again(self) -> None:
+        """Sends the signal to this process if it came unseen, no Checkpointer listens, and it ends the process."""
+        if self.received and not self.is_seen and not self._listeners and not coordinator.is_multi_process():
+            found = signal.getsignal(self.number)
+            if (self._before if found is self._handler else found) == signal.SIG_DFL:
+                self.is_seen = True
+                os.kill(os.getpid(), self.number)
+
+    def leave_to_parent(self) -> None:
+        """Restores the earlier handler in a forked child."""
+        found = signal.getsignal(self.number)
+        self.received = self._listeners = 0
+        self.is_seen = self._is_handling = False
+        with contextlib.suppress(ValueError):  # raised in subinterpreters
+            # Without ours, this replaces JAX's, which the child inherits, and which would ignore `terminate`.
+            self._set(self._before if found is self._handler else found)
+
+    @property
+    def _before(self) -> Any:
+        return self._handler.args[0] if self._handler else None
+
+    def _set(self, handler: Any) -> None:
+        if handler is not None:  # Python cannot restore a handler that was set in C.
+            signal.signal(self.number, handler)
+
+    def _handle(self, before: Any, number: int, frame: Any) -> None:
+        is_outer = not self._is_handling  # A handler that was set between two of ours calls the inner one.
+        try:
+            self._is_handling = True
+            self.received += is_outer
+            if is_outer and number != signal.SIGTERM and coordinator.is_multi_process():
+                os.kill(os.getpid(), signal.SIGTERM)  # JAX tells all processes.
+            if callable(before):
+                before(number, frame)
+            elif before == signal.SIG_DFL and not self._listeners:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+        finally:
+            if is_outer:
+                self._is_handling = False
+
+
+class _Service:
+    """JAX's preemption service, which tells all processes of a job at the same question.
+
+    It takes questions with growing numbers, and chooses the number after the largest that any process has used. One
+    process may read `preempted` once more than others before it calls `save`, such as for a log line of process 0. So
+    each call of `save` begins a new block of numbers, and asks first with all that are left of the old block.
+    """
+
+    _BLOCK = 64
+    _EACH = 32  # After so many questions in a block, only every 32nd has a number.
+    _LAST = 2**31 - 1  # the largest number that JAX takes
+
+    def __init__(self) -> None:
+        self.announced = Latch()
+        self._number = self._asked = 0
+
+    def ask(self, *, begins_block: bool) -> None:
+        """Sets `announced` if all processes are to know of the signal at this question."""
+        from jax.experimental import multihost_utils
+
+        self._asked = 0 if begins_block else self._asked + 1
+        # The first half of all numbers lasts for 16 million calls. Blocks of one number then last much longer.
+        block = self._BLOCK if self._number < self._LAST // 2 else 1
+        end = (self._number // block + 1) * block
+        numbers = range(self._number + 1, end + 1)
+        if not begins_block:
+            has_number = self._asked <= self._EACH or self._asked % self._EACH == 0
+            numbers = numbers[:-1][: int(has_number)]
+        for number in numbers:
+            if self.announced.is_set() or number > self._LAST:
+                return
+            self._number = number
+            if multihost_utils.reached_preemption_sync_point(number):
+                self.announced.set()
+
+
+_known: dict[int, _Signal] = {}
+_service = _Service()
+_alive: "WeakRegistry[Preemption]" = WeakRegistry()
+
+
+def _numbers(signals: Signals) -> list[int]:
+    """Returns the numbers of signals. Raises `MismatchError` for what is no signal that can be handled."""
+    given = [signal.SIGTERM] if signals is True else [signals] if isinstance(signals, int) else signals
+    try:
+        numbers = sorted({int(signal.Signals(one)) for one in given if not isinstance(one, bool)})
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or {signal.Signals(one).name for one in numbers} & {"SIGKILL", "SIGSTOP"}:
+        raise MismatchError(
+            f"save_on_preemption={signals!r}: expected False, True (SIGTERM), or signals that a program can handle, "
+            "such as signal.SIGUSR1 or (signal.SIGTERM, signal.SIGUSR1)"
+        )
+    return numbers
 
 
 def _check_service() -> None:
@@ -78,6 +300,17 @@ def _check_service() -> None:
     # Without JAX's private state, only the option is known. If the service is missing all the same, JAX raises later.
     if job.preemption_sync_manager is None if job else not jax.config.jax_enable_preemption_service:  # type: ignore
         raise MismatchError(
-            "save_on_preemption=True: expected JAX's preemption service, by which all processes agree on the step to "
+            "save_on_preemption: expected JAX's preemption service, by which all processes agree on the step to "
             "save, found none; set jax_enable_preemption_service before jax.distributed.initialize"
         )
+
+
+def _leave_to_parent() -> None:
+    for one in _alive.all():
+        one._listened = None
+    for one in _known.values():
+        one.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from .._core import dtypes, expansion
@@ -14,7 +14,7 @@ from .._core.leaf_paths import closest, find_globs, find_path, join_names, relat
 from .._core.source import Source
 from .._core.subtree import check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
-from ..errors import MismatchError, NotFoundError
+from ..errors import MismatchError, NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:
     from .._processes.calls import Call
@@ -36,6 +36,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
     def __init__(self, source: Source):
         self._source = source
+        self._find_copies: Callable[[], Sequence[str]] | None = None  # returns the paths of all copies in several tiers
 
     @property
     def path(self) -> str:
@@ -65,6 +66,38 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     def metrics(self) -> dict[str, float]:
         """The metrics that were saved with the checkpoint."""
         return dict(self._source.metrics)
+
+    def _copies(self) -> Iterator[str]:
+        yield self.path
+        if self._find_copies:
+            with contextlib.suppress(NotFoundError):
+                yield from self._find_copies()
+
+    def record(self, metrics: Mapping[str, Any]) -> bool:
+        """Adds metrics durably to this checkpoint, such as those of an evaluation. See `treering.record`.
+
+        They never become metrics of another checkpoint with this step. Returns False, and logs a warning, if this one
+        was deleted, archived or replaced meanwhile. The properties of this object stay as they are. Raises
+        `MismatchError` for a value that is not a real scalar, `UnsupportedError` for a checkpoint that another library
+        wrote, and `SaveError` if writing fails.
+        """
+        from .. import stores
+        from .._pytree.metrics import encode_metrics
+        from ..formats.treering import summary
+
+        numbers = encode_metrics(metrics)
+        if self.format != "treering":
+            raise UnsupportedError(f"{self.path}: it was written by another library; metrics are not added to it")
+        identity = self._source.identity
+        is_added = any(
+            summary.add_metrics(stores.get(path), path, self.step, numbers, of=identity) for path in self._copies()
+        )
+        if not is_added:
+            _log.warning(
+                "%s: the metrics %s are not recorded, because the checkpoint that they were measured on was deleted, "
+                "archived or replaced", self.path, numbers,
+            )  # fmt: skip
+        return is_added
 
     @property
     def metadata(self) -> Any:

@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from .._threads.forks import free_in_children
 from .._threads.pool import start_threads
 from ..errors import SaveError
 
@@ -16,7 +17,7 @@ class BackgroundQueue:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
         self._thread: threading.Thread | None = None
 
     def add(self, label: str, job: Callable[[], object]) -> None:

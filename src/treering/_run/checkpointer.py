@@ -1,6 +1,7 @@
 """The Checkpointer: saves the steps of a run in a training loop, keeps some of them, and resumes from them."""
 
 import datetime
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from .. import stores
 from .._core import migration_hints
 from .._core.entries import step_number
 from .._core.tracebacks import hide_internal_frames_of_methods
-from .._processes.preemption import Preemption
+from .._processes.preemption import Preemption, Signals
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.options import ReadOptions, RestoreOptions
@@ -33,6 +34,9 @@ from .step_saver import StepSaver
 from .tiers.make import late_metrics, make_directory
 
 T = TypeVar("T")
+
+# Each `save` copies NumPy arrays up to this size, so that `close` can save them after a signal: some milliseconds.
+_MAX_COPIED_BYTES = 16 << 20
 
 
 @hide_internal_frames_of_methods
@@ -57,8 +61,11 @@ class Checkpointer(StepList):
         need the lease of the run, and delete nothing while another job writes.
     metadata: configuration that goes into every checkpoint, see `treering.save`. `save` takes that of one step.
     prefix: the beginning of the names of the step directories.
-    save_on_preemption: the first `save` after a SIGTERM saves in any case and sets `preempted`. Earlier handlers are
-        called as well. With several processes, JAX's preemption service chooses the call.
+    save_on_preemption: the first `save` after a SIGTERM saves in any case, and `preempted` is true at once. If no
+        `save` follows, `close` saves the state that the newest call was given, as `save_on_error` does; NumPy arrays
+        are copied up to 16 MiB. A signal, or several, such as ``signal.SIGUSR1``, take the place of SIGTERM. Earlier
+        handlers are called as well. If the program has never read `preempted` after a signal that would have ended it,
+        `close` sends the signal again. With several processes, JAX's preemption service chooses the call.
     save_on_error: an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest call of
         `save` was given. Its arrays must still exist, because only weak references to them are held. Every call copies
         NumPy arrays. With several processes, all must raise at the same step.
@@ -106,7 +113,7 @@ class Checkpointer(StepList):
         keep: Policy | None = None,
         metadata: Any = None,
         prefix: str = "step-",
-        save_on_preemption: bool = False,
+        save_on_preemption: Signals = False,
         when_busy: Literal["wait", "skip"] = "wait",
         timeout: float = 30,
         on_save: Callable[[SaveReport], object] | None = None,
@@ -137,10 +144,12 @@ class Checkpointer(StepList):
         retention = Retention(directory, kept, on_save, schedule.on_commit)
         self._late_metrics = late_metrics(directory, retention, pending_saves)
         self._collective = CollectiveCalls(self._root, timeout, directory.uploads, pending_saves)
-        self._last_state = LastState(enabled=save_on_error)
-        preemption = Preemption() if save_on_preemption else None
-        if preemption:  # If the user does not close this object, SIGTERM must still end the process.
-            weakref.finalize(self, preemption.close).atexit = False
+        preemption = None if save_on_preemption is False else Preemption(save_on_preemption, self._root)
+        if preemption:  # If the user does not close this object, the signal must still end the process.
+            weakref.finalize(self, preemption.close, send_again=True).atexit = False
+        self._save_on_error, self._preemption = save_on_error, preemption
+        copied = None if save_on_error else _MAX_COPIED_BYTES
+        self._last_state = LastState(enabled=save_on_error or preemption is not None, copy_limit=copied)
         self._saver = StepSaver(
             directory, self._collective, pending_saves, schedule, retention, failures, self._last_state, preemption,
             metadata=metadata, skip_if_busy=when_busy == "skip", reuse_unchanged=reuse_unchanged,
@@ -170,7 +179,7 @@ class Checkpointer(StepList):
             *([] if restored is None else [f"restored step {restored}"]),
             *[f"saving step {step}" for step in sorted(self._pending_saves.pending_steps())],
             *([] if copying is None else [f"uploading step {copying}"]),
-            *(["preempted"] if self.preempted else []),
+            *(["preempted"] if self._preemption and self._preemption.is_known else []),
             *(["closed"] if closed else ["lost to another Checkpointer"] if self._directory.lost else []),
         ]
         return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
@@ -179,7 +188,12 @@ class Checkpointer(StepList):
 
     @property
     def preempted(self) -> bool:
-        """True once this job is about to be stopped, and the state at that step is saved or being saved."""
+        """True once this job is about to be stopped: leave the loop.
+
+        Then the state that the newest call of `save` was given is saved, or the next `save` or `close` saves it. If the
+        loop has changed or donated its arrays since, this becomes true at the next call. With several processes, all
+        must read it equally often.
+        """
         return self._saver.preempted
 
     @property
@@ -218,28 +232,50 @@ class Checkpointer(StepList):
         refuse_reentry("wait()", self)
         self._pending_saves.reap()
 
-    @non_reentrant
     def finish(self) -> None:
         """Closes the Checkpointer, and marks the run as finished: `treering.follow` expects no more steps.
 
         A later job that saves a step of the run removes the mark.
         """
         refuse_reentry("finish()", self)
-        self._closing.finish()
-        self._close()
+        self._save_if_preempted()
+        self._finish()
+        self._send_signal_again()
 
-    @non_reentrant
     def close(self) -> None:
         """Waits as `wait` does, and ends the saving. Reading still works. Raises the error of a failed save."""
         refuse_reentry("close()", self)
         try:
-            self._closing.upload()
+            self._save_if_preempted()
+            self._upload()
         finally:
             self._close()
+        self._send_signal_again()
+
+    def _save_if_preempted(self) -> None:
+        """Saves the state of the newest `save`, if a signal came after it."""
+        if self._preemption and self._preemption.is_due_at_close():
+            self._save_last_state(self._preemption.names, raises=True)
+
+    def _save_last_state(self, reason: str, *, raises: bool) -> None:
+        self._last_state.save(self._root, reason, self._pending_saves, self.save, self.wait, raises=raises)
+
+    @non_reentrant
+    def _finish(self) -> None:
+        self._closing.finish()
+        self._closing.release()
+
+    @non_reentrant
+    def _upload(self) -> None:
+        self._closing.upload()
 
     @non_reentrant
     def _close(self) -> None:
         self._closing.release()
+
+    def _send_signal_again(self) -> None:
+        if self._preemption:
+            self._preemption.close(send_again=True)
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +285,8 @@ class Checkpointer(StepList):
             self.close()
             return
         try:
-            self._last_state.save(self._root, kind.__name__, self._pending_saves, self.save, self.wait)
+            if self._save_on_error or (self._preemption and self._preemption.is_announced):
+                self._save_last_state(kind.__name__, raises=False)
         finally:
             with log_failure():
                 self._close()
@@ -260,7 +297,12 @@ class Checkpointer(StepList):
         """Opens a step, by default the latest valid one. Raises `NotFoundError` if there is none."""
         refuse_reentry("open()", self)
         self.wait()
-        return resume.open_step(self._directory, step)
+        ckpt = resume.open_step(self._directory, step)
+        if (
+            self._directory.uploads and ckpt.step is not None
+        ):  # A local copy may be deleted before the caller adds metrics.
+            ckpt._find_copies = functools.partial(self.copies, ckpt.step)
+        return ckpt
 
     @overload
     def restore(

@@ -1,8 +1,9 @@
 """The newest state that a loop passed to `save`. `save_on_error` saves it when the loop raises."""
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 
 from .._core.values import decode_float
 from .._pytree import flax, iterators
+from .._pytree.metrics import encode_metrics
 from .._save.metadata import metadata_to_json
-from .._save.metrics import encode_metrics
 from .._save.pending import PendingSave
 from ..errors import UnsupportedError
 from ..rules import Rule
@@ -32,26 +33,25 @@ class StepOptions(NamedTuple):
 
 
 class _SaveCall(NamedTuple):
-    """A call of `save`: functions that return its leaves, and the function that builds the tree from them."""
+    """A call of `save`, and a function that returns the tree as it was then, if its arrays still exist."""
 
     step: int
     options: StepOptions
     pending: PendingSave | None  # the save that this call began, if it began one
     omissions: list[str]  # metrics and metadata, and why they cannot be saved
-    leaves: Sequence[Callable[[], Any]]
-    build: Callable[[list[Any]], Any]
-    problem: str = ""
+    build: Callable[[], Any]
 
 
 class LastState:
     """The step, tree and options of the newest call of `save`, as they were at that call.
 
     JAX arrays never change, so only weak references to them are held: device memory is not used longer than the loop
-    uses it. Leaves that the loop may change in place are copied. Unless `enabled`, nothing is noted.
+    uses it. Leaves that the loop may change in place are copied, if they have at most `copy_limit` bytes; None copies
+    all. Unless `enabled`, nothing is noted.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, *, enabled: bool, copy_limit: int | None = None) -> None:
+        self._enabled, self._copy_limit = enabled, copy_limit
         self._last_call: _SaveCall | None = None
 
     def forget(self) -> None:
@@ -62,10 +62,10 @@ class LastState:
         """Notes a call in place of the one before. If the tree cannot be saved, `get` raises later."""
         if self._enabled:
             try:
-                self._last_call = _snapshot(step, tree, options, pending)
+                self._last_call = _snapshot(step, tree, options, pending, self._copy_limit)
             except Exception as error:  # Containers and iterators are the user's code.
-                problem = str(error) or type(error).__name__  # A traceback would keep the tree alive.
-                self._last_call = _SaveCall(step, options, pending, [], (), list, problem)
+                # A traceback would keep the tree alive.
+                self._last_call = _SaveCall(step, options, pending, [], _fail(str(error) or type(error).__name__))
 
     @property
     def step(self) -> int | None:
@@ -78,23 +78,27 @@ class LastState:
         pending = self._last_call and self._last_call.pending
         return pending is not None and not pending.failed
 
+    @property
+    def is_available(self) -> bool:
+        """True if nothing would be lost if the loop ended now: the noted tree is saved, or `save` can save it."""
+        if self._last_call is None or self.is_saved:
+            return True
+        try:
+            self._last_call.build()
+        except Exception:  # Containers are the user's code.
+            return False
+        return True
+
     def get(self) -> tuple[Any, StepOptions, list[str]]:
         """Returns the tree and the options of the noted call, and the reasons why metrics or metadata are left out.
 
         Raises `UnsupportedError` if the tree cannot be saved, or its arrays no longer exist.
         """
         assert self._last_call
-        _, options, _, omissions, held, build, problem = self._last_call
-        if problem:
-            raise UnsupportedError(f"it cannot be saved: {problem}")
-        leaves = [leaf() for leaf in held]
-        arrays = [leaf for leaf, own in zip(leaves, held, strict=True) if isinstance(own, weakref.ref)]
-        if gone := sum(array is None or array.is_deleted() for array in arrays):
-            raise UnsupportedError(
-                f"{gone} of its {len(arrays)} arrays are gone: the loop has donated, deleted or dropped them"
-            )
+        _, options, _, omissions, build = self._last_call
+        tree = build()
         metrics = options.metrics and _snapshot_metrics(options.metrics, omissions, wait=True)
-        return build(leaves), options._replace(metrics=metrics), omissions
+        return tree, options._replace(metrics=metrics), omissions
 
     def save(
         self,
@@ -103,33 +107,57 @@ class LastState:
         pending_saves: Sized,
         save: Callable[..., PendingSave | None],
         wait: Callable[[], None],
+        *,
+        raises: bool,
     ) -> None:
         """Waits for running saves, then saves the tree of the noted call, unless that call saved it.
 
-        Logs every failure. `save` and `wait` are methods of the Checkpointer of the run at `root`. `reason` names the
-        error that ended the loop.
+        Logs if the tree is gone. `save` and `wait` are methods of the Checkpointer of the run at `root`. `reason` names
+        what ended the loop. Raises at last the first error of these methods, or only logs their errors.
         """
         if self.step is None:
             return
+        errors: list[Exception] = []
         while len(pending_saves):
-            with log_failure():
+            with _collected(errors) if raises else log_failure():
                 wait()
-        if self.is_saved:
-            return
         about = f"{root}: step {self.step}"
+        if not self.is_saved:
+            with _collected(errors) if raises else _logged(f"{about} is not saved, though {reason} ended the loop"):
+                self._save(about, reason, save, wait)
+        if errors:
+            raise errors[0]
+
+    def _save(self, about: str, reason: str, save: Callable[..., PendingSave | None], wait: Callable[[], None]) -> None:
         try:
             tree, options, omissions = self.get()
-            is_saved = save(self.step, tree, force=True, **options._asdict())
-            wait()
-        except Exception as error:
+        except UnsupportedError as error:
             _log.error("%s is not saved, though %s ended the loop: %s", about, reason, error)
             return
+        is_saved = save(self.step, tree, force=True, **options._asdict())
+        wait()
         if is_saved is None:
             _log.warning("%s is not saved, though %s ended the loop: it exists, and on_exists='skip'", about, reason)
             return
         for problem in omissions:
             _log.warning("%s: %s", about, problem)
         _log.warning("%s is saved, because %s ended the loop", about, reason)
+
+
+@contextlib.contextmanager
+def _collected(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+
+
+@contextlib.contextmanager
+def _logged(message: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _log.error("%s: %s", message, error)
 
 
 def _snapshot_metrics(metrics: Mapping[str, Any], omissions: list[str], *, wait: bool) -> dict[str, Any]:
@@ -147,7 +175,9 @@ def _snapshot_metrics(metrics: Mapping[str, Any], omissions: list[str], *, wait:
     return numbers
 
 
-def _snapshot(step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> _SaveCall:
+def _snapshot(
+    step: int, tree: Any, options: StepOptions, pending: PendingSave | None, copy_limit: int | None
+) -> _SaveCall:
     omissions: list[str] = []
     metrics = options.metrics and _snapshot_metrics(options.metrics, omissions, wait=False)
     try:
@@ -156,17 +186,83 @@ def _snapshot(step: int, tree: Any, options: StepOptions, pending: PendingSave |
         metadata = None
         omissions.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
-    leaves, structure = jax.tree.flatten(flax.split(tree).tree)
-    copies: dict[int, Any] = {}
-    return _SaveCall(
-        step, options, pending, omissions, [_leaf_getter(leaf, copies) for leaf in leaves], structure.unflatten
-    )
+    return _SaveCall(step, options, pending, omissions, _note_tree(tree, copy_limit))
 
 
-def _leaf_getter(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
+def _fail(problem: str) -> Callable[[], Any]:
+    def build() -> Any:
+        raise UnsupportedError(f"it cannot be saved: {problem}")
+
+    return build
+
+
+def _note_tree(tree: Any, copy_limit: int | None) -> Callable[[], Any]:
+    """Returns a function that returns the tree as it is now. It raises `UnsupportedError` if that is gone."""
+    leaves, structure, numbers, variables = flax.outline(tree)
+    objects = {n: get for n in numbers if (get := _note_object(leaves[n]))}
+    if variables or len(objects) < len(numbers):
+        leaves, structure = jax.tree.flatten(flax.split(tree).tree)
+        objects = {}
+    held: list[Callable[[], Any]] = []
+    types = set(map(type, leaves))
+    is_array = {kind: issubclass(kind, jax.Array) for kind in types}
+    if all(is_array.values()):
+        held += map(weakref.ref, leaves)
+    else:
+        if copy_limit is not None:
+            _check_size(leaves, copy_limit)
+        copies: dict[int, Any] = {}
+        for n, leaf in enumerate(leaves):
+            ref = objects.get(n) or (weakref.ref(leaf) if is_array[type(leaf)] else _note_leaf(leaf, copies))
+            held.append(ref)
+
+    def build() -> Any:
+        found = [get() for get in held]
+        arrays = [leaf for leaf, get in zip(found, held, strict=True) if type(get) is weakref.ref]
+        if gone := sum(array is None or array.is_deleted() for array in arrays):
+            raise UnsupportedError(
+                f"{gone} of its {len(arrays)} arrays are gone: the loop has donated, deleted or dropped them"
+            )
+        return structure.unflatten(found)
+
+    return build
+
+
+def _check_size(leaves: list[Any], copy_limit: int) -> None:
+    size = sum(leaf.nbytes for leaf in leaves if type(leaf) is np.ndarray)
+    if size > copy_limit:
+        raise UnsupportedError(f"NumPy arrays of {size:,} bytes are not copied in each step, only up to {copy_limit:,}")
+
+
+def _note_object(node: Any) -> Callable[[], Any] | None:
+    """Returns a function that returns an NNX object as long as it has not changed, or None if that cannot be seen.
+
+    To split the object, as a save does, would take ten times as long.
+    """
+    leaves, structure = jax.tree.flatten(node)
+    if not all(isinstance(leaf, jax.Array | np.generic | int | float | complex | str | bytes) for leaf in leaves):
+        return None  # Its leaves may change in place.
+    noted = weakref.ref(node)
+    held = [weakref.ref(leaf) if isinstance(leaf, jax.Array) else lambda leaf=leaf: leaf for leaf in leaves]
+
+    def get() -> Any:
+        found = noted()
+        now, as_noted = jax.tree.flatten(found)
+        if (
+            found is None
+            or as_noted != structure
+            or any(get() is not leaf for get, leaf in zip(held, now, strict=True))
+        ):
+            raise UnsupportedError("the loop has changed or dropped its NNX objects since")
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in now):
+            raise UnsupportedError("the loop has donated or deleted arrays of its NNX objects")
+        return found
+
+    return get
+
+
+def _note_leaf(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
     """Returns a function that returns a leaf as it is now. `copies` of one tree keep a shared array shared."""
-    if isinstance(leaf, jax.Array):
-        return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray):
         leaf = copies.setdefault(id(leaf), leaf.copy("K"))
     elif iterators.is_iterator(type(leaf)):

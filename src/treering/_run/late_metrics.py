@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 from .. import stores
 from .._processes import coordinator
+from .._threads.forks import free_in_children
 from .._threads.weak_registry import WeakRegistry
 from ..errors import ExistsError
+from ..formats.treering import summary
 from .pending_saves import PendingSaves
 from .plain_run import PlainRun
 from .retention import Retention
@@ -42,7 +44,7 @@ class LateMetrics:
             pending_saves,
             start_upload,
         )
-        self._lock = threading.Lock()  # several threads may record at a time
+        self._lock = free_in_children(threading.Lock())  # several threads may record at a time
         self.pid = os.getpid()
         self.real_root = directory.steps.store.real_path(directory.root)
         _instances.add(self)
@@ -95,7 +97,7 @@ def _checkpointers_of(root: str) -> list[LateMetrics]:
     return [one for one in _instances.all() if one.real_root == real_root and one.pid == os.getpid()]
 
 
-def apply_late_metrics(root: str) -> None:
+def _apply_late_metrics(root: str) -> None:
     """Applies the policy after a step of a run got metrics.
 
     Uses the policy of the Checkpointer of this process that writes the run, or of the last one that wrote it.
@@ -104,3 +106,6 @@ def apply_late_metrics(root: str) -> None:
     writing = [one for one in same_run if one.directory.is_held]
     for one in writing or [one for one in same_run if one.closed and one.directory.has_held_lock][-1:]:
         one.apply_late_metrics()
+
+
+summary.listeners.append(_apply_late_metrics)

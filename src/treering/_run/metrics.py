@@ -9,19 +9,21 @@ from .. import formats, stores
 from .._core.entries import step_number
 from .._core.leaf_paths import join_names
 from .._core.tracebacks import hide_internal_frames
-from .._save.metrics import encode_metrics
-from ..errors import MismatchError, NotFoundError, SaveError, UnsupportedError
+from .._pytree.metrics import encode_metrics
+from ..errors import MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved, rank
 from ..stores.read_errors import reading
-from ..stores.store import Store
-from . import late_metrics, new_run
+from . import new_run
 from . import run_layout as _run
 
 
 @hide_internal_frames
 def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
     """Adds metrics durably to a step that is already saved. A later value of the same name replaces the earlier one.
+
+    Use `Checkpoint.record` for metrics of a checkpoint that was opened before: after a `rewind`, another checkpoint may
+    have its number.
 
     >>> tr.record("runs/gpt", 1000, {"val/loss": 0.5})
 
@@ -38,21 +40,11 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     if (path := steps.get(number)) is None:
         why = ("" if steps else new_run.suggest_run(store, place)) or "; was it deleted meanwhile?"
         raise NotFoundError(f"{place}: expected step {number}, found none{why}")
-    _write(store, path, number, numbers)
-    late_metrics.apply_late_metrics(place)
-
-
-def _write(store: Store, path: str, step: int, numbers: Mapping[str, float | str]) -> None:
     with reading(path):
         there = summary.stat_manifest(store, path)
     if not there and formats.is_known(store, path):
-        raise UnsupportedError(f"{path}: step {step} was written by another library; metrics are not added to it")
-    try:
-        summary.add_metrics(store, path, numbers)
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
-    except OSError as error:
-        raise SaveError(f"{path}: the metrics cannot be added: {error}") from error
+        raise UnsupportedError(f"{path}: step {number} was written by another library; metrics are not added to it")
+    summary.add_metrics(store, path, number, numbers)
 
 
 def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> int | None:

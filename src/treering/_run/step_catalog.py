@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Literal
 
 from .. import formats
+from .._threads.forks import free_in_children
 from ..errors import CorruptError, TreeringError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import removal, summary
@@ -65,7 +66,7 @@ class StepCatalog:
     ):
         self.store, self.root, self.layout, self.prefix = store, root, layout, layout.prefix
         self._may_lack_files = False
-        self._lock = threading.RLock()
+        self._lock = free_in_children(threading.RLock())
         self._cached_status: dict[int, tuple[_Signature, StepStatus]] = {}
         self._damaged_manifests: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
         # Steps of other libraries by path, with the signature of the directory; None if unreadable.

@@ -26,8 +26,7 @@ from .schedule import Schedule
 class StepSaver:
     """Saves the steps that are due, or that the caller forces, in the background.
 
-    `preempted` is True once the step at which the job is to stop is saved or being saved. `has_looked` is True once
-    steps of the run were found, or similar steps and runs were searched for and logged.
+    `has_looked` is True once steps of the run were found, or similar steps and runs were searched for and logged.
     """
 
     def __init__(
@@ -50,17 +49,32 @@ class StepSaver:
         self._last_state, self._preemption = last_state, preemption
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
         self._unchanged = UnchangedArrays(retention.bases) if reuse_unchanged else None
-        self.preempted = self.has_looked = False
+        self.has_looked = False
+
+    @property
+    def preempted(self) -> bool:
+        """True once a signal has come, and the state of the newest call of `save` is saved or can be saved."""
+        if not (preemption := self._preemption):
+            return False
+        is_known = preemption.is_handled or (preemption.ask() and self._last_state.is_available)
+        if not is_known or preemption.is_ahead:
+            return False
+        preemption.note_seen()
+        return True
 
     def save(self, step: int, tree: Any, force: bool, options: StepOptions) -> PendingSave | None:
         """Saves a step if it is due. See `Checkpointer.save`."""
         started_at = time.perf_counter()
         if options.on_exists not in ("error", "skip", "overwrite"):
             raise MismatchError(f"on_exists={options.on_exists!r}: expected 'error', 'skip' or 'overwrite'")
+        preempted = self._preemption is not None and self._preemption.is_due(step)
+        force = force or preempted
         pending = None
         try:
             with self._pending_saves.changing_run():
                 pending = self._save_if_due(started_at, step, tree, force, options)
+            if self._preemption:
+                self._preemption.note(step, is_saved=force or pending is not None, was_due=preempted)
             return pending
         except SaveError as error:
             if self._failures.raises:
@@ -77,8 +91,6 @@ class StepSaver:
         # Peers see a failure at different times, so with several processes the status of process 0 decides.
         if not several:
             self._pending_saves.reap(self._pending_saves.status())
-        preempted = bool(self._preemption) and not self.preempted and self._preemption.is_due()
-        force = force or preempted
         # By a number of steps, all processes decide alike. Else process 0 asks the clock or the user's function.
         if not (force or (several and not self._schedule.by_number) or self._schedule.is_due(step)):
             return None
@@ -91,7 +103,6 @@ class StepSaver:
             self._pending_saves.reap(status)
             if destination is None:
                 call.close()
-                self.preempted = self.preempted or preempted
                 return None
             deciding = time.perf_counter()
             if status.calls:
@@ -110,7 +121,6 @@ class StepSaver:
         self._pending_saves.add(pending)
         self._schedule.on_save_started()
         pending._warn_of_stall()
-        self.preempted = self.preempted or preempted
         return pending
 
     def _decide_save(

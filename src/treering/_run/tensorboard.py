@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._core.leaf_paths import absolute
+from .._threads.forks import free_in_children
 from ..errors import CorruptError, UnsupportedError
 
 
@@ -18,7 +19,7 @@ class TensorBoardScalars:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = absolute(directory)
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
         self._loaders: dict[str, Any] = {}
         # Of all steps: a step may be saved after its events came
         self._scalars_by_step: dict[int, dict[str, float]] = {}

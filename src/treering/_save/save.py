@@ -21,6 +21,7 @@ from .._core.views import View
 from .._processes import coordinator
 from .._processes.calls import Call
 from .._pytree import devices
+from .._pytree.metrics import encode_metrics
 from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
@@ -35,7 +36,6 @@ from . import pending as _pending
 from . import pipeline
 from .base import sharing_files_of
 from .metadata import metadata_to_json
-from .metrics import encode_metrics
 from .options import FormatOptions, SaveOptions
 from .pending import PendingSave, SaveReport
 from .save_source import save_view

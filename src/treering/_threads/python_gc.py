@@ -2,7 +2,10 @@
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
+
+_pauses: list[None] = []  # one for each block that has disabled it
 
 
 @contextlib.contextmanager
@@ -15,7 +18,19 @@ def gc_paused() -> Iterator[None]:
         yield
         return
     try:
+        _pauses.append(None)
         gc.disable()
         yield
     finally:
+        _pauses.pop()
         gc.enable()
+
+
+def _resume_in_child() -> None:
+    """Enables it in a forked child, which lacks the thread that would."""
+    if _pauses:
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_resume_in_child)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .._threads.forks import free_in_children
 from .._threads.preload_decoders import preload_decoders
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import lease_registry
@@ -27,7 +28,7 @@ _VERSION = 1
 _MAX_VERSION_1_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes; a file of a later version may be larger
 _log = logging.getLogger("treering")
-_acquire_lock = threading.RLock()  # held while any lock of this process is acquired or released
+_acquire_lock = free_in_children(threading.RLock())  # held while any lock of this process is acquired or released
 
 
 class _HeldLock(NamedTuple):
@@ -299,8 +300,6 @@ def _close_after_fork() -> None:
 
     The child shares them, so it would hold them after the death of its parent.
     """
-    global _acquire_lock
-    _acquire_lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
     for entry in list(_registry.values()):
         while entry.held:
             with contextlib.suppress(OSError):

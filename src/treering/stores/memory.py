@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 
+from .._threads.forks import free_in_children
 from .key_values import KeyValueStore, Value
 
 
@@ -12,7 +13,7 @@ class MemoryValues:
 
     def __init__(self) -> None:
         self.data: dict[str, tuple[Value, bytes]] = {}
-        self._lock = threading.RLock()
+        self._lock = free_in_children(threading.RLock())
         self._versions = itertools.count()
 
     def stat(self, key: str) -> Value | None:

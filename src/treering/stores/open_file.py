@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
+from .._threads.forks import free_in_children
 from .._threads.pool import in_parallel
 from ..errors import CorruptError
 from .posix import Disk
@@ -33,7 +34,7 @@ class File:
         self._is_local: bool | None = None
         # The mapping that callers share, and the ranges that they have, ascending.
         self._last_mapping: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None
-        self._mapping_lock, self._is_mapping = threading.RLock(), False
+        self._mapping_lock, self._is_mapping = free_in_children(threading.RLock()), False
 
     @property
     def local(self) -> bool:

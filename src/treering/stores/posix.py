@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .._threads.forks import free_in_children
 from ..errors import CorruptError
 from .buffers import PAGE
 
@@ -48,7 +49,8 @@ _FOLDER_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC",
 _PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
 _OTHERS_WRITE_BITS = stat.S_IWGRP | stat.S_IWOTH
 _MAX_LINKS = 40  # on the way to a directory, the limit of Linux
-_position_lock = threading.Lock()  # Threads share a file's position. Used only without positioned reads and writes.
+# Threads share a file's position. Used only without positioned reads and writes.
+_position_lock = free_in_children(threading.Lock())
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..._threads.forks import free_in_children
 from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal, summary
 from ...formats.treering.copied_files import CopiedFiles
@@ -56,7 +57,7 @@ class LocalTier:
         self.steps, self.store, self.root = steps, steps.store, steps.root
         self.journal = Journal(self.store, self.root, run)
         self.uploaded = CopiedFiles()
-        self._turn = threading.RLock()
+        self._turn = free_in_children(threading.RLock())
 
     def report(self) -> Report:
         """Returns what this disk has. Raises the errors of `Journal.read`."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from ..._threads.forks import free_in_children
 from ..._threads.pool import start_threads
 from ...errors import MismatchError, PeerError, SaveError, TreeringError
 from ...stores.lease_registry import LeaseLostError
@@ -83,7 +84,8 @@ class Uploader:
         self._run, self._remote, self._notify, self._timeout = run, remote, notify, timeout
         self._queue = BackgroundQueue()
         self._pace = _Pace(bytes_per_second)
-        self._change_lock = threading.Lock()  # held by the thread that uploads or otherwise changes the run
+        # Held by the thread that uploads or otherwise changes the run.
+        self._change_lock = free_in_children(threading.Lock())
         self._stopped = False
         self._error: BaseException | None = None  # the error of the last attempt
         self._notified_error: BaseException | None = None  # the error that the user's function was last called with

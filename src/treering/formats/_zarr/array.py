@@ -24,7 +24,7 @@ from ...stores.store import Store
 from .._shared.pending_reads import PendingReads, errors
 from .._shared.reader import attempt
 from . import metadata as zarr_metadata
-from .folder import IN_FLIGHT, MAX_METADATA_BYTES, Driver, Folder, check_file, key_prefix, stat
+from .folder import IN_FLIGHT, MAX_METADATA_BYTES, TENSORSTORE, Driver, Folder, check_file, key_prefix, stat
 
 _MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks that stay in memory while an array is read in parts of chunks
 _MIN_KEPT_CHUNK_BYTES = 8 << 20  # bytes of a part of a chunk from which on the decoded chunks are kept
@@ -79,6 +79,7 @@ class Array:
         """
         import tensorstore as ts
 
+        TENSORSTORE.check()
         self._check_chunks(box)
         folder, kept = self.folder, self.folder.cached_array
         folder.cached_array = None  # at most one array of a folder keeps its chunks

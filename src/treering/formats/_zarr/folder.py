@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from ..._threads.forks import UnforkableLibrary
 from ...errors import CorruptError, UnsafeError
 from ...stores.file_io import read_file
 from ...stores.read_errors import reading
@@ -39,6 +40,10 @@ DATABASE = "manifest.ocdbt"
 DATABASE_PARTS = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_\d+")  # files and folders of a database
 
 
+# Its threads are missing in a forked child, which it ends.
+TENSORSTORE = UnforkableLibrary("zarr arrays")
+
+
 class Folder:
     """Opens a folder of zarr arrays: plain files or, with `ocdbt`, one OCDBT database.
 
@@ -50,6 +55,7 @@ class Folder:
     ):
         import tensorstore as ts
 
+        TENSORSTORE.check()
         self.store, self.path, self.ocdbt = store, path, ocdbt
         if ocdbt and options is None:
             self._check_database()
@@ -83,6 +89,7 @@ class Folder:
         """Lists the keys of a database that start with a prefix. Raises `CorruptError` if it cannot be read."""
         import tensorstore as ts
 
+        TENSORSTORE.check()
         with errors(self.store, self.path):
             start = prefix.encode()
             between = ts.KvStore.KeyRange(start, start + b"\xff" if start else b"")
@@ -95,6 +102,7 @@ class Folder:
         if not self.ocdbt:
             files = [attempt(lambda path=path: self._check_metadata_file(path)) for path in paths]
             return attempts(self.store, files, lambda path: read_file(self.store, path))
+        TENSORSTORE.check()
         pending = [self.keys.read(metadata_key(name, driver)) for name in names]
         return [attempt(lambda one=one: self._value(*one)) for one in zip(paths, pending, strict=True)]
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, byte_ranges
 from ..._core.entries import ArrayEntry
+from ..._threads.forks import free_in_children
 from ...errors import CorruptError, TreeringError, UnsupportedError
 from ...stores.file_io import open_fetched
 from ...stores.read_errors import reading
@@ -71,7 +72,7 @@ class _Array:
         if self._begin + self._nbytes != member.file_size:
             raise CorruptError(f"{self._name}: expected {self._begin + self._nbytes} bytes, found {member.file_size}")
         self._file: IO[bytes] | None = None  # stays open where the last read ended
-        self._lock = threading.Lock()  # two reads must not share the position of the open file
+        self._lock = free_in_children(threading.Lock())  # two reads must not share the position of the open file
 
     def can_map(self) -> bool:
         return False

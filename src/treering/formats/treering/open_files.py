@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from ..._threads.forks import free_in_children
 from ...errors import CorruptError
 from ...stores import git_lfs
 from ...stores.file_io import opened, read_file
@@ -28,7 +29,8 @@ class OpenFiles:
         self.opened: dict[int, ArrayFile] = {}
         self._store, self._path = store, path
         self._identity, self._manifest_bytes = identity, manifest_bytes
-        self._open_lock = threading.RLock()  # Reentrant: a signal handler may read while its thread holds the lock.
+        # Reentrant: a signal handler may read while its thread holds the lock.
+        self._open_lock = free_in_children(threading.RLock())
         self._is_present = False  # True once all array files are known to be present
 
     def get(self, number: int) -> ArrayFile:

@@ -3,13 +3,13 @@
 import functools
 import logging
 import posixpath
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from ..._threads.preload_decoders import preload_decoders
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, NotFoundError, SaveError, UnsupportedError
 from ...stores.file_io import read_file
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
@@ -17,6 +17,9 @@ from . import manifest, metrics, validity
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
+
+# Called with the directory of a checkpoint that got metrics, so that retention can apply its policy.
+listeners: list[Callable[[str], None]] = []
 
 
 class StepSummary(NamedTuple):
@@ -121,12 +124,34 @@ def read_emptied(store: Store, path: str) -> StepSummary | None:
     return StepSummary(validity.metrics(summary.metrics), summary.created_seconds(), len(data), {}, frozenset())
 
 
-def add_metrics(store: Store, path: str, numbers: Mapping[str, float | str]) -> None:
-    """Adds metrics, durably. Raises `FileNotFoundError` without a checkpoint."""
-    data = read_file(store, manifest_path(path))
-    manifest.check(data, path)
-    manifest.check_envelope(data, path)
-    metrics.write(store, path, manifest.xxh3(data), numbers)
+def add_metrics(
+    store: Store, path: str, step: int | None, numbers: Mapping[str, float | str], *, of: str | None = None
+) -> bool:
+    """Adds metrics durably to a checkpoint, and notifies `listeners`.
+
+    of: the identity of the checkpoint that the metrics were measured on. Metrics never become those of another one,
+    because the name of their file has the identity. Returns False if the checkpoint is gone or replaced.
+
+    Raises `NotFoundError` without a checkpoint, unless `of` is given, and `SaveError` if writing fails.
+    """
+    try:
+        data = read_file(store, manifest_path(path))
+        manifest.check(data, path)
+        manifest.check_envelope(data, path)
+        found = manifest.xxh3(data)
+        if of in (None, found):
+            metrics.write(store, path, found, numbers)
+        is_there = of is None or identity_or_none(store, path) == of
+    except FileNotFoundError:
+        if of is None:
+            raise NotFoundError(f"{path}: expected step {step}, but it was deleted meanwhile") from None
+        is_there = False
+    except OSError as error:
+        raise SaveError(f"{path}: the metrics cannot be added: {error}") from error
+    if is_there:
+        for listener in listeners:
+            listener(posixpath.dirname(path))
+    return is_there
 
 
 def _added(store: Store, path: str, identity: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from ..._threads.forks import UnforkableLibrary
 from ...errors import RequestError, UnsupportedError
 from ..buffers import aligned, copy
 from ..temporary_names import clock_probe_sibling
@@ -291,22 +292,11 @@ class Bucket:
 
     def translate_errors(self, key: str) -> contextlib.AbstractContextManager[None]:
         """Wraps a request. Raises `FileNotFoundError`, `ChangedError`, and `RequestError` for all that went wrong."""
-        _check_not_forked()
+        _OBSTORE.check()
         return translate_errors(self.url, key)
 
 
-_first_process: int | None = None  # the process that made the first request
-
-
-def _check_not_forked() -> None:
-    """Raises `UnsupportedError` in a forked child, which would wait forever for threads that only its parent has."""
-    global _first_process
-    _first_process = _first_process or os.getpid()
-    if _first_process != os.getpid():
-        raise UnsupportedError(
-            "buckets cannot be used in a process that was forked from one that has used them: start it with "
-            "multiprocessing's method 'spawn', or read a local copy in it"
-        )
+_OBSTORE = UnforkableLibrary("buckets")
 
 
 def _parent_keys(key: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ..._threads.forks import free_in_children
 from ..._threads.pool import start_threads
 from ..._threads.preload_decoders import preload_decoders
 from ..._threads.weak_registry import WeakRegistry
@@ -79,7 +80,7 @@ class Heartbeat:
             beat=os.urandom(8).hex(),
         )
         self._unconfirmed = {self._record.beat}  # beats that this writer has put since the last answer
-        self._lock = threading.RLock()  # held while the object is renewed
+        self._lock = free_in_children(threading.RLock())  # held while the object is renewed
         self._renewed_at = now()  # Read before the put: the lease must not seem to last longer here than on the server.
         self._version = bucket.put(key, self._data(), replaces=replaces)
         self._stop_requested = threading.Event()
@@ -256,7 +257,6 @@ def _forget_after_fork() -> None:
     """Leaves all heartbeats to the process that this one was forked from."""
     for one in _heartbeats.all():
         one.stopped = one.lost = True
-        one._lock = threading.RLock()  # a thread that does not exist in the child may hold the old one
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,12 +2,12 @@
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
+from ..._threads.forks import free_in_children
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import ExistsError, RequestError, UnsupportedError
 from .. import lease_registry
@@ -42,7 +42,7 @@ class ObjectLease:
 
     @property
     def _acquire_lock(self) -> threading.RLock:
-        return _run_locks.setdefault(self.run, threading.RLock())
+        return _run_locks.setdefault(self.run, free_in_children(threading.RLock()))
 
     def acquire(self) -> None:
         with self._acquire_lock:
@@ -166,11 +166,3 @@ def _release_all() -> None:
     """
     for lease in _leases.all():
         lease.release()
-
-
-def _forget_after_fork() -> None:
-    _run_locks.clear()  # threads that do not exist in the child may hold these locks
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

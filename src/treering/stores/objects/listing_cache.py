@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from ..._threads.forks import free_in_children
 from ..read_errors import ReplacedError
 from .bucket import Bucket, ObjectMeta
 
@@ -25,7 +26,7 @@ class ListingCache:
         self._folders: set[str] = set()  # of all listed levels
         self._heads: dict[str, ObjectMeta | None] = {}
         self._prefixes: dict[str, tuple[Any, ObjectMeta]] = {}
-        self._lock = threading.RLock()
+        self._lock = free_in_children(threading.RLock())
         for one in found or ():
             folder = _parent_key(one.key)
             is_new = folder not in self._levels

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from ..._threads.forks import free_in_children
 from ..._threads.pool import in_parallel, start_threads
 from ...errors import RequestError
 from ..buffers import aligned
@@ -29,7 +30,7 @@ _HOST = "127.0.0.1"
 _CHUNK_BYTES = 16 << 20  # per request to the bucket
 _RANGE_PATTERN = re.compile(r"bytes=(\d*)-(\d*)")
 _server: "_Server | None" = None  # runs while it serves any folder
-_server_lock = threading.RLock()  # reentrant: a signal handler may open a folder while its thread holds the lock
+_server_lock = free_in_children(threading.RLock())  # reentrant: a signal handler may open a folder as well
 
 
 def is_reachable() -> bool:

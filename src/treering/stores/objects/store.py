@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
+from ..._threads.forks import free_in_children
 from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .. import lease_registry
 from ..file_io import check_free
@@ -57,7 +58,7 @@ class ObjectStore:
         self._buckets: dict[str, Bucket] = {}
         self._uploads = Uploads()
         self._heartbeats: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
 
     def add(self, url: str, client: Any) -> None:
         """Makes a store object of obstore the client of all paths that begin with a URL."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..._threads.forks import free_in_children
 from ..._threads.pool import start_threads
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
@@ -119,7 +120,7 @@ class Uploads:
 
     def __init__(self) -> None:
         self._slots = threading.BoundedSemaphore(IN_FLIGHT)
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
         self._pending: dict[str, Upload] = {}
         self._free_buffers: list[Any] = []  # buffers of finished uploads
         _pools.add(self)
@@ -189,7 +190,7 @@ class Uploads:
 def _forget_after_fork() -> None:
     """Leaves running uploads to the process that this one was forked from."""
     for one in _pools.all():
-        one._slots, one._lock = threading.BoundedSemaphore(IN_FLIGHT), threading.Lock()
+        one._slots = threading.BoundedSemaphore(IN_FLIGHT)
         one._pending, one._free_buffers = {}, []
 
 

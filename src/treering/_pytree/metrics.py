@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from .._core.values import encode_float
-from .._pytree import devices
 from ..errors import MismatchError
+from . import devices
 
 
 @devices.allow_transfers()
