@@ -201,12 +201,12 @@ try:
         case "seen": assert ckpts.preempted; ckpts.close(); assert ckpts.preempted
         case _: ckpts.close()
 finally:
-    print("went on", flush=True)
+    print("lives", flush=True)
 """
     done = run(code, tmp_path, ending)
     lives = {"raise": 1, "seen": 0, "handled": 0}
     assert done.returncode == lives.get(ending, -signal.SIGTERM), done.stderr
-    assert ("went on" in done.stdout) == (ending in lives) and (ending != "raise" or "ZeroDivision" in done.stderr)
+    assert ("lives" in done.stdout) == (ending in lives) and (ending != "raise" or "ZeroDivision" in done.stderr)
     assert tr.steps(tmp_path / "run") == [1] and (tmp_path / "handled").exists() == (ending == "handled")
 
 
@@ -278,6 +278,46 @@ if __name__ == "__main__":
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "run"), method]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.stdout == "[-15, -15]\n", done.stderr
+
+
+def test_handler_that_replaces_ours_is_called_too(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    received: list[int] = []
+
+    def later(number: int, frame: Any) -> None:
+        received.append(number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with tr.Checkpointer(tmp_path, save_every=100, save_on_preemption=True) as ckpts:
+        for step in (1, 2):
+            signal.signal(signal.SIGTERM, later)
+            ckpts.save(step, {"x": 1})
+        sigterm()
+        assert received == [signal.SIGTERM] and ckpts.preempted
+    assert signal.getsignal(signal.SIGTERM) is later
+    signal.signal(signal.SIGTERM, before)
+    (record,) = [one for one in caplog.records if "has another handler" in one.message]
+    assert "SIGTERM has another handler since save_on_preemption was set" in record.message
+
+
+@pytest.mark.slow
+def test_job_of_one_process_that_is_formed_late_is_preempted(tmp_path: pathlib.Path) -> None:
+    """JAX takes SIGTERM in C when the job is formed. Python still names the handler of the Checkpointer."""
+    code = """
+import jax, socket
+ckpts = tr.Checkpointer(sys.argv[1], save_every=100, save_on_preemption=True)
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+jax.distributed.initialize(address, 1, 0)
+ckpts.save(1, {"x": 1})
+os.kill(os.getpid(), signal.SIGTERM)
+assert ckpts.preempted
+ckpts.save(2, {"x": 1})
+ckpts.close()
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert tr.steps(tmp_path) == [2]
 
 
 @pytest.mark.long
@@ -451,36 +491,53 @@ report([step, ckpts.steps])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_all_processes_leave_an_evaluation_at_the_same_batch(tmp_path: pathlib.Path, number: int) -> None:
-    """All processes see the signal of one at the same read of `preempted`."""
-    body = """
+@pytest.mark.whole
+@pytest.mark.compat
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGTERM, 0), (signal.SIGTERM, 1), (signal.SIGUSR1, 1)])
+def test_all_processes_leave_an_evaluation_at_the_same_batch(tmp_path: pathlib.Path, number: int, target: int) -> None:
+    """All processes see the signal of one at the same read of `preempted`, and earlier handlers are called."""
+    handler = "signal.signal(NUMBER, lambda *args: called.append(1))"
+    before = f"called = []\nif INDEX == 0:\n    {handler}  # before JAX takes SIGTERM in C"
+    body = f"""
+if INDEX == 1:
+    {handler}  # which takes it from JAX
 signals = True if NUMBER == signal.SIGTERM else signal.Signals(NUMBER)
 with tr.Checkpointer(tmp / "run", save_every=1000, save_on_preemption=signals, timeout=20) as ckpts:
     for step in range(1, 50):
-        state = {"w": put(np.full(8, step), P("x"))}
+        state = {{"w": put(np.full(8, step), P("x"))}}
         ckpts.save(step, state)
     for batch in range(500):
-        sync(f"batch {batch}")
-        if batch == 40 and INDEX == 1:
+        sync(f"batch {{batch}}")
+        if batch == 40 and INDEX == TARGET:
             os.kill(os.getpid(), NUMBER)
         if ckpts.preempted:
             break
         time.sleep(0.02)
 with tr.Checkpointer(tmp / "next", save_every=1000, save_on_preemption=signals) as later:
-    told = later.preempted
-report([batch, ckpts.steps, told])
+    known = later.preempted
+report([batch, ckpts.steps, known, len(called)])
 """
-    first, other = (result.report for result in run_job(tmp_path, body, processes=2, NUMBER=int(number)))
-    assert first == other and 40 <= first[0] < 499 and first[1:] == [[49], True]
+    results = run_job(tmp_path, body, processes=2, before=before, NUMBER=int(number), TARGET=target)
+    first, other = (result.report for result in results)
+    assert first[:3] == other[:3] and 40 <= first[0] < 499 and first[1:3] == [[49], True]
+    assert [first[3], other[3]] == [1 - target, target], "the handlers from before are called"
 
 
 @pytest.mark.slow
 def test_reads_of_one_process_alone_do_not_part_the_job(tmp_path: pathlib.Path) -> None:
-    """Process 0 reads `preempted` once more at the end of a step. All save one step nevertheless."""
+    """Process 0 reads `preempted` once more at the end of a step. All save one step nevertheless.
+
+    A worker that one of them forks does not have the handler of JAX or the job.
+    """
     body = """
+import multiprocessing
 options = {"save_every": 1000, "save_on_preemption": True, "timeout": 20}
 with tr.Checkpointer(tmp / "a", **options) as a, tr.Checkpointer(tmp / "b", **options) as b:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    time.sleep(0.2)
+    worker.terminate()
+    worker.join(20)
     for step in range(1, 2000):
         time.sleep(0.01 * (1 + INDEX))
         state = {"w": put(np.full(8, step), P("x"))}
@@ -492,10 +549,10 @@ with tr.Checkpointer(tmp / "a", **options) as a, tr.Checkpointer(tmp / "b", **op
             break
         if INDEX == 0:
             [a.preempted for n in range(step % 50)]
-report([step, a.steps, b.steps])
+report([step, a.steps, b.steps, worker.exitcode])
 """
     first, other = (result.report for result in run_job(tmp_path, body, processes=2))
-    assert first == other and first[1] == first[2] == [first[0]] and first[0] < 1000
+    assert first == other == [first[0], [first[0]], [first[0]], -signal.SIGTERM] and first[0] < 1000
 
 
 @pytest.mark.slow

@@ -799,7 +799,7 @@ def test_metrics_belong_to_the_checkpoint_that_was_measured(
         tr.open(tmp_path / "a.safetensors").record({"a": 1})
 
 
-def test_metrics_of_an_open_checkpoint_prune_and_survive_a_local_copy(tmp_path: pathlib.Path) -> None:
+def test_metrics_of_an_open_checkpoint_outlive_its_local_copy(tmp_path: pathlib.Path) -> None:
     keep = tr.keep.last(1) | tr.keep.best(1, "val", "min")
     with tr.Checkpointer(tmp_path / "run", local=tmp_path / "local", keep=keep) as ckpts:
         ckpts.save(1, {"x": np.zeros(3)}).result()

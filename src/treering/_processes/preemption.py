@@ -3,13 +3,17 @@
 What holds in this module:
 
 - A signal belongs to the process: once it came, every Checkpointer that listens to it is notified, also one made later.
-- With several processes, JAX alone listens to SIGTERM. It chooses one question of each process, at which all learn of
-  the signal together. So all processes ask equally often, and no process acts on what it knows alone.
+- Our handler calls the one that Python had before. If another one takes its place, the next `save` puts ours in front
+  again. JAX takes SIGTERM in C when a job is formed, which Python does not see; ours then replaces JAX's.
+- With several processes, the process that gets the signal notifies JAX's preemption service. JAX chooses one question
+  of each process, at which all learn of the signal together. So all processes ask equally often, and no process acts on
+  what it knows alone. JAX does this once in a job.
 - A forked child is not the job: it has the handlers that its parent had before.
 - A signal that the program has never seen, in `preempted`, is sent again when the last Checkpointer is closed, if it
   would have ended the process without Treering.
 """
 
+import _thread
 import contextlib
 import functools
 import itertools
@@ -54,6 +58,7 @@ class Preemption:
         self._handled = 0  # the announcements for which a step was saved
         self._last, self._before_last = _Call(next(_turns)), _Call(0)
         self._is_deferred = self._is_closed = self._is_multi_process = False
+        self._jaxs_manager: Any = None  # JAX's object of the service, which is made when JAX takes SIGTERM
         self._listened: list[_Signal] | None = None
         self._listen()
         _alive.add(self)
@@ -64,8 +69,9 @@ class Preemption:
 
     @property
     def names(self) -> str:
-        """The names of the signals, for messages."""
-        return " or ".join(signal.Signals(one.number).name for one in self._signals)
+        """The names of the signals that came to this process, or else of all, for messages."""
+        came = [one for one in self._signals if one.received] or self._signals
+        return " or ".join(signal.Signals(one.number).name for one in came)
 
     @property
     def is_known(self) -> bool:
@@ -94,6 +100,8 @@ class Preemption:
         """
         if self._listened is None:  # A forked child that saves is a job of its own.
             self._listen()
+        for one in self._listened or ():
+            one.come_first()
         if self._is_closed or not self._ask(begins_block=True):
             return False
         passed = (one._last for one in _alive.all() if not one._is_closed and one._last.turn > self._last.turn)
@@ -137,16 +145,19 @@ class Preemption:
                 one.send_again()
 
     def _listen(self) -> None:
-        is_jaxs = self._is_in_job()
-        own = [one for one in self._signals if not (is_jaxs and one.number == signal.SIGTERM)]
-        if own and threading.current_thread() is not threading.main_thread():
-            raise UnsupportedError(
-                "save_on_preemption: Python sets signal handlers only in the main thread; make the Checkpointer there, "
-                "or catch the signal yourself and save with force=True"
-            )
-        self._listened = own
+        self._listened, own = [], self._signals
+        if not _is_main_thread():
+            # JAX's own handler of SIGTERM notifies the service, too.
+            own = [one for one in self._signals if not (self._is_in_job() and one.number == signal.SIGTERM)]
+            if own:
+                raise UnsupportedError(
+                    "save_on_preemption: Python sets signal handlers only in the main thread; make the Checkpointer "
+                    "there, or catch the signal yourself and save with force=True"
+                )
         for one in own:
             one.listen()
+        self._listened = own
+        self._is_in_job()
 
     def _ask(self, *, begins_block: bool) -> bool:
         if self._is_in_job():
@@ -154,13 +165,17 @@ class Preemption:
         return self.is_announced
 
     def _is_in_job(self) -> bool:
-        """Returns True if there are several processes, so that JAX handles SIGTERM. The job may be formed late."""
-        if coordinator.is_multi_process() and not self._is_multi_process:
+        """Returns True if there are several processes, which use JAX's service. The job may be formed late."""
+        manager = jax_private.preemption_manager()
+        if manager is not self._jaxs_manager:
+            self._jaxs_manager = manager
+            for one in self._listened or ():
+                one.come_first(replaced_in_c=True)
+        if not self._is_multi_process and coordinator.is_multi_process():
             _check_service()
             self._is_multi_process = True
-            if any(one.received and not one.is_seen for one in self._listened or ()):
-                self.note_seen()
-                os.kill(os.getpid(), signal.SIGTERM)  # It came before JAX listened.
+            if any(one.received for one in self._listened or ()):  # It came before the job was formed.
+                _service.notify()
         return self._is_multi_process
 
     def _count(self) -> int:
@@ -178,41 +193,62 @@ class _Signal:
         self.is_seen = False  # True once the program has seen one. It may come again while the program ends.
         self._listeners = 0
         self._handler: Any = None
-        self._is_handling = False
+        self._is_handling = self._has_warned = False
 
     def listen(self) -> None:
         """Installs the handler, unless it is installed."""
         self._listeners += 1  # first, because the new handler may run at once
-        before = signal.getsignal(self.number)
-        if self._handler is None or before is not self._handler:
-            self._handler = functools.partial(self._handle, before)
+        self._install()
+
+    def come_first(self, *, replaced_in_c: bool = False) -> None:
+        """Installs the handler again if another one has taken its place. That one is called, too.
+
+        replaced_in_c: True if JAX has, so that Python still names ours.
+        """
+        if not self._listeners or not _is_main_thread():
+            return
+        if replaced_in_c and self._is_installed():
             signal.signal(self.number, self._handler)
+        elif not self._is_installed():
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "%s has another handler since save_on_preemption was set: %r; it is still called, after Treering's",
+                    signal.Signals(self.number).name, signal.getsignal(self.number),
+                )  # fmt: skip
+            self._install()
+
+    def _install(self) -> None:
+        if not self._is_installed():
+            self._handler = functools.partial(self._handle, signal.getsignal(self.number))
+            signal.signal(self.number, self._handler)
+
+    def _is_installed(self) -> bool:
+        return self._handler is not None and signal.getsignal(self.number) is self._handler
 
     def stop_listening(self) -> None:
         """Restores the earlier handler after the last listener, unless another one was set since."""
         self._listeners -= 1
-        # Python would replace JAX's own handler, which it does not know.
+        # JAX's handler cannot be restored, and without one the service would never learn of the signal.
         is_jaxs = self.number == signal.SIGTERM and coordinator.is_multi_process()
-        here = threading.current_thread() is threading.main_thread()
-        if here and not self._listeners and not is_jaxs and signal.getsignal(self.number) is self._handler:
+        if not self._listeners and not is_jaxs and _is_main_thread() and self._is_installed():
             self._set(self._before)
 
     def send_again(self) -> None:
         """Sends the signal to this process if it came unseen, no Checkpointer listens, and it ends the process."""
-        if self.received and not self.is_seen and not self._listeners and not coordinator.is_multi_process():
-            found = signal.getsignal(self.number)
-            if (self._before if found is self._handler else found) == signal.SIG_DFL:
-                self.is_seen = True
-                os.kill(os.getpid(), self.number)
+        is_wanted = self.received and not self.is_seen and not self._listeners
+        handler = self._before if self._is_installed() else signal.getsignal(self.number)
+        if is_wanted and handler == signal.SIG_DFL and not coordinator.is_multi_process():
+            self.is_seen = True
+            os.kill(os.getpid(), self.number)
 
     def leave_to_parent(self) -> None:
         """Restores the earlier handler in a forked child."""
-        found = signal.getsignal(self.number)
         self.received = self._listeners = 0
         self.is_seen = self._is_handling = False
         with contextlib.suppress(ValueError):  # raised in subinterpreters
             # Without ours, this replaces JAX's, which the child inherits, and which would ignore `terminate`.
-            self._set(self._before if found is self._handler else found)
+            self._set(self._before if self._is_installed() else signal.getsignal(self.number))
 
     @property
     def _before(self) -> Any:
@@ -227,11 +263,12 @@ class _Signal:
         try:
             self._is_handling = True
             self.received += is_outer
-            if is_outer and number != signal.SIGTERM and coordinator.is_multi_process():
-                os.kill(os.getpid(), signal.SIGTERM)  # JAX tells all processes.
+            is_multi = coordinator.is_multi_process()
+            if is_outer and is_multi:
+                _service.notify()
             if callable(before):
                 before(number, frame)
-            elif before == signal.SIG_DFL and not self._listeners:
+            elif before == signal.SIG_DFL and not self._listeners and not is_multi:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
         finally:
@@ -255,6 +292,11 @@ class _Service:
         self.announced = Latch()
         self._number = self._asked = 0
 
+    def notify(self) -> None:
+        """Notifies the service of a signal, in a thread: the store may be slow, and a handler must not wait."""
+        with contextlib.suppress(RuntimeError):  # No thread can be started any more, as at the end of the program.
+            _thread.start_new_thread(jax_private.announce_preemption, ())
+
     def ask(self, *, begins_block: bool) -> None:
         """Sets `announced` if all processes are to know of the signal at this question."""
         from jax.experimental import multihost_utils
@@ -273,6 +315,10 @@ class _Service:
             self._number = number
             if multihost_utils.reached_preemption_sync_point(number):
                 self.announced.set()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 _known: dict[int, _Signal] = {}

@@ -1,9 +1,13 @@
 """Contains every use of JAX's private names. If a version of JAX lacks one, callers use the public way instead."""
 
 import contextlib
+import datetime
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
+
+_log = logging.getLogger("treering")
 
 
 def job_state() -> Any:
@@ -19,6 +23,26 @@ def job_state() -> Any:
 def imported_job_state() -> Any:
     """Returns the same, or None if the program has not imported that part of JAX yet."""
     return job_state() if "jax._src.distributed" in sys.modules else None
+
+
+def preemption_manager() -> Any:
+    """Returns JAX's object of the preemption service; None before `jax.distributed.initialize`, or without it."""
+    return getattr(imported_job_state(), "preemption_sync_manager", None)
+
+
+def announce_preemption() -> None:
+    """Notifies JAX's preemption service that this process is about to be stopped, as its own handler of SIGTERM does.
+
+    That handler sets this key of the job's store, for which the services of all processes wait.
+    """
+    client = getattr(job_state(), "client", None)
+    if client is not None:
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        try:
+            client.key_value_set("RECEIVED_PREEMPTION_NOTICE", now)
+        except Exception as error:  # JAX has no public class for these errors.
+            if "ALREADY_EXISTS" not in str(error):
+                _log.warning("JAX's preemption service cannot be notified of the signal: %s", error)
 
 
 def coordinator_address() -> str | None:
