@@ -26,8 +26,9 @@ import greenlet
 import numpy as np
 
 from treering._processes import call_tree, host_relay, multi_process
+from treering._processes.call_history import History
 from treering._processes.job_store import JobStore
-from treering._processes.multi_process import History, MultiProcessCall
+from treering._processes.multi_process import MultiProcessCall
 from treering.errors import PeerError
 
 from .table import markdown

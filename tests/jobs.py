@@ -5,6 +5,7 @@ import os
 import pathlib
 import socket
 import textwrap
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import zygote
@@ -103,6 +104,7 @@ def run_job(
     timeout: int = 120,
     before: str = "",
     in_memory: bool = False,
+    restarts: Collection[int] = (),
     **names: Any,
 ) -> list[Result]:
     """Runs a body in every process of a new job, and returns their results.
@@ -110,27 +112,34 @@ def run_job(
     `names` are more names that the body may use. The code `before` runs before the processes connect. Fails unless
     every process ends with code 0, or with the code that `expect` has for it (None: any code). Processes of a
     recoverable job end without waiting for one another, except process 0, which ends last. With `in_memory`, all paths
-    count as memory.
+    count as memory. The processes in `restarts` are started again, once, when they are killed; then `LIFE` is 2.
     """
     others_ended = tmp / "others-ended"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    running: list[zygote.Process] = []
-    for index in range(processes):
+
+    def start(index: int, life: int) -> zygote.Process:
         (tmp / f"report-{index}.json").unlink(missing_ok=True)
         known = {
             **{"INDEX": index, "COUNT": processes, "DEVICES": devices, "ADDRESS": address, "TMP": str(tmp)},
             **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "BEFORE": before, "OTHERS_ENDED": str(others_ended)},
-            "IN_MEMORY": in_memory,
+            **{"IN_MEMORY": in_memory, "LIFE": life},
             **names,
         }
         assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())
         end = END_OF_RECOVERABLE if recoverable else "faulthandler.cancel_dump_traceback_later()"
         script = "\n".join([assignments, PRELUDE, textwrap.dedent(body), end])
         environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
-        running.append(zygote.Process(script, environment))
-    ended = [process.communicate(timeout=timeout + 30) for process in running[1:]]
+        return zygote.Process(script, environment)
+
+    running = [start(index, 1) for index in range(processes)]
+    ended: list[tuple[int, str]] = []
+    for index, process in enumerate(running[1:], 1):
+        code, output = process.communicate(timeout=timeout + 30)
+        if index in restarts and code == -9:
+            code, output = start(index, 2).communicate(timeout=timeout + 30)
+        ended.append((code, output))
     others_ended.touch()
     ended.insert(0, running[0].communicate(timeout=timeout + 30))
     others_ended.unlink()  # Tests list the folder.

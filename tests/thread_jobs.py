@@ -167,7 +167,7 @@ def processes(count: int) -> Iterator[ThreadJob]:
     """Makes the library see the processes of a `ThreadJob` within a `with` block."""
     job, numbers = ThreadJob(count), dict[tuple[int, str], int]()
 
-    def begin(client: Any, index: int, count: int, what: str, timeout: float) -> ThreadCall:
+    def begin(client: Any, index: int, count: int, what: str, timeout: float, history: Any) -> ThreadCall:
         numbers[index, what] = number = numbers.get((index, what), 0) + 1
         return ThreadCall(job, index, f"{what} {number}")
 

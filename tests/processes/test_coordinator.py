@@ -13,6 +13,7 @@ import treering as tr
 from jobs import run_job
 from sampling import sample_points
 from treering._processes import coordinator
+from treering._processes.call_history import History
 
 KILLED = -signal.SIGKILL
 
@@ -440,7 +441,7 @@ def test_a_forked_child_of_a_process_of_the_job_is_none_itself(monkeypatch: pyte
     `fault_injection.peers`).
     """
     monkeypatch.setattr(coordinator, "_inherited_client", None)
-    monkeypatch.setattr(coordinator.liveness, "start_signs", lambda *job: None)  # this fake job has no store
+    monkeypatch.setattr(coordinator.liveness, "start_signs", lambda *job: History())  # this fake job has no store
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(distributed.global_state, "process_id", 0)
     monkeypatch.setattr(distributed.global_state, "client", object())

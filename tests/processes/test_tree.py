@@ -11,6 +11,7 @@ from benchmarks import simulation
 
 from jobs import run_job
 from treering._processes import call_tree, host_relay, multi_process
+from treering._processes.call_history import History
 from treering.errors import PeerError
 
 TWO_CHILDREN = "from treering._processes import call_tree; call_tree.FAN_OUT = 2"
@@ -191,7 +192,7 @@ def test_how_long_a_silence_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silence means death sooner if a peer passes on the signs. A job that was suspended as one stays alive."""
     now, values = 0.0, _Values()
     monkeypatch.setattr(multi_process, "time", types.SimpleNamespace(monotonic=lambda: now))
-    call = multi_process.MultiProcessCall(values, 0, 100_000, "save", 30, multi_process.History())
+    call = multi_process.MultiProcessCall(values, 0, 100_000, "save", 30, History())
     values[f"{call.name}/heartbeat/0/3"] = host_relay.encode_signs(8.25, {3: "1 writing", 4: "1 writing"})
     values[f"{call.name}/heartbeat/0/5"] = "1 writing"
     call._check([3, 4, 5])

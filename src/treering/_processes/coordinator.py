@@ -41,8 +41,7 @@ def begin_call(what: str, *, timeout: float = 30, processes: str = "all") -> Cal
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     if not job:
         return SingleProcessCall()
-    liveness.start_signs(*job)
-    return MultiProcessCall(*job, what, timeout)
+    return MultiProcessCall(*job, what, timeout, liveness.start_signs(*job))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-FAILED = "failed "  # prefix of the error that a failed process puts where its sign of life was
+from . import messages
+
 _MAX_WAITING_PROCESSES = 1024  # connections that may wait to be accepted
 _MAX_MESSAGE_BYTES = 1 << 16  # bytes of a message
 _UNANSWERED_SECONDS = 3.0  # seconds without an answer, after which a process puts its signs into the store itself
@@ -144,7 +145,7 @@ def decode_signs(found: Mapping[int, str]) -> tuple[dict[int, str], dict[int, fl
                 before = signs.get(index, "")
                 if not before or index in every:
                     every[index] = max(seconds, every.get(index, 0))
-                signs[index] = before if before.startswith(FAILED) else f"{before}, {sign}" if before else sign
+                signs[index] = before if before.startswith(messages.FAILED) else f"{before}, {sign}" if before else sign
     return signs, every
 
 

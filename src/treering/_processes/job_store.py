@@ -39,6 +39,10 @@ class JobStore:
         named = ((key.rpartition("/")[2], value) for key, value in found)
         return {int(name): value for name, value in named if name.isdigit()}
 
+    def list_keys(self, directory: str) -> list[str]:
+        """Returns the keys below a key."""
+        return [key for key, _ in self._request(self._client.key_value_dir_get, directory, absent=("NOT_FOUND", []))]
+
     def delete(self, key: str) -> None:
         """Deletes a key, or the keys below it if it ends in a slash."""
         self._request(self._client.key_value_delete, key)

@@ -29,6 +29,7 @@ from .._threads.pool import start_threads
 from .._threads.preload_decoders import preload_decoders
 from ..errors import PeerError
 from . import call_tree
+from .call_history import History
 from .job_store import JobStore
 
 _SIGNS, _ROLL = "treering/alive/", "treering/roll"
@@ -66,14 +67,16 @@ def read_report(store: JobStore, count: int) -> LivenessReport:
     return LivenessReport(unknown=[index for index in range(count) if index not in signs] if signs else [0])
 
 
-def start_signs(client: Any, index: int, count: int) -> None:
-    """Begins the signs of life of this process in a job, unless it gives them already."""
+def start_signs(client: Any, index: int, count: int) -> History:
+    """Begins the signs of life of this process in a job, unless it gives them already. Returns its calls in the job."""
     global _member
     member = _member
     if member is None or member.client is not client or not member.thread.is_alive():
-        member = _member = _Member(client, index, count)
+        history = member.history if member and member.client is client else History()
+        member = _member = _Member(client, index, count, history)
         start_threads(member.thread)
     member.last_sign = _ENDED
+    return member.history
 
 
 def note_failed_call() -> None:
@@ -85,8 +88,8 @@ def note_failed_call() -> None:
 class _Member:
     """This process in its job."""
 
-    def __init__(self, client: Any, index: int, count: int):
-        self.client, self.process = client, os.getpid()
+    def __init__(self, client: Any, index: int, count: int, history: History):
+        self.client, self.process, self.history = client, os.getpid(), history
         self.thread = threading.Thread(target=self._give_signs, name="treering-alive", daemon=True)
         # `here` makes requests without a second thread and a timeout: this thread may wait for the store.
         self._store = JobStore(client, "sign of life", here=True, timeout=0)

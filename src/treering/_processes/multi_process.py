@@ -19,9 +19,7 @@ latest that process 3 has begun there. A process that waits for a peer which has
 catches up.
 """
 
-import collections
 import contextlib
-import dataclasses
 import itertools
 import math
 import queue
@@ -31,19 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-import xxhash
-
-from .. import errors
 from .._threads.pool import start_threads
 from ..errors import PeerError, TreeringError
-from . import blame, call_tree, host_relay, liveness, messages
+from . import blame, call_history, call_tree, host_relay, liveness, messages
+from .call_history import History, listed_key
 from .job_store import JobStore
 
 _LATER_CALL_SECONDS = 2.0  # seconds, at most, for which a peer must be in a later call before this process fails
 _KEEP_KEYS_SECONDS = 600.0  # seconds for which the keys of a finished call stay, for processes that are late
-_MAX_COUNTED_CALLS = 10_000  # kinds of calls that are counted
-_NOW, _NOWHERE = "treering/now/", '["",-1,0]'  # the latest call of a process: its kind, number and ordinal
 _TOKEN = "treering/token"  # key of a random name, by which the processes of this job find one another on a host
 _RELAY_SECONDS = 2 * call_tree.HEARTBEAT_SECONDS  # seconds, at most, until a sign reaches the process that passes it on
 _TOKEN_SECONDS = 5.0  # seconds for which a process waits until process 0 has made the token
@@ -51,58 +44,18 @@ _ROLL_CERTAIN_INTERVALS = 3.5  # intervals after which the roll lists every proc
 _ROLL_WAIT_INTERVALS = 4.0  # intervals, at most, of waiting after the timeout until the roll is settled
 
 
-@dataclasses.dataclass
-class History:
-    """The calls that a process has made.
-
-    counts: the number of the latest call of each kind.
-    ended_calls: the finished calls whose keys still exist, each with the time when it finished.
-    ordinal: the number of calls that the main thread has begun.
-    token: the token of the job, once it was needed.
-    """
-
-    counts: collections.OrderedDict[str, int] = dataclasses.field(default_factory=collections.OrderedDict)
-    ended_calls: collections.deque[tuple[float, str]] = dataclasses.field(default_factory=collections.deque)
-    ordinal: int = 0
-    token: str = ""
-
-
-_history = History()
-
-
-def _listed_key(index: int) -> str:
-    """Returns the last part of a key of a process. It begins with the parent, which lists its children at once."""
-    return f"{call_tree.parent(index) if index else 'first'}/{index}"
-
-
-def _latest_call_key(index: int) -> str:
-    return _NOW + _listed_key(index)
-
-
-def _encode_error(error: BaseException) -> str:
-    kind = type(error).__name__ if isinstance(error, TreeringError) else ""
-    text = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
-    return host_relay.FAILED + msgspec.json.encode([kind, text]).decode()
-
-
-def _decode_error(failure: str, index: int) -> TreeringError:
-    """Returns the error of a failed process, as its peers raise it."""
-    kind, text = msgspec.json.decode(failure.removeprefix(host_relay.FAILED))
-    return getattr(errors, kind, PeerError)(text if text.startswith("process ") else f"process {index}: {text}")
-
-
 class MultiProcessCall:
     """A call that every process of the job makes."""
 
-    def __init__(self, client: Any, index: int, count: int, what: str, timeout: float, history: History | None = None):
+    def __init__(self, client: Any, index: int, count: int, what: str, timeout: float, history: History):
         self.index, self.count, self.in_doubt = index, count, False
         self._description, self._requested_timeout, self.timeout = what, timeout, call_tree.timeout(timeout, count)
         self._store = JobStore(client, what, here=not index, timeout=self.timeout)
-        self._history = history or _history
+        self._history = history
         self._children = call_tree.children(index, count)
         self._heartbeat_seconds = min(call_tree.heartbeat_seconds(count), self.timeout / 4)
         self._poll_seconds = min(call_tree.poll_seconds(count, hears=bool(self._children)), self.timeout / 4)
-        self._hash = xxhash.xxh3_64_hexdigest(what.encode("utf-8", "backslashreplace"))
+        self._hash = call_history.hash_of(what)
         self._exchange_count = 0  # exchanges that have begun
         self._answer_count = 0  # exchanges that process 0 has answered
         self._activity = "beginning"
@@ -120,17 +73,23 @@ class MultiProcessCall:
         self._ordinal = 0
         self._saw_process_0 = False  # True once process 0 was seen in this call
         self._later_call_since: dict[int, float] = {}  # the time at which each process was first seen in a later call
-        if self._in_main_thread:  # Before the requests below: a call that fails there has an ordinal too.
-            self._history.ordinal += 1
-            self._ordinal = self._history.ordinal
-        self._number = self._next_number()
         try:
-            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{host_relay.FAILED}["PeerError"'):
+            self._history.begin_life(self._store, index)
+        finally:
+            if self._in_main_thread:  # A call that fails in a request has an ordinal too.
+                self._history.ordinal += 1
+                self._ordinal = self._history.ordinal
+        self._number = -1
+        try:
+            self._number = self._history.next_number(self._store, index, what)
+            while index and self._store.get(self._heartbeat_of(0), "").startswith(f'{messages.FAILED}["PeerError"'):
                 # Process 0 has made that call without this process, and it has failed.
-                self._number = self._next_number()
+                self._number = self._history.next_number(self._store, index, what)
         except PeerError:
-            self._uncount()
+            self._history.free_number(what, self._number)
             raise
+        if not index:
+            self._history.note(self._store, what, self._number, is_over=False)
 
     def set_activity(self, what: str) -> None:
         self._activity = what
@@ -183,31 +142,26 @@ class MultiProcessCall:
             self._withdraw()
         elif error:
             try:
-                self._store.put(self._heartbeat_of(self.index), _encode_error(error))
+                self._store.put(self._heartbeat_of(self.index), messages.encode_error(error))
                 if not self.index:
                     # The peers wait for this answer, or will. An answer that was published before stays valid.
                     key = f"{self.name}/{max(self._exchange_count - 1, self._answer_count)}/answer"
-                    self._store.put_new(key, _encode_error(error))
+                    self._store.put_new(key, messages.encode_error(error))
             except PeerError:  # Process 0 is gone, and the store with it.
                 return
         if not self.index:
+            self._history.note(self._store, self._description, self._number, is_over=True)
             self._history.ended_calls.append((time.monotonic(), self.name))
             self._delete_old()
 
     def _withdraw(self) -> None:
         """Removes the traces of a call that process 0 has not made."""
-        self._uncount()
+        self._history.free_number(self._description, self._number)
         with contextlib.suppress(PeerError):
             for key in list(
                 self._sign_keys
             ):  # A copy: after an interrupt the heartbeat thread may still change the set.
                 self._store.delete(key)
-
-    def _uncount(self) -> None:
-        """Frees the number of this call for the next call of its kind, because process 0 has not used it yet."""
-        counts = self._history.counts
-        if counts.get(self._description) == self._number:
-            counts[self._description] -= 1
 
     # In processes with children
 
@@ -252,8 +206,8 @@ class MultiProcessCall:
                     raise
                 break
         self.in_doubt, self._saw_process_0 = False, True
-        if text.startswith(host_relay.FAILED):
-            raise _decode_error(text, 0)
+        if text.startswith(messages.FAILED):
+            raise messages.decode_error(text, 0)
         return messages.decode(text)
 
     # In all processes
@@ -270,9 +224,9 @@ class MultiProcessCall:
         since, self._last_poll = now - self._last_poll, now
         for index in awaited:
             heartbeat = heartbeats.get(index, "")
-            if heartbeat.startswith(host_relay.FAILED):
+            if heartbeat.startswith(messages.FAILED):
                 self._has_peer_error = True
-                raise _decode_error(heartbeat, index)
+                raise messages.decode_error(heartbeat, index)
             before, silence = self._last_signs.get(index, ("", 0.0))
             # At most one interval is added, so that no process looks dead after all were suspended together.
             silence += min(since, every.get(index, self._heartbeat_seconds))
@@ -291,21 +245,20 @@ class MultiProcessCall:
         """Raises `PeerError` if a process in `quiet` has begun a later call that this process has not reached."""
         if not quiet:
             return
-        latest = self._store.list_values(f"{_NOW}{self.index}/") if quiet != [0] else {}
+        latest = self._store.list_values(f"{call_history.NOW}{self.index}/") if quiet != [0] else {}
         if 0 in quiet:
-            latest[0] = self._store.get(_latest_call_key(0), _NOWHERE)
+            latest[0] = self._store.get(call_history.NOW + listed_key(0), call_history.NOWHERE)
         for index in quiet:
-            what, number, ordinal = messages.decode(latest.get(index, _NOWHERE))
+            what, number, ordinal = messages.decode(latest.get(index, call_history.NOWHERE))
             if ordinal <= self._ordinal or number <= self._history.counts.get(what, -1):
                 self._later_call_since.pop(index, None)
             elif now - self._later_call_since.setdefault(index, now) >= min(_LATER_CALL_SECONDS, self.timeout / 8):
                 found = liveness.read_report(self._store, self.count)
                 if found.silent.keys() - {self.index}:  # A dead process is the cause, also of the peer's later call.
                     self._raise_silent([], 0, found, known=True)
-                raise PeerError(
-                    f"{self._description}: process {index} (not in this call; its last is {what}) continued "
-                    "without it; if "
-                    f"one of the two stood still for long, they meet again at a later call{blame.ALL_MUST_CALL}"
+                raise self._peer_error(
+                    f"process {index} (not in this call; its last is {what}) continued without it; if one of the two "
+                    f"stood still for long, they meet again at a later call{blame.ALL_MUST_CALL}"
                 )
 
     def _raise_if_known(self, silent: list[int], seconds: float) -> None:
@@ -326,19 +279,23 @@ class MultiProcessCall:
         shown = [f"process {index} ({self._activity_of(index, seen)})" for index in cause.processes[:5]]
         more = f" and {len(cause.processes) - 5} more" if len(cause.processes) > 5 else ""
         silence = f"nothing heard for {cause.seconds:.3g} s from {', '.join(shown)}{more}"
-        raise PeerError(f"{self._description}: {silence}{cause.ending}")
+        raise self._peer_error(f"{silence}{cause.ending}")
+
+    def _peer_error(self, text: str) -> PeerError:
+        restarted = "; this process was started again in its job, and meets its peers when they make this call next"
+        return PeerError(f"{self._description}: {text}{restarted if self._history.is_restarted else ''}")
 
     def _activity_of(self, index: int, seen: dict[int, str]) -> str:
         if index in seen:
             return f"last seen {seen[index]}"
-        what = messages.decode(self._store.get(_latest_call_key(index), _NOWHERE))[0]
+        what = messages.decode(self._store.get(call_history.NOW + listed_key(index), call_history.NOWHERE))[0]
         return f"not in this call; its last is {what}" if what else "not in this call, nor in one before"
 
     def _run_heartbeat(self) -> None:
         try:
             if self._ordinal == self._history.ordinal:  # Also if the call is over, because peers may look for it.
                 where = [self._description, self._number, self._ordinal]
-                self._store.put(_latest_call_key(self.index), messages.encode(where))
+                self._store.put(call_history.NOW + listed_key(self.index), messages.encode(where))
             relay = self._join_host() if call_tree.is_large(self.count) and not self._is_closed else None
             with contextlib.closing(relay) if relay else contextlib.nullcontext():
                 given = -math.inf  # the time of the last sign that this process has put
@@ -407,19 +364,10 @@ class MultiProcessCall:
 
     @property
     def name(self) -> str:
-        return f"treering/{self._hash}/{self._number}"
+        return call_history.call_name(self._hash, self._number)
 
     def _heartbeat_of(self, index: int) -> str:
-        return f"{self.name}/heartbeat/{_listed_key(index)}"
-
-    def _next_number(self) -> int:
-        """Returns the number of the next call of this kind."""
-        counts = self._history.counts
-        n = counts.pop(self._description, -1) + 1
-        counts[self._description] = n
-        if len(counts) > _MAX_COUNTED_CALLS:
-            counts.popitem(last=False)
-        return n
+        return call_history.heartbeat_key(self.name, index)
 
     def _put_value(self, key: str, value: Any) -> None:
         self._store.put(f"{self.name}/{key}", messages.encode(value))

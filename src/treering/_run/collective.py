@@ -35,7 +35,9 @@ class CollectiveCalls:
     @contextlib.contextmanager
     def call(self, call_name: str) -> Iterator[coordinator.Call]:
         """Begins a call, and ends it if the block raises. A block that returns must have ended it itself."""
-        call = coordinator.begin_call(f"Checkpointer({self._root!r}).{call_name}", timeout=self._timeout)
+        # A process that was started again must not find hosts while its peers, which know them, do something else.
+        first = ", its first call" if self._undiscovered else ""
+        call = coordinator.begin_call(f"Checkpointer({self._root!r}).{call_name}{first}", timeout=self._timeout)
         with coordinator.ending_call(call):
             call.set_activity("deciding")
             if self._undiscovered:
