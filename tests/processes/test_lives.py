@@ -1,6 +1,9 @@
 """Tests jobs of several processes in which a process is killed, started again, or ends earlier than its peers."""
 
 import pathlib
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -81,3 +84,64 @@ else:
     kind, text = result.report
     assert kind == "PeerError" and "process 0 (not in this call; its last is" in text and ".save(1))" in text
     assert "this process was started again in its job" in text
+
+
+def run_to_the_end(tmp_path: pathlib.Path, body: str) -> list[tuple[int, str]]:
+    """Runs a recoverable job of two processes whose interpreters end. Returns exit codes and what was printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    prelude = f"""
+import os, sys, time, jax, numpy as np
+INDEX = int(sys.argv[1])
+jax.config.update("jax_enable_recoverability", True)
+jax.distributed.initialize({address!r}, 2, INDEX)
+import treering as tr
+tr.save({str(tmp_path / "a")!r}, {{"x": np.ones(3)}})
+"""
+    command = [sys.executable, "-W", "ignore", "-c", prelude + body]
+    running = [
+        subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for n in (0, 1)
+    ]
+    return [(process.wait(), output) for process in running for output in [process.communicate(timeout=60)[0]]]
+
+
+@pytest.mark.slow
+@pytest.mark.compat
+def test_process_0_ends_after_its_living_peers(tmp_path: pathlib.Path) -> None:
+    """JAX aborts a process of a recoverable job that outlives process 0. Launchers would start the job again."""
+    for code, output in run_to_the_end(tmp_path, "time.sleep(2 * INDEX)"):
+        assert code == 0, output
+
+
+@pytest.mark.slow
+def test_process_0_that_failed_does_not_wait_for_its_peers(tmp_path: pathlib.Path) -> None:
+    """Its peers may wait for it in a collective of JAX, which ends only with process 0."""
+    body = """
+if INDEX == 0:
+    print(os.getpid(), "fails", flush=True)
+    raise ZeroDivisionError
+while True:
+    time.sleep(0.1)
+"""
+    (code, output), (other, _) = run_to_the_end(tmp_path, body)
+    assert code == 1 and "ZeroDivisionError" in output and other != 0
+
+
+@pytest.mark.slow
+def test_job_that_was_shut_down_saves_nothing(tmp_path: pathlib.Path) -> None:
+    """After `jax.distributed.shutdown()` there are still two processes, but no way to agree."""
+    body = """
+jax.process_count()
+jax.distributed.shutdown()
+mine = str(tmp / f"own-{INDEX}")
+calls = [lambda: tr.save(tmp / "last", {"x": 1}), lambda: tr.Checkpointer(tmp / "run").save(1, {"x": 1})]
+report([*map(caught, calls), tr.save(mine, {"x": INDEX}, processes="this") is not None])
+os._exit(0)
+"""
+    for result in run_job(tmp_path, body, processes=2, devices=1):
+        first, second, alone = result.report
+        assert first[0] == second[0] == "MismatchError" and alone
+        assert "expected a job of 2 processes, found that jax.distributed.shutdown() has ended it" in first[1]
+    assert not (tmp_path / "last").exists() and tr.restore(tmp_path / "own-1") == {"x": 1}

@@ -23,8 +23,8 @@ def check_timeout(timeout: Any) -> None:
 def begin_call(what: str, *, timeout: float = 30, processes: str = "all") -> Call:
     """Begins a collective call of the processes of this job. `what` describes it and is the same in all of them.
 
-    Raises `MismatchError` for bad arguments, and `UnsupportedError` if the store of the job cannot be reached or if
-    this process is a forked child.
+    Raises `MismatchError` for bad arguments or if the job was shut down, and `UnsupportedError` if the store of the job
+    cannot be reached or if this process is a forked child.
     """
     if processes not in ("all", "this"):
         raise MismatchError(f"processes={processes!r}: expected 'all' or 'this'")
@@ -40,8 +40,23 @@ def begin_call(what: str, *, timeout: float = 30, processes: str = "all") -> Cal
     if job and job[0] is _inherited_client:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
     if not job:
+        if processes == "all":
+            _check_not_shut_down(what)
         return SingleProcessCall()
     return MultiProcessCall(*job, what, timeout, liveness.start_signs(*job))
+
+
+def _check_not_shut_down(what: str) -> None:
+    """Raises `MismatchError` if there are still several processes, but no store any more by which they can agree."""
+    job = imported_job_state()
+    if job and job.client is None and (job.num_processes or 1) > 1:
+        import jax
+
+        if (count := jax.process_count()) > 1:
+            raise MismatchError(
+                f"{what}: expected a job of {count} processes, found that jax.distributed.shutdown() has ended it; "
+                "make this call before, or pass processes='this' to save the data of this process alone"
+            )
 
 
 @contextlib.contextmanager

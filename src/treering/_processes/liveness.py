@@ -16,14 +16,17 @@ Its keys: ``treering/alive/3`` is the latest sign of process 3, or how it ended;
 
 import atexit
 import itertools
+import logging
 import os
 import queue
+import sys
 import threading
 import time
 from typing import Any
 
 import msgspec
 
+from .._core.leaf_paths import join_names
 from .._pytree import jax_private
 from .._threads.pool import start_threads
 from .._threads.preload_decoders import preload_decoders
@@ -32,6 +35,7 @@ from . import call_tree
 from .call_history import History
 from .job_store import JobStore
 
+_log = logging.getLogger("treering")
 _SIGNS, _ROLL = "treering/alive/", "treering/roll"
 _ENDED, _GAVE_UP = "ended", "gave up"  # the last sign of a process
 _DOUBTFUL_INTERVALS, _SILENT_INTERVALS = (
@@ -40,6 +44,10 @@ _DOUBTFUL_INTERVALS, _SILENT_INTERVALS = (
 )  # intervals without a sign, after which a process may be dead, or counts as silent
 _MAX_LISTED_PROCESSES = 1_000  # processes of each kind in the roll; a limit, because all processes may read it at once
 _END_SECONDS = 2.0  # seconds that a process which ends waits for its last sign to be sent
+_PEERS_END_SECONDS = 300.0  # seconds that process 0 waits at its end, as JAX does in jobs that are not recoverable
+_PEERS_POLL_SECONDS = 0.05
+_LEAVE_SECONDS = 1.0  # seconds that a process needs after its last sign until JAX has left the job
+_LOGGED_WAIT_SECONDS = 5.0  # seconds of such a wait, after which it is logged
 
 
 class LivenessReport(msgspec.Struct, frozen=True):
@@ -102,6 +110,9 @@ class _Member:
     def end(self) -> None:
         """Sends the last sign and ends the thread. A thread inside JAX's client would crash the interpreter at exit."""
         if self.process == os.getpid() and self.thread.is_alive():  # A forked child has no such thread.
+            has_failed = self.last_sign == _GAVE_UP or getattr(sys, "last_value", None) is not None
+            if self._keeper and self.history.life and not has_failed:
+                self._keeper.wait_for_ends()
             self._end_requests.put(None)
             self.thread.join(_END_SECONDS)
 
@@ -136,6 +147,28 @@ class _ReportKeeper:
         self._store, self._count, self._interval = store, count, call_tree.idle_sign_seconds(count)
         self._sign_ages: dict[int, tuple[str, float]] = {}  # the latest sign of each process, and its age in seconds
         self._last_poll = time.monotonic()
+        self._silent: set[int] = set()
+
+    def wait_for_ends(self) -> None:
+        """Waits until no other process gives signs of life, or for five minutes.
+
+        JAX ends a process that has lost the store, which ends with process 0. In a job that is not recoverable, JAX
+        itself makes all processes wait for one another.
+        """
+        begun, is_logged = time.monotonic(), False
+        while (waited := time.monotonic() - begun) < _PEERS_END_SECONDS:
+            signs = self._store.list_values(_SIGNS)
+            ended = {index for index, sign in signs.items() if sign in (_ENDED, _GAVE_UP)}
+            if not (living := sorted(signs.keys() - ended - self._silent - {0})):
+                time.sleep(_LEAVE_SECONDS if ended else 0)
+                return
+            if waited > _LOGGED_WAIT_SECONDS and not is_logged:
+                is_logged = True
+                _log.warning(
+                    "process 0 waits for processes %s to end, for %g s at most, because they need the job's store, "
+                    "which ends with it", join_names(tuple(map(str, living))), _PEERS_END_SECONDS,
+                )  # fmt: skip
+            time.sleep(_PEERS_POLL_SECONDS)
 
     def publish(self) -> None:
         signs = self._store.list_values(_SIGNS)
@@ -148,6 +181,7 @@ class _ReportKeeper:
         ended = {index: sign for index, (sign, _) in self._sign_ages.items() if sign in (_ENDED, _GAVE_UP)}
         ages = {index: age for index, (_, age) in self._sign_ages.items() if index not in ended}
         silent = {index: age for index, age in ages.items() if age > _SILENT_INTERVALS * self._interval}
+        self._silent = set(silent)
         roll = LivenessReport(
             dict(sorted(silent.items(), key=lambda item: -item[1])[:_MAX_LISTED_PROCESSES]),
             [index for index, sign in ended.items() if sign == _ENDED][:_MAX_LISTED_PROCESSES],
