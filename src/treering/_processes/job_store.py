@@ -67,6 +67,8 @@ class JobStore:
         if not found:
             raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")
         value, error = found[0]
+        if value == "":  # No value that is put is empty.
+            raise PeerError(f"{self._what}: the store of the job, in process 0, gave an empty answer, so it is broken")
         if error is None:
             return value
         if absent[0] and absent[0] in str(error):

@@ -113,6 +113,11 @@ class _Member:
             has_failed = self.last_sign == _GAVE_UP or getattr(sys, "last_value", None) is not None
             if self._keeper and self.history.life and not has_failed:
                 self._keeper.wait_for_ends()
+            if self.last_sign == _GAVE_UP and not self.history.life:
+                _log.warning(
+                    "this process ends after the loss of a peer; JAX may hold it up until the time-out of its own "
+                    "heartbeats, by default 100 s: see heartbeat_timeout_seconds of jax.distributed.initialize"
+                )
             self._end_requests.put(None)
             self.thread.join(_END_SECONDS)
 

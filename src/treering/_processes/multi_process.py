@@ -1,7 +1,7 @@
 """Makes a call of all processes of a job, through the key-value store of `jax.distributed`.
 
-Rejected: device collectives, because calls also happen in background threads, and the store's barriers, because a
-barrier that timed out stays broken.
+Rejected: device collectives, because calls also happen in background threads, and the store's barriers. A barrier
+carries no values and no errors, and a process that leaves it early holds up the others until the time-out.
 
 The processes form a tree (see `tree`). Each process collects the values of its children and sends them to its parent
 with its own. Process 0 publishes its decision, which all read. In a call, each process renews its heartbeat. If a
