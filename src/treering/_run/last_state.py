@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._core.values import decode_float
-from .._pytree import flax, iterators
+from .._pytree import flax, iterators, state_methods
 from .._save.metadata import metadata_to_json
 from .._save.metrics import encode_metrics
 from .._save.pending import PendingSave
@@ -156,11 +156,17 @@ def _snapshot(step: int, tree: Any, options: StepOptions, pending: PendingSave |
         metadata = None
         omissions.append(f"its metadata is left out: {error}")
     options = options._replace(metrics=metrics, metadata=metadata, rules=tuple(options.rules))
-    leaves, structure = jax.tree.flatten(flax.split(tree).tree)
+    plain = flax.split(tree).tree
+    leaves, structure = jax.tree.flatten(plain)
     copies: dict[int, Any] = {}
-    return _SaveCall(
-        step, options, pending, omissions, [_leaf_getter(leaf, copies) for leaf in leaves], structure.unflatten
-    )
+    getters: list[Callable[[], Any]] = []
+    for leaf in leaves:
+        try:
+            getters.append(_leaf_getter(leaf, copies))
+        except UnsupportedError as error:
+            path, _ = jax.tree_util.tree_flatten_with_path(plain)[0][len(getters)]
+            raise UnsupportedError(f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {error}") from error
+    return _SaveCall(step, options, pending, omissions, getters, structure.unflatten)
 
 
 def _leaf_getter(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
@@ -169,6 +175,6 @@ def _leaf_getter(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
         return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray):
         leaf = copies.setdefault(id(leaf), leaf.copy("K"))
-    elif iterators.is_iterator(type(leaf)):
+    elif state_methods.is_iterator(type(leaf)):
         leaf = iterators.freeze(leaf)
     return lambda: leaf
