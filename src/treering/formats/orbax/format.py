@@ -14,7 +14,7 @@ other node without children ``None``. A folder without a mark of completion is n
 Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
 and version 1's ``load``. With the option ``composite=True`` it writes one item for each key at the top of the tree,
 for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
-if it holds numbers or text and no arrays, values in JSON.
+if it holds numbers or text and no arrays, values in JSON. An iterator of Grain is an item, too.
 """
 
 import errno
@@ -51,6 +51,7 @@ class Orbax(ZarrFolders):
     name = "orbax"
     suffixes = ()
     boxes = ("variable", "axis-metadata")
+    holds_iterators = True
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:

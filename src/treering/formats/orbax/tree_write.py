@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
+from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, IteratorEntry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton
 from ..._core.source import Source
@@ -126,6 +126,12 @@ def _refused(leaf: Leaf) -> str | None:
     if isinstance(leaf.entry, ArrayEntry):
         dtype = leaf.entry.dtype
         return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr cannot hold"
+    if isinstance(leaf.entry, IteratorEntry):
+        return (
+            "the state of an iterator, which Orbax holds as an item of its own: use composite=True (--composite), and "
+            "move it to the top of the tree, as rules.rename('loop/data', 'data') does; or leave it out with "
+            "treering.rules.drop"
+        )
     if leaf.kind != "scalar":
         return None
     value = _value(leaf)
