@@ -24,7 +24,7 @@ from treering.errors import MismatchError, UnsupportedError
 pytestmark = pytest.mark.compat
 
 
-class SetAside:
+class Deferred:
     """A double of the `IterableDataset` of Hugging Face's datasets 5.2.
 
     A loaded state is kept until the next pass begins, and longer; until then `state_dict` returns the one before. Each
@@ -66,7 +66,7 @@ class Wrapper:
         self.parts["data"].load_state_dict(state["data"])
 
 
-class Unhashable(SetAside):
+class Unhashable(Deferred):
     """The same, equal to all others and without a hash."""
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -75,7 +75,7 @@ class Unhashable(SetAside):
         return True
 
 
-MAKES: list[Callable[[], Any]] = [SetAside, lambda: Wrapper(SetAside()), Unhashable]
+MAKES: list[Callable[[], Any]] = [Deferred, lambda: Wrapper(Deferred()), Unhashable]
 
 
 def taken(data: Any, count: int) -> list[int]:
@@ -115,10 +115,10 @@ def test_a_state_is_saved_again_until_the_iterator_moves(at_seven: pathlib.Path,
 def test_save_on_error_saves_the_state_that_was_set(at_seven: pathlib.Path) -> None:
     run = at_seven / "run"
     with pytest.raises(RuntimeError), tr.Checkpointer(run, save_every=10, save_on_error=True) as ckpts:
-        ckpts.save(1, {"data": restored(at_seven / "0", SetAside())})
-        ckpts.save(2, {"data": restored(at_seven / "0", SetAside())})
+        ckpts.save(1, {"data": restored(at_seven / "0", Deferred())})
+        ckpts.save(2, {"data": restored(at_seven / "0", Deferred())})
         raise RuntimeError
-    assert tr.steps(run)[-1] == 2 and taken(restored(run, SetAside()), 1) == [7]
+    assert tr.steps(run)[-1] == 2 and taken(restored(run, Deferred()), 1) == [7]
 
 
 @pytest.mark.parametrize("kind", range(len(MAKES)))
@@ -140,22 +140,22 @@ def test_a_job_that_went_back_saves_where_it_is(
 
 
 def test_a_second_restore_replaces_the_first(at_seven: pathlib.Path) -> None:
-    tr.save(at_seven / "start", {"data": SetAside()})
-    data = restored(at_seven / "0", SetAside())
+    tr.save(at_seven / "start", {"data": Deferred()})
+    data = restored(at_seven / "0", Deferred())
     tr.save(at_seven / "x", {"data": restored(at_seven / "start", data)})
-    assert taken(restored(at_seven / "x", SetAside()), 1) == [0]
+    assert taken(restored(at_seven / "x", Deferred()), 1) == [0]
     tr.save(at_seven / "x", {"data": restored(at_seven / "0", data)}, overwrite=True)
-    assert taken(restored(at_seven / "x", SetAside()), 1) == [7]
+    assert taken(restored(at_seven / "x", Deferred()), 1) == [7]
 
 
 def test_nothing_is_kept_of_an_iterator_that_is_dropped(at_seven: pathlib.Path) -> None:
-    class Itself(SetAside):
+    class Itself(Deferred):
         def __init__(self) -> None:
             super().__init__()
             self.me, self.all = self, [self, {"me": self}]
 
     kept = [*pending_states._pending]
-    for make in (SetAside, Itself):
+    for make in (Deferred, Itself):
         ref = weakref.ref(restored(at_seven / "0", make()))
         gc.collect()
         assert ref() is None and [*pending_states._pending] == kept
@@ -164,7 +164,7 @@ def test_nothing_is_kept_of_an_iterator_that_is_dropped(at_seven: pathlib.Path) 
 def test_an_iterator_that_cannot_be_watched_is_named(at_seven: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     readings = itertools.count()
 
-    class Timed(SetAside):
+    class Timed(Deferred):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "at": next(readings) + 100}
 
@@ -172,7 +172,7 @@ def test_an_iterator_that_cannot_be_watched_is_named(at_seven: pathlib.Path, cap
         """An iterator without attributes and weak references."""
 
         __slots__ = ()
-        data = SetAside()
+        data = Deferred()
 
         def state_dict(self) -> dict[str, Any]:
             return self.data.state_dict()
@@ -187,10 +187,10 @@ def test_an_iterator_that_cannot_be_watched_is_named(at_seven: pathlib.Path, cap
 
 
 def test_two_leaves_with_one_iterator(tmp_path: pathlib.Path) -> None:
-    data, other = SetAside(), SetAside()
+    data, other = Deferred(), Deferred()
     taken(data, 3)
     tr.save(tmp_path / "shared", {"a": data, "b": data})
-    one = SetAside()
+    one = Deferred()
     tr.restore(tmp_path / "shared", like={"a": one, "b": one})
     tr.save(tmp_path / "again", {"a": one, "b": one})
     assert tr.open(tmp_path / "again")["a"] == tr.open(tmp_path / "again")["b"] == [data.state_dict()]
@@ -276,7 +276,7 @@ UNFIT = {
         lambda: zipped(2),
         "keys 'parents', 'index', 'stop', .* 'parents'; the state is that of",
     ),
-    "raises": (SetAside, lambda: Wrapper(SetAside()), "KeyError.'data'.; the state is that of a .*SetAside, this is a"),
+    "raises": (Deferred, lambda: Wrapper(Deferred()), "KeyError.'data'.; the state is that of a .*Deferred, this is a"),
 }
 
 
@@ -347,7 +347,7 @@ def test_a_state_whose_parts_vary_is_accepted(tmp_path: pathlib.Path, caplog: py
     assert not caplog.text
 
 
-class Late(SetAside):
+class Late(Deferred):
     """A loader that has no state before its first element, and raises an error of `kind` until then."""
 
     kind: type[Exception] = AttributeError
@@ -388,11 +388,11 @@ def test_a_state_that_cannot_be_read_back(tmp_path: pathlib.Path, caplog: pytest
 def test_another_class_that_accepts_the_state_is_logged(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = SetAside()
+    data = Deferred()
     taken(data, 7)
     tr.save(tmp_path / "c", {"data": data})
     assert taken(restored(tmp_path / "c", Unhashable()), 1) == [7]
-    assert "data: the state is that of a" in caplog.text and "SetAside, this is a" in caplog.text
+    assert "data: the state is that of a" in caplog.text and "Deferred, this is a" in caplog.text
     assert "Unhashable; it accepts the saved state" in caplog.text
 
 
@@ -429,12 +429,12 @@ def test_a_state_method_that_raises_names_the_leaf(tmp_path: pathlib.Path, caplo
 
 def test_the_class_of_an_iterator_is_recorded(tmp_path: pathlib.Path) -> None:
     data = iter(grain.MapDataset.range(9).to_iter_dataset())
-    tr.save(tmp_path / "c", {"data": data, "own": SetAside(), "w": np.ones(1)})
+    tr.save(tmp_path / "c", {"data": data, "own": Deferred(), "w": np.ones(1)})
     found = json.loads((tmp_path / "c" / "treering.json").read_bytes())["iterators"]
     assert found["data"] == {
         "module": type(data).__module__, "class": type(data).__qualname__, "version": grain.__version__
     }  # fmt: skip
-    assert found["own"]["class"] == "SetAside" and found.keys() == {"data", "own"}
+    assert found["own"]["class"] == "Deferred" and found.keys() == {"data", "own"}
     tr.convert(tmp_path / "c", tmp_path / "d", rules=[tr.rules.rename("^own$", "other")])
     moved = json.loads((tmp_path / "d" / "treering.json").read_bytes())["iterators"]
     assert moved == {"data": found["data"], "other": found["own"]}
@@ -442,5 +442,5 @@ def test_the_class_of_an_iterator_is_recorded(tmp_path: pathlib.Path) -> None:
 
 def test_a_log_of_what_was_not_taken(at_seven: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "treering")
-    tr.save(at_seven / "a", {"data": restored(at_seven / "0", SetAside())})
+    tr.save(at_seven / "a", {"data": restored(at_seven / "0", Deferred())})
     assert "data: nothing was taken from it since the restore; its state is saved again" in caplog.text
