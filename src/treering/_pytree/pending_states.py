@@ -9,6 +9,7 @@ after it has moved, when a job that went back arrives where it was before. Then 
 iterator in it, has changed.
 """
 
+import copy
 import itertools
 import logging
 import weakref
@@ -98,10 +99,12 @@ class _Mark(NamedTuple):
     """What an attribute was.
 
     held: returns the object that it was, or `_GONE`; None if the attribute itself is not compared.
+    content: a copy of a value, or of a container of values.
     inner: the attributes of an iterator, or the iterators in a container.
     """
 
     held: Callable[[], Any] | None
+    content: Any
     inner: Mapping[str, "_Mark"]
 
 
@@ -116,22 +119,24 @@ def _mark(value: Any, seen: set[int]) -> _Mark | None:
     inner = _marks(value, seen) if is_iterator(type(value)) and id(value) not in seen else {}
     try:
         ref = weakref.ref(value)
-        return _Mark(lambda: _GONE if (there := ref()) is None else there, inner)
+        return _Mark(lambda: _GONE if (there := ref()) is None else there, None, inner)
     except TypeError:
         if _holds_values(value):
-            return _Mark(lambda: value, inner)
+            return _Mark(lambda: value, copy.deepcopy(value), inner)
     if isinstance(value, list | tuple | dict):
         parts = {name: one for name, one in _attributes(value).items() if is_iterator(type(one))}
         inner = {name: mark for name, one in parts.items() if (mark := _mark(one, seen))}
-    return _Mark(None, inner) if inner else None
+    return _Mark(None, None, inner) if inner else None
 
 
 def _is_same(mark: _Mark, value: Any) -> bool:
     """Returns True if an attribute is what it was."""
     if mark.held is not None:
         then = mark.held()
-        is_equal = isinstance(then, _VALUES) and type(value) is type(then) and bool(value == then)
-        if then is not value and not is_equal:
+        is_value = isinstance(then, _VALUES) and type(value) is type(then)
+        if then is not value and not (is_value and value == then):
+            return False
+        if not is_value and mark.content is not None and value != mark.content:  # It was changed in place.
             return False
     now = _attributes(value) if mark.inner else {}
     return all(_is_same(one, now.get(name)) for name, one in mark.inner.items())
@@ -152,9 +157,11 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 
 def _holds_values(value: Any) -> bool:
-    """Returns True for a value, and for a container of values alone, which cannot refer to an iterator."""
+    """Returns True for a value, and for a small container of values alone, which cannot refer to an iterator."""
     stack, left = [value], _MAX_ITEMS
-    while stack and left:
+    while stack:
+        if not left:
+            return False
         one = stack.pop()
         left -= 1
         if isinstance(one, dict):

@@ -92,6 +92,7 @@ def check(manifest: Manifest, top: dict[str, Any]) -> None:
         _check_placement(manifest.placement, len(paths))
     _check_depth("the static values", manifest.static, integers=True)
 
+
 def _check_placement(placement: Placement, leaves: int) -> None:
     for number, place in enumerate(placement.places):
         found = msgspec.convert(place, _Place)
