@@ -359,6 +359,8 @@ def test_iterators_that_orbax_cannot_hold(tmp_path: Path) -> None:
         tr.save(tmp_path / "c", {"data": dataset(), "s": STATE}, format="orbax")
     assert not list(tmp_path.iterdir())
     tr.save(tmp_path / "n", {"loop": {"data": drawn(dataset)}, "s": STATE})
+    for arguments in (["--composite"], []):
+        assert command(["convert", "--dry-run", "--format", "orbax", *arguments, f"{tmp_path / 'n'}", "x"]) == 3
     tr.convert(tmp_path / "n", tmp_path / "c", rules=[tr.rules.rename("loop/data", "data")], **options)
     assert tr.open(tmp_path / "c")["data"] == [{"next_index": DRAWN}]
 

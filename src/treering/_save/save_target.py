@@ -95,12 +95,12 @@ def check_replaceable(target: SaveTarget) -> None:
 
 
 def check_iterators(target: SaveTarget, view: View) -> None:
-    """Raises `UnsupportedError` if the tree has iterators and the format cannot hold their states.
-
-    Orbax holds some iterators. Its writer says which ones it cannot.
-    """
+    """Raises `UnsupportedError` if the tree has iterators and the format cannot hold their states."""
     found = [path for path, entry in view.entries.items() if entry.type == "iterator"]
-    if found and not getattr(target.format, "holds_iterators", False):
+    check = getattr(target.format, "check_iterators", None)  # Orbax has it.
+    if found and check is not None:
+        check(view, **target.options.format_options)
+    elif found:
         raise UnsupportedError(
             f"{target.path}: {', '.join(found)}: only the native format holds the state of data iterators, and the "
             "format 'orbax' that of Grain's; leave it out with treering.rules.drop"

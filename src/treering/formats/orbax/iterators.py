@@ -22,6 +22,10 @@ from .._shared.reader import attempts
 
 STATE = re.compile(r"process_(\d{1,9})-of-(\d{1,9})(?:\.\w+)?")
 _GRAIN = "grain"  # the library whose handlers write such files
+NO_ITEM = (
+    "the state of an iterator, which Orbax holds as an item of its own: use composite=True (--composite), and move it "
+    "to the top of the tree, as rules.rename('loop/data', 'data') does; or leave it out with treering.rules.drop"
+)
 HANDLER = "grain._src.python.checkpoint.handler.CheckpointHandler"
 HANDLERS = ("CheckpointHandler", "PyGrainCheckpointHandler", "GrainCheckpointHandler")  # classes of Grain and MaxText
 

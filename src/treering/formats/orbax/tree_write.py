@@ -17,6 +17,7 @@ from .._zarr import metadata
 from .._zarr.chunks import Chunks
 from .._zarr.leaves import add_array, add_number
 from .._zarr.writer import Writer
+from .iterators import NO_ITEM
 from .metadata import DICT, SEQUENCE, STRINGS
 from .schema import ARRAY_META, ONE_DEVICE, SHARDINGS, TREE
 from .tree import KEY, MAX_LEVELS
@@ -127,11 +128,7 @@ def _refused(leaf: Leaf) -> str | None:
         dtype = leaf.entry.dtype
         return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr cannot hold"
     if isinstance(leaf.entry, IteratorEntry):
-        return (
-            "the state of an iterator, which Orbax holds as an item of its own: use composite=True (--composite), and "
-            "move it to the top of the tree, as rules.rename('loop/data', 'data') does; or leave it out with "
-            "treering.rules.drop"
-        )
+        return NO_ITEM
     if leaf.kind != "scalar":
         return None
     value = _value(leaf)
