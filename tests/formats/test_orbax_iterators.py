@@ -380,8 +380,9 @@ for _ in range(3 + 2 * INDEX):
 next(shared)
 state = {"w": put(np.arange(8.0), P("x"))}
 class Large:
+    __module__ = "grain.own"
     def get_state(self):
-        return [bytes(3 << 20)]
+        return ["x" * (3 << 20)]
     def set_state(self, state):
         pass
 tr.save(tmp / "c", {"state": state, "data": data, "shared": shared}, format="orbax", composite=True, timeout=20)
