@@ -162,3 +162,15 @@ def stored_states() -> Any:
     """Returns an iterator of two processes whose states are in array files: every type that a state may have."""
     state = {**DEEP, "b": b"\xff" * 70, b"key": "ä\n", 2**70: [float("nan"), -0.0, 1 - 2j, True, b"", np.zeros((0, 3))]}
     return {"data": [state, b"of the other"], "x": np.arange(8, dtype=np.float32)}
+
+
+def typed_states() -> Any:
+    """Returns an iterator of one process whose state has values that are not plain."""
+    state = {
+        "order": collections.OrderedDict(b=jax.random.key(3), a=jnp.arange(3)),
+        "seen": {2, 1},
+        "last": collections.deque([1, 2], 4),
+        "counts": [collections.Counter("aab"), collections.defaultdict(list, {1: [frozenset([1])]})],
+        "buffer": [{"image": jnp.full(2, 1), "label": n} for n in range(3)],
+    }
+    return {"data": [state], "x": np.arange(8, dtype=np.float32)}

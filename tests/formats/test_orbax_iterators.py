@@ -19,6 +19,7 @@ from orbax.checkpoint.experimental import v1 as ocp1
 import treering as tr
 from helpers import assert_same
 from jobs import run_job
+from treering._cli.main import main as command
 from treering.errors import CorruptError, MismatchError, UnsupportedError
 
 pytestmark = [
@@ -276,6 +277,133 @@ def test_damaged_states(tmp_path: Path, files: dict[str, bytes], problem: str) -
     assert not tr.verify(run / "2").ok
     assert_same(tr.restore(run / "2", like=STATE, at="state"), STATE)
     assert tr.restore(run / "2", like={"state": STATE, "data": ...})["data"] is ...
+
+
+# What Treering writes
+
+
+def by_grain(path: Path, make: Any) -> Any:
+    """Returns an iterator that Grain's own handler has restored from an item."""
+    new = make()
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        reader.restore(path, ocp.args.Composite(data=grain.checkpoint.CheckpointRestore(new)))
+    return new
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "elastic"])
+def test_grain_continues_from_an_item_that_treering_wrote(tmp_path: Path, kind: str) -> None:
+    """The item comes from a live tree, from a native checkpoint, and from an item of Orbax."""
+    make = KINDS[kind]
+    data = drawn(make)
+    tree = {"data": data, "state": STATE}
+    tr.save(tmp_path / "live", tree, format="orbax", composite=True)
+    tr.save(tmp_path / "native", tree)
+    expected = followed(data)
+    tr.convert(tmp_path / "native", tmp_path / "from-native", format="orbax", composite=True)
+    assert (
+        command(["convert", "--format", "orbax", "--composite", f"{tmp_path / 'live'}", f"{tmp_path / 'again'}"]) == 0
+    )
+    for name in ("live", "from-native", "again"):
+        assert_same(followed(by_grain(tmp_path / name, make)), expected)
+        assert_same(followed(tr.restore(tmp_path / name, like={"data": make(), "state": ...})["data"]), expected)
+        assert tr.verify(tmp_path / name).ok and not tr.diff(tmp_path / name / "state", STATE)
+    listed = json.loads((tmp_path / "again" / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
+    assert listed["data"] == grain.checkpoint.CheckpointHandler.typestr()
+    tr.save(tmp_path / "live", {"state": STATE}, format="orbax", composite=True, overwrite=True)
+    assert not (tmp_path / "live" / "data").exists()  # A save owns the files that it wrote.
+
+
+def test_the_states_of_several_processes_are_converted(tmp_path: Path) -> None:
+    run = of_two(tmp_path / "run")
+    tr.convert(run, tmp_path / "native")
+    for source, name in ((run, "a"), (tmp_path / "native", "b")):
+        tr.convert(source, tmp_path / name, format="orbax", composite=True)
+        for index in range(2):
+            file = Path("data", f"process_{index}-of-2.json")
+            assert (tmp_path / name / file).read_text() == json.dumps({"next_index": 10 + index}, indent=4)
+        assert tr.open(tmp_path / name)["data"] == tr.open(run)["data"]
+
+
+class Stateful:
+    """An iterator of no library that Orbax knows."""
+
+    def __init__(self, state: Any = 1) -> None:
+        self.state = state
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_iterators_that_orbax_cannot_hold(tmp_path: Path) -> None:
+    """Each is named with the reason, and nothing is written."""
+    of_grain = type("Own", (Stateful,), {"__module__": "grain.own"})
+    options = {"format": "orbax", "composite": True}
+    for tree, says in (
+        (
+            {"data": Stateful(), "s": STATE},
+            r"  data: the state of a .*Stateful; Orbax holds those of Grain's iterators alone",
+        ),
+        ({"data": of_grain([1j]), "s": STATE}, r"  data: a state that Grain cannot write as JSON \(.*complex"),
+        (
+            {"loop": {"data": dataset(), **STATE}},
+            r"  loop/data: the state of an iterator, which Orbax holds as an item of",
+        ),
+        ({"metrics": dataset(), "s": STATE}, r"  metrics: Orbax uses this name itself"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            tr.save(tmp_path / "c", tree, **options)
+    with pytest.raises(UnsupportedError, match=r"data: .*use composite=True"):
+        tr.save(tmp_path / "c", {"data": dataset(), "s": STATE}, format="orbax")
+    assert not list(tmp_path.iterdir())
+    tr.save(tmp_path / "n", {"loop": {"data": drawn(dataset)}, "s": STATE})
+    for arguments in (["--composite"], []):
+        assert command(["convert", "--dry-run", "--format", "orbax", *arguments, f"{tmp_path / 'n'}", "x"]) == 3
+    tr.convert(tmp_path / "n", tmp_path / "c", rules=[tr.rules.rename("loop/data", "data")], **options)
+    assert tr.open(tmp_path / "c")["data"] == [{"next_index": DRAWN}]
+
+
+@pytest.mark.slow
+def test_processes_write_their_states_as_grain_does(tmp_path: Path) -> None:
+    body = """
+import grain, grain.checkpoint, orbax.checkpoint as ocp
+def make():
+    return iter(grain.MapDataset.range(1000)[INDEX::COUNT].shuffle(seed=2).to_iter_dataset())
+def elastic():
+    options = grain.sharding.ShardOptions(shard_index=INDEX, shard_count=COUNT)
+    return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, options))
+data, shared = make(), elastic()
+for _ in range(3 + 2 * INDEX):
+    next(data)
+next(shared)
+state = {"w": put(np.arange(8.0), P("x"))}
+class Large:
+    __module__ = "grain.own"
+    def get_state(self):
+        return ["x" * (3 << 20)]
+    def set_state(self, state):
+        pass
+tr.save(tmp / "c", {"state": state, "data": data, "shared": shared}, format="orbax", composite=True, timeout=20)
+problem = caught(tr.save, tmp / "d", {"state": state, "x": Large()}, format="orbax", composite=True, timeout=20)
+expected = [int(next(data)) for _ in range(4)]
+sync("saved")
+with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    args = ocp.args.Composite(
+        data=grain.checkpoint.CheckpointRestore(other := make()),
+        shared=grain.checkpoint.CheckpointRestore(again := elastic()),
+    )
+    reader.restore(tmp / "c", args)
+assert [int(next(other)) for _ in range(4)] == expected
+assert (next(again) == next(shared)).all()
+report(problem)
+"""
+    for result in run_job(tmp_path, body, processes=2):
+        assert result.report[0] == "UnsupportedError" and "x: the states of an iterator in several" in result.report[1]
+    assert tr.open(tmp_path / "c")["data"] == [{"next_index": 3}, {"next_index": 5}]
+    assert tr.open(tmp_path / "c")["shared"] == [{"global_next_index": 8}]
+    assert not (tmp_path / "d").exists()
 
 
 # What errors propose

@@ -146,6 +146,19 @@ def test_golden_states_of_iterators_in_array_files(tmp_path: pathlib.Path) -> No
             assert found["data"][0]["rng"].dtype == np.uint32 and type(found["data"][0]["half"]) is np.float16
 
 
+def test_golden_types_in_states_of_iterators(tmp_path: pathlib.Path) -> None:
+    """The independent reader, which does not know the types, finds plain values."""
+    path = GOLDEN / "v1-iterator-types"
+    expected = golden_trees.typed_states()
+    tr.convert(path, tmp_path / "new")
+    for place in (path, tmp_path / "new"):
+        assert tr.verify(place).ok
+        (found,) = tr.open(place)["data"]
+        assert repr(found) == repr(expected["data"][0]) and found["buffer"][2]["image"].weak_type
+        (plain,) = spec_reader.tree(place)["data"]
+        assert list(plain) == list(found) and plain["last"] == [1, 2] and type(plain["order"]) is dict
+
+
 def test_golden_metrics_that_say_their_version() -> None:
     path = GOLDEN / "v1-late-metrics"
     assert tr.verify(path).ok and tr.open(path).metrics == {"loss": 0.5, "worst": math.inf}

@@ -44,14 +44,12 @@ class Program(NamedTuple):
 
     packages: folders of the snapshot by the names of packages.
     stubs: modules that are imitated, because they need what is not installed, and the checkpoints do not.
-    orbax: True if the adapter can write Orbax's format for the program. It cannot for Grain's iterators.
     """
 
     commit: str
     drive: Callable[..., Iterator[Any]]
     packages: Mapping[str, str]
     stubs: tuple[str, ...] = ()
-    orbax: bool = True
 
 
 def git_directory(repository: str) -> pathlib.Path | None:
@@ -362,7 +360,6 @@ PROGRAMS = {
             *("chex", "dacite", "einops", "jmp", "tyro", "wandb", "flatdino.data", "flatdino.pretrained"),
             *("flatdino.augmentations", "flatdino.eval", "flatdino.utils"),
         ),
-        orbax=False,
     ),
     "google-research/kauldron": Program("c9b3ec86316cdfcfadd3c79f9bce074ea6333c04", kauldron, {"kauldron": "kauldron"}),
     "google-research/swirl-dynamics": Program(
@@ -420,9 +417,8 @@ def test_public_program_restores_the_bits_that_it_saved(repository: str, tmp_pat
         pytest.skip(f"{repository}: no git directory {repository.replace('/', '+')} in the folder TREERING_PROGRAMS")
     if subprocess.run(["git", f"--git-dir={git}", "cat-file", "-e", program.commit], capture_output=True).returncode:
         pytest.skip(f"{repository}: its git directory lacks the commit {program.commit}")
-    writers = [writer for writer in WRITERS if program.orbax or writer != "treering-as-orbax"]
-    run("save", repository, tmp_path, *writers)
-    pairs = [(reader, writer) for writer in writers for reader in ("orbax", "treering")]
+    run("save", repository, tmp_path, *WRITERS)
+    pairs = [(reader, writer) for writer in WRITERS for reader in ("orbax", "treering")]
     cases = [f"{reader}:{writer}" for reader, writer in pairs if (reader, writer) != ("orbax", "treering")]
     kinds = run("restore", repository, tmp_path, *cases)
     assert len(kinds) == len(cases) and len(set(kinds)) == 1

@@ -1,4 +1,4 @@
-"""Tests what the peers of a process see when it dies, stops, ends or is late. docs/explanation/scale.md has the table."""
+"""Tests what peers see of a process that dies, stops, ends or is late. docs/explanation/scale.md has the table."""
 
 import pathlib
 from typing import Any

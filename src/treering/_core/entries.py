@@ -6,7 +6,7 @@ value, which is stored in the manifest.
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import msgspec
@@ -79,33 +79,76 @@ class ValueEntry(
     def decode(self) -> Any:
         """Returns the Python value: None for a function, and for an iterator the list of its states."""
         if self.type == "iterator":
-            from .iterator_states import decode_states
-
-            return decode_states(self.value)
+            return IteratorEntry(self.path, self.type, self.value).decode()
         return decode(self.type, self.value)
 
 
-class StatesEntry(ValueEntry, tag="states", frozen=True, gc=False):
+class IteratorInfo(msgspec.Struct, frozen=True, omit_defaults=True, rename={"name": "class"}):
+    """What is recorded next to the states of an iterator.
+
+    module, name: the module and the qualified name of its class; empty if they are not known.
+    version: the version of the library that has the class.
+    types: for each state, the types of its values that are not plain, by place; empty if there are none.
+    """
+
+    module: str = ""
+    name: str = ""
+    version: str = ""
+    types: tuple[dict[str, str], ...] = ()
+
+    def types_of(self, process: int) -> Mapping[str, str]:
+        """Returns the types of the state of a process; an unknown type if those of other states are recorded."""
+        return self.types[process] if process < len(self.types) else {"": "(missing)"} if self.types else {}
+
+    def with_types(self, types: Sequence[Mapping[str, str]]) -> "IteratorInfo":
+        """Returns this with the types of the states of all processes."""
+        return msgspec.structs.replace(self, types=tuple(map(dict, types)) if any(types) else ())
+
+
+class IteratorEntry(ValueEntry, tag="iterator", frozen=True, gc=False):
+    """The states of an iterator, with what is recorded about it."""
+
+    info: IteratorInfo = IteratorInfo()
+
+    def at(self, path: str) -> "IteratorEntry":
+        """Returns this entry under another path."""
+        return IteratorEntry(path, self.type, self.value, self.info)
+
+    def decode(self) -> list[Any]:
+        """Returns the states. Values whose library is not in use are plain: tensors are NumPy arrays."""
+        from .iterator_states import decode_states
+
+        return decode_states(self.value, self.info.types_of)
+
+    def state(self, process: int) -> Any:
+        """Returns the state of a process. Raises `UnsupportedError` for a value that cannot be made here."""
+        from .iterator_states import decode_process_state
+
+        return decode_process_state(self.value, self.info.types_of, process)
+
+
+class StatesEntry(IteratorEntry, tag="states", frozen=True, gc=False):
     """The states of an iterator that are stored in array files, one after another as bytes. They are read on request.
 
     value: their lengths in bytes, by process.
-    read: reads and returns the state of a process.
+    read: reads the state of a process; see `iterator_states.unpack` for its second argument, `exact`.
     """
 
-    read: Callable[[int], Any] | None = None
+    read: Callable[[int, bool], Any] | None = None
 
     def at(self, path: str) -> "StatesEntry":
         """Returns this entry under another path."""
-        return StatesEntry(path, self.type, self.value, self.read)
+        return StatesEntry(path, self.type, self.value, self.info, self.read)
 
     def decode(self) -> list[Any]:
         """Reads the states of all processes. Raises the same errors as reading an array."""
-        return [self.state(process) for process in range(len(self.value))]
+        assert self.read is not None
+        return [self.read(process, False) for process in range(len(self.value))]
 
     def state(self, process: int) -> Any:
-        """Reads the state of a process. Raises the same errors as reading an array."""
+        """Reads the state of a process. Raises the same errors as reading an array, and those of other iterators."""
         assert self.read is not None
-        return self.read(process)
+        return self.read(process, True)
 
     # All states together are stored as one array of bytes, so the entry has the dtype and shape of that array.
     dtype = property(lambda self: "uint8")

@@ -13,7 +13,7 @@ import xxhash
 
 from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry
-from .._core.iterator_states import MAX_STATE_BYTES
+from .._core.iterator_states import MAX_STATE_BYTES, encode_state
 from .._core.skeleton import Skeleton
 from .._pytree import iterators
 from .._pytree.lazy_supply import ShardSupply
@@ -99,20 +99,25 @@ def _with_all_iterators(call: Call, catalogue: Catalogue) -> Catalogue:
     def join(messages: Sequence[Any]) -> list[list[int] | None]:
         large: list[list[int] | None] = []
         for n, found in zip(own, zip(*messages, strict=True), strict=True):
-            sizes, states = zip(*found, strict=True)
+            sizes, states, types = zip(*found, strict=True)
             large.append(list(sizes) if None in states else None)
-            if None not in states:
-                joined[n] = iterators.join_states(own[n].path, states)
+            info = own[n].info.with_types(types)
+            if None in states:
+                joined[n] = StatesEntry(own[n].path, own[n].type, sizes, info, own[n].read)
+            else:
+                joined[n] = iterators.join_states(own[n].path, list(zip(states, types, strict=True)), info)
         return large
 
     def message(entry: StatesEntry) -> list[Any]:
-        """Returns the size of a state in bytes, and the state if it is small enough for the manifest, else None."""
-        return [entry.nbytes, iterators.state_to_json(entry.state(0)) if entry.nbytes <= MAX_STATE_BYTES else None]
+        """Returns the size of a state in bytes, the state if it is small enough for the manifest, and its types."""
+        if entry.nbytes > MAX_STATE_BYTES:
+            return [entry.nbytes, None, entry.info.types_of(0)]
+        return [entry.nbytes, *encode_state(entry.state(0))]
 
     large = call.gather_and_decide([message(entry) for entry in own.values()], join)
     for (n, entry), sizes in zip(own.items(), large, strict=True):
-        if sizes:
-            joined[n] = StatesEntry(entry.path, entry.type, tuple(sizes), entry.read)
+        if sizes and call.index:  # Process 0 has the types of all states, which it writes.
+            joined[n] = StatesEntry(entry.path, entry.type, tuple(sizes), entry.info, entry.read)
     return catalogue._replace(entries=[joined.get(n, entry) for n, entry in enumerate(catalogue.entries)])
 
 

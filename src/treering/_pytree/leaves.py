@@ -16,12 +16,11 @@ from jax.custom_batching import custom_vmap
 from .._core import dtypes, migration_hints
 from .._core.boxes import Box, box_shape, full_box, local_shards, slice_boxes
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
-from .._core.iterator_states import Packed
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import join_names
 from .._core.values import encode
 from ..errors import UnsupportedError
-from . import iterators, placements
+from . import iterators, placements, state_methods
 from .devices import fetch, on_host
 
 _FUNCTIONS = (
@@ -130,6 +129,7 @@ def describe_leaves(
     found = _Draft([], {}, {}, set(), [None] * len(leaves), [], [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
+    cause: BaseException | None = None  # what an iterator's own method raised
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         try:
             kind = leaf_kind(type(leaf))
@@ -138,7 +138,7 @@ def describe_leaves(
             elif kind == "entry":  # a value of an open checkpoint
                 found.entries.append(leaf.at(path))
             elif kind == "iterator":
-                _add_iterator(found, path, iterators.packed_state(leaf), collective)
+                _add_iterator(found, path, iterators.freeze(leaf), collective)
             elif kind == "function":
                 found.entries.append(ValueEntry(path, "function", _function_name(leaf)))
             elif id(leaf) in first_use:
@@ -155,10 +155,11 @@ def describe_leaves(
                 first_use[id(leaf)] = n
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
+            cause = cause or error.__cause__
             found.entries.append(ValueEntry(path, "none"))  # A stand-in: `len(entries)` must stay the next number.
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
-        raise UnsupportedError("\n".join([count, *problems]))
+        raise UnsupportedError("\n".join([count, *problems])) from cause
     order = sorted(range(len(found.shards)), key=lambda n: _shard_order_key(found.shards[n]))
     shards = tuple(found.shards[n] for n in order)
     return Described(Catalogue(*found[:5]), shards, [found.data[n] for n in order])
@@ -215,10 +216,11 @@ def _add_lazy(found: _Draft, path: str, array: LazyArray, cast: Any, single_proc
         found.add(LocalShard(leaf, part, stored, nbytes, True, box), array.part(part))
 
 
-def _add_iterator(found: _Draft, path: str, state: Packed, collective: bool) -> None:
-    entry = iterators.entry_of(path, state, several=collective)
+def _add_iterator(found: _Draft, path: str, frozen: iterators.Frozen, collective: bool) -> None:
+    entry = iterators.entry_of(path, frozen, several=collective)
     if isinstance(entry, StatesEntry):
-        found.add(LocalShard(len(found.entries), entry.box(0), state.dtype, state.nbytes, False), state)
+        data = frozen.state.data
+        found.add(LocalShard(len(found.entries), entry.box(0), data.dtype, data.nbytes, False), data)
     found.entries.append(entry)
 
 
@@ -306,11 +308,11 @@ def leaf_kind(leaf_type: type) -> str:
         return "jax"
     if issubclass(leaf_type, _FUNCTIONS) or issubclass(leaf_type, functools.partial) or name in _PLACEHOLDERS:
         return "function"
-    if iterators.is_iterator(leaf_type):
+    if state_methods.is_iterator(leaf_type):
         return "iterator"
     if answer := migration_hints.leaf_hint(leaf_type):
         raise UnsupportedError(f"{name}; {answer}")
-    hint = iterators.unsupported_hint(leaf_type) or "convert it to an array, a number, text or bytes"
+    hint = state_methods.unsupported_hint(leaf_type) or "convert it to an array, a number, text or bytes"
     raise UnsupportedError(f"{name}; {hint}, or leave it out of the tree")
 
 

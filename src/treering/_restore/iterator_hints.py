@@ -13,7 +13,7 @@ from .._core.entries import Entry, is_absent
 from .._core.leaf_paths import join_names, relative_to
 from .._core.source import Source, left_out
 from .._core.subtree import full_source, subtree_path
-from .._pytree import iterators
+from .._pytree import state_methods
 from .._pytree.walk import FlatTree
 from ..errors import Difference
 from .policy import Policy
@@ -49,7 +49,7 @@ def iterator_paths(entries: Mapping[str, Entry]) -> list[str]:
 def _in_template(flat_tree: FlatTree) -> dict[str, Any]:
     """Returns the iterators of a template, by path."""
     leaves = zip(flat_tree.paths, flat_tree.leaves, strict=True)
-    return {path: leaf for path, leaf in leaves if iterators.is_iterator(type(leaf))}
+    return {path: leaf for path, leaf in leaves if state_methods.is_iterator(type(leaf))}
 
 
 def with_hints(
@@ -109,7 +109,7 @@ def _missing(
             f"the checkpoint has data that cannot be read here, {', '.join(elsewhere.left_out)}: if that is the "
             "iterator's position, restore it with the library that wrote it, and put `...` in its place"
         )
-    what = "its random numbers start" if iterators.is_generator(type(leaf)) else "the data starts"
+    what = "its random numbers start" if state_methods.is_generator(type(leaf)) else "the data starts"
     return f"missing='template' or missing=[{path!r}] keeps the template's, and then {what} over"
 
 

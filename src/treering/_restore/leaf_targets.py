@@ -10,9 +10,10 @@ import numpy as np
 
 from .._core import dtypes, migration_hints
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, reshape_hint, shorten
-from .._core.entries import ArrayEntry, Entry, ValueEntry
+from .._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, ValueEntry
 from .._processes import coordinator
-from .._pytree import iterators
+from .._pytree import iterators, state_methods
+from ..errors import UnsupportedError
 
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
 _HOST_TYPES = (np.ndarray, np.generic)  # made once, because making a union of classes is slower than `isinstance`
@@ -24,7 +25,7 @@ class LeafTarget(msgspec.Struct, frozen=True, gc=False):
     make: the kind: an array of `dtype` on the host or in JAX, a scalar, or a key. With "number" it is a number of the
         Python type `value`, with "value" it is `value` itself.
     entry: the array of the checkpoint that it is made of, if any.
-    state: the state of the iterator that `value` is then.
+    state: the state of the iterator that `value` is then, and what the checkpoint records about it.
     filled: True if `value` is the template's, because the checkpoint has none.
     """
 
@@ -33,7 +34,7 @@ class LeafTarget(msgspec.Struct, frozen=True, gc=False):
     dtype: Any = None
     weak: bool = False
     value: Any = None
-    state: tuple[Any] | None = None
+    state: tuple[Any, IteratorInfo] | None = None
     filled: bool = False
 
 
@@ -55,11 +56,11 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
         _leaf_mismatch(type(leaf).__name__, entry, "a template leaf of that type would take it")
     on_host = isinstance(leaf, _HOST_TYPES)
     if not (on_host or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
-        if iterators.is_iterator(type(leaf)):
+        if state_methods.is_iterator(type(leaf)):
             return _iterator_target(path, leaf, entry)
         hint = (
             migration_hints.leaf_hint(type(leaf))
-            or iterators.unsupported_hint(type(leaf))
+            or state_methods.unsupported_hint(type(leaf))
             or "no leaf of this type can be restored"
         )
         _leaf_mismatch(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
@@ -150,19 +151,23 @@ def _key_impl(dtype: Any) -> str:
 
 def _iterator_target(path: str, leaf: Any, entry: Entry) -> LeafTarget:
     index, count = coordinator.process_index_and_count()
-    if not isinstance(entry, ValueEntry) or entry.type != "iterator":
+    if not isinstance(entry, IteratorEntry):
         _leaf_mismatch(
             f"the state of a {type(leaf).__name__}", entry, "an iterator takes only the saved state of an iterator"
         )
-    state, saved = iterators.state_for_process(entry, index, count)
+    try:
+        state, saved = iterators.state_for_process(entry, index, count)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from error.__cause__
     if saved != count:
         _leaf_mismatch(
             f"the states of {count} iterators, one per process",
             f"those of {saved}",
             f"restore with that many processes, or put `...` in its place and set it yourself, to one of the states in "
-            f"tr.open(…)[{path!r}] (Grain's ElasticIterator has one state for any number of processes)",
+            f"tr.open(…)[{path!r}] (Grain's ElasticIterator has one state for any number of processes, and so has what "
+            "mixes or zips such iterators alone)",
         )
-    return LeafTarget("value", value=leaf, state=(state,))
+    return LeafTarget("value", value=leaf, state=(state, entry.info))
 
 
 def missing_target(path: str, leaf: Any, entry: Entry | None, *, allowed: bool) -> LeafTarget:

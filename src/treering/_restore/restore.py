@@ -17,7 +17,7 @@ from .._core.subtree import source_name
 from .._core.views import View
 from .._processes import progress_bar as _progress
 from .._processes.calls import Call
-from .._pytree import devices, iterators
+from .._pytree import devices, iterator_restore
 from .._threads.prefetch import prefetch
 from .._threads.python_gc import gc_paused
 from ..errors import MismatchError
@@ -90,9 +90,9 @@ def _finished(plan: RestorePlan, values: list[Any], *, moved: bool) -> list[Any]
     moved: True to also put leaves that `missing` kept from the template where `sharding` places them.
     """
     # This changes the caller's iterators in place, so it waits until nothing else can fail to be read.
-    for path, target in zip(plan.paths, plan.targets, strict=True):
-        if target.state:
-            iterators.set_state(path, target.value, *target.state)
+    iterator_restore.set_states(
+        [(path, one.value, *one.state) for path, one in zip(plan.paths, plan.targets, strict=True) if one.state]
+    )
     if moved:
         values = [
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value

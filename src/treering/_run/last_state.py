@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from .._core.values import decode_float
-from .._pytree import flax, iterators
+from .._pytree import flax, iterators, state_methods
 from .._pytree.metrics import encode_metrics
 from .._save.metadata import metadata_to_json
 from .._save.pending import PendingSave
@@ -213,8 +213,11 @@ def _note_tree(tree: Any, copy_limit: int | None) -> Callable[[], Any]:
             _check_size(leaves, copy_limit)
         copies: dict[int, Any] = {}
         for n, leaf in enumerate(leaves):
-            ref = objects.get(n) or (weakref.ref(leaf) if is_array[type(leaf)] else _note_leaf(leaf, copies))
-            held.append(ref)
+            try:
+                held.append(objects.get(n) or (weakref.ref(leaf) if is_array[type(leaf)] else _note_leaf(leaf, copies)))
+            except UnsupportedError as error:
+                path, _ = jax.tree_util.tree_flatten_with_path(structure.unflatten(leaves))[0][n]
+                raise UnsupportedError(f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {error}") from error
 
     def build() -> Any:
         found = [get() for get in held]
@@ -265,6 +268,6 @@ def _note_leaf(leaf: Any, copies: dict[int, Any]) -> Callable[[], Any]:
     """Returns a function that returns a leaf as it is now. `copies` of one tree keep a shared array shared."""
     if isinstance(leaf, np.ndarray):
         leaf = copies.setdefault(id(leaf), leaf.copy("K"))
-    elif iterators.is_iterator(type(leaf)):
+    elif state_methods.is_iterator(type(leaf)):
         leaf = iterators.freeze(leaf)
     return lambda: leaf

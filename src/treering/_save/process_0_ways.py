@@ -20,7 +20,7 @@ from . import native_ways
 from .contents import Changed
 from .foreign_way import foreign
 from .prepared import Prepared
-from .save_target import SaveTarget, check_no_iterators, check_path_free
+from .save_target import SaveTarget, check_iterators, check_path_free
 
 
 def copied_by_process_0(target: SaveTarget, contents: Changed) -> Prepared:
@@ -46,7 +46,7 @@ def via_native(target: SaveTarget, contents: Changed) -> Prepared:
     """
     assert contents.live and contents.change
     if target.format.name != "treering":
-        check_no_iterators(target.path, contents.view)
+        check_iterators(target, contents.view)
     parts = native_ways.stage_parts(target, contents.live.skeleton, contents.live.described)
     # Bind `contents.change` and not `contents`: the live arrays can then be freed once they are staged.
     return Prepared(parts.supply, functools.partial(_write_via_native, target, parts, contents.change))

@@ -39,7 +39,7 @@ from .metadata import metadata_to_json
 from .options import FormatOptions, SaveOptions
 from .pending import PendingSave, SaveReport
 from .save_source import save_view
-from .save_target import SaveTarget, check_info_kept, check_no_iterators, check_path_free
+from .save_target import SaveTarget, check_info_kept, check_iterators, check_path_free
 
 _log = logging.getLogger("treering")
 _WRITER_THREADS = 4  # threads of a save; while some wait for the disk, another copies and hashes
@@ -299,7 +299,7 @@ def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions
     view = save_view(ckpt, options.rules, options.dtype, info)
     if target.format.name != "treering":
         check_info_kept(target, view)
-        check_no_iterators(place, view)
+        check_iterators(target, view)
     check_path_free(target)
     return target, view
 

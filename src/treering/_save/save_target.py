@@ -94,9 +94,14 @@ def check_replaceable(target: SaveTarget) -> None:
             )
 
 
-def check_no_iterators(place: str, view: View) -> None:
-    if iterators := [path for path, entry in view.entries.items() if entry.type == "iterator"]:
+def check_iterators(target: SaveTarget, view: View) -> None:
+    """Raises `UnsupportedError` if the tree has iterators and the format cannot hold their states."""
+    found = [path for path, entry in view.entries.items() if entry.type == "iterator"]
+    check = getattr(target.format, "check_iterators", None)  # Orbax has it.
+    if found and check is not None:
+        check(view, **target.options.format_options)
+    elif found:
         raise UnsupportedError(
-            f"{place}: {', '.join(iterators)}: only the native format holds the state of data iterators; leave it out "
-            "with treering.rules.drop"
+            f"{target.path}: {', '.join(found)}: only the native format holds the state of data iterators, and the "
+            "format 'orbax' that of Grain's; leave it out with treering.rules.drop"
         )

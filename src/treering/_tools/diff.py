@@ -171,7 +171,7 @@ def _first_difference(a: Any, b: Any, where: str) -> str:
 def _are_states_equal(a: Any, b: Any) -> bool:
     """Returns True if two parts of states have the same encoding."""
     parts: tuple[list[Any], list[Any]] = ([], [])
-    if iterator_states.encode_state(a, "", 0, parts[0]) != iterator_states.encode_state(b, "", 0, parts[1]):
+    if iterator_states.encode_state(a, parts[0]) != iterator_states.encode_state(b, parts[1]):
         return False
     return all(memoryview(one) == memoryview(other) for one, other in zip(*parts, strict=True))
 

@@ -14,16 +14,17 @@ other node without children ``None``. A folder without a mark of completion is n
 Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
 and version 1's ``load``. With the option ``composite=True`` it writes one item for each key at the top of the tree,
 for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
-if it holds numbers or text and no arrays, values in JSON.
+if it holds numbers or text and no arrays, values in JSON. An iterator of Grain is an item, too.
 """
 
 import errno
 import os
 import posixpath
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from ..._core.source import Source
-from ...errors import CorruptError
+from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import is_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
@@ -120,6 +121,15 @@ class Orbax(ZarrFolders):
         if found and int(found[2]) == contents.step:
             kept.append("step")
         return kept
+
+    def check_iterators(self, contents: Source, *, composite: Any = False, **_: Any) -> None:
+        """Raises `UnsupportedError` for the iterators of a tree that cannot be items."""
+        from .iterators import NO_ITEM, refused
+
+        found = {path: entry for path, entry in contents.entries.items() if entry.type == "iterator"}
+        reasons = {path: refused(one) if composite and "/" not in path else NO_ITEM for path, one in found.items()}
+        if lines := [f"  {path or '(root)'}: {reason}" for path, reason in reasons.items() if reason]:
+            raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *lines]))
 
     def _writer(self) -> Callable[..., int]:
         from .write import write

@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._core.entries import ArrayEntry, Entry, ValueEntry
+from ..._core.entries import ArrayEntry, Entry, IteratorEntry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
 from ..._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM, Source
 from ..._core.values import encode
 from .._shared.safety import problems_of_names
+from . import iterators
 from .items import METRICS
 from .owned_files import NAMES
 from .schema import UNFINISHED
@@ -25,16 +26,20 @@ class Items(NamedTuple):
     """Holds the trees and the values in JSON, by item, and a line for each leaf or key that Orbax cannot hold.
 
     The name "" stands for a tree directly in the folder. `files` are the arrays of bytes that become files of an item.
+    `iterators` are the items that are states of iterators.
     """
 
     trees: Mapping[str, Sequence[Leaf]]
     values: Mapping[str, Any]
     problems: Sequence[str]
     files: Mapping[str, Mapping[str, ArrayEntry]] = {}
+    iterators: Mapping[str, IteratorEntry] = {}
 
 
 def items_of(contents: Source) -> Items:
     """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
+
+    An iterator of Grain is an item, as Grain's `CheckpointSave` writes it.
 
     If the tree is a `COMPOSITE`, an item of the class `JSON_ITEM` is JSON, and one that is a number, text or None.
 
@@ -47,6 +52,7 @@ def items_of(contents: Source) -> Items:
     trees: dict[str, Sequence[Leaf]] = {}
     values: dict[str, Any] = {}
     files: dict[str, Mapping[str, ArrayEntry]] = {}
+    states: dict[str, IteratorEntry] = {}
     problems: list[str] = []
     marked = skeleton[0].name == COMPOSITE
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
@@ -54,8 +60,13 @@ def items_of(contents: Source) -> Items:
         plain = all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries)
         is_value = not isinstance(part[0], Node) and all(entry.type in _JSON for entry in entries)
         is_json = _is_of(part, JSON_ITEM) or is_value if marked else plain
-        if reason := _refused(name, part, is_json=marked and is_json):
+        state = entries[0] if entries and not isinstance(part[0], Node) else None
+        is_state = isinstance(state, IteratorEntry)
+        if reason := _refused(name, part, is_one=is_state or (marked and is_json)):
             problems.append(f"  {name or repr(name)}: {reason}")
+        elif isinstance(state, IteratorEntry):
+            states[name] = state
+            problems += [f"  {name}: {reason}"] if (reason := iterators.refused(state)) else []
         elif is_files(part):
             files[name] = {leaf.keys[0][0]: leaf.entry for leaf in leaves if isinstance(leaf.entry, ArrayEntry)}
             problems += _problems_of_files(leaves if entries else [], name)
@@ -67,7 +78,7 @@ def items_of(contents: Source) -> Items:
             problems += problems_of(leaves, name)
     if contents.metrics:
         values[METRICS] = dict(contents.metrics)
-    return Items(trees, values, problems, files)
+    return Items(trees, values, problems, files, states)
 
 
 def is_files(skeleton: Skeleton) -> bool:
@@ -89,11 +100,14 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
         yield split(key_text(key))[0], part, list(itertools.islice(rest, count))
 
 
-def _refused(name: str, part: Skeleton, *, is_json: bool) -> str | None:
-    """Returns the reason why the subtree below a key cannot be an item; None if it can. `is_json`: it is marked so."""
-    if not is_json and not isinstance(part[0], Node):
+def _refused(name: str, part: Skeleton, *, is_one: bool) -> str | None:
+    """Returns the reason why the subtree below a key cannot be an item; None if it can.
+
+    is_one: True if a leaf is an item, because it is the state of an iterator, or marked as JSON.
+    """
+    if not is_one and not isinstance(part[0], Node):
         return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
-    if not is_json and len(part) == 1 and not is_files(part):
+    if not is_one and len(part) == 1 and not is_files(part):
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:
         return "Orbax uses this name itself; rename it with treering.rules.rename"

@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, ValueEntry
+from ..._core.entries import NO_ARRAY, ArrayEntry, Entry, IteratorEntry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton
 from ..._core.source import Source
@@ -17,6 +17,7 @@ from .._zarr import metadata
 from .._zarr.chunks import Chunks
 from .._zarr.leaves import add_array, add_number
 from .._zarr.writer import Writer
+from .iterators import NO_ITEM
 from .metadata import DICT, SEQUENCE, STRINGS
 from .schema import ARRAY_META, ONE_DEVICE, SHARDINGS, TREE
 from .tree import KEY, MAX_LEVELS
@@ -126,6 +127,8 @@ def _refused(leaf: Leaf) -> str | None:
     if isinstance(leaf.entry, ArrayEntry):
         dtype = leaf.entry.dtype
         return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr cannot hold"
+    if isinstance(leaf.entry, IteratorEntry):
+        return NO_ITEM
     if leaf.kind != "scalar":
         return None
     value = _value(leaf)

@@ -19,6 +19,7 @@ from .._zarr.folder import part_of_database
 from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
+from . import iterators
 from .items import METRICS, VALUES
 from .items_write import Items, is_files, items_of
 from .owned_files import NAMES, owned_files
@@ -49,6 +50,7 @@ def write(
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
     handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
+    handlers |= dict.fromkeys(items.iterators, iterators.HANDLER)
     # A handler may have written a file of that name itself.
     own = [name for name, files in items.files.items() if COMMITTED in files]
     marks = [posixpath.join(name, COMMITTED) for name in {**handlers, **items.files, "": ""} if name not in own]
@@ -84,6 +86,10 @@ def write(
                 (content,) = contents.read([(entry, full_box(entry.shape))])
                 with file_of_new_folder(store, place) as opened:
                     opened.write(content.tobytes())
+        for name, entry in items.iterators.items():
+            for file, content in iterators.files_of(entry, call.count).items():
+                with file_of_new_folder(store, posixpath.join(folder, name, file)) as opened:
+                    opened.write(content)
         for name, value in items.values.items():
             put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), json.dumps(value))
         put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))

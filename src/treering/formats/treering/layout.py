@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, full_box, sharding_to_json
-from ..._core.entries import Entry, StatesEntry, ValueEntry
+from ..._core.entries import Entry, IteratorEntry, IteratorInfo, StatesEntry, ValueEntry
 from ..._processes.assignment import Assignment, Piece
 from ..._pytree.leaves import Catalogue
 from ...stores.buffers import PAGE
@@ -159,17 +159,22 @@ class FileIndex:
 
 
 class Rows(NamedTuple):
-    """The leaf rows of the manifest in tree order, with the layouts and holders that rows of arrays refer to."""
+    """The leaf rows of the manifest in tree order.
+
+    layouts, holders: those that rows of arrays refer to.
+    iterators: what is recorded about iterators, by path.
+    """
 
     leaves: list[ArrayRow | ValueEntry]
     layouts: list[Layout]
     holders: list[LeafFiles]
+    iterators: dict[str, IteratorInfo]
 
 
 def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIndex) -> Rows:
     """Returns the rows of the manifest. A leaf without a share is one piece in a file of process 0."""
     known: dict[Any, int | None] = {}
-    out = Rows([], [], [])
+    out = Rows([], [], [], {})
     only = numbers.of_all(((0,),))
 
     def listed(files: LeafFiles) -> int:
@@ -222,8 +227,12 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIn
         return known[key] or 0, 0
 
     for n, entry in enumerate(catalogue.entries):
-        if isinstance(entry, StatesEntry):
-            out.leaves.append(states_row(entry, place(n, entry.shape)))
+        if isinstance(entry, IteratorEntry):
+            is_array = isinstance(entry, StatesEntry)
+            value = ValueEntry(entry.path, entry.type, entry.value)
+            out.leaves.append(states_row(entry, place(n, entry.shape)) if is_array else value)
+            if entry.info != IteratorInfo():
+                out.iterators[entry.path] = entry.info
             continue
         if isinstance(entry, ValueEntry):
             out.leaves.append(entry)

@@ -114,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     metadata_floats: the places in `metadata` of floats that JSON cannot write; `decode` puts the floats there.
     holders: `holders[h][i]` lists the files that may hold cell `i` of a layout with these holders.
+    iterators: an `IteratorInfo` by path; anything else is ignored.
     """
 
     format: str
@@ -130,6 +131,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     holders: list[tuple[tuple[int, ...], ...]] = []
     placement: Placement | None = None
     static: Mapping[str, Mapping[str, Any]] = {}
+    iterators: Any = {}
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
 

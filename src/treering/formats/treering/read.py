@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..._core.boxes import Box, full_box
-from ..._core.entries import ArrayEntry, Entry, StatesEntry
-from ..._core.iterator_states import unpack
+from ..._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, StatesEntry
+from ..._core.iterator_states import Packed, unpack
 from ..._core.skeleton import Skeleton
 from ..._core.source import EVERYTHING, Problem, Share
 from ..._threads.python_gc import gc_paused
@@ -28,7 +29,7 @@ from .._shared import strict_json
 from . import manifest, metrics, validity
 from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
-from .manifest_fields import STATES, ArrayRow, File, as_utc
+from .manifest_fields import ArrayRow, File, as_utc
 from .object_reads import read_objects
 from .open_files import OpenFiles
 from .piece_locations import PieceLocations
@@ -63,8 +64,8 @@ class Reader:
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         self._state_rows: dict[str, ArrayRow] = {}  # the states of iterators, as arrays
-        if STATES.encode() in self._manifest_bytes:
-            self._find_states()
+        if b'"iterator' in self._manifest_bytes:  # a value of this type, or the name of the feature `STATES`
+            self._find_iterators()
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metadata = self._manifest.metadata
@@ -72,23 +73,33 @@ class Reader:
         self._files = OpenFiles(store, path, self._manifest.files, self.identity, len(self._manifest_bytes))
         self._locations = PieceLocations(path, self._manifest, self.entries, self._state_rows, self._files)
 
-    def _find_states(self) -> None:
-        """Adds the iterators whose states are stored in array files to the entries."""
+    def _find_iterators(self) -> None:
+        """Adds to the entries what is recorded about iterators, and those whose states are stored in array files."""
         # A strong reference would be a cycle through the entries, and keep the files open until Python collects it.
         this: weakref.ref[Reader] = weakref.ref(self)
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and (found := row.of_states()):
                 lengths, self._state_rows[row.path] = found
                 read = functools.partial(_read_state, this, row.path)
-                self.entries[row.path] = StatesEntry(row.path, "iterator", lengths, read)
+                self.entries[row.path] = StatesEntry(row.path, "iterator", lengths, self._iterator_info(row.path), read)
+            elif row.type == "iterator":
+                self.entries[row.path] = IteratorEntry(row.path, row.type, row.value, self._iterator_info(row.path))
 
-    def _read_process_state(self, path: str, process: int) -> Any:
+    def _iterator_info(self, path: str) -> IteratorInfo:
+        """Returns what is recorded about an iterator, or nothing if that is not as it should be."""
+        recorded = self._manifest.iterators
+        try:
+            return msgspec.convert(recorded.get(path, {}) if isinstance(recorded, dict) else {}, IteratorInfo)
+        except msgspec.ValidationError:
+            return IteratorInfo()
+
+    def _read_process_state(self, path: str, process: int, exact: bool) -> Any:
         """Reads the state of an iterator in a process. Raises `UnsupportedError` for bytes that are not a state."""
         row, entry = self._state_rows[path], self.entries[path]
         assert isinstance(entry, StatesEntry)
         (data,) = self.read([(row, entry.box(process))], mmap=False)
         try:
-            return unpack(data, strict_json.parse)
+            return unpack(Packed(data, entry.info.types_of(process)), strict_json.parse, exact=exact)
         except (*strict_json.MALFORMED, CorruptError) as error:
             raise manifest.invalid(f"{self.path}: {path}: {error}", self._manifest.software) from None
 
@@ -282,14 +293,14 @@ class Reader:
         if isinstance(entry, StatesEntry) and share.number == 1:
             with contextlib.suppress(CorruptError):  # `problems` has yielded the damaged block already.
                 for process in range(len(entry.value)):
-                    entry.state(process)
+                    self._read_process_state(path, process, False)
 
     def _leaves_in(self, number: int) -> tuple[str, ...]:
         rows = (row for row in self._manifest.leaves if isinstance(row, ArrayRow))
         return tuple(row.path for row in rows if number in self._locations.files_of(row))
 
 
-def _read_state(reader: "weakref.ref[Reader]", path: str, process: int) -> Any:
+def _read_state(reader: "weakref.ref[Reader]", path: str, process: int, exact: bool) -> Any:
     found = reader()
     assert found is not None
-    return found._read_process_state(path, process)
+    return found._read_process_state(path, process, exact)

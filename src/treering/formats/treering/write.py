@@ -232,6 +232,7 @@ def _manifest(
             holders=rows.holders,
             placement=placement,
             static=job.catalogue.static,
+            iterators=rows.iterators,
             tree=list(job.tree),
             leaves=rows.leaves,
         )

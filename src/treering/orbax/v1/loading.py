@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..._pytree import iterators
+from ..._pytree import state_methods
 from ...errors import MismatchError
 from .. import handler_files, item_restore
 from ..restore_args import PLACEHOLDER as PLACEHOLDER
@@ -110,7 +110,7 @@ def plain(abstract: Any) -> Any:
 
 def _load(name: str, part: Part, abstract: Any, context: Context) -> Any:
     if part.tree is not None:
-        if abstract is not None and iterators.is_iterator(type(abstract)):
+        if abstract is not None and state_methods.is_iterator(type(abstract)):
             return item_restore.restore_iterator(part.tree, abstract)
         return load_tree(part.tree, abstract, context)
     handler = handler_of(name, part, abstract, context)

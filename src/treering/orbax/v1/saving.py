@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..._pytree import iterators
+from ..._pytree import state_methods
 from ..._save.pending import PendingSave
 from ..._save.save import save as save_now
 from ..._save.save import save_async as save_in_background
@@ -150,7 +150,7 @@ def _part(name: str, value: Any, context: Context, for_orbax: bool) -> Any:
     handler = registry.handler_to_save(context.checkpointables.registry, name, value)
     if handler is not None:
         return own_files.save_files(value, handler)
-    is_iterator = iterators.is_iterator(type(value))
+    is_iterator = state_methods.is_iterator(type(value))
     if isinstance(value, StatefulCheckpointable) and (for_orbax or not is_iterator):
         return own_files.save_files(value, None)
     if is_iterator:
