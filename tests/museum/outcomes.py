@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The case as a line of the table in docs/explanation/reliability.md."""
+        """The case as a line of the table in benchmarks/results/museum.md."""
         repository, number = self.report.split("#")
         link = f"[{repository.split('/')[1]} {number}](https://github.com/{repository}/issues/{number})"
         adapter = (self.adapter or "not tried") if self.about_orbax else "–"
