@@ -34,7 +34,7 @@ def match(
     name: str,
     as_written: Mapping[str, Entry],
     *,
-    numbers_are_arrays: bool,
+    records_kinds: bool,
     elsewhere: Callable[[], OutsideState],
 ) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
@@ -44,7 +44,7 @@ def match(
     name: the path of the checkpoint, for errors.
     as_written: the entries under their paths in the checkpoint, which rules match. The paths of `entries` are those of
         the template: they lack the levels that some formats have for boxes (see `variable_levels`).
-    numbers_are_arrays: see `treering.formats.Source`.
+    records_kinds: see `source.records_kinds`.
     elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
 
     Raises `MismatchError` with the likely cause and every difference.
@@ -57,7 +57,7 @@ def match(
         like: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
     ) -> _Compared:
         entries = variable_levels.rename_to_tree(like, entries) if written else entries
-        return _compare(like, entries, skeleton, policy, numbers_are_arrays)
+        return _compare(like, entries, skeleton, policy, records_kinds)
 
     _check_globs(policy, flat_tree.paths)
     targets, found, differences = compare(flat_tree, entries, skeleton, policy, written=False)
@@ -92,7 +92,7 @@ def _compare(
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
     policy: Policy,
-    numbers_are_arrays: bool,
+    records_kinds: bool,
 ) -> _Compared:
     targets: list[LeafTarget] = []
     differences: list[Difference] = []
@@ -131,7 +131,7 @@ def _compare(
                 assert entry is not None
                 found = True
                 make = saved_target if policy.kinds == "saved" and path not in policy.cast_leaves else target_of
-                targets.append(make(path, leaf, entry, policy.dtype, numbers_are_arrays))
+                targets.append(make(path, leaf, entry, policy.dtype, records_kinds))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]
         except LeafMismatch as difference:

@@ -107,7 +107,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         policy,
         name,
         as_written,
-        numbers_are_arrays=source.numbers_are_arrays,
+        records_kinds=records_kinds(source),
         elsewhere=elsewhere,
     )
     plan = RestorePlan(

@@ -16,7 +16,7 @@ _log = logging.getLogger("treering")
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
 
 
-def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> LeafTarget:
+def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: bool) -> LeafTarget:
     """Returns the target that has the saved kind. The template's leaf says only the shape.
 
     asked: the argument `dtype` of the restore, which takes precedence over the saved dtype.
@@ -28,11 +28,11 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
         text = entry.type in ("str", "bytes")
         other = entry.type != type(leaf).__name__ if text else type(leaf) in (str, bytes)
         if shape != () or other or not (text or entry.type in ("bool", "int", "float", "complex")):
-            return target_of(path, leaf, entry, asked, numbers_are_arrays)
+            return target_of(path, leaf, entry, asked, records_kinds)
         return LeafTarget("value", value=entry.decode())
     is_key = entry.type == "key"
     if type(leaf) in (str, bytes) or shape != _shape_as(leaf, entry):
-        return target_of(path, leaf, entry, asked, numbers_are_arrays)
+        return target_of(path, leaf, entry, asked, records_kinds)
     dtype = dtypes.to_numpy(entry.dtype)
     if is_key:
         return LeafTarget("key", entry, dtype)
