@@ -18,11 +18,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
+import resumed_jobs
 import treering as tr
 from treering._restore import restore as restore_module
-from treering.errors import MismatchError
+from treering.errors import MismatchError, UnsupportedError
 
 P = jax.P
 
@@ -128,11 +130,41 @@ def test_other_shapes_than_those_of_init_are_refused(tmp_path: pathlib.Path, ini
 
 
 @pytest.mark.long
-def test_a_dtype_that_jax_does_not_have_now_is_refused(tmp_path: pathlib.Path) -> None:
-    with jax.enable_x64(True):
-        tr.save(tmp_path / "run" / "step-00000001", {"w": jnp.ones(3, jnp.float64)}, step=1)
-    with tr.Checkpointer(tmp_path / "run") as ckpts, pytest.raises(MismatchError, match="jax_enable_x64 is off"):
-        ckpts.restore_or_init(lambda: {"w": jnp.ones(3)})
+def test_a_dtype_that_jax_does_not_have_now_is_refused_unless_init_makes_it(tmp_path: pathlib.Path) -> None:
+    where = NamedSharding(auto_mesh(), P("x"))
+    format = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[3]))
+
+    def init() -> Any:
+        with jax.enable_x64(True):
+            wide = {"w": jnp.arange(8.0) / 3, "n": jnp.asarray(2**40), "u": jnp.uint64(2**63), "z": jnp.asarray(1j / 3)}
+            placed = {"laid": jax.device_put(jnp.ones((2, 3)) / 3, format), "spread": jax.device_put(wide["w"], where)}
+        return {**wide, **placed, "single": jnp.ones(3), "key": jax.random.key(0)}
+
+    def described(state: Any) -> Any:
+        return resumed_jobs.describe(state)["leaves"]
+
+    state, found = resumed(tmp_path / "run", init)
+    assert [leaf.dtype for leaf in (state["w"], state["n"], state["z"])] == ["float64", "int64", "complex128"]
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        assert described(state) == described(found) == described(ckpts.restore(init()))
+        with pytest.raises(MismatchError, match=r"w: expected float32, because jax_enable_x64 is off, found float64"):
+            ckpts.restore_or_init(lambda: {**init(), "w": jnp.ones(8)})
+        with pytest.raises(MismatchError, match=r"w: expected float32, because jax_enable_x64 is off, found float64"):
+            ckpts.restore_or_init(lambda: {**init(), "w": np.ones(8)})
+    assert not jax.config.read("jax_enable_x64")
+
+
+def test_an_init_with_code_and_dtypes_as_leaves_is_resumed(tmp_path: pathlib.Path) -> None:
+    def init() -> Any:
+        jaxpr = jax.make_jaxpr(lambda x: x * 2)(jnp.ones(3)).jaxpr
+        return {"w": jnp.ones(2), "dtypes": [np.dtype("float32"), np.float32, jnp.bfloat16, np.ndarray], "jac": jaxpr}
+
+    state, found = resumed(tmp_path / "run", init)
+    assert found["dtypes"] == state["dtypes"] and type(found["jac"]) is type(state["jac"])
+    with tr.Checkpointer(tmp_path / "other") as ckpts:
+        state, _ = ckpts.restore_or_init(lambda: {"w": jnp.ones(2), "mesh": auto_mesh()})
+        with pytest.raises(UnsupportedError, match="mesh: .*Mesh; convert it"):
+            ckpts.save(1, state)
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core
 
 from .._pytree import flax, walk
@@ -163,10 +164,10 @@ def _check_same(real: walk.FlatTree, traced: walk.FlatTree) -> None:
 
 
 def _described(leaf: Any) -> str:
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return f"{leaf.dtype}{list(leaf.shape)} of JAX"
-    shape = getattr(leaf, "shape", None)
-    return type(leaf).__name__ if shape is None else f"{leaf.dtype}{list(shape)} of {type(leaf).__name__}"
+    if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+        return type(leaf).__name__
+    kind = "JAX" if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)} of {kind}"
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

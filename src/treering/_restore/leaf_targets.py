@@ -84,7 +84,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
         if isinstance(dtype, str):
             _leaf_mismatch(_shape_text(leaf), entry, dtype.format(path=path))
     if not on_host:
-        check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it")
+        check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it", leaf)
     weak = not on_host and dtype == want and _is_weak(leaf)
     if records_kinds and not on_host and entry.type in ("jax", "jax-weak") and dtypes.to_numpy(entry.dtype) == dtype:
         weak = entry.type == "jax-weak"
@@ -209,10 +209,13 @@ def fits_dtype(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return limits.min <= int(wide.min()) and int(wide.max()) <= limits.max
 
 
-def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
-    """Raises `LeafMismatch` if JAX lacks a dtype, or has it only with `jax_enable_x64`, which is off."""
+def check_width(dtype: np.dtype[Any], found: Entry, why: str = "", leaf: Any = None) -> None:
+    """Raises `LeafMismatch` if JAX lacks a dtype, or has it only with `jax_enable_x64`, which is off.
+
+    leaf: the template's. If it has the dtype, the program made it with `jax.enable_x64`, and its arrays keep 64 bits.
+    """
     allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
-    if allowed == dtype:
+    if allowed == dtype or (allowed is not None and _has_dtype(leaf, dtype, found)):
         return
     if allowed is None:
         raise LeafMismatch("a dtype that JAX has", describe_entry(found), "restore it into a NumPy array")
@@ -224,6 +227,13 @@ def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
         describe_entry(found),
         f"use {allowed.name}, or switch it on",
     )
+
+
+def _has_dtype(leaf: Any, dtype: np.dtype[Any], found: Entry) -> bool:
+    """Returns True if a template's leaf is an array of JAX of this dtype, or the shape of one that was saved so."""
+    if isinstance(leaf, _HOST_TYPES) or not hasattr(leaf, "dtype") or leaf.dtype != dtype:
+        return False
+    return isinstance(leaf, jax.Array) or (isinstance(found, ArrayEntry) and found.dtype == dtype.name)
 
 
 def is_jax_dtype(dtype: np.dtype[Any]) -> bool:

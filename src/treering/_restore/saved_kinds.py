@@ -10,6 +10,7 @@ import numpy as np
 from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.leaf_paths import join_names
+from .._pytree.leaves import is_function
 from .leaf_targets import LeafTarget, check_width, target_of
 
 _log = logging.getLogger("treering")
@@ -41,7 +42,7 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: 
         own = getattr(leaf, "dtype", dtype)
         want = np.dtype(asked) if asked != "template" else np.dtype(own) if dtypes.is_float(np.dtype(own)) else dtype
     if entry.type in ("jax", "jax-weak"):
-        check_width(want, entry)
+        check_width(want, entry, leaf=leaf)
         return LeafTarget("jax", entry, want, entry.type == "jax-weak" and want == dtype)
     return LeafTarget("numpy-scalar" if entry.type == "numpy-scalar" else "numpy", entry, want)
 
@@ -96,7 +97,8 @@ _Kind = tuple[str, Any, bool]  # a name, the dtype, and True for a weak type
 
 
 def _has_kind(leaf: Any, target: LeafTarget) -> bool:
-    return (type(leaf) in _SCALARS or hasattr(leaf, "dtype")) and not target.filled and target.state is None
+    has = type(leaf) in _SCALARS or (hasattr(leaf, "dtype") and not is_function(leaf))
+    return has and not target.filled and target.state is None
 
 
 def _kind_of(leaf: Any) -> _Kind:

@@ -211,7 +211,7 @@ def template_layouts(leaves: Sequence[Any]) -> Iterator[tuple[int, tuple[int, ..
     for n, leaf in enumerate(leaves):
         if type(leaf) is jax.ShapeDtypeStruct:
             layout = None if leaf.sharding is None else _order(leaf)  # A layout always comes with a sharding.
-        elif getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
+        elif not isinstance(leaf, type) and getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
             layout = layout_of(leaf)
         else:
             continue
