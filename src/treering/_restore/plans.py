@@ -156,6 +156,7 @@ def _with_places(
         if as_saved:
             saved_shardings.check(saved, plan.source, paths, targets, name)
         free = {n for n, wish in enumerate(wished) if wish is None}
+        saved = saved if as_saved else saved_shardings.of_this_job(saved, free)
         layouts.update({n: layout for n, layout in saved.layouts.items() if n in free})
         plan = plan._replace(uncommitted=saved.uncommitted & free)
         rest = _place.requested_shardings(None, template, paths, leaves, arrays)

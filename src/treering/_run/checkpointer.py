@@ -297,9 +297,9 @@ class Checkpointer(StepList):
 
         A resumed job continues as if it had not been interrupted. Structure and functions come from `init`. Every leaf
         has the type, dtype, weak type, sharding, memory kind and layout that it was saved with. One JAX array in two
-        leaves is one array again. Leaves saved with `dtype=` have the dtype of `init`. If the job has other devices,
-        arrays whose saved placement is impossible go where `init` places them; a warning names them. Foreign formats
-        record no types: `init` decides.
+        leaves is one array again. Leaves saved with `dtype=` have the dtype of `init`. If the job has other devices and
+        no mesh is set that replaces the old one, all arrays go where `init` places them; a warning says so. Foreign
+        formats record no types: `init` decides.
 
         init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails,
             if tracing would leave a tracer behind, and to see where it places arrays without a known placement. The
