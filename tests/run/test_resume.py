@@ -132,7 +132,7 @@ def test_other_shapes_than_those_of_init_are_refused(tmp_path: pathlib.Path, ini
 
 
 @pytest.mark.long
-def test_a_dtype_that_jax_does_not_have_now_is_refused_unless_init_makes_it(tmp_path: pathlib.Path) -> None:
+def test_a_dtype_that_jax_lacks_is_refused_unless_init_makes_it(tmp_path: pathlib.Path) -> None:
     where = NamedSharding(auto_mesh(), P("x"))
     format = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[3]))
 

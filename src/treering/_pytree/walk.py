@@ -116,6 +116,13 @@ def _static_of(split: flax.Split) -> Static:
     return found
 
 
+def forget_structures() -> None:
+    """Forgets the structures that are remembered, because a function in one of them may hold a tracer."""
+    global _cache, _graph
+    _cache, _graph = {}, None
+    flax.forget_structures()
+
+
 @runs_user_code
 def _flatten_tree(tree: Any) -> FlatTree:
 
