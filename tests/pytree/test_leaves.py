@@ -118,7 +118,7 @@ def test_every_jax_dtype_keeps_every_bit(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", WIDE_JAX_DTYPES)
 def test_wide_dtypes_are_never_narrowed(tmp_path: Path, name: str) -> None:
-    """64-bit dtypes are restored with x64. Without x64 a restore into JAX raises an error, unless the template has them."""
+    """64-bit dtypes are restored with x64, or if the template has them. Else a restore into JAX raises an error."""
     with jax.enable_x64(True):
         tree = {"a": jnp.asarray(filled(name))}
         assert tree["a"].dtype == name

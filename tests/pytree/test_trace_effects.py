@@ -10,7 +10,7 @@ import pathlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -304,7 +304,7 @@ def test_a_tracer_that_cannot_be_undone_is_an_error_with_advice(tmp_path: pathli
 
     init = hidden("home")
     with ckpts_of("run") as ckpts:
-        first, step = ckpts.restore_or_init(init)
+        first, _ = ckpts.restore_or_init(init)
         ckpts.save(1, first)
     with ckpts_of("run") as ckpts, pytest.raises(UnsupportedError) as caught:
         ckpts.restore_or_init(init)
@@ -365,7 +365,7 @@ def test_what_another_thread_changes_during_the_trace_is_kept(tmp_path: pathlib.
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the objects of each walk."""
     counts: list[int] = []
     edges = leaks.edges
@@ -377,7 +377,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             yield edge
 
     monkeypatch.setattr(leaks, "edges", counted)
-    yield counts
+    return counts
 
 
 def test_a_pure_init_is_only_traced_and_little_is_searched(tmp_path: pathlib.Path, walks: list[int]) -> None:

@@ -21,8 +21,8 @@ from . import jax_private, leaks
 _ABSENT = object()
 _CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque)
 WITHOUT_TRACING = (
-    "Replace restore_or_init, which traces init, by `state, step = (ckpts.restore(like=init()), ckpts.restored_step) if "
-    "ckpts.steps else (init(), 0)`"
+    "Replace restore_or_init, which traces init, by `state, step = (ckpts.restore(like=init()), ckpts.restored_step) "
+    "if ckpts.steps else (init(), 0)`"
 )
 _MAX_STEPS = 6  # from a tracer to the global that holds it
 _OWN_ATTRIBUTES = ("__dict__", "__weakref__")  # of a class, which cannot be set

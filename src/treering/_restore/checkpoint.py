@@ -227,6 +227,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         missing: str | Iterable[str] = "error",
         extra: str | Iterable[str] = "error",
         dtype: Any = None,
+        grow: Iterable[str] = (),
         sharding: Any = None,
         verify: bool = True,
         mmap: bool | None = None,
@@ -242,6 +243,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             "missing": missing,
             "extra": extra,
             "dtype": dtype,
+            "grow": grow,
             "sharding": sharding,
             "verify": verify,
             "mmap": mmap,
@@ -268,6 +270,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         missing: str | Iterable[str] = "error",
         extra: str | Iterable[str] = "error",
         dtype: Any = None,
+        grow: Iterable[str] = (),
         **options: Any,
     ) -> Any:
         """The tree; with a `call`, every process of the job makes it."""
@@ -276,7 +279,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
         check_not_left_out(self._source)
         view = self.at(at).apply(rules) if rules else self.at(at)
-        policy = Policy(missing, extra, dtype, at, bool(rules))
+        policy = Policy(missing, extra, dtype, cast("Sequence[str]", grow), at, bool(rules))
         return _restore.restore(view._source, like, policy, call=call, **options)
 
     def _repr_html_(self) -> str:

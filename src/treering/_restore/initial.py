@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,14 +75,16 @@ class Initial:
             _log.warning("init cannot be traced, so it is called for the shapes of the state: %s", error)
             self.split, self.flat_tree = _flattened(_from_tree(error.call(init)))
             self.called = True
+
     @functools.cached_property
-    def places(self) -> Sequence[_place.ShardingOrNone]:
-        """The place of each leaf in the state that `init` returns. Calls `init` if it was only traced before."""
+    def places(self) -> Mapping[str, _place.ShardingOrNone]:
+        """The place of each leaf that `init` makes, by path. Calls `init` if it was only traced before."""
         split = self.split if self.called else _from_tree(self._init())
         if not self.called:
             _check_same(walk.flatten_tree(split.tree), self.flat_tree)
         leaves, _ = walk.flatten_leaves(split.tree)
-        return [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
+        places = [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
+        return dict(zip(self.flat_tree.paths, places, strict=True))
 
 
 def first_state(init: Callable[[], Any], sharding: Any = None) -> Any:
@@ -133,14 +135,14 @@ def _traced(init: Callable[[], Any]) -> tuple[flax.Split, walk.FlatTree]:
 
     if effects.held:
         raise _Untraceable(f"{effects.held} holds a tracer", effects)
-    why = ""
+    why, shapes = "", None
     with gc_paused():  # The objects of the trace stay young, so that those left behind are found at once.
         try:
             shapes = jax.eval_shape(make_arrays, 0.0)
-        except Exception as error:  # If `init` itself is at fault, it fails again when it is called, and that is raised.
+        except Exception as error:  # If `init` itself is at fault, it fails again when it is called.
             made.clear()
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if not why:
+        if shapes is not None:
             split, flat_tree = _flattened(made.pop().with_arrays(shapes))
             if effects.are_over():
                 return split, flat_tree

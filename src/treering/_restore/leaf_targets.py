@@ -86,8 +86,8 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
     if not on_host:
         check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it", leaf)
     weak = not on_host and dtype == want and _is_weak(leaf)
-    if records_kinds and not on_host and entry.type in ("jax", "jax-weak") and dtypes.to_numpy(entry.dtype) == dtype:
-        weak = entry.type == "jax-weak"
+    if records_kinds and not on_host and isinstance(entry, ArrayEntry) and dtypes.to_numpy(entry.dtype) == dtype:
+        weak = entry.type == "jax-weak" or (weak and entry.type != "jax")
     make = "numpy-scalar" if isinstance(leaf, np.generic) else "numpy" if on_host else "jax"
     return LeafTarget(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
 

@@ -16,7 +16,8 @@ from .._pytree import variable_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
 from ..errors import Difference, MismatchError
-from . import named_tuples
+from . import grown_parts, named_tuples
+from .grown_parts import Grown
 from .iterator_hints import OutsideState, with_hints
 from .leaf_targets import LeafMismatch, LeafTarget, check_width, missing_target, target_of
 from .policy import Policy
@@ -36,6 +37,8 @@ def match(
     *,
     records_kinds: bool,
     elsewhere: Callable[[], OutsideState],
+    problems: Sequence[Difference],
+    grown: Callable[[Sequence[str]], Grown],
 ) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
 
@@ -46,6 +49,8 @@ def match(
         the template: they lack the levels that some formats have for boxes (see `variable_levels`).
     records_kinds: see `source.records_kinds`.
     elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
+    problems: differences that are known already.
+    grown: returns the template with the parts grown that globs match.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
@@ -61,14 +66,16 @@ def match(
 
     _check_globs(policy, flat_tree.paths)
     targets, found, differences = compare(flat_tree, entries, skeleton, policy, written=False)
+    differences = [*problems, *differences]
     filled = [] if differences else [p for p, target in zip(flat_tree.paths, targets, strict=True) if target.filled]
     # If all leaves are missing, the restore fails even if `missing` allows that: probably the path or names are wrong.
     if differences or (filled and not found):
+        differences = grown_parts.with_hints(differences, flat_tree, entries, policy.at, grown)
         differences = with_hints(differences, flat_tree, entries, elsewhere())
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
 
         try:
-            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare)
+            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown)
         except Exception:  # A defect in the suggestion must not hide the differences.
             _log.debug("%s: the likely cause could not be found", name, exc_info=True)
             cause = ""

@@ -21,7 +21,7 @@ from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function
 from ..errors import Difference
 from . import array_placement as _place
-from . import match, positional, saved_kinds, saved_shardings
+from . import grown_parts, match, positional, saved_kinds, saved_shardings
 from .array_placement import ShardingOrNone
 from .initial import Initial
 from .iterator_hints import OutsideState
@@ -98,6 +98,9 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         skeleton = [Node("dict", "", [level]), *skeleton]
     as_written, entries = entries, variable_levels.rename_to_tree(flat_tree, entries)
     initial = like if isinstance(like, Initial) else None
+
+    grown = functools.partial(grown_parts.grow, split, flat_tree, entries, skeleton, policy.at)
+    template, join, flat_tree, problems = grown(policy.grow) if policy.grow else (template, join, flat_tree, ())
     if initial and records_kinds(source):
         policy = dataclasses.replace(policy, kinds="saved", cast_leaves=_cast(source, entries))
     targets = match.match(
@@ -109,6 +112,8 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         as_written,
         records_kinds=records_kinds(source),
         elsewhere=elsewhere,
+        problems=problems,
+        grown=grown,
     )
     plan = RestorePlan(
         full_source(source),

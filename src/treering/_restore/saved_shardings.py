@@ -181,7 +181,7 @@ def resumed_shardings(
             join_names(tuple(paths[n] or "(root)" for n in unknown)),
         )
     for n in unknown:
-        wishes[n] = initial.places[n] or UNCOMMITTED
+        wishes[n] = initial.places.get(paths[n]) or UNCOMMITTED
     return wishes
 
 

@@ -301,9 +301,9 @@ class Checkpointer(StepList):
         no mesh is set that replaces the old one, all arrays go where `init` places them; a warning says so. Foreign
         formats record no types: `init` decides.
 
-        init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails or
-            leaves a tracer behind, which is undone first, and to see where it places arrays without a known placement.
-            The first job calls and then traces it.
+        init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails
+            or leaves a tracer behind, which is undone first, and to see where it places arrays without a known
+            placement. The first job calls and then traces it.
         sharding: replaces the saved sharding of JAX arrays; see `treering.restore`. Leaves without one (None in a tree,
             or as the result of a function) stay where they were saved. The first job makes arrays there.
         options: as for `restore`. `dtype="template"` takes the floating-point dtypes of `init`.
