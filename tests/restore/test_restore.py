@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 import pathlib
 import pickle
 from typing import Any
@@ -356,11 +357,35 @@ def test_an_int_and_a_0d_integer_array_stand_for_one_another(saved: Any) -> None
     found = tr.restore(path, like={"step": jnp.zeros((), jnp.int32)})["step"]
     assert isinstance(found, jax.Array) and found.dtype == jnp.int32 and found == 7
     assert isinstance(tr.restore(path, like={"step": np.array(0, np.int16)})["step"], np.ndarray)
-    path = saved({"step": jnp.int32(7)})
-    assert type(tr.restore(path, like={"step": 0})["step"]) is int
     path = saved({"step": 2**40})
-    with pytest.raises(MismatchError, match="it does not fit"):
+    with pytest.raises(MismatchError, match="it does not fit; use an int in the template"):
         tr.restore(path, like={"step": jnp.zeros((), jnp.int32)})
+    assert tr.restore(path, like={"step": 0}) == {"step": 2**40}
+
+
+def test_a_number_in_the_template_takes_a_0d_array(saved: Any) -> None:
+    """A number in `init` is an array after the first jitted step."""
+    kinds = {"f": [jnp.float32, jnp.bfloat16, np.float64], "i": [jnp.int32, np.uint64, jnp.int4], "b": [jnp.bool_]}
+    kinds["c"] = [jnp.complex64, np.complex128]
+    numbers = {"f": 0.25, "i": 3, "b": True, "c": 0.5 + 2j}
+    state = {f"{name}{n}": kind(numbers[name]) for name in kinds for n, kind in enumerate(kinds[name])}
+    expected = {path: numbers[path[0]] for path in state}
+    found = tr.restore(saved({**state, "weak": jnp.asarray(0.25)}), like={**expected, "weak": 1.0})
+    assert_same(found, {**expected, "weak": 0.25})
+    for value, number in ((jnp.float32(3), 3), (jnp.int32(3), 3.0), (jnp.int32(1), True), (jnp.ones(1), 1.0)):
+        with pytest.raises(MismatchError, match="x: expected"):
+            tr.restore(saved({"x": value}), like={"x": number})
+
+
+def test_the_shape_of_a_python_number_takes_any_digits(saved: Any) -> None:
+    """The template that `jax.eval_shape` makes of a number in `init` has a weak type."""
+    state = {"half": 0.5, "tenth": 0.1, "nan": math.nan, "n": 7, "flag": True, "z": 0.1 + 0.2j}
+    found = tr.restore(saved(state), like=jax.eval_shape(lambda: state))
+    assert_same(found, jax.tree.map(jnp.asarray, state))
+    shape = jax.eval_shape(lambda: {"x": 0.5})
+    for value in (1e300, 1e-300, 3, 0.1j, True):  # infinite, zero, or of another kind
+        with pytest.raises(MismatchError, match="x: expected"):
+            tr.restore(saved({"x": value}), like=shape)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import gc
+import json
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -18,11 +20,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
+import resumed_jobs
 import treering as tr
 from treering._restore import restore as restore_module
-from treering.errors import MismatchError
+from treering.errors import MismatchError, UnsupportedError
 
 P = jax.P
 
@@ -128,11 +132,41 @@ def test_other_shapes_than_those_of_init_are_refused(tmp_path: pathlib.Path, ini
 
 
 @pytest.mark.long
-def test_a_dtype_that_jax_does_not_have_now_is_refused(tmp_path: pathlib.Path) -> None:
-    with jax.enable_x64(True):
-        tr.save(tmp_path / "run" / "step-00000001", {"w": jnp.ones(3, jnp.float64)}, step=1)
-    with tr.Checkpointer(tmp_path / "run") as ckpts, pytest.raises(MismatchError, match="jax_enable_x64 is off"):
-        ckpts.restore_or_init(lambda: {"w": jnp.ones(3)})
+def test_a_dtype_that_jax_lacks_is_refused_unless_init_makes_it(tmp_path: pathlib.Path) -> None:
+    where = NamedSharding(auto_mesh(), P("x"))
+    format = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[3]))
+
+    def init() -> Any:
+        with jax.enable_x64(True):
+            wide = {"w": jnp.arange(8.0) / 3, "n": jnp.asarray(2**40), "u": jnp.uint64(2**63), "z": jnp.asarray(1j / 3)}
+            placed = {"laid": jax.device_put(jnp.ones((2, 3)) / 3, format), "spread": jax.device_put(wide["w"], where)}
+        return {**wide, **placed, "single": jnp.ones(3), "key": jax.random.key(0)}
+
+    def described(state: Any) -> Any:
+        return resumed_jobs.describe(state)["leaves"]
+
+    state, found = resumed(tmp_path / "run", init)
+    assert [leaf.dtype for leaf in (state["w"], state["n"], state["z"])] == ["float64", "int64", "complex128"]
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        assert described(state) == described(found) == described(ckpts.restore(init()))
+        with pytest.raises(MismatchError, match=r"w: expected float32, because jax_enable_x64 is off, found float64"):
+            ckpts.restore_or_init(lambda: {**init(), "w": jnp.ones(8)})
+        with pytest.raises(MismatchError, match=r"w: expected float32, because jax_enable_x64 is off, found float64"):
+            ckpts.restore_or_init(lambda: {**init(), "w": np.ones(8)})
+    assert not jax.config.read("jax_enable_x64")
+
+
+def test_an_init_with_code_and_dtypes_as_leaves_is_resumed(tmp_path: pathlib.Path) -> None:
+    def init() -> Any:
+        jaxpr = jax.make_jaxpr(lambda x: x * 2)(jnp.ones(3)).jaxpr
+        return {"w": jnp.ones(2), "dtypes": [np.dtype("float32"), np.float32, jnp.bfloat16, np.ndarray], "jac": jaxpr}
+
+    state, found = resumed(tmp_path / "run", init)
+    assert found["dtypes"] == state["dtypes"] and type(found["jac"]) is type(state["jac"])
+    with tr.Checkpointer(tmp_path / "other") as ckpts:
+        state, _ = ckpts.restore_or_init(lambda: {"w": jnp.ones(2), "mesh": auto_mesh()})
+        with pytest.raises(UnsupportedError, match=r"mesh: .*Mesh; convert it"):
+            ckpts.save(1, state)
 
 
 @pytest.mark.long
@@ -364,8 +398,78 @@ def test_a_job_with_more_or_fewer_devices_goes_where_init_says(tmp_path: pathlib
         command = [sys.executable, "-c", ELASTIC, str(count), str(tmp_path / "run"), how]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert f"devices {count} data {count if how == 'set' else 1}" in said
-        warned = "cannot be placed where they were saved, and go where init() places them: w (a mesh of" in said
-        assert warned is (how == "not set" and count != 4)
+        assert ("so all arrays go where init() places them" in said) is (how == "not set" and count != 4)
+
+
+# Prints for each state the places of its arrays, those of `init`, the calls of `init`, the warnings, and the step.
+PLACES = """
+import os, sys
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[1]}"
+import contextlib, json, logging, jax, jax.numpy as jnp, numpy as np, treering as tr
+devices, count, warnings = jax.devices(), jax.device_count(), []
+def mesh(part, *names):
+    return jax.sharding.Mesh(np.array(part).reshape((-1, *[2] * (len(names) - 1))), names)
+def put(*where, kind=None):
+    return jax.device_put(np.arange(64.0, dtype=np.float32).reshape(16, 4), where[0] if len(where) == 1 else
+        jax.NamedSharding(mesh(where[0], *where[1].split()), jax.P(*where[2:]), memory_kind=kind))
+half, rest = devices[: count // 2], devices[count // 2 :]
+backwards = lambda: put(devices[::-1], "x", "x")
+inits = {
+    "two models": lambda: {"actor": put(half, "x", "x"), "ref": put(rest, "x", "x"), "n": jnp.zeros(())},
+    "replicated": lambda: {"actor": put(half, "x"), "ref": put(rest, "x")},
+    "single devices": lambda: {"actor": put(devices[0]), "ref": put(devices[-1])},
+    "first device": lambda: {"actor": put(devices[count // 8])},
+    "two kinds": lambda: {"all": put(devices, "x y", "x", "y"), "some": put(rest, "z", None, "z"), "one": put(rest[0])},
+    "host memory": lambda: {"w": put(devices, "x", "x"), "mu": put(rest, "x", "x", kind="pinned_host")},
+    "backwards": lambda: {"w": backwards(), "v": put(half[::-1], "x", "x")},
+    "only with many": lambda: {"w": put(devices, "x", "x") if count == 8 else jnp.ones((16, 4))},
+    "not placed": lambda: {"w": jnp.ones((16, 4)), "host": np.ones(3)},
+}
+def described(state):
+    arrays = {path: x for path, x in state.items() if isinstance(x, jax.Array)}
+    shardings = {path: x.sharding for path, x in arrays.items()}
+    return {path: [[d.id for d in getattr(s, "_device_assignment")], str(getattr(s, "spec", "")), s.memory_kind,
+        str(arrays[path].committed)] for path, s in shardings.items()}
+class Handler(logging.Handler):
+    def emit(self, record):
+        warnings.append(record.getMessage())
+logging.getLogger("treering").addHandler(Handler(logging.WARNING))
+found = {}
+for name, init in inits.items():
+    calls = []
+    def counted():
+        state = init()
+        calls.extend(isinstance(x, jax.core.Tracer) for x in list(state.values())[:1])
+        return state
+    warnings.clear()
+    set_mesh = jax.set_mesh(mesh(devices, "x")) if sys.argv[3] == "set" else contextlib.nullcontext()
+    with set_mesh, tr.Checkpointer(f"{sys.argv[2]}/{name}") as ckpts:
+        state, step = ckpts.restore_or_init(counted)
+        ckpts.save(step + 1, state)
+        found[name] = [described(state), described(init()), calls.count(False), list(warnings), step]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["set", "not set"])
+def test_arrays_of_a_job_with_other_devices_are_placed_together(tmp_path: pathlib.Path, how: str) -> None:
+    """Taken one by one, the saved places that still exist could bring two models together on the same devices."""
+    for step, count in enumerate((8, 8, 4, 4, 8)):
+        command = [sys.executable, "-c", PLACES, str(count), str(tmp_path), how]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        for name, (places, of_init, calls, warnings, found) in json.loads(said).items():
+            if how == "set" and name in ("only with many", "not placed"):  # Their arrays go to the mesh that is set.
+                assert calls == (step == 0) and not warnings
+                continue
+            assert found == step and places == of_init, f"{name} with {count} devices: {places}, init() says {of_init}"
+            if step in (0, 1, 3):
+                assert calls == (step == 0) and not warnings, f"{name} with {count} devices: {calls} calls, {warnings}"
+            else:
+                (warning,) = warnings
+                assert calls == 1 and "so all arrays go where init() places them, and it is called" in warning
+                assert name != "two models" or ("actor (a mesh of" in warning and "ref (a mesh of" in warning)
 
 
 def test_arrays_of_unknown_place_go_where_init_says(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

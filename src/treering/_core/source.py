@@ -87,7 +87,7 @@ class Source(Protocol):
 
     @property
     def numbers_are_arrays(self) -> bool:
-        """True if Python numbers were saved as arrays without axes, so that a `float` in a template takes one."""
+        """True if the format saves Python numbers as arrays without axes."""
         ...
 
     @property

@@ -147,6 +147,12 @@ def _unchanged(restored: Any) -> Any:
     return restored
 
 
+def forget_structures() -> None:
+    """Forgets the structures that are remembered."""
+    global _plain
+    _plain = {}
+
+
 def _remember_plain(tree: Any, plain: Outline, variables: list[Any]) -> None:
     """Remembers the structure of a tree without graph objects, if its leaves show which Variables are shared.
 

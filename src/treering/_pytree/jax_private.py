@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -72,6 +73,24 @@ def placed_aval(aval: Any, sharding: Any) -> Any:
         if (space := getattr(core, "mem_kind_to_space", None)) and sharding.memory_kind:
             aval = aval.update(memory_space=space(sharding.memory_kind))
     return aval
+
+
+def trace_of(tracer: Any) -> Any:
+    """Returns the trace that a tracer belongs to, or the tracer itself if this JAX does not say it."""
+    return getattr(tracer, "_trace", tracer)
+
+
+def end_traces(outer: Any) -> None:
+    """Ends a trace, and the traces within it, that an exception has left open.
+
+    JAX would keep the tracers of such a trace for the rest of the process, although the program no longer can use them.
+    """
+    for trace in [one for one in gc.get_objects() if type(one) is type(outer)]:
+        chain = trace
+        while chain is not None and chain is not outer:
+            chain = getattr(chain, "parent_trace", None)
+        if chain is outer and (end := getattr(trace, "invalidate", None)):
+            end()
 
 
 def flatten_one_level() -> Callable[[Any], Any] | None:

@@ -1,97 +1,134 @@
-"""Finds tracers that outlive their trace: in a function that closes over one, or in a static value of a container."""
+"""Walks the objects that a program can reach from a function or a tree, and finds tracers that outlive their trace.
+
+The walk runs no user code. It follows Python's own containers, attributes, classes, closures, defaults, partial
+arguments and caches. Of the globals of a function, and of the modules that it uses, it follows those that the function
+names. It does not look into arrays, nor into the code of libraries such as JAX, Flax and Python's own.
+"""
 
 import collections
 import functools
 import gc
+import sys
+import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-_MAX_OBJECTS = 200_000  # The search ends there and reports no tracer. Structures that large hold data.
+_MAX_OBJECTS = 50_000  # The walk ends there. Structures that large hold data.
 _JITTED = type(jax.jit(lambda: None))
-_CACHED = type(functools.cache(lambda: None))
+CACHED = type(functools.cache(lambda: None))
 _CACHE_PARTS = ("_lru_list_elem",)
-_TRACER = object()  # stands for the tracers of a cache that was cleared
 _BUILTIN = (dict, list, tuple, set, frozenset)
-_SKIPPED = frozenset((bool, int, float, complex, str, bytes, type(None), np.ndarray, jax.ShapeDtypeStruct))
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.ndarray, np.generic, np.dtype, types.ModuleType)
+_ATOMS = (
+    *(bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.dtype, types.ModuleType),
+    *(types.CodeType, types.BuiltinFunctionType, jax.Array, jax.ShapeDtypeStruct),
+)
+_LIBRARIES = frozenset(  # that keep no arrays in globals or classes
+    ("equinox", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "treering", *sys.stdlib_module_names)
+)
+
+
+def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Yields what objects hold, the nearest first: the holder (None for a root), the object, and a name of its place.
+
+    An object of which nothing more can be learned, such as a number, is left out. A tracer is not.
+    """
+    queue = collections.deque((None, root, "") for root in roots)
+    seen: set[int] = set()
+    keep: list[Any] = []  # keeps objects alive, so that no id in `seen` is used again
+    while queue and len(seen) < _MAX_OBJECTS:
+        holder, value, name = queue.popleft()
+        yield holder, value, name or "the tree"
+        if id(value) not in seen and not is_tracer(value):
+            seen.add(id(value))
+            keep.append(value)
+            queue += [(value, one, inner) for one, inner in _inside(value, name) if not _is_atom(type(one))]
 
 
 def find_tracer(roots: Iterable[Any]) -> str:
-    """Returns a description of what holds a tracer, or "" if no tracer can be reached from `roots`.
-
-    The search follows Python's own containers, attributes, closures, defaults and partial arguments, and runs no user
-    code. Of the globals of a function it follows those that the function names: containers, functions of the same
-    module and, in the module of a root, instances. It does not look into modules and classes. A `functools.cache` that
-    holds a tracer is cleared.
-    """
-    stack: list[tuple[Any, str]] = [(root, "") for root in roots]
-    homes = {id(getattr(getattr(root, "__func__", root), "__globals__", None)) for root, _ in stack}
-    found = ""
-    seen: set[int] = set()
-    keep: list[Any] = []  # keeps objects alive, so that no id in `seen` is used again
-    while stack and len(seen) + len(stack) < _MAX_OBJECTS:
-        value, holder = stack.pop()
-        if isinstance(value, Tracer) or value is _TRACER:
-            found = found or holder or "the tree"  # The search continues, because it has to clear every cache.
-            continue
-        if isinstance(value, _ATOMS) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        keep.append(value)
-        stack.extend(_inside(value, holder, homes))
-    return found
+    """Returns a description of what holds a tracer, or "" if no tracer can be reached from `roots`."""
+    return next((name for _, value, name in edges(roots) if is_tracer(value)), "")
 
 
-def _inside(value: Any, holder: str, homes: set[int]) -> Iterable[tuple[Any, str]]:
+def is_tracer(value: Any) -> bool:
+    """Returns True for a tracer."""
+    return _is_tracer(type(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_tracer(kind: type) -> bool:
+    return issubclass(kind, Tracer)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_atom(kind: type) -> bool:
+    return issubclass(kind, _ATOMS) and not issubclass(kind, Tracer)
+
+
+def _inside(value: Any, name: str) -> Iterable[tuple[Any, str]]:
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value, homes)
-        return
-    if isinstance(value, _CACHED):
-        if any(isinstance(one, Tracer) for one in _cached(value)):
-            value.cache_clear()  # Otherwise `init` would get these tracers when it is called.
-            yield _TRACER, f"the cache of {value.__wrapped__.__qualname__}"
-        yield value.__wrapped__, holder
-        return
-    if isinstance(value, jax.ShapeDtypeStruct | jax.Array):
-        return
-    if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
-        try:
-            items = list(value.values() if isinstance(value, dict) else value)
-        except Exception:  # A subclass may do anything, and another thread may change the container.
-            items = []
-        yield from ((one, holder) for one in items if type(one) not in _SKIPPED)
-        if type(value) in _BUILTIN:
-            return
+        yield from _in_function(value)
+    elif isinstance(value, CACHED):
+        yield value.__wrapped__, name
+        yield from ((one, f"the cache of {value.__wrapped__.__qualname__}") for one in _cached(value))
+    elif isinstance(value, type):
+        if is_of_program(value):
+            yield from ((one, name) for one in value.__bases__)
+            yield from ((one, f"{value.__qualname__}.{attribute}") for attribute, one in list(vars(value).items()))
     elif isinstance(value, types.MethodType):
-        yield from ((one, holder) for one in (value.__func__, value.__self__))
-    elif isinstance(value, types.CellType):
-        try:
-            yield value.cell_contents, holder
-        except ValueError:  # The cell is empty.
-            pass
+        yield from ((one, name) for one in (value.__func__, value.__self__))
     elif isinstance(value, functools.partial):
-        yield from ((one, holder) for one in (value.func, value.args, value.keywords))
-    elif isinstance(value, _JITTED):
-        yield _attribute(value, "__wrapped__"), holder
-    if isinstance(own := _attribute(value, "__dict__"), dict):
-        yield from ((one, holder or f"{type(value).__name__}.{name}") for name, one in list(own.items()))
+        yield from ((one, name) for one in (value.func, value.args, value.keywords))
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__, name
+    elif isinstance(value, property):
+        yield from ((one, name) for one in (value.fget, value.fset) if one)
+    else:
+        if isinstance(value, (*_BUILTIN, collections.deque)):
+            try:
+                if len(value) <= _MAX_OBJECTS:
+                    yield from ((one, name) for one in list(value.values() if isinstance(value, dict) else value))
+            except Exception:  # A subclass may do anything, and another thread may change the container.
+                return
+        if type(value) not in _BUILTIN:
+            yield from _in_object(value, name)
+
+
+def _in_object(value: Any, name: str) -> Iterable[tuple[Any, str]]:
+    if isinstance(value, _JITTED):
+        yield attribute(value, "__wrapped__"), name
+    if isinstance(own := attribute(value, "__dict__"), dict):
+        yield own, name  # as an object of its own, whose contents change with the attributes
+        yield from ((one, f"{type(value).__name__}.{key}") for key, one in list(own.items()))
+    for key in slots(value):
+        if (one := attribute(value, key)) is not None:
+            yield one, name
+    yield type(value), name
+
+
+def slots(value: Any) -> Iterator[str]:
+    """Yields the names of the slots of an object."""
     for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if (one := _attribute(value, name)) is not None:
-                yield one, holder
+        names = kind.__dict__.get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names
 
 
-def _attribute(value: Any, name: str) -> Any:
+def attribute(value: Any, name: str) -> Any:
+    """Returns an attribute, or None if it is missing or computing it fails."""
+    base = threading.local if isinstance(value, threading.local) else object
     try:
-        return object.__getattribute__(value, name)
-    except Exception:  # The attribute is missing, or computing it fails.
+        return base.__getattribute__(value, name)
+    except Exception:
         return None
+
+
+def is_of_program(value: Any) -> bool:
+    """Returns True for a class or a function that is not part of the libraries that the walk leaves out."""
+    return str(attribute(value, "__module__")).partition(".")[0] not in _LIBRARIES
 
 
 def _cached(function: Any) -> Iterable[Any]:
@@ -109,19 +146,36 @@ def _cached(function: Any) -> Iterable[Any]:
             yield one
 
 
-def _of_function(function: types.FunctionType, homes: set[int]) -> Iterable[tuple[Any, str]]:
+def _in_function(function: types.FunctionType) -> Iterable[tuple[Any, str]]:
     name = f"the function {function.__qualname__}"
-    for one in (function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}):
+    for cell in function.__closure__ or ():
+        yield cell_contents(cell, None), name
+    for one in (function.__defaults__, function.__kwdefaults__, function.__dict__):
         yield one, name
-    if function.__dict__:
-        yield function.__dict__, name
-    space = function.__globals__
-    for used in _names(function.__code__):
-        one = space.get(used)
-        own = isinstance(one, types.FunctionType) and one.__globals__ is space
-        instance = id(space) in homes and not isinstance(one, types.FunctionType | types.BuiltinFunctionType)
-        if own or instance or isinstance(one, Tracer | list | tuple | dict | _CACHED):
-            yield one, f"the global {used} of {name}"
+    for space, used in named_globals(function):
+        yield space.get(used), f"the global {used} of {name}"
+
+
+def cell_contents(cell: types.CellType, default: Any) -> Any:
+    """Returns the value of a variable in a closure, or the default if the variable has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
+
+
+def named_globals(function: types.FunctionType) -> list[tuple[dict[str, Any], str]]:
+    """Returns the globals that a function names: the namespace of each, of its own or another module, and its name."""
+    if not is_of_program(function):
+        return []
+    names = dict.fromkeys(_names(function.__code__))
+    spaces = [function.__globals__]
+    for space in spaces:  # grows within the loop
+        for name in names:
+            module = space[name] if name in space else sys.modules.get(name)
+            if isinstance(module, types.ModuleType) and module.__name__.partition(".")[0] not in _LIBRARIES:
+                spaces += [vars(module)] if all(vars(module) is not one for one in spaces) else []
+    return [(space, name) for space in spaces for name in names]
 
 
 def _names(code: types.CodeType) -> Iterable[str]:

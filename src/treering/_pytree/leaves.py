@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax import core
+from jax import core, export, stages
 from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from .._core import dtypes, migration_hints
 from .._core.boxes import Box, box_shape, full_box, local_shards, slice_boxes
@@ -23,6 +24,7 @@ from ..errors import UnsupportedError
 from . import iterators, placements, state_methods
 from .devices import fetch, on_host
 
+# Leaves that are a part of the program: functions, traced and compiled code, dtypes and structures.
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -33,6 +35,15 @@ _FUNCTIONS = (
     custom_vmap,
     np.ufunc,
     jnp.ufunc,
+    Jaxpr,
+    ClosedJaxpr,
+    Primitive,
+    stages.Traced,
+    stages.Lowered,
+    stages.Compiled,
+    export.Exported,
+    np.dtype,
+    jax.tree_util.PyTreeDef,
 )
 SLICE_BYTES = 16 << 20  # bytes of an array in a checkpoint that are read at a time
 # Leaves that only mark the place of an array that is shared from elsewhere in the tree.
@@ -333,11 +344,13 @@ def _function_name(leaf: Any) -> str:
         if not is_function(leaf):
             raise UnsupportedError("a functools.partial of something that is not a plain function")
         return _function_name(leaf.func)
+    if isinstance(leaf, np.dtype):
+        return leaf.name
     return getattr(leaf, "__qualname__", None) or getattr(leaf, "__name__", None) or type(leaf).__name__
 
 
 def is_function(leaf: Any) -> bool:
-    """Returns True if a leaf is a function or a placeholder. Both mean that the tree has no array at this place."""
+    """Returns True if a leaf is code or a placeholder. Both mean that the tree has no array at this place."""
     while type(leaf) is functools.partial:
         leaf = leaf.func
     return _is_function_type(type(leaf))

@@ -72,9 +72,13 @@ def _describe_device(sharding: SingleDeviceSharding, committed: bool) -> dict[st
     if device not in local:
         raise PlacementError("a device of another process")
     number = local.index(device)
-    if committed:
-        return {"device": number}
-    return {"device": number, "committed": False} if number else {"committed": False}
+    found: dict[str, Any] = {"device": number} if number or committed else {}
+    if not committed:
+        found["committed"] = False
+    found["job_devices"] = len(local)
+    if jax.process_count() > 1:
+        found["local"] = True
+    return found
 
 
 def _describe_mesh(sharding: Sharding) -> dict[str, Any]:
@@ -121,20 +125,20 @@ def _devices(found: Mapping[str, Any], *, local: bool) -> Sequence[Any]:
 def resolve_placement(found: Mapping[str, Any], ambient: Any, *, exactly: bool) -> Placement:
     """Returns the place in this job that corresponds to a recorded place.
 
-    An array on a mesh goes to a mesh of the recorded devices. A set mesh with the recorded axes is used instead if this
-    job cannot make such a mesh, if only its sizes differ, or if `exactly` is False.
+    An array on a mesh goes to a mesh of the recorded devices. A set mesh with the recorded axes is used instead if
+    `exactly` is False, or if the recorded mesh spanned all devices of its job and this job has others.
 
     found: what `placement_to_json` returned in the job that saved, or the mesh and spec that another format records.
     ambient: the mesh that is set, or None.
-    exactly: True if a mesh that spanned all devices of its job must also span all devices of this job. If False, a set
-        mesh without the recorded axes is an error.
+    exactly: True if this job must have as many devices as the one that saved. Only the default device is the same in
+        all jobs. If False, a set mesh without the recorded axes is an error.
 
     Raises `PlacementError` if this job has no such place.
     """
     if "unrecorded" in found:
         raise PlacementError(str(found["unrecorded"]))
     try:
-        sharding = _on_mesh(found, ambient, exactly) if "mesh" in found else _on_device(found)
+        sharding = _on_mesh(found, ambient, exactly) if "mesh" in found else _on_device(found, exactly)
     except PlacementError:
         raise
     except Exception as error:  # The file may contain anything, and JAX raises many kinds of errors for it.
@@ -158,7 +162,7 @@ def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
             own = _mesh(found, exactly)
             mesh = ambient if fits and _replaces(ambient, own) else own
     except PlacementError:
-        if not fits:
+        if not (fits and found.get("job_devices") in (None, math.prod(found["mesh"].values()))):
             raise
     return _with_memory(NamedSharding(mesh, spec), found)
 
@@ -180,23 +184,33 @@ def _mesh(found: Mapping[str, Any], exactly: bool) -> Mesh:
     types = tuple(kinds[name] for name in found.get("axis_types") or ["auto"] * len(names))
     devices = _devices(found, local=bool(found.get("local")))
     size, of = math.prod(sizes), found.get("job_devices")
-    if size > len(devices) or (exactly and of in (None, size) and size != len(devices)):
+    positions = found.get("devices") or range(size)
+    last = max(positions) if found.get("devices") else size - 1
+    if last >= len(devices) or (exactly and (of or size) != len(devices)):
         text = ", ".join(f"{name}={length}" for name, length in found["mesh"].items())
-        raise PlacementError(f"a mesh of {size} devices ({text}) in a job with {len(devices)}")
+        part = "" if of in (None, size) else f" up to number {last} of {of}"
+        raise PlacementError(f"a mesh of {size} devices{part} ({text}) in a job with {len(devices)}")
     if of is None:  # Other formats and earlier releases do not record devices, so JAX chooses their order.
         return jax.make_mesh(sizes, names, axis_types=types, devices=devices[:size])
-    positions = found.get("devices") or range(size)
-    if max(positions, default=0) >= len(devices):
-        if exactly:
-            raise PlacementError(f"device {max(positions)} of a job with {len(devices)}")
-        positions = range(size)
     return Mesh(np.array([devices[n] for n in positions]).reshape(sizes), names, axis_types=types)
 
 
-def _on_device(found: Mapping[str, Any]) -> Sharding | None:
+def other_devices(found: Mapping[str, Any]) -> str:
+    """Returns what differs if this job has other devices than the one that recorded a place on one device, or ""."""
+    if "job_devices" not in found:  # written by an earlier release
+        return ""
+    was = found["job_devices"], bool(found.get("local"))
+    now = len(_devices(found, local=True)), jax.process_count() > 1
+    texts = [f"{count}{' in each process' if several else ''}" for count, several in (was, now)]
+    return "" if was == now else f"device {found.get('device', 0)} of {texts[0]} in a job with {texts[1]}"
+
+
+def _on_device(found: Mapping[str, Any], exactly: bool) -> Sharding | None:
     """Returns the sharding on a device of this process, or None for the default device."""
     if not {"device", "memory_kind", "platform"} & found.keys():
         return None
+    if exactly and (why := other_devices(found)):
+        raise PlacementError(why)
     number, local = found.get("device", 0), _devices(found, local=True)
     if number >= len(local):
         raise PlacementError(f"local device {number} of a process with {len(local)}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .._core.leaf_paths import join, key_text, key_texts
+from .._core.leaf_paths import join, key_text, key_texts, relative_to
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
 from .._threads.reentry import runs_user_code
 from ..errors import UnsupportedError
@@ -116,6 +116,13 @@ def _static_of(split: flax.Split) -> Static:
     return found
 
 
+def forget_structures() -> None:
+    """Forgets the structures that are remembered, because a function in one of them may hold a tracer."""
+    global _cache, _graph
+    _cache, _graph = {}, None
+    flax.forget_structures()
+
+
 @runs_user_code
 def _flatten_tree(tree: Any) -> FlatTree:
 
@@ -173,6 +180,48 @@ def _flatten_one(value: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
     if pairs and not pairs[0][0]:
         return None
     return [(path[0], child) for path, child in pairs], treedef
+
+
+class Level(NamedTuple):
+    """A container without what is in its children.
+
+    node, names: describe it; None and one empty name for a box that does not show in paths.
+    make: makes such a container of other children.
+    """
+
+    node: Node | None
+    names: Sequence[str]
+    children: Sequence[Any]
+    make: Any
+
+
+@runs_user_code
+def level_of(value: Any) -> Level | None:
+    """Returns a container, or None for a leaf."""
+    flat = None if value is None else _flatten_one(value)
+    if flat is None:
+        return None
+    pairs, treedef = flat
+    children = [child for _, child in pairs]
+    if len(pairs) == 1 and isinstance(value, tuple(flax.box_types().values())):
+        return Level(None, [""], children, treedef.unflatten)
+    return Level(*_describe(value, [key for key, _ in pairs]), children, treedef.unflatten)
+
+
+def replace_parts(tree: Any, parts: Mapping[str, Any], path: str = "") -> tuple[Any, dict[str, Any]]:
+    """Returns a tree with other parts at some paths, and the parts that it had there, by path."""
+    if path in parts:
+        return parts[path], {path: tree}
+    level = level_of(tree) if any(relative_to(at, path) is not None for at in parts) else None
+    if level is None:
+        return tree, {}
+    had: dict[str, Any] = {}
+    children: list[Any] = []
+    for name, child in zip(level.names, level.children, strict=True):
+        new, inside = replace_parts(child, parts, join(path, name, root=not path) if level.node else path)
+        children.append(new)
+        had |= inside
+    return level.make(children), had
 
 
 @runs_user_code

@@ -120,6 +120,8 @@ def _own_sharding(leaf: Any) -> Any:
     """Returns the template's own sharding, or None. An uncommitted array stays uncommitted, even if a mesh is set."""
     if type(leaf) is np.ndarray:  # tested first, because the test for an array of JAX is slow
         return None
+    if isinstance(leaf, type):  # A class may have the attributes of an array.
+        return None
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return UNCOMMITTED
     return getattr(leaf, "sharding", None)

@@ -260,6 +260,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         missing: str | Iterable[str] = "error",
         extra: str | Iterable[str] = "error",
         dtype: Any = None,
+        grow: Iterable[str] = (),
         sharding: Any = None,
         verify: bool = True,
         mmap: bool | None = None,
@@ -275,6 +276,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             "missing": missing,
             "extra": extra,
             "dtype": dtype,
+            "grow": grow,
             "sharding": sharding,
             "verify": verify,
             "mmap": mmap,
@@ -301,6 +303,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         missing: str | Iterable[str] = "error",
         extra: str | Iterable[str] = "error",
         dtype: Any = None,
+        grow: Iterable[str] = (),
         **options: Any,
     ) -> Any:
         """The tree; with a `call`, every process of the job makes it."""
@@ -309,7 +312,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
         check_not_left_out(self._source)
         view = self.at(at).apply(rules) if rules else self.at(at)
-        policy = Policy(missing, extra, dtype, at, bool(rules))
+        policy = Policy(missing, extra, dtype, cast("Sequence[str]", grow), at, bool(rules))
         return _restore.restore(view._source, like, policy, call=call, **options)
 
     def _repr_html_(self) -> str:

@@ -2,15 +2,17 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core
 
 from .._pytree import flax, walk
-from .._pytree.leaks import find_tracer
 from .._pytree.leaves import check_no_tracers
+from .._pytree.trace_effects import WITHOUT_TRACING, TraceEffects
+from .._threads.python_gc import gc_paused
 from ..errors import MismatchError
 from . import array_placement as _place
 
@@ -19,11 +21,22 @@ _ARRAY = object()
 
 
 class _Untraceable(Exception):
-    """`init` cannot be traced. The text says why, `left_tracers` says if tracing left tracers in the program."""
+    """`init` cannot be traced. The text says why. What the trace left in the program was undone as far as possible."""
 
-    def __init__(self, why: str, *, left_tracers: bool = False):
+    def __init__(self, why: str, effects: TraceEffects):
         super().__init__(why)
-        self.left_tracers = left_tracers
+        self.effects = effects
+
+    def call(self, init: Callable[[], Any]) -> Any:
+        """Returns what `init` returns. Raises `UnsupportedError` if the program still holds a tracer."""
+        try:
+            tree = init()
+        except Exception as error:  # It may depend on what the trace has changed and `effects` has not undone.
+            self.effects.check(error)
+            error.add_note(f"Treering traced init before it called it ({self}). {WITHOUT_TRACING}.")
+            raise
+        self.effects.check()
+        return tree
 
 
 class _SeparateArrays:
@@ -45,8 +58,8 @@ class _SeparateArrays:
 class Initial:
     """The template of a resumed job: the tree that `init` returns, with a `jax.ShapeDtypeStruct` for each JAX array.
 
-    Treering traces `init`, which computes nothing. If tracing fails, or leaves a tracer in a function or a static
-    value of the tree, Treering calls `init` instead and logs a warning.
+    Treering traces `init`, which computes nothing. If tracing fails, or leaves a tracer in the tree or in the program,
+    Treering puts the program back as it was, calls `init` instead and logs a warning.
 
     split: the tree without NNX graph objects, as `init` made it; see `flax.split`. `flat_tree` is the same, flattened.
     called: True if `init` was called. Then the sharding of every array is known. A traced array has the sharding that
@@ -57,29 +70,21 @@ class Initial:
         self._init = init
         self.called = False
         try:
-            self.split = _traced(init)
+            self.split, self.flat_tree = _traced(init)
         except _Untraceable as error:
             _log.warning("init cannot be traced, so it is called for the shapes of the state: %s", error)
-            self.split, self.called = self._from_call(), True
-        self.flat_tree = walk.flatten_split(self.split)
-        self.split = self.split._replace(objects={})  # The objects would keep arrays or tracers alive.
-
-    def _from_call(self) -> flax.Split:
-        split = flax.split(self._init())
-        separate = _SeparateArrays(split)
-        if any(isinstance(array, core.Tracer) for array in separate.arrays):
-            flat_tree = walk.flatten_split(split)
-            check_no_tracers(flat_tree.paths, flat_tree.leaves, "init")
-        return separate.with_arrays([_shape(array) for array in separate.arrays])
+            self.split, self.flat_tree = _flattened(_from_tree(error.call(init)))
+            self.called = True
 
     @functools.cached_property
-    def places(self) -> Sequence[_place.ShardingOrNone]:
-        """The place of each leaf in the state that `init` returns. Calls `init` if it was only traced before."""
-        split = self.split if self.called else self._from_call()
+    def places(self) -> Mapping[str, _place.ShardingOrNone]:
+        """The place of each leaf that `init` makes, by path. Calls `init` if it was only traced before."""
+        split = self.split if self.called else _from_tree(self._init())
         if not self.called:
             _check_same(walk.flatten_tree(split.tree), self.flat_tree)
         leaves, _ = walk.flatten_leaves(split.tree)
-        return [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
+        places = [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves]
+        return dict(zip(self.flat_tree.paths, places, strict=True))
 
 
 def first_state(init: Callable[[], Any], sharding: Any = None) -> Any:
@@ -92,21 +97,21 @@ def first_state(init: Callable[[], Any], sharding: Any = None) -> Any:
     """
     tree = init() if sharding is None else None  # before tracing, so that whatever init caches holds arrays
     try:
-        traced = _traced(init)
+        traced, flat_tree = _traced(init)
     except _Untraceable as error:
         _log.info("init cannot be traced, so a resumed job will call it: %s", error)
         if sharding is None:
-            if error.left_tracers:  # Tracing put them where the first call had left arrays.
+            if not error.effects.are_over():
                 del tree
-                tree = init()
+                tree = error.call(init)
             return tree
-        separate = _SeparateArrays(flax.split(init()))
+        separate = _SeparateArrays(flax.split(error.call(init)))
         arrays = separate.arrays
         places = _array_places(sharding, separate.with_arrays([_shape(array) for array in arrays]))
         moved = [one if to is None else jax.device_put(one, to) for one, to in zip(arrays, places, strict=True)]
         return _joined(separate.with_arrays(moved))
     if sharding is None:
-        _check_same(walk.flatten_tree(flax.split(tree).tree), walk.flatten_tree(traced.tree))
+        _check_same(walk.flatten_tree(flax.split(tree).tree), flat_tree)
         return tree
     made: list[_SeparateArrays] = []
 
@@ -118,23 +123,52 @@ def first_state(init: Callable[[], Any], sharding: Any = None) -> Any:
     return _joined(made[0].with_arrays(new))
 
 
-def _traced(init: Callable[[], Any]) -> flax.Split:
-    """Returns the tree of `init` with a shape for every JAX array. Raises `_Untraceable`."""
+def _traced(init: Callable[[], Any]) -> tuple[flax.Split, walk.FlatTree]:
+    """Returns the tree of `init` with a shape for every JAX array, and the same flattened. Raises `_Untraceable`."""
     made: list[_SeparateArrays] = []
+    effects = TraceEffects(init)
 
-    def make_arrays() -> list[Any]:
+    def make_arrays(argument: Any) -> list[Any]:
+        effects.begin(argument)
         made[:] = [_SeparateArrays(flax.split(init()))]
         return made[0].arrays
 
-    try:
-        shapes = jax.eval_shape(make_arrays)
-    except Exception as error:  # If `init` itself is at fault, it fails again when it is called, and that is raised.
-        raise _Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
-    split = made[0].with_arrays(shapes)
-    if holder := find_tracer([split.tree, split.graphdef, init]):
-        why = f"{holder} holds an array that init makes, and tracing would leave a tracer there"
-        raise _Untraceable(why, left_tracers=True)
-    return split
+    if effects.held:
+        raise _Untraceable(f"{effects.held} holds a tracer", effects)
+    why, shapes = "", None
+    with gc_paused():  # The objects of the trace stay young, so that those left behind are found at once.
+        try:
+            shapes = jax.eval_shape(make_arrays, 0.0)
+        except Exception as error:  # If `init` itself is at fault, it fails again when it is called.
+            made.clear()
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if shapes is not None:
+            split, flat_tree = _flattened(made.pop().with_arrays(shapes))
+            trees = [split.tree, split.graphdef]
+            if effects.are_over(trees):
+                return split, flat_tree
+            holder = effects.find_holder(trees)
+            why = f"{holder} holds an array that init makes, and tracing would leave a tracer there"
+            del split, flat_tree, trees
+        walk.forget_structures()
+        effects.undo()
+    raise _Untraceable(why, effects)
+
+
+def _from_tree(tree: Any) -> flax.Split:
+    """Returns a tree with a shape for every JAX array. Raises `UnsupportedError` for a tree with tracers."""
+    split = flax.split(tree)
+    separate = _SeparateArrays(split)
+    if any(isinstance(array, core.Tracer) for array in separate.arrays):
+        flat_tree = walk.flatten_split(split)
+        check_no_tracers(flat_tree.paths, flat_tree.leaves, "init")
+    return separate.with_arrays([_shape(array) for array in separate.arrays])
+
+
+def _flattened(split: flax.Split) -> tuple[flax.Split, walk.FlatTree]:
+    """Returns a tree without its NNX graph objects, which would keep arrays or tracers alive, and it flattened."""
+    flat_tree = walk.flatten_split(split)
+    return split._replace(objects={}), flat_tree
 
 
 def _array_places(sharding: Any, split: flax.Split) -> list[_place.ShardingOrNone]:
@@ -163,10 +197,10 @@ def _check_same(real: walk.FlatTree, traced: walk.FlatTree) -> None:
 
 
 def _described(leaf: Any) -> str:
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return f"{leaf.dtype}{list(leaf.shape)} of JAX"
-    shape = getattr(leaf, "shape", None)
-    return type(leaf).__name__ if shape is None else f"{leaf.dtype}{list(shape)} of {type(leaf).__name__}"
+    if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+        return type(leaf).__name__
+    kind = "JAX" if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)} of {kind}"
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """Decides what a leaf of a template becomes from the checkpoint's entry at its path, or why it cannot be restored."""
 
+import cmath
 import functools
 from typing import Any, Literal, NoReturn
 
@@ -42,16 +43,18 @@ class LeafMismatch(Exception):
     """A leaf cannot be restored. The arguments say what was expected, what was found, and what would allow it."""
 
 
-def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> LeafTarget:
-    """Returns the target of a leaf and an entry; `asked` is the argument `dtype`.
+def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: bool) -> LeafTarget:
+    """Returns the target of a leaf and an entry.
+
+    asked: the argument `dtype` of the restore.
+    records_kinds: True if the checkpoint records weak types, which then win over those of the template.
 
     Raises `LeafMismatch` if there is none.
     """
     if type(leaf) in _SCALARS:
         if isinstance(entry, ValueEntry) and entry.type == type(leaf).__name__:
             return LeafTarget("value", value=entry.decode())
-        may = type(leaf) is int or numbers_are_arrays
-        if may and isinstance(entry, ArrayEntry) and _is_number(entry, type(leaf)):
+        if isinstance(entry, ArrayEntry) and _is_number(entry, type(leaf)):
             return LeafTarget("number", entry, dtypes.to_numpy(entry.dtype), value=type(leaf))
         _leaf_mismatch(type(leaf).__name__, entry, "a template leaf of that type would take it")
     on_host = isinstance(leaf, _HOST_TYPES)
@@ -82,8 +85,10 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
         if isinstance(dtype, str):
             _leaf_mismatch(_shape_text(leaf), entry, dtype.format(path=path))
     if not on_host:
-        check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it")
-    weak = not on_host and bool(getattr(leaf, "weak_type", False)) and dtype == want
+        check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it", leaf)
+    weak = not on_host and dtype == want and _is_weak(leaf)
+    if records_kinds and not on_host and isinstance(entry, ArrayEntry) and dtypes.to_numpy(entry.dtype) == dtype:
+        weak = entry.type == "jax-weak" or (weak and entry.type != "jax")
     make = "numpy-scalar" if isinstance(leaf, np.generic) else "numpy" if on_host else "jax"
     return LeafTarget(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
 
@@ -91,19 +96,22 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays
 def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np.dtype[Any]:
     """Returns the dtype of the 0-d array that a Python number becomes.
 
-    Raises `LeafMismatch` for another kind of number, and if it would lose digits without `dtype=` allowing that.
+    A weak type in the template means that JAX made it of a Python number, so digits that JAX would drop may be lost.
+
+    Raises `LeafMismatch` for another kind of number, and if it would lose digits otherwise, unless `dtype=` allows it.
     """
     expected, value = _shape_text(leaf), entry.decode()
     of_kind = {"bool": want.kind == "b", "int": dtypes.is_integer(want), "complex": want.kind == "c"}
     if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and dtypes.is_float(want)):
         _leaf_mismatch(expected, entry, f"a template leaf of type {entry.type} would take it")
     if entry.type == "int" and (np.array(value).dtype.hasobject or not fits_dtype(np.array(value), want)):
-        _leaf_mismatch(expected, f"int {shorten(value)}", "it does not fit; use a wider integer in the template")
+        _leaf_mismatch(expected, f"int {shorten(value)}", "it does not fit; use an int in the template")
     if entry.type == "float" and asked not in (None, "template"):
         return np.dtype(asked)
     if entry.type in ("float", "complex") and not (entry.type == "float" and asked == "template"):
         narrowed = type(value)(dtypes.cast(np.array(value), want))
-        if narrowed != value and value == value:
+        rounded = _is_weak(leaf) and cmath.isfinite(narrowed) and narrowed != 0
+        if narrowed != value and value == value and not rounded:
             allowed = "dtype='template' allows that" if entry.type == "float" else f"use {np.dtype(complex)}"
             _leaf_mismatch(expected, f"{entry.type} {shorten(value)}", f"it would become {narrowed!r}; {allowed}")
     return want
@@ -206,10 +214,13 @@ def fits_dtype(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
     return limits.min <= int(wide.min()) and int(wide.max()) <= limits.max
 
 
-def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
-    """Raises `LeafMismatch` if JAX lacks a dtype, or has it only with `jax_enable_x64`, which is off."""
+def check_width(dtype: np.dtype[Any], found: Entry, why: str = "", leaf: Any = None) -> None:
+    """Raises `LeafMismatch` if JAX lacks a dtype, or has it only with `jax_enable_x64`, which is off.
+
+    leaf: the template's. If it has the dtype, the program made it with `jax.enable_x64`, and its arrays keep 64 bits.
+    """
     allowed = _canonical(dtype, jax.config.read("jax_enable_x64"))
-    if allowed == dtype:
+    if allowed == dtype or (allowed is not None and _has_dtype(leaf, dtype, found)):
         return
     if allowed is None:
         raise LeafMismatch("a dtype that JAX has", describe_entry(found), "restore it into a NumPy array")
@@ -223,6 +234,13 @@ def check_width(dtype: np.dtype[Any], found: Entry, why: str = "") -> None:
     )
 
 
+def _has_dtype(leaf: Any, dtype: np.dtype[Any], found: Entry) -> bool:
+    """Returns True if a template's leaf is an array of JAX of this dtype, or the shape of one that was saved so."""
+    if isinstance(leaf, _HOST_TYPES) or not hasattr(leaf, "dtype") or leaf.dtype != dtype:
+        return False
+    return isinstance(leaf, jax.Array) or (isinstance(found, ArrayEntry) and found.dtype == dtype.name)
+
+
 def is_jax_dtype(dtype: np.dtype[Any]) -> bool:
     """Returns True if JAX has a dtype with the present setting of `jax_enable_x64`."""
     return _canonical(dtype, jax.config.read("jax_enable_x64")) == dtype
@@ -231,6 +249,10 @@ def is_jax_dtype(dtype: np.dtype[Any]) -> bool:
 @functools.lru_cache(maxsize=512)
 def _canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any] | None:  # x64 is only a key of the cache
     return None if dtype.kind in "MmSU" else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))
 
 
 def _shape_text(leaf: Any) -> str:

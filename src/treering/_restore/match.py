@@ -16,7 +16,8 @@ from .._pytree import variable_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
 from ..errors import Difference, MismatchError
-from . import named_tuples
+from . import grown_parts, named_tuples
+from .grown_parts import Grown
 from .iterator_hints import OutsideState, with_hints
 from .leaf_targets import LeafMismatch, LeafTarget, check_width, missing_target, target_of
 from .policy import Policy
@@ -34,8 +35,10 @@ def match(
     name: str,
     as_written: Mapping[str, Entry],
     *,
-    numbers_are_arrays: bool,
+    records_kinds: bool,
     elsewhere: Callable[[], OutsideState],
+    problems: Sequence[Difference],
+    grown: Callable[[Sequence[str]], Grown],
 ) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
 
@@ -44,8 +47,10 @@ def match(
     name: the path of the checkpoint, for errors.
     as_written: the entries under their paths in the checkpoint, which rules match. The paths of `entries` are those of
         the template: they lack the levels that some formats have for boxes (see `variable_levels`).
-    numbers_are_arrays: see `treering.formats.Source`.
+    records_kinds: see `source.records_kinds`.
     elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
+    problems: differences that are known already.
+    grown: returns the template with the parts grown that globs match.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
@@ -57,18 +62,20 @@ def match(
         like: FlatTree, entries: Mapping[str, Entry], skeleton: Skeleton | None, policy: Policy, *, written: bool = True
     ) -> _Compared:
         entries = variable_levels.rename_to_tree(like, entries) if written else entries
-        return _compare(like, entries, skeleton, policy, numbers_are_arrays)
+        return _compare(like, entries, skeleton, policy, records_kinds)
 
     _check_globs(policy, flat_tree.paths)
     targets, found, differences = compare(flat_tree, entries, skeleton, policy, written=False)
+    differences = [*problems, *differences]
     filled = [] if differences else [p for p, target in zip(flat_tree.paths, targets, strict=True) if target.filled]
     # If all leaves are missing, the restore fails even if `missing` allows that: probably the path or names are wrong.
     if differences or (filled and not found):
+        differences = grown_parts.with_hints(differences, flat_tree, entries, policy.at, grown)
         differences = with_hints(differences, flat_tree, entries, elsewhere())
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
 
         try:
-            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare)
+            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown)
         except Exception:  # A defect in the suggestion must not hide the differences.
             _log.debug("%s: the likely cause could not be found", name, exc_info=True)
             cause = ""
@@ -92,7 +99,7 @@ def _compare(
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
     policy: Policy,
-    numbers_are_arrays: bool,
+    records_kinds: bool,
 ) -> _Compared:
     targets: list[LeafTarget] = []
     differences: list[Difference] = []
@@ -131,7 +138,7 @@ def _compare(
                 assert entry is not None
                 found = True
                 make = saved_target if policy.kinds == "saved" and path not in policy.cast_leaves else target_of
-                targets.append(make(path, leaf, entry, policy.dtype, numbers_are_arrays))
+                targets.append(make(path, leaf, entry, policy.dtype, records_kinds))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]
         except LeafMismatch as difference:

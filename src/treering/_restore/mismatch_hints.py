@@ -15,7 +15,7 @@ from .._core.skeleton import Skeleton
 from .._pytree import variable_levels
 from .._pytree.walk import FlatTree
 from ..errors import Difference, TreeringError
-from . import iterator_hints
+from . import grown_parts, iterator_hints
 from .level_hints import level_suggestions
 from .optimizer_states import States
 from .policy import Policy
@@ -56,6 +56,7 @@ def suggest_fix(
     policy: Policy,
     differences: Sequence[Difference],
     compare: Compare,
+    grown: Callable[[Sequence[str]], grown_parts.Grown],
 ) -> str:
     """Returns the cause that explains most, as a sentence with the arguments that fix it; an empty text if none does.
 
@@ -70,6 +71,7 @@ def suggest_fix(
     def tried(cause: Suggestion, like: FlatTree) -> tuple[int, int]:
         """Returns the number of leaves that a cause restores, and the number of differences that it leaves."""
         try:
+            like = grown(cause.policy(policy).grow).flat_tree if cause.grow else like
             leaves = cause.leaves(entries)
             sources = variable_levels.rename_to_tree(like, {path: leaf.source for path, leaf in leaves.items()})
             # `rename_suggestions` chooses alike states itself.
@@ -96,6 +98,7 @@ def suggest_fix(
     renames = list(rename_suggestions(flat_tree, entries, skeleton, policy, reordered=reordered))
     kinds: list[tuple[FlatTree, Iterable[Suggestion]]] = [
         (flat_tree, _wider(differences, policy)),
+        (flat_tree, grown_parts.suggestions(flat_tree, entries)),
         (flat_tree, levels),
         (flat_tree, alone),
         (flat_tree, renames),

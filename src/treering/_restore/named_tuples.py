@@ -61,8 +61,12 @@ def _find_differences(template: Skeleton, found: Skeleton) -> tuple[list[_Differ
 def _is_renamed(other: _Difference) -> bool:
     """Returns True if both classes have the same fields and neither is known as the state of an optimizer."""
     same = other.template.keys == other.found.keys and bool(other.found.names())
-    of_optimizer = not _OPTIMIZER_FIELDS.isdisjoint(other.template.names())
-    return same and not of_optimizer and not any(_is_of_optax(node.name) for node in other[1:])
+    return same and not is_of_optimizer(other.template) and not _is_of_optax(other.found.name)
+
+
+def is_of_optimizer(node: Node) -> bool:
+    """Returns True if a named tuple is the state of an optimizer."""
+    return not _OPTIMIZER_FIELDS.isdisjoint(node.names()) or _is_of_optax(node.name)
 
 
 def _is_of_optax(name: str) -> bool:

@@ -14,6 +14,7 @@ class ReadOptions(TypedDict, total=False):
     missing: str | Iterable[str]
     extra: str | Iterable[str]
     dtype: Any
+    grow: Iterable[str]
     verify: bool
     mmap: bool | None
     memory_limit: int | None

@@ -70,7 +70,7 @@ class _Search:
     def fits(self, path: str, found: str) -> bool:
         """Returns True if the template's leaf can be made of the checkpoint's."""
         try:
-            target_of(path, self.leaves[path], self.entries[found], self.dtype, numbers_are_arrays=True)
+            target_of(path, self.leaves[path], self.entries[found], self.dtype, records_kinds=True)
         except LeafMismatch:
             return False
         return True

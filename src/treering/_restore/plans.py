@@ -21,7 +21,7 @@ from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function
 from ..errors import Difference
 from . import array_placement as _place
-from . import match, positional, saved_kinds, saved_shardings
+from . import grown_parts, match, positional, saved_kinds, saved_shardings
 from .array_placement import ShardingOrNone
 from .initial import Initial
 from .iterator_hints import OutsideState
@@ -98,6 +98,9 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         skeleton = [Node("dict", "", [level]), *skeleton]
     as_written, entries = entries, variable_levels.rename_to_tree(flat_tree, entries)
     initial = like if isinstance(like, Initial) else None
+
+    grown = functools.partial(grown_parts.grow, split, flat_tree, entries, skeleton, policy.at)
+    template, join, flat_tree, problems = grown(policy.grow) if policy.grow else (template, join, flat_tree, ())
     if initial and records_kinds(source):
         policy = dataclasses.replace(policy, kinds="saved", cast_leaves=_cast(source, entries))
     targets = match.match(
@@ -107,8 +110,10 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         policy,
         name,
         as_written,
-        numbers_are_arrays=source.numbers_are_arrays,
+        records_kinds=records_kinds(source),
         elsewhere=elsewhere,
+        problems=problems,
+        grown=grown,
     )
     plan = RestorePlan(
         full_source(source),
@@ -156,6 +161,7 @@ def _with_places(
         if as_saved:
             saved_shardings.check(saved, plan.source, paths, targets, name)
         free = {n for n, wish in enumerate(wished) if wish is None}
+        saved = saved if as_saved else saved_shardings.of_this_job(saved, free)
         layouts.update({n: layout for n, layout in saved.layouts.items() if n in free})
         plan = plan._replace(uncommitted=saved.uncommitted & free)
         rest = _place.requested_shardings(None, template, paths, leaves, arrays)

@@ -1,7 +1,7 @@
 """Holds the differences between a template and a checkpoint that the caller of a restore allows."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ class Policy:
     missing: str | Iterable[str] = "error"
     extra: str | Iterable[str] = "error"
     dtype: Any = None
+    grow: Sequence[str] = ()
     at: str = ""  # the caller's `at`, because an error that suggests arguments must include it
     rules: bool = False  # True if the caller gave rules
     kinds: Literal["template", "saved"] = "template"  # decides the type and dtype of a leaf
@@ -31,6 +32,10 @@ class Policy:
                 raise MismatchError(f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths")
             if globs is not None:
                 object.__setattr__(self, name, globs)  # A tuple, because an iterator could be read only once.
+        grown = tuple(self.grow) if isinstance(self.grow, Iterable) and not isinstance(self.grow, str) else (None,)
+        if not all(isinstance(glob, str) for glob in grown):
+            raise MismatchError(f"grow={self.grow!r}: expected a list of globs of paths")
+        object.__setattr__(self, "grow", grown)
         if self.dtype is None or (isinstance(self.dtype, str) and self.dtype == "template"):
             return
         try:

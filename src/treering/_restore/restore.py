@@ -1,5 +1,6 @@
 """Restores a tree: plans what each leaf becomes, reads the arrays, places them, and builds the tree."""
 
+import contextlib
 import functools
 import logging
 import time
@@ -24,7 +25,7 @@ from ..errors import MismatchError
 from . import array_placement as _place
 from . import collective_plan, plans, saved_shardings
 from .array_placement import ShardingOrNone
-from .leaf_targets import LeafTarget
+from .leaf_targets import LeafTarget, is_jax_dtype
 from .plans import RestorePlan
 from .policy import Policy
 from .read_groups import ReadGroup, group_targets, host_value, target_entry
@@ -73,15 +74,22 @@ def restore(
             else plans.by_template(source, like, policy, name, sharding)
         )
     expansion.check(source, (target.entry for target in plan.targets if target.entry), name, max_expansion)
-    values = _values(plan, verify, mmap, memory_limit, progress, read, call)
-    source.check_present()  # In a bucket, files that were not read may be missing without an error until now.
-    values = _finished(plan, values, moved=like is not None and sharding is not None)
+    with _wide_enough(plan.targets):
+        values = _values(plan, verify, mmap, memory_limit, progress, read, call)
+        source.check_present()  # In a bucket, files that were not read may be missing without an error until now.
+        values = _finished(plan, values, moved=like is not None and sharding is not None)
     with gc_paused():
         tree = plan.build(values)
     if _log.isEnabledFor(logging.INFO):
         filled = tuple(path for path, target in zip(plan.paths, plan.targets, strict=True) if target.filled)
         _log_restored(plan.source, name, plan.entries, plan.requested_paths(), filled, begun)
     return tree
+
+
+def _wide_enough(targets: Sequence[LeafTarget]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which JAX keeps all bits of the arrays, if the template has 64 bits while they are off."""
+    made = {target.dtype for target in targets if target.make == "jax"}
+    return contextlib.nullcontext() if all(map(is_jax_dtype, made)) else jax.enable_x64(True)
 
 
 def _finished(plan: RestorePlan, values: list[Any], *, moved: bool) -> list[Any]:

@@ -10,13 +10,14 @@ import numpy as np
 from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.leaf_paths import join_names
+from .._pytree.leaves import is_function
 from .leaf_targets import LeafTarget, check_width, target_of
 
 _log = logging.getLogger("treering")
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
 
 
-def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arrays: bool) -> LeafTarget:
+def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: bool) -> LeafTarget:
     """Returns the target that has the saved kind. The template's leaf says only the shape.
 
     asked: the argument `dtype` of the restore, which takes precedence over the saved dtype.
@@ -28,11 +29,11 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
         text = entry.type in ("str", "bytes")
         other = entry.type != type(leaf).__name__ if text else type(leaf) in (str, bytes)
         if shape != () or other or not (text or entry.type in ("bool", "int", "float", "complex")):
-            return target_of(path, leaf, entry, asked, numbers_are_arrays)
+            return target_of(path, leaf, entry, asked, records_kinds)
         return LeafTarget("value", value=entry.decode())
     is_key = entry.type == "key"
     if type(leaf) in (str, bytes) or shape != _shape_as(leaf, entry):
-        return target_of(path, leaf, entry, asked, numbers_are_arrays)
+        return target_of(path, leaf, entry, asked, records_kinds)
     dtype = dtypes.to_numpy(entry.dtype)
     if is_key:
         return LeafTarget("key", entry, dtype)
@@ -41,7 +42,7 @@ def saved_target(path: str, leaf: Any, entry: Entry, asked: Any, numbers_are_arr
         own = getattr(leaf, "dtype", dtype)
         want = np.dtype(asked) if asked != "template" else np.dtype(own) if dtypes.is_float(np.dtype(own)) else dtype
     if entry.type in ("jax", "jax-weak"):
-        check_width(want, entry)
+        check_width(want, entry, leaf=leaf)
         return LeafTarget("jax", entry, want, entry.type == "jax-weak" and want == dtype)
     return LeafTarget("numpy-scalar" if entry.type == "numpy-scalar" else "numpy", entry, want)
 
@@ -96,7 +97,8 @@ _Kind = tuple[str, Any, bool]  # a name, the dtype, and True for a weak type
 
 
 def _has_kind(leaf: Any, target: LeafTarget) -> bool:
-    return (type(leaf) in _SCALARS or hasattr(leaf, "dtype")) and not target.filled and target.state is None
+    has = type(leaf) in _SCALARS or (hasattr(leaf, "dtype") and not is_function(leaf))
+    return has and not target.filled and target.state is None
 
 
 def _kind_of(leaf: Any) -> _Kind:

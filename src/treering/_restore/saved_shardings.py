@@ -1,7 +1,7 @@
 """Finds the places that the arrays of a checkpoint had when they were saved, on the devices of this job."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._core.entries import ArrayEntry, Entry
 from .._core.leaf_paths import join_names
 from .._core.source import Source, records_kinds
-from .._pytree.placements import Layout, Placement, PlacementError, layout_of, resolve_placement
+from .._pytree.placements import Layout, Placement, PlacementError, layout_of, other_devices, resolve_placement
 from ..errors import MismatchError
 from .array_placement import JAX_MAKES, UNCOMMITTED, ambient_mesh
 from .initial import Initial
@@ -26,12 +26,16 @@ class SavedShardings(NamedTuple):
     layouts: the layouts that are not row-major.
     uncommitted: the leaves that have a device or a layout without being committed to it.
     problems: texts that say why this job cannot place a leaf where it was.
+    unrecorded: those of them whose place was not recorded, which says nothing about the devices of the job.
+    unplaced: texts that say which devices the job had, for leaves on the default device of a job with other devices.
     """
 
     wishes: list[Any]
     layouts: dict[int, tuple[int, ...]]
     uncommitted: set[int]
     problems: dict[int, str]
+    unrecorded: set[int]
+    unplaced: dict[int, str]
 
 
 def saved_shardings(
@@ -41,9 +45,10 @@ def saved_shardings(
 
     `placements.resolve_placement` describes `exactly`.
     """
-    found = SavedShardings([None] * len(targets), {}, set(), {})
+    found = SavedShardings([None] * len(targets), {}, set(), {}, set(), {})
     mesh = ambient_mesh()
-    known: dict[int, tuple[Any, Placement | str]] = {}  # by the id of a record, kept alive so that no other gets the id
+    # by the id of a record, kept alive so that no other gets the id: its place, and what `other_devices` returns
+    known: dict[int, tuple[Any, Placement | str, str]] = {}
     spread: dict[tuple[int, tuple[int, ...]], str] = {}
     for n, (entry, target) in enumerate(zip(entries, targets, strict=True)):
         if (
@@ -53,8 +58,10 @@ def saved_shardings(
         ):
             continue
         if id(record) not in known:
-            known[id(record)] = record, _resolve(record, mesh, exactly)
-        _, place = known[id(record)]
+            place = _resolve(record, mesh, exactly)
+            free = isinstance(place, Placement) and place.sharding is None
+            known[id(record)] = record, place, other_devices(record) if free and exactly else ""
+        _, place, other = known[id(record)]
         shape = entry.shape[:-1] if entry.type == "key" else entry.shape
         if isinstance(place, Placement) and isinstance(place.sharding, NamedSharding):
             key = id(record), shape
@@ -63,8 +70,12 @@ def saved_shardings(
             place = spread[key] or place
         if isinstance(place, str):
             found.problems[n] = place
+            if "unrecorded" in record:
+                found.unrecorded.add(n)
             continue
         found.wishes[n] = UNCOMMITTED if place.sharding is None else place.sharding
+        if other:
+            found.unplaced[n] = other
         if not place.committed and (place.sharding is not None or place.layout is not None):
             found.uncommitted.add(n)
         if place.layout is not None and len(place.layout) == len(shape):
@@ -106,7 +117,28 @@ def check(
 
 
 def _list_all(problems: Mapping[int, str], paths: Sequence[str]) -> str:
-    return join_names(tuple(f"{paths[n] or '(root)'} ({why})" for n, why in problems.items()))
+    """Returns each problem with the first leaf that has it, so that no problem hides behind the leaves of another."""
+    leaves: dict[str, list[str]] = {}
+    for n, why in problems.items():
+        leaves.setdefault(why, []).append(paths[n] or "(root)")
+    more = {why: f" and {len(named) - 1} more" if len(named) > 1 else "" for why, named in leaves.items()}
+    return join_names(tuple(f"{named[0]}{more[why]} ({why})" for why, named in leaves.items()))
+
+
+def of_this_job(found: SavedShardings, free: Collection[int]) -> SavedShardings:
+    """Returns the saved places if they fit the devices of this job together, and none otherwise.
+
+    Taken one by one, places of a job with other devices could bring arrays together that the program keeps apart.
+
+    free: the leaves that the argument `sharding` does not place.
+    """
+    problems = {n: why for n, why in found.problems.items() if n in free}
+    unplaced = {n: why for n, why in found.unplaced.items() if n in free}
+    on_mesh = any(isinstance(found.wishes[n], NamedSharding) for n in free)
+    if problems.keys() <= found.unrecorded and (on_mesh or not unplaced):
+        return found._replace(problems=problems)
+    nowhere: list[Any] = [None] * len(found.wishes)
+    return SavedShardings(nowhere, {}, set(), {**problems, **unplaced}, found.unrecorded, {})
 
 
 def resumed_shardings(
@@ -120,6 +152,7 @@ def resumed_shardings(
 ) -> list[Any]:
     """Returns the wishes of a resumed job: the saved place of each array, or else its place in the template.
 
+    found: what `of_this_job` returns.
     own: the place of each leaf in the template, which comes from tracing `init`.
     wished: the place that the argument `sharding` gives each leaf. It takes precedence.
 
@@ -127,26 +160,28 @@ def resumed_shardings(
     """
     wishes = [mine if saved is None else saved for saved, mine in zip(found.wishes, own, strict=True)]
     unknown = [n for n, target in enumerate(targets) if wishes[n] is None and wished[n] is None and _is_array(target)]
-    problems = {n: why for n, why in found.problems.items() if wished[n] is None}
-    if problems:
+    moved = not found.problems.keys() <= found.unrecorded
+    if jax.device_count() == 1 and not moved:  # Arrays go to the only device, so their places need not be known.
+        unknown = [n for n in unknown if n in found.problems]
+    calls = bool(unknown) and not initial.called
+    if found.problems:
         _log.warning(
-            "%s: %d arrays cannot be placed where they were saved, and go where init() places them: %s; pass sharding= "
-            "to place them elsewhere",
+            "%s: %d arrays cannot be placed where they were saved, so %s go where init() places them%s: %s; pass "
+            "sharding= to place them elsewhere",
             name,
-            len(problems),
-            _list_all(problems, paths),
+            len(found.problems),
+            "all arrays" if moved else "they",
+            ", and it is called to see where" if calls else "",
+            _list_all(found.problems, paths),
         )
-    if jax.device_count() == 1:  # Every array goes to the only device, so its place need not be known.
-        unknown = [n for n in unknown if n in problems]
-    if unknown:
-        if not initial.called:
-            _log.warning(
-                "%s: init() is called to see where it places arrays whose place is not known: %s",
-                name,
-                join_names(tuple(paths[n] or "(root)" for n in unknown)),
-            )
-        for n in unknown:
-            wishes[n] = initial.places[n] or UNCOMMITTED
+    elif calls:
+        _log.warning(
+            "%s: init() is called to see where it places arrays whose place is not known: %s",
+            name,
+            join_names(tuple(paths[n] or "(root)" for n in unknown)),
+        )
+    for n in unknown:
+        wishes[n] = initial.places.get(paths[n]) or UNCOMMITTED
     return wishes
 
 
@@ -211,7 +246,7 @@ def template_layouts(leaves: Sequence[Any]) -> Iterator[tuple[int, tuple[int, ..
     for n, leaf in enumerate(leaves):
         if type(leaf) is jax.ShapeDtypeStruct:
             layout = None if leaf.sharding is None else _order(leaf)  # A layout always comes with a sharding.
-        elif getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
+        elif not isinstance(leaf, type) and getattr(leaf, "ndim", 0) > 1 and isinstance(leaf, jax.Array):
             layout = layout_of(leaf)
         else:
             continue

@@ -35,6 +35,7 @@ class Suggestion:
     missing: tuple[str, ...] = ()
     extra: str | tuple[str, ...] = ()
     dtype: str | None = None
+    grow: tuple[str, ...] = ()
 
     def arguments(self, policy: Policy) -> str:
         """The arguments as the user would write them, with those that were given already."""
@@ -49,6 +50,8 @@ class Suggestion:
                 given[name] = repr(value if isinstance(value, str) else list(value))
         if self.dtype:
             given["dtype"] = repr(self.dtype)
+        if self.grow:
+            given["grow"] = repr([*policy.grow, *self.grow])
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
     def policy(self, policy: Policy) -> Policy:
@@ -57,6 +60,7 @@ class Suggestion:
             missing=_joined(policy.missing, self.missing),
             extra=_joined(policy.extra, self.extra),
             dtype=self.dtype or policy.dtype,
+            grow=(*policy.grow, *self.grow),
         )
 
     def leaves(self, entries: Mapping[str, Entry]) -> Leaves:

@@ -339,20 +339,21 @@ class Checkpointer(StepList):
 
         A resumed job continues as if it had not been interrupted. Structure and functions come from `init`. Every leaf
         has the type, dtype, weak type, sharding, memory kind and layout that it was saved with. One JAX array in two
-        leaves is one array again. Leaves saved with `dtype=` have the dtype of `init`. If the job has other devices,
-        arrays whose saved placement is impossible go where `init` places them; a warning names them. Foreign formats
-        record no types: `init` decides.
+        leaves is one array again. Leaves saved with `dtype=` have the dtype of `init`. If the job has other devices and
+        no mesh is set that replaces the old one, all arrays go where `init` places them; a warning says so. Foreign
+        formats record no types: `init` decides.
 
-        init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails,
-            if tracing would leave a tracer behind, and to see where it places arrays without a known placement. The
-            first job calls and then traces it, and calls it again if tracing left a tracer behind.
+        init: takes no arguments and returns the state. A resumed job only traces it. It calls `init` if tracing fails
+            or leaves a tracer behind, which is undone first, and to see where it places arrays without a known
+            placement. The first job calls and then traces it.
         sharding: replaces the saved sharding of JAX arrays; see `treering.restore`. Leaves without one (None in a tree,
             or as the result of a function) stay where they were saved. The first job makes arrays there.
         options: as for `restore`. `dtype="template"` takes the floating-point dtypes of `init`.
 
         Logs a warning if a run begins although similar steps exist (with another `prefix`, archived, or in a run around
         or within this one). Raises `MismatchError` if tracing `init` gives another tree than calling it, if a shape
-        differs, and for a directory that is one checkpoint; `CorruptError` if all steps are damaged.
+        differs, and for a directory that is one checkpoint; `UnsupportedError` if tracing `init` leaves a tracer that
+        cannot be undone; `CorruptError` if all steps are damaged.
         """
         from .._restore import initial
 

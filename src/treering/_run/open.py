@@ -87,6 +87,7 @@ def restore(
     missing: str | Iterable[str] = "error",
     extra: str | Iterable[str] = "error",
     dtype: Any = None,
+    grow: Iterable[str] = (),
     sharding: Any = None,
     verify: bool = True,
     mmap: bool | None = None,
@@ -114,6 +115,8 @@ def restore(
         the paths whose values to take from the template.
     extra: for leaves of the checkpoint that the template lacks: "error", "ignore", or globs of paths to leave out.
     dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it.
+    grow: globs of the lists, tuples, dicts, arrays and `None` in the template that take the entries, shape or contents
+        that the checkpoint has. What the template lacks in them comes back as the kind that was saved.
     sharding: replaces the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a function of
         (path, shape, dtype), or a pytree of those that is a prefix of the template. NumPy leaves that it places become
         JAX arrays. "saved" places JAX arrays as they were: on the mesh that is set, else on one like that of the save,
@@ -139,6 +142,7 @@ def restore(
         "missing": missing,
         "extra": extra,
         "dtype": dtype,
+        "grow": grow,
         "sharding": sharding,
         "verify": verify,
         "mmap": mmap,

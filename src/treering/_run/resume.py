@@ -55,7 +55,7 @@ def begin(root: str, init: Callable[[], Any], sharding: Any, options: Mapping[st
 
 def _check(options: Mapping[str, Any]) -> None:
     """Raises `MismatchError` for options of `treering.restore` that every restore would refuse."""
-    allowed = {name: options[name] for name in ("missing", "extra", "dtype") if name in options}
+    allowed = {name: options[name] for name in ("missing", "extra", "dtype", "grow") if name in options}
     Policy(**allowed)
     expansion.check_bound(options.get("max_expansion", expansion.MAX_RATIO))
 
