@@ -18,15 +18,14 @@ import atexit
 import itertools
 import os
 import queue
-import threading
 import time
 from typing import Any
 
 import msgspec
 
 from .._pytree import jax_private
-from .._threads.pool import start_threads
 from .._threads.preload_decoders import preload_decoders
+from .._threads.thread import Thread, start_threads
 from ..errors import PeerError
 from . import call_tree
 from .job_store import JobStore
@@ -87,7 +86,7 @@ class _Member:
 
     def __init__(self, client: Any, index: int, count: int):
         self.client, self.process = client, os.getpid()
-        self.thread = threading.Thread(target=self._give_signs, name="treering-alive", daemon=True)
+        self.thread = Thread(target=self._give_signs, name="treering-alive", daemon=True)
         # `here` makes requests without a second thread and a timeout: this thread may wait for the store.
         self._store = JobStore(client, "sign of life", here=True, timeout=0)
         self._index = index
