@@ -9,9 +9,9 @@
 >>> print(tr.open("model.safetensors").apply(hf_to_jax))
 
 Rules are applied in order, while the leaves are still in the checkpoint: when a box of a leaf is read, Treering reads
-the boxes that it is made of and no more. Paths and globs are those of `treering.Checkpoint`: ``*`` and ``?`` match
-within one name of a path, ``**`` matches any number of names. A rule that matches nothing is an error, unless it is
-`optional`.
+the boxes that it is made of and no more. Arrays of typed PRNG keys have the axes that JAX shows, and rules that change
+values refuse them. Paths and globs are those of `treering.Checkpoint`: ``*`` and ``?`` match within one name of a path,
+``**`` matches any number of names. A rule that matches nothing is an error, unless it is `optional`.
 """
 
 import math
@@ -91,15 +91,14 @@ def transpose(glob: str, axes: Sequence[int], *, optional: bool = False) -> Rule
     order = require_integers(axes, (), None, text)
 
     def change(leaf: Leaf) -> Leaf:
-        rank = len(leaf.array.shape)
+        shape = leaf.array.visible_shape
+        rank = len(shape)
         own = tuple(axis + rank if axis < 0 else axis for axis in order)
         if sorted(own) != list(range(rank)):
-            raise MismatchError(
-                f"{leaf.entry.path}: an array of shape {list(leaf.array.shape)} does not have the axes {axes}"
-            )
-        return transposed(leaf, own)
+            raise MismatchError(f"{leaf.entry.path}: an array of shape {list(shape)} does not have the axes {axes}")
+        return transposed(leaf, (*own, *range(rank, len(leaf.array.shape))))
 
-    return Each(text, glob, change, optional)
+    return Each(text, glob, change, optional, or_keys=True)
 
 
 def reshape(glob: str, shape: Sequence[int], *, optional: bool = False) -> Rule:
@@ -109,13 +108,14 @@ def reshape(glob: str, shape: Sequence[int], *, optional: bool = False) -> Rule:
     sizes = require_integers(shape, (), -1, text)
 
     def change(leaf: Leaf) -> Leaf:
-        size, known = math.prod(leaf.array.shape), math.prod(n for n in sizes if n != -1)
+        shape = leaf.array.visible_shape
+        size, known = math.prod(shape), math.prod(n for n in sizes if n != -1)
         own = tuple(size // known if n == -1 and known else n for n in sizes)
         if math.prod(own) != size or sizes.count(-1) > 1 or min(own, default=0) < 0:
-            raise MismatchError(f"{leaf.entry.path}: {list(leaf.array.shape)} cannot become {list(sizes)}")
-        return reshaped(leaf, own)
+            raise MismatchError(f"{leaf.entry.path}: {list(shape)} cannot become {list(sizes)}")
+        return reshaped(leaf, (*own, *leaf.array.shape[len(shape) :]))
 
-    return Each(text, glob, change, optional)
+    return Each(text, glob, change, optional, or_keys=True)
 
 
 def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> Rule:
@@ -127,11 +127,12 @@ def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> 
     counts = require_integers([repeats] if isinstance(repeats, int) else repeats, (), 1, text)
 
     def change(leaf: Leaf) -> Leaf:
-        rank = max(len(leaf.array.shape), len(counts))
-        leaf = reshaped(leaf, (1,) * (rank - len(leaf.array.shape)) + leaf.array.shape)
-        return tiled(leaf, (1,) * (rank - len(counts)) + counts)
+        old = len(leaf.array.visible_shape)
+        rank, of_key = max(old, len(counts)), len(leaf.array.shape) - old
+        leaf = reshaped(leaf, (1,) * (rank - old) + leaf.array.shape)
+        return tiled(leaf, (1,) * (rank - len(counts)) + counts + (1,) * of_key)
 
-    return Each(text, glob, change, optional)
+    return Each(text, glob, change, optional, or_keys=True)
 
 
 def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optional: bool = False) -> Rule:
@@ -155,7 +156,7 @@ def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optiona
 
 
 def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rule:
-    """Takes one position along an axis, as ``array[index]`` does, also of typed keys. The rest is not read.
+    """Takes one position along an axis, as ``array[index]`` does. The rest is not read.
 
     >>> take("**", 0)  # of a state that `pmap` replicated: of the shape [8, 3, 4] becomes [3, 4]
     """
@@ -167,7 +168,7 @@ def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rul
 
     def change(leaf: Leaf) -> Leaf:
         entry = leaf.array
-        own = axis_of(axis, len(entry.shape) - (entry.type == "key"), f"{text}: {entry.path}")
+        own = axis_of(axis, len(entry.visible_shape), f"{text}: {entry.path}")
         size = entry.shape[own]
         if not -size <= number < size:
             raise MismatchError(f"{text}: {entry.path} has {size} along axis {own}, no index {number}")

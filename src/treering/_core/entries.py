@@ -43,6 +43,11 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
 
         return math.prod(self.shape) * itemsize(self.dtype)
 
+    @property
+    def visible_shape(self) -> tuple[int, ...]:
+        """The shape that JAX shows: for typed keys that of the array of keys, without the last axis of their data."""
+        return self.shape[:-1] if self.type == "key" else self.shape
+
     def at(self, path: str) -> "ArrayEntry":
         """Returns this entry under another path."""
         return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)

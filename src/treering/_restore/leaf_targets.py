@@ -135,7 +135,7 @@ def _key_target(path: str, leaf: Any, entry: Entry) -> LeafTarget:
         is_data = isinstance(entry, ArrayEntry) and (entry.dtype, entry.shape) == ("uint32", data.shape)
         rule = f"; tr.rules.wrap_key_data({path!r}, {impl!r}) makes keys of this data" if is_data else ""
         _leaf_mismatch(expected, entry, f"only typed keys become typed keys{rule}")
-    if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
+    if entry.impl != impl or entry.visible_shape != tuple(leaf.shape):
         _leaf_mismatch(expected, entry, "shapes and key implementations must be equal")
     return LeafTarget("key", entry, dtypes.to_numpy(entry.dtype))
 

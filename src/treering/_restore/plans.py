@@ -273,7 +273,7 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: S
 
 def _visible_array(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
     """Returns the entry with the shape that users see. The data of typed keys has one more axis than the keys."""
-    return _shape_and_dtype(entry.shape[:-1], dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
+    return _shape_and_dtype(entry.visible_shape, dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
 
 
 def _shaped(target: LeafTarget) -> Any:

@@ -55,7 +55,7 @@ def saved_shardings(
         if id(record) not in known:
             known[id(record)] = record, _resolve(record, mesh, exactly)
         _, place = known[id(record)]
-        shape = entry.shape[:-1] if entry.type == "key" else entry.shape
+        shape = entry.visible_shape
         if isinstance(place, Placement) and isinstance(place.sharding, NamedSharding):
             key = id(record), shape
             if key not in spread:
