@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import Difference, MismatchError
-from .entries import Entry, LostEntry, StatesEntry, ValueEntry
+from .entries import Entry, LostEntry, StatesEntry, ValueEntry, visible_shape
 from .leaf_paths import closest, matches
 from .units import nbytes
 
@@ -24,7 +24,7 @@ def describe_entry(entry: Entry) -> str:
     if isinstance(entry, ValueEntry):
         return entry.type
     dtype = f"key<{entry.impl}>" if entry.type == "key" else entry.dtype
-    return f"{dtype}[{','.join(map(str, entry.visible_shape))}]"
+    return f"{dtype}[{','.join(map(str, visible_shape(entry)))}]"
 
 
 def value_text(entry: ValueEntry) -> str:

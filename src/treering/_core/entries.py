@@ -43,11 +43,6 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
 
         return math.prod(self.shape) * itemsize(self.dtype)
 
-    @property
-    def visible_shape(self) -> tuple[int, ...]:
-        """The shape that JAX shows: for typed keys that of the array of keys, without the last axis of their data."""
-        return self.shape[:-1] if self.type == "key" else self.shape
-
     def at(self, path: str) -> "ArrayEntry":
         """Returns this entry under another path."""
         return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)
@@ -128,6 +123,11 @@ class StatesEntry(ValueEntry, tag="states", frozen=True, gc=False):
 
 
 Entry = ArrayEntry | ValueEntry
+
+
+def visible_shape(entry: ArrayEntry) -> tuple[int, ...]:
+    """Returns the shape that JAX shows: for typed keys without the last axis, which is that of their data."""
+    return entry.shape[:-1] if entry.type == "key" else entry.shape
 
 
 def is_absent(entry: Entry | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._core.entries import ArrayEntry, Entry
+from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names
 from .._core.source import Source, records_kinds
 from .._pytree.placements import Layout, Placement, PlacementError, layout_of, resolve_placement
@@ -55,7 +55,7 @@ def saved_shardings(
         if id(record) not in known:
             known[id(record)] = record, _resolve(record, mesh, exactly)
         _, place = known[id(record)]
-        shape = entry.visible_shape
+        shape = visible_shape(entry)
         if isinstance(place, Placement) and isinstance(place.sharding, NamedSharding):
             key = id(record), shape
             if key not in spread:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._core import dtypes
-from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent
+from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent, visible_shape
 from .._core.leaf_paths import has_wildcards, matches_exactly
 from .._core.views import Leaf, part
 from .._core.views_groups import joined, mapped, scaled, stacked
@@ -57,7 +57,7 @@ class Stack:
                 continue
             own = [require_array(leaves[group[n]], text, or_keys=True) for n in sorted(group)]
             check_alike(own, text)
-            made[name] = stacked(own, name, axis_of(self.axis, len(own[0].array.visible_shape) + 1, text))
+            made[name] = stacked(own, name, axis_of(self.axis, len(visible_shape(own[0].array)) + 1, text))
         return replace_groups(text, leaves, members, {name: [(name, leaf)] for name, leaf in made.items()})
 
 
@@ -81,7 +81,7 @@ class Unstack:
             if path in absent:
                 continue
             leaf = require_array(leaves[path], text, or_keys=True)
-            axis = axis_of(self.axis, len(leaf.array.visible_shape), text)
+            axis = axis_of(self.axis, len(visible_shape(leaf.array)), text)
             made[path] = [
                 (name, part(leaf, name, axis, n, n + 1, drop_axis=True))
                 for n, name in enumerate(_numbered(path, level, leaf.array.shape[axis]))
@@ -118,7 +118,7 @@ class Split:
                 ]
                 continue
             leaf = require_array(leaves[path], text, or_keys=True)
-            axis = axis_of(self.axis, len(leaf.array.visible_shape), text)
+            axis = axis_of(self.axis, len(visible_shape(leaf.array)), text)
             size = leaf.array.shape[axis]
             sizes = self.sizes or (size // len(self.new),) * len(self.new)
             if sum(sizes) != size or len(sizes) != len(self.new):
@@ -144,7 +144,7 @@ class Concat:
         text = f"concat({[pattern.pattern for pattern in self.patterns]}, …)"
 
         def make(name: str, own: Sequence[Leaf]) -> Leaf:
-            axis = axis_of(self.axis, len(own[0].array.visible_shape), text)
+            axis = axis_of(self.axis, len(visible_shape(own[0].array)), text)
             check_alike(own, text, but=axis)
             return joined(own, name, axis)
 

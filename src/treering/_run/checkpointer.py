@@ -17,6 +17,7 @@ from .._restore.options import ReadOptions, RestoreOptions
 from .._save import save as _save
 from .._save.pending import PendingSave, SaveReport
 from .._threads.reentry import non_reentrant, refuse_reentry
+from ..errors import UnsupportedError
 from ..keep import Policy
 from ..rules import Rule
 from . import arguments, resume, step_changes
@@ -175,6 +176,12 @@ class Checkpointer(StepList):
             *(["closed"] if closed else ["lost to another Checkpointer"] if self._directory.lost else []),
         ]
         return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"{self._root}: a Checkpointer cannot be copied or sent to another process; pass the path, and make one "
+            "there, or read the run with treering.open"
+        )
 
     # Saving
 

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from .._core import html
 from .._core.source import Written
@@ -23,7 +24,7 @@ from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
 from .._threads.thread import Thread, lost_thread
 from .._threads.weak_registry import WeakRegistry
-from ..errors import RequestError, SaveError, TreeringError
+from ..errors import RequestError, SaveError, TreeringError, UnsupportedError
 
 _log = logging.getLogger("treering")
 _LONG_STALL_SECONDS = 1.0  # A call that blocks the training loop for this long or longer is logged.
@@ -306,6 +307,12 @@ class PendingSave:
         self._reported = True
         with contextlib.suppress(ValueError):
             unreported.remove(self)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"{self.path}: a running save cannot be copied or sent to another process; pass its path, or what result() "
+            "returns"
+        )
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"

@@ -75,9 +75,6 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._has_compared = False  # True once the metric was compared with that of an earlier job
         self._pending: PendingSave | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._continues, self._has_compared = None, False
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._continues is None:
             self._continues = epoch > 0 or _model(self) in _restored_models
