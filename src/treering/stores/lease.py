@@ -12,8 +12,8 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ _VERSION = 1
 _MAX_VERSION_1_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes; a file of a later version may be larger
 _log = logging.getLogger("treering")
+F = TypeVar("F", bound="Callable[[WriterLock], None]")
 _acquire_lock = threading.RLock()  # held while any lock of this process is acquired or released
 
 
@@ -60,6 +61,24 @@ class _Envelope(msgspec.Struct):
 preload_decoders(_Envelope)
 
 
+def _exclusively(method: F) -> F:
+    """Decorates a method that holds `_acquire_lock`, and then releases what was dropped meanwhile.
+
+    A context manager written in Python could be interrupted while it has the lock, outside its block. The traceback of
+    the interrupt would then keep the lock.
+    """
+
+    @functools.wraps(method)
+    def call(lock: "WriterLock") -> None:
+        try:
+            with _acquire_lock:
+                method(lock)
+        finally:
+            _release_dropped()
+
+    return call  # type: ignore[return-value]
+
+
 class WriterLock:
     """The lease of a run: a lock on a file, which the system releases when the process ends, for whatever reason.
 
@@ -76,6 +95,7 @@ class WriterLock:
         _registry[id(self._held)] = entry = _Entry(weakref.ref(self), disk, self._held)
         weakref.finalize(self, _on_drop, entry)
 
+    @_exclusively
     def acquire(self) -> None:
         """Acquires the lock unless it is held, and makes the run's directory.
 
@@ -83,34 +103,34 @@ class WriterLock:
         `UnsupportedError` if a later release made the lock file, and `SaveError` for errors of the system. Where
         files cannot be locked, every process may write.
         """
-        with _exclusively():
-            if self.lost:
-                raise lease_registry.lost_error(self._run)
-            if self._held:
-                return
-            try:
-                self._take_from_this_process()
-                self._acquire()
-            except (ExistsError, UnsupportedError, SaveError):
-                raise
-            except OSError as error:
-                raise SaveError(f"{self._run}: the run cannot be prepared for writing: {error}") from error
+        if self.lost:
+            raise lease_registry.lost_error(self._run)
+        if self._held:
+            return
+        try:
+            self._take_from_this_process()
+            self._acquire()
+        except (ExistsError, UnsupportedError, SaveError):
+            raise
+        except OSError as error:
+            raise SaveError(f"{self._run}: the run cannot be prepared for writing: {error}") from error
 
+    @_exclusively
     def check_free(self) -> None:
         """Raises an `ExistsError` that names another process which holds the lock. Acquires nothing."""
         path = os.path.join(self._run, LOCK_NAME)
-        with _exclusively():  # Else a lock that this process is just acquiring would look like that of another process.
-            if any(one._is_held_on(path) for one in _existing_locks()):
-                return
-            try:
-                fd = self._disk.open(path)
-            except (OSError, CorruptError):  # there is no such file, or this user may not read it
-                return
-            try:
-                if self._disk.lock_shared(fd) is False:
-                    raise self._held_error(fd, path)
-            finally:
-                self._disk.close(fd)
+        # Else a lock that this process is just acquiring would look like that of another process.
+        if any(one._is_held_on(path) for one in _existing_locks()):
+            return
+        try:
+            fd = self._disk.open(path)
+        except (OSError, CorruptError):  # there is no such file, or this user may not read it
+            return
+        try:
+            if self._disk.lock_shared(fd) is False:
+                raise self._held_error(fd, path)
+        finally:
+            self._disk.close(fd)
 
     def _held_error(self, fd: int, path: str) -> ExistsError:
         more = f". If its host is dead, a server may keep the lock forever (NFSv3 does): then remove {path}"
@@ -213,20 +233,11 @@ class WriterLock:
         except PermissionError:
             raise _unknown_holder_error(path, found) from None
 
+    @_exclusively
     def release(self) -> None:
         """Releases the lock."""
-        with _exclusively():  # Else another thread could find the file locked and no owner in this process.
-            _release(self._disk, self._held)
-
-
-@contextlib.contextmanager
-def _exclusively() -> Iterator[None]:
-    """Holds `_acquire_lock`, and then releases what was dropped meanwhile."""
-    try:
-        with _acquire_lock:
-            yield
-    finally:
-        _release_dropped()
+        # Else another thread could find the file locked and no owner in this process.
+        _release(self._disk, self._held)
 
 
 def _existing_locks() -> list[WriterLock]:
