@@ -344,6 +344,83 @@ def test_more_is_better_for_accuracies_and_a_threshold_counts(tmp_path: pathlib.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a2", "a4", "b1", "c1", "e1", "e2", "e4"]
 
 
+class _Given(keras.callbacks.Callback):
+    """Logs these values, epoch by epoch, as `val_loss`."""
+
+    def __init__(self, *values: float):
+        super().__init__()
+        self._values = values
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["val_loss"] = self._values[epoch]
+
+
+@pytest.mark.parametrize("first", ["backup", "best"])
+@pytest.mark.parametrize("name", ["best", "best.safetensors", "{epoch}/best-{val_loss:.1f}"])
+def test_a_restarted_training_keeps_the_best_model(tmp_path: pathlib.Path, name: str, first: str) -> None:
+    """A better model replaces the best one of the killed job, a worse one does not, wherever the epoch began again."""
+    (tmp_path / "0").mkdir()
+    tr.save(tmp_path / "0" / "best-0.1", {"w": X}, metrics={"val_loss": 0.1})  # of an earlier training
+    path = tmp_path / name
+    values, saved = (3.0, 1.0, 2.0, 0.5, 0.7), list[float]()
+    for epochs in (2, 3, 4, 5):
+        backup = tk.BackupAndRestore(tmp_path / "run", delete_checkpoint=False)
+        best = tk.ModelCheckpoint(path, save_best_only=True)
+        _fit(_model(), epochs, _Given(*values), *((backup, best) if first == "backup" else (best, backup)))
+        found = max(path.parent.parent.glob("*/best-*") if "/" in name else [path], key=os.path.getmtime)
+        saved.append(tr.open(found).metrics["val_loss"])
+    assert saved == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_training_killed_in_its_first_epoch_keeps_the_best(tmp_path: pathlib.Path) -> None:
+    class Given(keras.callbacks.Callback):
+        def __init__(self, value: float):
+            super().__init__()
+            self._value = value
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            logs["val_loss"] = self._value
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    for value in (1.0, 2.0):
+        backup = tk.BackupAndRestore(tmp_path / "run", save_freq=1)
+        best = tk.ModelCheckpoint(tmp_path / "best", save_best_only=True, save_freq=1)
+        with pytest.raises(KeyboardInterrupt):
+            _fit(_model(), 1, Given(value), best, backup, Stop())
+        del backup  # It holds the run.
+        best._wait()
+        assert tr.open(tmp_path / "best").metrics["val_loss"] == 1.0
+
+
+def test_a_training_that_its_user_continues_keeps_the_best_model(tmp_path: pathlib.Path, caplog: Any) -> None:
+    """An epoch that begins again continues the training. A new training replaces the model, and says so."""
+    path = tmp_path / "best"
+
+    def fit(epochs: int, initial_epoch: int, *callbacks: Any, **options: Any) -> list[str]:
+        caplog.clear()
+        best = tk.ModelCheckpoint(path, save_best_only=True, **options)
+        _model().fit(X, Y, epochs=epochs, initial_epoch=initial_epoch, verbose=0, callbacks=[*callbacks, best])
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    assert fit(1, 0, _Given(2.0)) == []
+    assert fit(3, 1, _Given(0, 3.0, 4.0)) == [] and tr.open(path).metrics["val_loss"] == 2.0
+    assert fit(2, 1, _Given(0, 2.5), initial_value_threshold=3.0) == [] and tr.open(path).metrics["val_loss"] == 2.0
+    assert fit(2, 1, _Given(0, 1.5), mode="max") == [] and tr.open(path).metrics["val_loss"] == 2.0
+    (warning,) = fit(1, 0, _Given(5.0))
+    assert "val_loss=2 was better" in warning and "initial_value_threshold=" in warning
+    assert tr.open(path).metrics["val_loss"] == 5.0
+    tr.save(path, {"w": X}, metrics={"val_auc": 0.5}, overwrite=True)
+    (warning,) = fit(2, 1, _Given(0, 1.0))
+    assert "expected the metric 'val_loss', found none" in warning and tr.open(path).metrics["val_loss"] == 1.0
+    (path / "treering.json").chmod(0o600)
+    (path / "treering.json").write_bytes(b"{")
+    (warning,) = fit(2, 1, _Given(0, 1.0))
+    assert "expected to read the metrics" in warning and tr.open(path).metrics["val_loss"] == 1.0
+
+
 def test_every_so_many_batches(tmp_path: pathlib.Path) -> None:
     _fit(_model(), 3, tk.ModelCheckpoint(tmp_path / "{epoch}-{batch}", save_freq=3))  # 4 batches an epoch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-3", "2-2", "3-1", "3-4"]

@@ -9,11 +9,12 @@
 >>> print(tr.open("model.safetensors").apply(hf_to_jax))
 
 Rules are applied in order, while the leaves are still in the checkpoint: when a box of a leaf is read, Treering reads
-the boxes that it is made of and no more. Paths and globs are those of `treering.Checkpoint`: ``*`` and ``?`` match
-within one name of a path, ``**`` matches any number of names. A rule that matches nothing is an error, unless it is
-`optional`.
+the boxes that it is made of and no more. Arrays of typed PRNG keys have the axes that JAX shows, and rules that change
+values refuse them. Paths and globs are those of `treering.Checkpoint`: ``*`` and ``?`` match within one name of a path,
+``**`` matches any number of names. A rule that matches nothing is an error, unless it is `optional`.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._core import dtypes
 from ._core.describe import describe_entry
-from ._core.entries import KEY_SIZES
+from ._core.entries import KEY_SIZES, visible_shape
 from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped
@@ -81,41 +82,39 @@ def cast(glob: str, dtype: Any, *, optional: bool = False) -> Rule:
     """Changes dtypes, as `numpy.ndarray.astype` does."""
     text = f"cast({glob!r}, {dtype!r})"
     new = dtype_text(dtype, text)
-    return Each(text, glob, lambda leaf: _cast(leaf, new), optional)
+    return Each(text, glob, functools.partial(_cast, dtype=new), optional)
 
 
 def transpose(glob: str, axes: Sequence[int], *, optional: bool = False) -> Rule:
     """Changes the order of axes, as `numpy.transpose` does."""
-
     text = f"transpose({glob!r}, {axes!r})"
     order = require_integers(axes, (), None, text)
+    return Each(text, glob, functools.partial(_transpose, order), optional, or_keys=True)
 
-    def change(leaf: Leaf) -> Leaf:
-        rank = len(leaf.array.shape)
-        own = tuple(axis + rank if axis < 0 else axis for axis in order)
-        if sorted(own) != list(range(rank)):
-            raise MismatchError(
-                f"{leaf.entry.path}: an array of shape {list(leaf.array.shape)} does not have the axes {axes}"
-            )
-        return transposed(leaf, own)
 
-    return Each(text, glob, change, optional)
+def _transpose(axes: tuple[int, ...], leaf: Leaf) -> Leaf:
+    shape = visible_shape(leaf.array)
+    rank = len(shape)
+    own = tuple(axis + rank if axis < 0 else axis for axis in axes)
+    if sorted(own) != list(range(rank)):
+        raise MismatchError(f"{leaf.entry.path}: an array of shape {list(shape)} does not have the axes {axes}")
+    return transposed(leaf, (*own, *range(rank, len(leaf.array.shape))))
 
 
 def reshape(glob: str, shape: Sequence[int], *, optional: bool = False) -> Rule:
     """Changes shapes, as `numpy.reshape` does in C order; one size may be -1."""
-
     text = f"reshape({glob!r}, {shape!r})"
     sizes = require_integers(shape, (), -1, text)
+    return Each(text, glob, functools.partial(_reshape, sizes), optional, or_keys=True)
 
-    def change(leaf: Leaf) -> Leaf:
-        size, known = math.prod(leaf.array.shape), math.prod(n for n in sizes if n != -1)
-        own = tuple(size // known if n == -1 and known else n for n in sizes)
-        if math.prod(own) != size or sizes.count(-1) > 1 or min(own, default=0) < 0:
-            raise MismatchError(f"{leaf.entry.path}: {list(leaf.array.shape)} cannot become {list(sizes)}")
-        return reshaped(leaf, own)
 
-    return Each(text, glob, change, optional)
+def _reshape(sizes: tuple[int, ...], leaf: Leaf) -> Leaf:
+    shape = visible_shape(leaf.array)
+    size, known = math.prod(shape), math.prod(n for n in sizes if n != -1)
+    own = tuple(size // known if n == -1 and known else n for n in sizes)
+    if math.prod(own) != size or sizes.count(-1) > 1 or min(own, default=0) < 0:
+        raise MismatchError(f"{leaf.entry.path}: {list(shape)} cannot become {list(sizes)}")
+    return reshaped(leaf, (*own, *leaf.array.shape[len(shape) :]))
 
 
 def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> Rule:
@@ -125,13 +124,14 @@ def tile(glob: str, repeats: int | Sequence[int], *, optional: bool = False) -> 
     """
     text = f"tile({glob!r}, {repeats})"
     counts = require_integers([repeats] if isinstance(repeats, int) else repeats, (), 1, text)
+    return Each(text, glob, functools.partial(_tile, counts), optional, or_keys=True)
 
-    def change(leaf: Leaf) -> Leaf:
-        rank = max(len(leaf.array.shape), len(counts))
-        leaf = reshaped(leaf, (1,) * (rank - len(leaf.array.shape)) + leaf.array.shape)
-        return tiled(leaf, (1,) * (rank - len(counts)) + counts)
 
-    return Each(text, glob, change, optional)
+def _tile(counts: tuple[int, ...], leaf: Leaf) -> Leaf:
+    old = len(visible_shape(leaf.array))
+    rank, of_key = max(old, len(counts)), len(leaf.array.shape) - old
+    leaf = reshaped(leaf, (1,) * (rank - old) + leaf.array.shape)
+    return tiled(leaf, (1,) * (rank - len(counts)) + counts + (1,) * of_key)
 
 
 def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optional: bool = False) -> Rule:
@@ -143,19 +143,17 @@ def pad(glob: str, widths: Sequence[tuple[int, int]], value: Any = 0, *, optiona
     """
     text = f"pad({glob!r}, {widths})"
     pairs = require_integers(widths, (2,), 0, text)
+    return Each(text, glob, functools.partial(_pad, pairs, value, text), optional)
 
-    def change(leaf: Leaf) -> Leaf:
-        if len(pairs) != len(leaf.array.shape):
-            raise MismatchError(
-                f"{text}: {leaf.entry.path} of shape {list(leaf.array.shape)} needs a pair for each axis"
-            )
-        return padded(leaf, pairs, fill_value(value, leaf, text))
 
-    return Each(text, glob, change, optional)
+def _pad(pairs: tuple[tuple[int, int], ...], value: Any, text: str, leaf: Leaf) -> Leaf:
+    if len(pairs) != len(leaf.array.shape):
+        raise MismatchError(f"{text}: {leaf.entry.path} of shape {list(leaf.array.shape)} needs a pair for each axis")
+    return padded(leaf, pairs, fill_value(value, leaf, text))
 
 
 def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rule:
-    """Takes one position along an axis, as ``array[index]`` does, also of typed keys. The rest is not read.
+    """Takes one position along an axis, as ``array[index]`` does. The rest is not read.
 
     >>> take("**", 0)  # of a state that `pmap` replicated: of the shape [8, 3, 4] becomes [3, 4]
     """
@@ -164,16 +162,16 @@ def take(glob: str, index: int, axis: int = 0, *, optional: bool = False) -> Rul
         number = operator.index(index)
     except TypeError:
         raise MismatchError(f"{text}: expected an integer, found {index!r}") from None
+    return Each(text, glob, functools.partial(_take, number, axis, text), optional, or_keys=True)
 
-    def change(leaf: Leaf) -> Leaf:
-        entry = leaf.array
-        own = axis_of(axis, len(entry.shape) - (entry.type == "key"), f"{text}: {entry.path}")
-        size = entry.shape[own]
-        if not -size <= number < size:
-            raise MismatchError(f"{text}: {entry.path} has {size} along axis {own}, no index {number}")
-        return part(leaf, entry.path, own, number % size, number % size + 1, drop_axis=True)
 
-    return Each(text, glob, change, optional, or_keys=True)
+def _take(number: int, axis: int, text: str, leaf: Leaf) -> Leaf:
+    entry = leaf.array
+    own = axis_of(axis, len(visible_shape(entry)), f"{text}: {entry.path}")
+    size = entry.shape[own]
+    if not -size <= number < size:
+        raise MismatchError(f"{text}: {entry.path} has {size} along axis {own}, no index {number}")
+    return part(leaf, entry.path, own, number % size, number % size + 1, drop_axis=True)
 
 
 def wrap_key_data(glob: str, impl: str = "threefry2x32", *, optional: bool = False) -> Rule:
@@ -187,16 +185,16 @@ def wrap_key_data(glob: str, impl: str = "threefry2x32", *, optional: bool = Fal
     >>> wrap_key_data("rng")  # uint32[2], of `jax.random.PRNGKey`, becomes a key of `jax.random.key`
     """
     text = f"wrap_key_data({glob!r}, {impl!r})"
+    return Each(text, glob, functools.partial(_wrap_key_data, impl, text), optional)
 
-    def change(leaf: Leaf) -> Leaf:
-        entry = leaf.array
-        size = KEY_SIZES.get(impl)
-        if entry.dtype != "uint32" or not entry.shape or size not in (None, entry.shape[-1]):
-            expected = "" if size is None else f" whose last axis has {size}"
-            raise MismatchError(f"{text}: {entry.path} is {describe_entry(entry)}; expected uint32{expected}")
-        return wrapped(leaf, impl)
 
-    return Each(text, glob, change, optional)
+def _wrap_key_data(impl: str, text: str, leaf: Leaf) -> Leaf:
+    entry = leaf.array
+    size = KEY_SIZES.get(impl)
+    if entry.dtype != "uint32" or not entry.shape or size not in (None, entry.shape[-1]):
+        expected = "" if size is None else f" whose last axis has {size}"
+        raise MismatchError(f"{text}: {entry.path} is {describe_entry(entry)}; expected uint32{expected}")
+    return wrapped(leaf, impl)
 
 
 def stack(glob: str, axis: int = 0, *, optional: bool = False) -> Rule:
@@ -306,13 +304,12 @@ def map(
 
     This is the last resort, because an entire array is read again for each box of the result.
     """
-
     text = f"map({glob!r}, …)"
     sizes = None if shape is None else require_integers(shape, (), 0, f"{text}, shape={shape!r}")
+    return Each(text, glob, functools.partial(_map, function, sizes), optional)
 
-    def change(leaf: Leaf) -> Leaf:
-        own = leaf.array.shape if sizes is None else sizes
-        hint = "pass shape=, and change the dtype by a cast rule"
-        return mapped([leaf], leaf.entry.path, function, own, leaf.array.dtype, hint)
 
-    return Each(text, glob, change, optional)
+def _map(function: "Callable[[np.ndarray], np.ndarray]", shape: tuple[int, ...] | None, leaf: Leaf) -> Leaf:
+    own = leaf.array.shape if shape is None else shape
+    hint = "pass shape=, and change the dtype by a cast rule"
+    return mapped([leaf], leaf.entry.path, function, own, leaf.array.dtype, hint)

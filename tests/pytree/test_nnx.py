@@ -422,3 +422,29 @@ jax.tree_util.register_pytree_node(Box, flat, lambda aux, parts: Box(*parts))
 tr.save({str(tmp_path / "mine")!r}, {{"b": Box(jnp.ones(3))}})
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.long
+def test_scanned_layers_with_dropout_become_a_list_and_back(tmp_path: Path) -> None:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(2, 2, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def scanned(seed: int) -> Any:
+        return nnx.split_rngs(splits=3)(nnx.vmap(Layer))(nnx.Rngs(seed, dropout=seed + 1))
+
+    def listed(seed: int) -> Any:
+        rngs = nnx.Rngs(seed, dropout=seed + 1)
+        return nnx.List([Layer(rngs) for _ in range(3)])
+
+    one, other = {"layers": scanned(0)}, {"layers": listed(2)}
+    nnx.vmap(lambda layer: layer.dropout(jnp.ones(2)))(one["layers"])  # counts the stream
+    tr.save(tmp_path / "scanned", one)
+    other = tr.restore(tmp_path / "scanned", other, rules=[tr.rules.unstack("layers/*/**")])
+    tr.save(tmp_path / "listed", other)
+    again = tr.restore(tmp_path / "listed", {"layers": scanned(4)}, rules=[tr.rules.stack("layers/*/**")])
+    assert not tr.diff(one, again) and not tr.diff(tmp_path / "scanned", again)
+    drawn = [layer.dropout(jnp.ones(64)) for layer in other["layers"]]
+    expected = nnx.vmap(lambda layer: layer.dropout(jnp.ones(64)))(again["layers"])
+    assert (jnp.stack(drawn) == expected).all() and len({tuple(row.tolist()) for row in drawn}) == 3

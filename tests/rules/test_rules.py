@@ -613,7 +613,12 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, found 'float99'"),
         (lambda: [rules.cast("embed", object)], "cast.*dtype object; pickled objects are never written"),
         (lambda: [rules.cast("step", "float32")], "step is not an array but a int"),
-        (lambda: [rules.transpose("key", (0,))], "PRNG keys; rules can only rename, drop or take them"),
+        (lambda: [rules.transpose("key", (0,))], r"key: an array of shape \[\] does not have the axes"),
+        (lambda: [rules.reshape("key", (2,))], r"key: \[\] cannot become \[2\]"),
+        (lambda: [rules.split("key", ["a", "b"])], "axis 0 of 0"),
+        (lambda: [rules.unstack("*/key", -1)], "axis -1 of 0"),
+        (lambda: [rules.cast("key", "int32")], "an array of PRNG keys, and this rule changes values"),
+        (lambda: [rules.map("key", np.flip)], "an array of PRNG keys, and this rule changes values"),
         (lambda: [rules.stack("layers/**")], "expected a '\\*' at the place of the numbers"),
         (lambda: [rules.drop("layers/4/*"), rules.stack("layers/*/bias")], "with numbers from 0"),
         (lambda: [rules.split("attention/qkv", ["a", "b"], axis=1, sizes=(1, 2))], "has 12 along axis 1"),
@@ -626,7 +631,6 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         ),
         (lambda: [rules.tile("embed", (2.5,))], "expected an integer for each axis"),
         (lambda: [rules.tile("lacking", 2)], "matches none of the 28 leaves"),
-        (lambda: [rules.tile("key", 2)], "PRNG keys; rules can only rename, drop or take them"),
         (lambda: [rules.tile("step", 2)], "step is not an array but a int"),
         (lambda: [rules.pad("embed", ((0, -1), (0, 0)))], "expected a pair of integers for each axis, at least 0"),
         (lambda: [rules.pad("embed", (1, 2))], "expected a pair of integers for each axis"),
@@ -638,7 +642,7 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.pad("embed", ((0, 1), (0, 0)), "a")], r"embed is bfloat16, in which 'a' cannot be"),
         (lambda: [rules.pad("embed", ((0, 1), (0, 0)), [1])], r"embed is bfloat16, in which \[1\] cannot be"),
         (lambda: [rules.pad("nothing", ((0, 1),))], "nothing is not an array but None"),
-        (lambda: [rules.pad("key", ((0, 1),))], "PRNG keys; rules can only rename, drop or take them"),
+        (lambda: [rules.pad("key", ((0, 1),))], "an array of PRNG keys, and this rule changes values"),
         (lambda: [rules.take("embed", 5)], r"take\('embed', 5\): embed has 5 along axis 0, no index 5"),
         (lambda: [rules.take("embed", -6)], "has 5 along axis 0, no index -6"),
         (lambda: [rules.take("embed", 0, axis=2)], "axis 2 of 2"),
@@ -646,7 +650,7 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.take("step", 0)], "step is not an array but a int"),
         (lambda: [rules.take("key", 0)], "axis 0 of 0"),
         (lambda: [rules.wrap_key_data("embed")], r"embed is bfloat16\[5,6\]; expected uint32 whose last axis has 2"),
-        (lambda: [rules.wrap_key_data("key")], "PRNG keys; rules can only rename, drop or take them"),
+        (lambda: [rules.wrap_key_data("key")], "an array of PRNG keys, and this rule changes values"),
         (lambda: ["rename"], "expected rules made by treering.rules"),
         (lambda: [rules.rename(["a"], "b")], r"\['a'\] is not a regular expression"),  # type: ignore[arg-type]
         (
@@ -868,6 +872,36 @@ def test_keys_that_new_names_turn_into_text_are_logged(
     caplog.clear()
     tr.save(tmp_path / "renamed", tree, rules=[rules.rename("^m/1$", "m/new")])
     assert "m: some of its keys were not text" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_rules_move_typed_keys(tmp_path: pathlib.Path, impl: str) -> None:
+    """Axes are those that JAX shows. A restore, a slice of a view and a save of a live tree give the same keys."""
+    keys = jax.random.split(jax.random.key(5, impl=impl), (4, 6))
+    tree = {"keys": keys, "rows": {str(n): {"key": row} for n, row in enumerate(keys)}}
+    tr.save(tmp_path / "c", {**tree, "data": jax.random.key_data(keys[0])})
+    for change, path, expected in (
+        (rules.transpose("keys", (1, -2)), "keys", keys.T),
+        (rules.reshape("keys", (-1, 8)), "keys", keys.reshape(3, 8)),
+        (rules.tile("keys", (2, 1, 3)), "keys", jnp.tile(keys, (2, 1, 3))),
+        (rules.take("keys", 2, axis=-1), "keys", keys[:, 2]),
+        (rules.split("keys", ["a", "b"], -1, sizes=(2, 4)), "b", keys[:, 2:]),
+        (rules.concat(["rows/0/key", "rows/3/key"], "both", -1), "both", jnp.append(keys[0], keys[3])),
+        (rules.stack("rows/*/key", -1), "rows/key", keys.T),
+        (rules.unstack("keys/*", -1), "keys/5", keys[:, 5]),
+    ):
+        like = expected
+        for name in reversed(path.split("/")):
+            like = {name: like}
+        view = tr.open(tmp_path / "c").apply([change])
+        tr.save(tmp_path / "live", tree, rules=[change], overwrite=True)
+        for ckpt in (view, tr.open(tmp_path / "live")):
+            (found,) = jax.tree.leaves(ckpt.restore(like, extra="ignore"))
+            assert found.dtype == keys.dtype and (found == expected).all()
+        assert (view[path][1:3, ..., 1] == jax.random.key_data(expected)[1:3, ..., 1]).all()
+    with pytest.raises(MismatchError, match=r"one shape and dtype, found .*key<.*\[6\] and data uint32"):
+        tr.open(tmp_path / "c").apply([rules.concat(["rows/0/key", "data"], "x")])
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import assert_same
 from treering import stores
+from treering._run import resume, step_fallback
 from treering._run import step_catalog as _steps
-from treering._run import step_fallback
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.stores.posix import Disk
 
@@ -199,6 +199,29 @@ def test_save_every_may_be_steps_or_a_time_whichever_comes_first(tmp_path: pathl
         begun = time.monotonic()
         saved = [step for step in range(101, 131) if not time.sleep(0.05) and ckpts.save(step, {"x": step})]
         assert 1 <= len(saved) <= (time.monotonic() - begun) / 0.5
+
+
+@pytest.mark.parametrize("restores", [True, False])
+@pytest.mark.parametrize(("hours", "saved"), [(2, [2]), (0.5, []), (-48, [])])
+def test_a_time_counts_from_the_last_commit_of_an_earlier_job(
+    tmp_path: pathlib.Path, monkeypatch: Any, restores: bool, hours: float, saved: list[int]
+) -> None:
+    """Jobs that are shorter than the interval save too, once each, and not before the interval has passed."""
+    looks: list[object] = []
+    real = resume.seconds_since_commit
+    monkeypatch.setattr(resume, "seconds_since_commit", lambda directory: (looks.append(1), real(directory))[1])
+    run = tmp_path / "remote"
+    loop(run, [1])
+    then = time.time() - 3600 * hours
+    os.utime(run / "step-00000001" / "treering.json", (then, then))
+    hour = datetime.timedelta(hours=1)
+    for n, options in enumerate([{"save_every": (1000, hour), "local": tmp_path / "local"}, {"save_every": hour}]):
+        looks.clear()
+        with tr.Checkpointer(run, **options) as ckpts:
+            if restores:
+                ckpts.restore()
+            assert [step for step in range(2, 6) if ckpts.save(step, {"x": step})] == ([] if n else saved)
+        assert len(looks) == 1
 
 
 def test_a_step_that_exists_is_an_error_or_skipped_or_replaced(tmp_path: pathlib.Path) -> None:

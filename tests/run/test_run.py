@@ -1003,6 +1003,47 @@ def test_steps_that_are_saved_again_after_a_rewind_are_new(tmp_path: pathlib.Pat
         assert again.step == 2 and again.restore()["x"][0] == 22
 
 
+@pytest.mark.long
+def test_a_slow_evaluator_gets_the_newest_steps(tmp_path: pathlib.Path, caplog: Any) -> None:
+    """With `newest` it gets no step twice, and always the last one. Retention deletes steps, and one is damaged."""
+    caplog.set_level(logging.INFO, "treering")
+    ckpts = tr.Checkpointer(tmp_path, keep=tr.keep.last(2))
+    steps = tr.follow(tmp_path, newest=True, after=1)
+    for step in range(1, 5):
+        ckpts.save(step, {"x": np.full(3, step)}).result()
+    first = next(steps)
+    assert first.step == 4 and first.restore()["x"][0] == 4 and "step 4 is the newest; left out: 3" in caplog.text
+    for step in range(5, 9):
+        ckpts.save(step, {"x": np.full(3, step)}).result()
+    until(lambda: tr.steps(tmp_path) == [7, 8])
+    (file,) = (tmp_path / "step-00000008").glob("*.safetensors")
+    file.unlink()
+    assert next(steps).step == 7 and "step 8 is left out" in caplog.text
+    for step in (8, 7):  # A step that is saved again is new, also if it is older than the last one.
+        ckpts.rewind(7)
+        ckpts.save(step, {"x": np.full(3, 10 * step)}, on_exists="overwrite").result()
+        again = next(steps)
+        assert again.step == step and again.restore()["x"][0] == 10 * step
+    ckpts.save(9, {"x": np.full(3, 9)})
+    ckpts.finish()
+    assert [ckpt.step for ckpt in steps] == [9]
+
+
+@pytest.mark.long
+def test_the_newest_step_is_never_older_than_the_one_before(tmp_path: pathlib.Path) -> None:
+    """Uploads of older steps may end later than those of newer ones."""
+    seen, thread = follow_in_background(tmp_path / "run", newest=True, timeout=20)  # before the run exists
+    save_steps(tmp_path / "run", [5])
+    until(lambda: seen == [5])
+    save_steps(tmp_path / "run", [3])
+    time.sleep(0.7)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(6, {"x": 6})
+        ckpts.finish()
+    thread.join(30)
+    assert not thread.is_alive() and seen == [5, 6]
+
+
 def test_an_evaluator_follows_the_run_of_another_library(tmp_path: pathlib.Path) -> None:
     from flax.training import checkpoints
 
@@ -1014,7 +1055,9 @@ def test_an_evaluator_follows_the_run_of_another_library(tmp_path: pathlib.Path)
     ]
 
 
-@pytest.mark.parametrize("options", [{"after": "x"}, {"after": -1}, {"timeout": -1}, {"timeout": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"after": "x"}, {"after": -1}, {"timeout": -1}, {"timeout": "x"}, {"newest": 5}], ids=str
+)
 def test_follow_raises_at_the_call_for_wrong_arguments(tmp_path: pathlib.Path, options: dict[str, Any]) -> None:
     with pytest.raises(MismatchError):
         tr.follow(tmp_path, **options)

@@ -2,9 +2,11 @@
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -106,7 +108,9 @@ def test_run_with_only_unlistable_steps_is_not_restarted(
     use_disk(Closed("step-00000001", "step-00000002"))
     assert tr.steps(tmp_path) == []
     with tr.Checkpointer(tmp_path) as ckpts:
-        with pytest.raises(UnsupportedError, match=r"step-00000001: .*cannot be looked into \(Permission denied\)"):
+        with pytest.raises(
+            UnsupportedError, match=r"step-00000001: .*cannot be looked into \(Permission denied, owned by user "
+        ):
             ckpts.restore_or_init(lambda: {"n": 0})
         with pytest.raises(NotFoundError):
             ckpts.restore()
@@ -258,3 +262,58 @@ os.kill(os.getpid(), signal.SIGKILL)
             assert done.returncode == -9, done.stderr[-3000:]
             assert tr.steps(f"{place}/run")[-1] == n + 1
             shutil.rmtree(f"{place}/warm")
+
+
+OWNS = "is owned by user 5001, mode 2755, and user 5002 may not write to it; ask them for `chmod g+w"
+MOVE = "or, if it is not needed, `mv /run/step-00000003 /run/step-00000003.old`"
+STAYS = (
+    "/run/writer.lock is owned by user 5001, mode 644, who alone may remove or move it in a sticky directory; ask them"
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user")
+@pytest.mark.slow
+def test_what_a_killed_colleague_owns_is_no_obstacle_or_is_named() -> None:
+    """With umask 022, a colleague may write the run, but not what the first job has made in it."""
+    cases: dict[tuple[str, str, bool], tuple[list[int], list[str]]] = {
+        # the mode of the run, what happens there, and True if the first job lives: the steps, and what is said
+        ("2775", "save", False): ([1, 2, 3, 4, 5], ["the lock names us"]),
+        ("3775", "save", False): ([1, 2, 3, 4, 5], [f"{STAYS} for `rm /run/writer.lock`", "the lock names another"]),
+        ("2775", "save", True): ([1, 2, 3], ["ExistsError /run: process", "writes this run"]),
+        ("3775", "save", True): ([1, 2, 3], ["ExistsError /run: process", "writes this run"]),
+        ("2755", "save", False): ([1, 2, 3], ["SaveError", f"/run {OWNS} /run`"]),
+        ("2775", "unreadable", False): ([], ["/run/writer.lock: owned by user 5001, mode 600", "rm /run/writer.lock"]),
+        ("2775", "link", False): ([1, 2, 3], ["/run/writer.lock: expected", "found a link that is owned by user 5001"]),
+        ("2775", "retention", False): ([1, 2, 3, 5], [f"step 1 stays until this user may delete it: .*{OWNS}"]),
+        ("3775", "finished", False): ([1, 2, 3, 4, 5], ["stays marked as finished", "ask them for `rm /run/finished`"]),
+        ("2775", "finished", False): ([1, 2, 3, 4, 5], ["the lock names us"]),
+        ("2775", "partial", False): ([1, 2], [f"SaveError .*/run/step-00000003 {OWNS} /run/step-00000003` {MOVE}"]),
+        ("2775", "record", False): ([1, 2, 3], [f"SaveError .*/run/step-00000002 {OWNS}"]),
+        ("2775", "pin", False): ([1, 2, 3], [f"SaveError .*/run/step-00000002 {OWNS}"]),
+        ("2775", "delete", False): ([1, 2, 3], [f"SaveError .*/run/step-00000002 {OWNS}"]),
+        ("2775", "rewind", False): ([1, 2, 3], [f"SaveError .*/run/step-00000003 {OWNS}"]),
+    }
+    script = [sys.executable, os.path.join(os.path.dirname(__file__), "two_users.py"), json.dumps([*cases])]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (case, (steps, said)), (found, text) in zip(cases.items(), json.loads(done.stdout), strict=True):
+        assert found == steps, (case, text)
+        for each in said:
+            assert re.search(re.escape(each).replace(r"\.\*", ".*"), text), (case, each, text)
+
+
+def test_a_lock_file_of_another_user_that_cannot_be_locked(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """Over NFS, only who may write a file can lock it. The error says what to remove, and nothing is written."""
+
+    class Nfs(Disk):
+        def open_shared(self, path: str) -> int:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+        def lock(self, fd: int) -> None:
+            return None  # EBADF
+
+    (tmp_path / "writer.lock").touch()
+    use_disk(Nfs())
+    with tr.Checkpointer(tmp_path) as ckpts, pytest.raises(tr.errors.SaveError, match=r"rm .*writer\.lock"):
+        ckpts.save(1, {"x": 1}).result()
+    assert os.listdir(tmp_path) == ["writer.lock"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import Difference, MismatchError
-from .entries import Entry, LostEntry, StatesEntry, ValueEntry
+from .entries import Entry, LostEntry, StatesEntry, ValueEntry, visible_shape
 from .leaf_paths import closest, matches
 from .units import nbytes
 
@@ -23,9 +23,8 @@ def describe_entry(entry: Entry) -> str:
         return "lost"
     if isinstance(entry, ValueEntry):
         return entry.type
-    if entry.type == "key":
-        return f"key<{entry.impl}>[{','.join(map(str, entry.shape[:-1]))}]"
-    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+    dtype = f"key<{entry.impl}>" if entry.type == "key" else entry.dtype
+    return f"{dtype}[{','.join(map(str, visible_shape(entry)))}]"
 
 
 def value_text(entry: ValueEntry) -> str:

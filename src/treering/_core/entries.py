@@ -168,6 +168,11 @@ class StatesEntry(IteratorEntry, tag="states", frozen=True, gc=False):
 Entry = ArrayEntry | ValueEntry
 
 
+def visible_shape(entry: ArrayEntry) -> tuple[int, ...]:
+    """Returns the shape that JAX shows: for typed keys without the last axis, which is that of their data."""
+    return entry.shape[:-1] if entry.type == "key" else entry.shape
+
+
 def is_absent(entry: Entry | None) -> bool:
     """Returns True for None and functions, which have no data, and if `entry` is None."""
     return entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)

@@ -1,9 +1,11 @@
 """Defines `LazyArray`, an array that is still in its checkpoint."""
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UnsupportedError
 from . import dtypes
 from .boxes import Box, full_box
 from .entries import ArrayEntry
@@ -22,8 +24,20 @@ class LazyArray:
     >>> ckpt["params/w"][100:200, :]
     """
 
-    def __init__(self, reader: Source, entry: ArrayEntry):
+    def __init__(self, reader: Source, entry: ArrayEntry, origin: tuple[Mapping[str, Any], str] | None = None):
         self._reader, self._entry = reader, entry
+        self._origin = origin  # the open checkpoint and the path that it has there
+
+    def __reduce__(self) -> Any:
+        if self._origin is None:
+            raise UnsupportedError(f"{self._entry.path}: an array of a tree that is being saved cannot be pickled")
+        return operator.getitem, self._origin
+
+    def __copy__(self) -> "LazyArray":
+        return self  # It does not change.
+
+    def __deepcopy__(self, memo: Any) -> "LazyArray":
+        return self
 
     @property
     def entry(self) -> ArrayEntry:

@@ -103,7 +103,9 @@ MODULE_CALLS = {
     **dict.fromkeys(("ArrayRestoreArgs", "RestoreArgs", "load", "load_checkpoint"), "tr.restore(path, state)"),
     **dict.fromkeys(("load_file", "load_pytree", "restore_checkpoint"), "tr.restore(path, state)"),
     "latest_checkpoint": "tr.open(path).path",
-    **dict.fromkeys(("checkpoint_utils", "checkpoints_iterator", "wait_for_new_checkpoint"), "next(tr.follow(run))"),
+    **dict.fromkeys(
+        ("checkpoint_utils", "checkpoints_iterator", "wait_for_new_checkpoint"), "next(tr.follow(run, newest=True))"
+    ),
 }
 
 

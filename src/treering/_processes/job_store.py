@@ -1,10 +1,9 @@
 """Accesses the key-value store that `jax.distributed` runs in process 0 of a job."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from .._threads.pool import start_threads
+from .._threads.thread import Thread, lost_thread, start_threads
 from ..errors import PeerError
 
 
@@ -61,9 +60,11 @@ class JobStore:
             work()
         else:
             # JAX's client has no timeout for most requests. A daemon thread can be left behind in one.
-            thread = threading.Thread(target=work, name="jax-store", daemon=True)
+            thread = Thread(target=work, name="jax-store", daemon=True)
             start_threads(thread)
             thread.join(self._timeout)
+            if not found and thread.has_ended:
+                raise PeerError(str(lost_thread(f"{self._what}: expected the answer of process 0")))
         if not found:
             raise PeerError(f"{self._what}: process 0 has not answered for {self._timeout:g} s")
         value, error = found[0]

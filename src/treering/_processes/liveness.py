@@ -20,7 +20,6 @@ import logging
 import os
 import queue
 import sys
-import threading
 import time
 from typing import Any
 
@@ -28,8 +27,8 @@ import msgspec
 
 from .._core.leaf_paths import join_names
 from .._pytree import jax_private
-from .._threads.pool import start_threads
 from .._threads.preload_decoders import preload_decoders
+from .._threads.thread import Thread, start_threads
 from ..errors import PeerError
 from . import call_tree
 from .call_history import History
@@ -98,7 +97,7 @@ class _Member:
 
     def __init__(self, client: Any, index: int, count: int, history: History):
         self.client, self.process, self.history = client, os.getpid(), history
-        self.thread = threading.Thread(target=self._give_signs, name="treering-alive", daemon=True)
+        self.thread = Thread(target=self._give_signs, name="treering-alive", daemon=True)
         # `here` makes requests without a second thread and a timeout: this thread may wait for the store.
         self._store = JobStore(client, "sign of life", here=True, timeout=0)
         self._index = index

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._threads.pool import start_threads
+from .._threads.thread import Thread, start_threads
 from ..errors import PeerError, TreeringError
 from . import blame, call_history, call_tree, host_relay, liveness, messages
 from .call_history import History, listed_key
@@ -68,7 +68,7 @@ class MultiProcessCall:
         self._sign_keys: set[str] = set()  # the keys of the signs of life that this process has put
         # `SimpleQueue` is written in C, so that an interrupt cannot leave a lock of it held.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._heartbeat: threading.Thread | None = None
+        self._heartbeat: Thread | None = None
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         self._ordinal = 0
         self._saw_process_0 = False  # True once process 0 was seen in this call
@@ -96,7 +96,7 @@ class MultiProcessCall:
         if self.count <= call_tree.FAN_OUT:  # In a large job the store would get the signs of all processes at once.
             self._wake.put(None)
         if self._heartbeat is None:
-            self._heartbeat = threading.Thread(target=self._run_heartbeat, name="treering-heartbeat", daemon=True)
+            self._heartbeat = Thread(target=self._run_heartbeat, name="treering-heartbeat", daemon=True)
             start_threads(self._heartbeat)
 
     def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:

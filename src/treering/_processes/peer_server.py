@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 
-from .._threads.pool import start_threads
+from .._threads.thread import Thread, start_threads
 from .._threads.weak_registry import WeakRegistry
-from ..errors import CorruptError
+from ..errors import CorruptError, SaveError
 from ..stores.served_file import ServedRoot
 from .peer_connection import CUT_SHORT, Connection, Reply, Request
 
@@ -38,7 +38,7 @@ class PeerServer:
         self._listening = socket.create_server((address, 0), family=family, backlog=_MAX_WAITING_CONNECTIONS)
         self.port: int = self._listening.getsockname()[1]
         try:
-            start_threads(threading.Thread(target=self._accept, name="treering-serve", daemon=True))
+            start_threads(Thread(target=self._accept, name="treering-serve", daemon=True))
         except BaseException:
             self._listening.close()
             raise
@@ -68,9 +68,9 @@ class PeerServer:
                     time.sleep(_RETRY_SECONDS)
                 continue
             try:
-                threading.Thread(target=self._serve, args=[connected], name="treering-serve", daemon=True).start()
-            except RuntimeError as error:  # The peer tries another host, or raises an error that names this one.
-                _log.warning("%s: a peer's connection was closed: no thread can be started: %s", self._root.path, error)
+                start_threads(Thread(target=self._serve, args=[connected], name="treering-serve", daemon=True))
+            except SaveError as error:  # The peer tries another host, or raises an error that names this one.
+                _log.warning("%s: a peer's connection was closed: %s", self._root.path, error)
                 connected.close()
                 self._free.release()
 

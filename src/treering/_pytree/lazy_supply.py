@@ -14,6 +14,7 @@ from .._core.source import Source
 from .._threads.latch import Latch
 from .._threads.prefetch import Task
 from .._threads.reentry import non_reentrant
+from .._threads.thread import Thread
 from . import devices
 from .leaves import SLICE_BYTES, LocalShard
 from .staged_supply import Bytes, StagedSupply
@@ -73,6 +74,10 @@ class LazySupply:
         self._read_lock = contextlib.nullcontext() if parallel else threading.Lock()  # held while one group is read
         self._caller_may_continue = Latch()  # set when all shards are read, or the writers have stopped
         self._error: BaseException | None = None
+
+    def watch(self, writer: Thread) -> None:
+        """Lets `run` return once the thread that saves has ended."""
+        self._caller_may_continue.is_lost = lambda: writer.has_ended
 
     def run(self) -> None:
         """Waits until the caller may continue."""

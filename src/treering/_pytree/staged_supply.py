@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from .._threads.latch import Latch
+from .._threads.thread import Thread, lost_thread
 from .devices import start_copies
 from .leaves import LocalShard, host_bytes
 
@@ -23,6 +24,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _log = logging.getLogger("treering")
 _MAX_COPY_BYTES_PER_DEVICE = 256 << 20  # copied at a time for each device, if other processes of this host copy too
 _COPIED_BYTES_PER_SECOND = 5e9  # from devices; the caller waits for the plan no longer than a copy would take
+_MAX_WAIT_SECONDS = 0.5  # A writer that waits for a shard looks this often whether the save has failed.
 _PUBLISH_BYTES = 4 << 20  # staged before the caller wakes the waiting writers
 
 
@@ -60,9 +62,14 @@ class StagedSupply:
         self._first_deferred = len(shards) - deferred
         self._planned = Latch()  # set by `plan_reads`
         self._error: BaseException | None = None
+        self._writer: Thread | None = None
         # Set when everything is staged or the caller has to wait. Before that, running writer threads would only take
         # the interpreter from the caller, and training would wait longer.
         self.writers_needed = Latch()
+
+    def watch(self, writer: Thread) -> None:
+        """Lets `run` fail once the thread that saves has ended without calling `fail`."""
+        self._writer = writer
 
     def run(self) -> None:
         """Stages every shard in the caller's thread. Returns early if the writers have failed."""
@@ -91,7 +98,8 @@ class StagedSupply:
         first = numbers[0]
         if first >= self._staged_count:
             with self._lock:
-                self._changed.wait_for(lambda: first < self._staged_count or self._error)
+                while not self._changed.wait_for(lambda: first < self._staged_count or self._error, _MAX_WAIT_SECONDS):
+                    pass  # Without memory, `fail` cannot notify this thread.
         staged = self._staged_count
         if max(numbers) >= staged:
             numbers = list(itertools.takewhile(lambda n: n < staged, numbers))
@@ -170,12 +178,14 @@ class StagedSupply:
 
     def fail(self, error: BaseException) -> None:
         """Stops the staging: the caller stages no more, and the writers' calls of `take` raise `error`."""
-        with self._lock:
-            self._error = self._error or error
-            self._room_freed.set()
-            self._changed.notify_all()
-        self.writers_needed.set()
-        self._planned.set()
+        self._error = self._error or error
+        try:
+            with self._lock:
+                self._room_freed.set()
+                self._changed.notify_all()
+        finally:  # Without memory, threads cannot be notified.
+            self.writers_needed.set()
+            self._planned.set()
 
     @property
     def failed(self) -> bool:
@@ -240,10 +250,16 @@ class StagedSupply:
                 if fits() or self._error:
                     self._held_bytes += nbytes
                     return self._error is None
-                room = self._room_freed = Latch()
+                room = self._room_freed = Latch(lambda: self._is_writer_lost)
             self._warn_of_wait()
             self.writers_needed.set()
             room.wait()
+            if self._is_writer_lost:
+                self.fail(lost_thread("expected staged arrays to be written"))
+
+    @property
+    def _is_writer_lost(self) -> bool:
+        return self._writer is not None and self._writer.has_ended
 
     def _warn_of_wait(self) -> None:
         """Logs, once, that the call waits for memory although the caller has set no limit."""

@@ -32,10 +32,14 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
     """A checkpoint, or a part of one, as a mapping from path to leaf. `treering.open` makes it.
 
     An array is a `LazyArray`, any other leaf is its value. Print a checkpoint to see every name and shape.
+
+    A pickle of it, or of one of its arrays, has the path and no bytes: another process opens the checkpoint again, and
+    raises `NotFoundError` if that is gone or was replaced.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, calls: tuple[tuple[str, Any], ...] = ()):
         self._source = source
+        self._calls = calls  # the methods that have chosen this part or view, and their arguments
         self._find_copies: Callable[[], Sequence[str]] | None = None  # returns the paths of all copies in several tiers
 
     @property
@@ -53,7 +57,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         """The step that the checkpoint was saved with, or None if it was saved without a step."""
         return self._source.step
 
-    def _numbered(self, step: int) -> "Checkpoint":
+    def _numbered(self, step: int | None) -> "Checkpoint":
         """Sets the step that a run knows this checkpoint by, and returns the checkpoint.
 
         In a run the name of a directory says its step, even if the directory was copied from another step.
@@ -124,7 +128,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             hint = hint or (f"; the closest name is {similar}" if similar else "")
             raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
         check_readable([entry])
-        return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._source, entry)
+        return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._source, entry, (self, path))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source.entries)
@@ -170,7 +174,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
                     "it, or choose leaves: tr.open(path).select(['4', '5']).restore(part)"
                 )
             raise NotFoundError(f"{self.path}: nothing is at {path!r}{hint}")
-        return Checkpoint(subtree_of(self._source, entries, skeleton, path))
+        return Checkpoint(subtree_of(self._source, entries, skeleton, path), (*self._calls, ("at", path)))
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
         """Returns the leaves whose paths match a glob, or one of several globs.
@@ -194,7 +198,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             if not entries:
                 raise NotFoundError(problem)
             _log.warning("%s", problem)
-        return Checkpoint(subtree_of(self._source, entries, None))
+        return Checkpoint(subtree_of(self._source, entries, None), (*self._calls, ("select", given)))
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
         """Returns the leaves as `treering.rules` change them. Print the result to see every name and shape.
@@ -214,7 +218,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         view = views.View(full_source(self._source), leaves, positional=numbered and known)
         same = list(leaves) == list(self._source.entries)
         skeleton = self._source.skeleton if same else None
-        return Checkpoint(subtree_of(view, view.entries, skeleton, subtree_path(self._source)))
+        source = subtree_of(view, view.entries, skeleton, subtree_path(self._source))
+        return Checkpoint(source, (*self._calls, ("apply", list(rules))))
 
     def abstract(self) -> Any:
         """Returns nested containers of `jax.ShapeDtypeStruct` and of values, as a template. Reads no array.
@@ -314,6 +319,31 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         view = self.at(at).apply(rules) if rules else self.at(at)
         policy = Policy(missing, extra, dtype, cast("Sequence[str]", grow), at, bool(rules))
         return _restore.restore(view._source, like, policy, call=call, **options)
+
+    def __reduce__(self) -> Any:
+        from . import pickled
+
+        return Checkpoint._reopened, (*pickled.identify(self._source), self.step, self._calls)
+
+    @classmethod
+    def _reopened(
+        cls, path: str, format: str, marks: list[Any], step: int | None, calls: Sequence[tuple[str, Any]]
+    ) -> "Checkpoint":
+        """Opens a checkpoint that was pickled, and chooses the same part of it."""
+        from . import pickled
+
+        ckpt = cls(pickled.open_again(path, format, marks))
+        if ckpt.step != step:
+            ckpt._numbered(step)
+        for name, argument in calls:
+            ckpt = getattr(ckpt, name)(argument)
+        return ckpt
+
+    def __copy__(self) -> "Checkpoint":
+        return self  # It does not change.
+
+    def __deepcopy__(self, memo: Any) -> "Checkpoint":
+        return self
 
     def _repr_html_(self) -> str:
         from .._core import printing

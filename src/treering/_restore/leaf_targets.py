@@ -11,7 +11,7 @@ import numpy as np
 
 from .._core import dtypes, migration_hints
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, reshape_hint, shorten
-from .._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, ValueEntry
+from .._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, ValueEntry, visible_shape
 from .._processes import coordinator
 from .._pytree import iterators, state_methods
 from ..errors import UnsupportedError
@@ -144,7 +144,7 @@ def _key_target(path: str, leaf: Any, entry: Entry) -> LeafTarget:
         is_data = isinstance(entry, ArrayEntry) and (entry.dtype, entry.shape) == ("uint32", data.shape)
         rule = f"; tr.rules.wrap_key_data({path!r}, {impl!r}) makes keys of this data" if is_data else ""
         _leaf_mismatch(expected, entry, f"only typed keys become typed keys{rule}")
-    if entry.impl != impl or entry.shape[:-1] != tuple(leaf.shape):
+    if entry.impl != impl or visible_shape(entry) != tuple(leaf.shape):
         _leaf_mismatch(expected, entry, "shapes and key implementations must be equal")
     return LeafTarget("key", entry, dtypes.to_numpy(entry.dtype))
 

@@ -11,7 +11,7 @@ import msgspec
 
 from .._core import dtypes
 from .._core.describe import mismatch_error
-from .._core.entries import ArrayEntry, Entry
+from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names, relative_to
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest_by_path
 from .._core.source import Source, origins, records_kinds, static_values
@@ -279,7 +279,7 @@ def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: S
 
 def _visible_array(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:
     """Returns the entry with the shape that users see. The data of typed keys has one more axis than the keys."""
-    return _shape_and_dtype(entry.shape[:-1], dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
+    return _shape_and_dtype(visible_shape(entry), dtypes.to_numpy(entry.dtype)) if entry.type == "key" else entry
 
 
 def _shaped(target: LeafTarget) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._core.entries import ArrayEntry, Entry
+from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names
 from .._core.source import Source, records_kinds
 from .._pytree.placements import Layout, Placement, PlacementError, layout_of, other_devices, resolve_placement
@@ -62,7 +62,7 @@ def saved_shardings(
             free = isinstance(place, Placement) and place.sharding is None
             known[id(record)] = record, place, other_devices(record) if free and exactly else ""
         _, place, other = known[id(record)]
-        shape = entry.shape[:-1] if entry.type == "key" else entry.shape
+        shape = visible_shape(entry)
         if isinstance(place, Placement) and isinstance(place.sharding, NamedSharding):
             key = id(record), shape
             if key not in spread:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, check_readable, glob_fits, is_absent, is_unreadable_tree, lost_entry
 from .._core.leaf_paths import canonical, find_globs, join_names
 from .._core.views import Leaf
@@ -126,18 +127,22 @@ def require_array(leaf: Leaf, text: str, *, or_keys: bool = False) -> Leaf:
         raise MismatchError(f"{text}: {leaf.entry.path} is not an array but {what}; choose a narrower pattern")
     if leaf.entry.type == "key" and not or_keys:
         raise MismatchError(
-            f"{text}: {leaf.entry.path} is an array of PRNG keys; rules can only rename, drop or take them"
+            f"{text}: {leaf.entry.path} is an array of PRNG keys, and this rule changes values; choose "
+            "a narrower pattern"
         )
     return leaf
 
 
 def check_alike(leaves: Sequence[Leaf], text: str, but: int | None = None) -> None:
-    """Raises `MismatchError` unless all have the dtype and shape of the first, except along axis `but`."""
+    """Raises `MismatchError` unless all have the dtype and shape of the first, except along axis `but`.
+
+    Typed keys must have the same implementation.
+    """
     first = leaves[0].array
     for leaf in leaves[1:]:
         shapes = [[n for axis, n in enumerate(one.shape) if axis != but] for one in (first, leaf.array)]
-        if leaf.array.dtype != first.dtype or shapes[0] != shapes[1]:
-            shown = [f"{one.path} {one.dtype}{list(one.shape)}" for one in (first, leaf.array)]
+        if (leaf.array.dtype, leaf.array.impl) != (first.dtype, first.impl) or shapes[0] != shapes[1]:
+            shown = [f"{one.path} {describe_entry(one)}" for one in (first, leaf.array)]
             raise MismatchError(f"{text}: expected arrays of one shape and dtype, found {' and '.join(shown)}")
 
 

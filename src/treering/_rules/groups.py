@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._core import dtypes
-from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent
+from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent, visible_shape
 from .._core.leaf_paths import has_wildcards, matches_exactly
 from .._core.views import Leaf, part
 from .._core.views_groups import joined, mapped, scaled, stacked
@@ -55,9 +55,9 @@ class Stack:
             if none := first_if_no_arrays(leaves[path] for path in group.values()):
                 made[name] = none
                 continue
-            own = [require_array(leaves[group[n]], text) for n in sorted(group)]
+            own = [require_array(leaves[group[n]], text, or_keys=True) for n in sorted(group)]
             check_alike(own, text)
-            made[name] = stacked(own, name, axis_of(self.axis, len(own[0].array.shape) + 1, text))
+            made[name] = stacked(own, name, axis_of(self.axis, len(visible_shape(own[0].array)) + 1, text))
         return replace_groups(text, leaves, members, {name: [(name, leaf)] for name, leaf in made.items()})
 
 
@@ -80,8 +80,8 @@ class Unstack:
         for path in found:
             if path in absent:
                 continue
-            leaf = require_array(leaves[path], text)
-            axis = axis_of(self.axis, len(leaf.array.shape), text)
+            leaf = require_array(leaves[path], text, or_keys=True)
+            axis = axis_of(self.axis, len(visible_shape(leaf.array)), text)
             made[path] = [
                 (name, part(leaf, name, axis, n, n + 1, drop_axis=True))
                 for n, name in enumerate(_numbered(path, level, leaf.array.shape[axis]))
@@ -117,8 +117,8 @@ class Split:
                     (expand_pattern(functools.partial(match.expand, new), new), leaves[path]) for new in self.new
                 ]
                 continue
-            leaf = require_array(leaves[path], text)
-            axis = axis_of(self.axis, len(leaf.array.shape), text)
+            leaf = require_array(leaves[path], text, or_keys=True)
+            axis = axis_of(self.axis, len(visible_shape(leaf.array)), text)
             size = leaf.array.shape[axis]
             sizes = self.sizes or (size // len(self.new),) * len(self.new)
             if sum(sizes) != size or len(sizes) != len(self.new):
@@ -144,11 +144,11 @@ class Concat:
         text = f"concat({[pattern.pattern for pattern in self.patterns]}, …)"
 
         def make(name: str, own: Sequence[Leaf]) -> Leaf:
-            axis = axis_of(self.axis, len(own[0].array.shape), text)
+            axis = axis_of(self.axis, len(visible_shape(own[0].array)), text)
             check_alike(own, text, but=axis)
             return joined(own, name, axis)
 
-        return _grouped(self.patterns, self.new, make, leaves, text, self.optional)
+        return _grouped(self.patterns, self.new, make, leaves, text, self.optional, or_keys=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +177,8 @@ def _grouped(
     leaves: Leaves,
     text: str,
     optional: bool,
+    *,
+    or_keys: bool = False,
 ) -> Leaves:
     """Returns the leaves with one leaf for each group. The leaves of a group match the patterns, one leaf per
     pattern, and expand `new` to the same path.
@@ -198,7 +200,7 @@ def _grouped(
             raise MismatchError(f"{text}: nothing matches {pattern!r} for {name}, found only {sorted(group.values())}")
         own = [leaves[group[n]] for n in range(len(group))]
         none = first_if_no_arrays(own) if list(group.values()) != [pattern.pattern for pattern in patterns] else None
-        made[name] = [(name, none or make(name, [require_array(leaf, text) for leaf in own]))]
+        made[name] = [(name, none or make(name, [require_array(leaf, text, or_keys=or_keys) for leaf in own]))]
     return replace_groups(text, leaves, {path: name for name, group in groups.items() for path in group.values()}, made)
 
 

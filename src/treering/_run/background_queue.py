@@ -1,12 +1,13 @@
 """A queue of background jobs, such as deletions and uploads, that run one after another."""
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
 
 from .._threads.forks import free_in_children
-from .._threads.pool import start_threads
+from .._threads.thread import Thread, start_threads
 from ..errors import SaveError
 
 _log = logging.getLogger("treering")
@@ -18,7 +19,7 @@ class BackgroundQueue:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
         self._lock = free_in_children(threading.Lock())
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def add(self, label: str, job: Callable[[], object]) -> None:
         """Queues the job `job`, which log messages call `label`."""
@@ -39,12 +40,15 @@ class BackgroundQueue:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until all jobs are done."""
+        """Waits until all jobs are done. Does those that a thread has left, which ended without memory."""
         while (thread := self._thread) and thread.is_alive():
             thread.join()
+        with contextlib.suppress(queue.Empty):
+            while self._thread and self._thread.has_ended:
+                self._run_next()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run_jobs, name="treering-upkeep", daemon=False)
+        self._thread = Thread(target=self._run_jobs, name="treering-upkeep", daemon=False)
         start_threads(self._thread)
 
     def _run_jobs(self) -> None:
@@ -58,7 +62,7 @@ class BackgroundQueue:
             self._run_next()
 
     def _run_next(self) -> None:
-        label, job = self._queue.get()
+        label, job = self._queue.get_nowait()
         try:
             job()
         except BaseException:  # Also `sys.exit()` in a hook: the later jobs must still run.

@@ -18,6 +18,7 @@ from .._restore.options import ReadOptions, RestoreOptions
 from .._save import save as _save
 from .._save.pending import PendingSave, SaveReport
 from .._threads.reentry import non_reentrant, refuse_reentry
+from ..errors import UnsupportedError
 from ..keep import Policy
 from ..rules import Rule
 from . import arguments, resume, step_changes
@@ -52,9 +53,10 @@ class Checkpointer(StepList):
     run: a directory, which the first save makes. Making a `Checkpointer` touches nothing. One Checkpointer at a time
         writes a run. Until it is closed or its process ends, saves of other processes raise `ExistsError`. In the same
         process, a newer one that saves acquires the run from an idle one, whose next save then raises.
-    save_every: a number of steps (its multiples are saved), a `timedelta`, both as ``(steps, timedelta)`` for the
-        earlier of the two, or a function of the step. "auto" chooses the interval that loses the least time, given the
-        cost of a save to this loop and the expected rate of failures (Young, Daly), and logs it.
+    save_every: a number of steps (its multiples are saved), a `timedelta` since the run's last commit, also that of an
+        earlier job, both as ``(steps, timedelta)`` for the earlier of the two, or a function of the step. "auto"
+        chooses the interval that loses the least time, given the cost of a save to this loop and the expected rate of
+        failures (Young, Daly), and logs it.
     mtbf: for "auto", the job's mean time between failures or preemptions; by default that of 50,000 device-hours.
     keep: the steps to keep, see `treering.keep`; None keeps all. Every save applies it. If metrics came late, `close`
         after a save, `restore_or_init` and `treering.record` in this process (also after `close`) apply it too. They
@@ -183,6 +185,12 @@ class Checkpointer(StepList):
             *(["closed"] if closed else ["lost to another Checkpointer"] if self._directory.lost else []),
         ]
         return f"<Checkpointer {self._root}{': ' if state else ''}{', '.join(state)}>"
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"{self._root}: a Checkpointer cannot be copied or sent to another process; pass the path, and make one "
+            "there, or read the run with treering.open"
+        )
 
     # Saving
 

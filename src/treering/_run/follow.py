@@ -5,12 +5,14 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from .. import stores
 from .._core.entries import step_number
+from .._core.leaf_paths import join_names
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError
+from ..formats import StepPath
 from ..formats.treering import summary
 from ..formats.treering.read import Reader
 from ..stores.read_errors import UnreadableError, reading
@@ -24,7 +26,7 @@ _POLL_SECONDS = 0.5  # seconds between listings of the run
 
 
 def follow(
-    run: str | os.PathLike[str], *, after: int | None = None, timeout: float | None = None
+    run: str | os.PathLike[str], *, after: int | None = None, timeout: float | None = None, newest: bool = False
 ) -> Iterator[Checkpoint]:
     """Yields each step of a run once, ascending: the present steps, then new steps as they are committed.
 
@@ -34,20 +36,26 @@ def follow(
     after: only later steps.
     timeout: ends after this many seconds without a new step; None waits forever. The time that the caller takes for
         a step is not included.
+    newest: yields only the newest step each time, for a caller that is slower than the job that saves. Steps in between
+        are logged and left out; the last step of a finished run never is.
 
-    Ends when the run is marked as finished (`Checkpointer.finish`) and every step was yielded. Nothing is written, and
-    the run need not exist yet. A step that is deleted before it is reached is left out. A step that is deleted
-    afterwards can still be read on file systems that keep open files. Damaged steps are logged and left out. A step
-    that is saved again after a `rewind` is a new step. Raises `UnsupportedError` for a step of a later release.
+    Ends when the run is marked as finished (`Checkpointer.finish`) and no step is left to yield. Nothing is written,
+    and the run need not exist yet. A step that is deleted before it is reached is left out. A step that is deleted
+    afterwards can still be read on file systems that keep open files. Damaged steps are logged and left out; with
+    `newest`, the step before is next. A step that is saved again after a `rewind` is a new step. Raises
+    `UnsupportedError` for a step of a later release.
     """
     place, first = stores.absolute_run(run), -1 if after is None else step_number(after)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
         raise MismatchError(f"timeout={timeout!r}: expected a number of seconds from 0, or None")
-    return _follow(place, first, timeout)
+    if not isinstance(newest, bool):
+        raise MismatchError(f"newest={newest!r}: expected True or False")
+    return _follow(place, first, timeout, newest)
 
 
-def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]:
+def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterator[Checkpoint]:
     store = stores.get(run)
+    seen: dict[int, object] = {}  # the versions of steps that were reached
     yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
     with reading(run):
@@ -57,15 +65,18 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
         with reading(run):
             # Before the listing, which is then complete.
             finished = store.stat(posixpath.join(run, _run.FINISHED_MARK))
-        found = [
-            (step, one, _checkpoint_version(store, one.path))
-            for step, one in _run.located_steps(store, run).items()
-            if step > after
-        ]
-        new = [one for one in found if one[0] not in yielded or yielded[one[0]] != one[2]]
-        for step, one, version in new:
-            yielded[step] = version
-            if ckpt := _open_or_skip(store, step, *one):
+        found = {step: one for step, one in _run.located_steps(store, run).items() if step > after}
+        if newest:
+            new = _newest_unseen(store, found, seen, yielded)
+        else:
+            versions = ((step, _checkpoint_version(store, one.path)) for step, one in found.items())
+            new = [(step, version) for step, version in versions if not _has(seen, step, version)]
+        for step, version in new:
+            seen[step] = version
+            if ckpt := _open_or_skip(store, step, *found[step]):
+                if newest:
+                    _log_left_out(step, found, yielded)
+                yielded[step] = version
                 yield ckpt
                 waiting_since = time.monotonic()
         if new:
@@ -74,6 +85,33 @@ def _follow(run: str, after: int, timeout: float | None) -> Iterator[Checkpoint]
             return
         else:
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout))
+
+
+def _newest_unseen(
+    store: Store, found: dict[int, StepPath], seen: Mapping[int, object], yielded: Mapping[int, object]
+) -> list[tuple[int, object]]:
+    """Returns the newest step that was not reached yet, and its version; nothing if a step after it was yielded.
+
+    If that step turns out to be damaged or deleted, the run is listed again, because a newer one may be there by then.
+    """
+    for step in reversed(found):
+        version = _checkpoint_version(store, found[step].path)
+        if _has(yielded, step, version):
+            return []
+        if not _has(seen, step, version):
+            return [(step, version)]
+    return []
+
+
+def _has(versions: Mapping[int, object], step: int, version: object) -> bool:
+    return step in versions and versions[step] == version
+
+
+def _log_left_out(step: int, found: Iterable[int], yielded: Container[int]) -> None:
+    before = [one for one in found if one < step]
+    last = max((one for one in before if one in yielded), default=-1)
+    if left_out := [one for one in before if one > last]:
+        _log.info("step %d is the newest; left out: %s", step, join_names(tuple(map(str, left_out))))
 
 
 def _checkpoint_version(store: Store, path: str) -> object:

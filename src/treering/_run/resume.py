@@ -1,17 +1,22 @@
 """Resumes a run: all processes restore the same step, the latest valid one or the requested one."""
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from .. import stores
 from .._core import expansion
 from .._processes import consistency
 from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.policy import Policy
 from .._save.pending import wait_for_saves_in
+from ..errors import TreeringError
 from ..formats.treering import summary
 from ..stores.nfs import refresh_dir_cache
+from ..stores.read_errors import reading
 from .collective import CollectiveCalls
 from .run_directory import RunDirectory
 from .step_fallback import first_valid, retry_if_replaced
@@ -58,6 +63,22 @@ def _check(options: Mapping[str, Any]) -> None:
     allowed = {name: options[name] for name in ("missing", "extra", "dtype", "grow") if name in options}
     Policy(**allowed)
     expansion.check_bound(options.get("max_expansion", expansion.MAX_RATIO))
+
+
+def seconds_since_commit(directory: RunDirectory) -> float | None:
+    """Returns how long ago the last step was committed, by the times of its files, or None if that is unknown."""
+    with contextlib.suppress(TreeringError, OSError):  # The next save raises the error if it is still there.
+        with reading(directory.root):
+            if not (steps := directory.all_steps()):
+                return None
+            step, path = steps.popitem()
+            store = stores.get(path)
+            found = summary.stat_manifest(store, path) or store.stat(path)
+        if found and found.modified > 0:  # A folder in a bucket may have no time.
+            age = time.time() - found.modified
+            _log.info("%s: step %d was committed %.0f s ago", directory.root, step, age)
+            return age
+    return None
 
 
 def open_step(directory: RunDirectory, step: int | None) -> Checkpoint:

@@ -45,6 +45,7 @@ class Retention:
         self._has_uncommitted_save = False  # set when a save begins, cleared by its commit
         self._logged_metrics: set[str] = set()  # metrics that no step had, already logged
         self._logged_links: set[str] = set()  # steps that stay because links lead to them, already logged
+        self._logged_denials: set[str] = set()  # steps that stay because this user may not delete them, already logged
         # A slow hook must not delay deletions, and a save may have to wait for the deletions alone. The release of the
         # run waits for the other two queues.
         self._deletion_queue, self._hook_queue, self._release_queue = (
@@ -68,7 +69,10 @@ class Retention:
         if self._has_cleaned:
             return
         try:
-            self._directory.clear_finished()
+            try:
+                self._directory.clear_finished()
+            except PermissionError as error:
+                _log.error("%s: stays marked as finished, so treering.follow may end: %s", self._steps.root, error)
             self._collect_garbage()
             self._has_cleaned = True
         except OSError:
@@ -292,6 +296,10 @@ class Retention:
                 _log.info("step %d stays: %s", step, error)
             except UnsupportedError as error:
                 self._steps.mark_unsupported(step, path, error)
+            except PermissionError as error:
+                if path not in self._logged_denials:
+                    self._logged_denials.add(path)
+                    _log.error("step %d stays until this user may delete it: %s", step, error)
             except (OSError, CorruptError) as error:  # The other steps are deleted nevertheless.
                 _log.error("deleting step %d failed; it is tried again after the next save: %s", step, error)
 

@@ -15,7 +15,7 @@ from .._core.tracebacks import hide_internal_frames
 from .._core.values import MAX_EXACT_INT as MAX_STEP
 from ..errors import MismatchError, TreeringError
 from ..formats.treering import summary
-from ..stores import nfs
+from ..stores import nfs, owners
 from ..stores.file_io import is_folder, make_empty
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
@@ -209,8 +209,8 @@ def check_step_readable(store: Store, path: str, error_type: type[TreeringError]
         summary.stat_manifest(store, path)
     except PermissionError as error:
         raise error_type(
-            f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}), and may be the "
-            "latest step; make it readable, or use another run"
+            f"{path}: expected a step, found a directory that cannot be looked into ({error.strerror}"
+            f"{owners.described(path)}), and may be the latest step; make it readable, or use another run"
         ) from error
 
 

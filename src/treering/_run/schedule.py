@@ -18,7 +18,7 @@ class Schedule:
     """Decides which steps are due for a save.
 
     `by_number` is True if only the step's number decides, so that all processes agree without talking. `busy` returns
-    True while a save is under way.
+    True while a save is under way. `seconds_since_commit` returns the age of the run's last step, if that is known.
     """
 
     def __init__(self, save_every: SaveEvery, mtbf: datetime.timedelta | None, busy: Callable[[], bool]):
@@ -33,6 +33,7 @@ class Schedule:
             raise MismatchError(f"mtbf={mtbf!r}: expected a timedelta above 0, together with save_every='auto'")
         self.by_number = kinds == ["number"]
         self._interval = Interval(mtbf) if kinds == ["auto"] else None
+        self.seconds_since_commit: Callable[[], float | None] | None = None
         self._busy, self._was_busy = busy, False
         self._last_save_time = self._last_check_time = time.monotonic()
 
@@ -49,6 +50,7 @@ class Schedule:
     def on_save_started(self) -> None:
         """Notes that a save has begun. Intervals of time are measured from here."""
         self._last_save_time = self._last_check_time = time.monotonic()
+        self.seconds_since_commit = None
         self._was_busy = True
 
     def on_commit(self, report: SaveReport) -> None:
@@ -56,8 +58,18 @@ class Schedule:
         if self._interval:
             self._interval.add_save(report)
 
+    def _count_from_last_commit(self) -> None:
+        """Counts from the last commit of an earlier job, once, so that short jobs save, too. Never counts from later.
+
+        The clock of the file system or of another host may differ from that of this process, even by days.
+        """
+        since, self.seconds_since_commit = self.seconds_since_commit, None
+        if since is not None and (age := since()) is not None and age > 0:
+            self._last_save_time = min(self._last_save_time, time.monotonic() - age)
+
     def _is_due(self, criterion: Any, step: int) -> bool:
         if isinstance(criterion, datetime.timedelta):
+            self._count_from_last_commit()
             return time.monotonic() - self._last_save_time >= criterion.total_seconds()
         return bool(criterion(step)) if callable(criterion) else step % int(criterion) == 0
 

@@ -1,6 +1,7 @@
 """Saves one step of a run: process 0 decides whether and where, then every process starts the save."""
 
 import contextlib
+import functools
 import time
 from typing import Any
 
@@ -46,6 +47,7 @@ class StepSaver:
     ) -> None:
         self._directory, self._collective, self._pending_saves = directory, collective, pending_saves
         self._schedule, self._retention, self._failures = schedule, retention, failures
+        schedule.seconds_since_commit = functools.partial(resume.seconds_since_commit, directory)
         self._last_state, self._preemption = last_state, preemption
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
         self._unchanged = UnchangedArrays(retention.bases) if reuse_unchanged else None

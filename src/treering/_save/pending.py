@@ -6,9 +6,11 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from .._core import html
 from .._core.source import Written
@@ -20,8 +22,9 @@ from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import StagedSupply
 from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
+from .._threads.thread import Thread, lost_thread
 from .._threads.weak_registry import WeakRegistry
-from ..errors import RequestError, SaveError, TreeringError
+from ..errors import RequestError, SaveError, TreeringError, UnsupportedError
 
 _log = logging.getLogger("treering")
 _LONG_STALL_SECONDS = 1.0  # A call that blocks the training loop for this long or longer is logged.
@@ -130,6 +133,8 @@ class PendingSave:
         self._finished = Latch()
         self._all_finished = Latch()  # set when this save and all before it are over
         self._reported = False  # True if a caller has the error, or is about to get it
+        self._pool: ThreadPool | None = None  # for a save whose thread ends without a result
+        self._losing = threading.Lock()  # acquired by the thread that ends such a save
         _live_saves.add(self)
 
     @classmethod
@@ -145,7 +150,10 @@ class PendingSave:
 
     def done(self) -> bool:
         """Returns True if the save is over, successful or not."""
-        return self._finished.is_set()
+        over = self._finished.is_set()
+        if over and self._report is None and self._error is None:
+            self._end_without_result()
+        return over
 
     @property
     def failed(self) -> bool:
@@ -178,7 +186,7 @@ class PendingSave:
         Raises `SaveError` (or `ExistsError`) if the save failed. Raises `TimeoutError` if the save is not over yet; it
         then continues.
         """
-        if not self._finished.wait(timeout):
+        if not self._wait(timeout):
             raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it continues")
         if self._error:
             self._mark_reported()
@@ -186,9 +194,32 @@ class PendingSave:
         assert self._report
         return self._report
 
-    def _wait(self) -> None:
-        """Waits until the save is over, successful or not."""
-        self._finished.wait()
+    def _wait(self, timeout: float | None = None) -> bool:
+        """Waits until the save is over, at most `timeout` seconds. Returns True if it is over, successful or not."""
+        self._finished.wait(timeout)
+        return self.done()
+
+    def _watch(self, thread: Thread, previous: Latch | None, pool: ThreadPool) -> None:
+        """Notes what is to be ended if the thread that saves ends without a result. Called before it is started."""
+        self._pool = pool
+        self._supply.watch(thread)
+        self._finished.is_lost = lambda: thread.has_ended
+        self._all_finished.is_lost = lambda: thread.has_ended and (previous is None or previous.is_set())
+
+    def _end_without_result(self) -> None:
+        """Ends a save whose thread has ended without a report or an error."""
+        with self._losing:
+            if self._error is not None:
+                return
+            error = lost_thread(f"{self.path}: saving failed")
+            if not self._reported:
+                unreported.append(self)
+            self._supply.fail(error)
+            if self._pool:
+                self._pool.close()
+            self._supply.clear()
+            self._error = error
+        self._call.close(error)
 
     def _fail(self, reason: BaseException) -> None:
         """Aborts the save unless it is over. The caller raises `reason`."""
@@ -200,7 +231,7 @@ class PendingSave:
         """Aborts the save, and waits until it is over and its files are removed. The caller raises `reason`."""
         self._fail(reason)
         self._call.cancel(reason)
-        self._finished.wait()
+        self._wait()
         self._mark_reported()
 
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, pool: ThreadPool) -> None:
@@ -226,6 +257,7 @@ class PendingSave:
             if previous is not None and not previous.is_set():  # This save was aborted while it waited.
                 self._finished.set()  # Its caller does not wait for earlier saves, but the next save does.
                 previous.wait()
+            self._pool = None
             self._all_finished.set()
             self._finished.set()
 
@@ -275,6 +307,12 @@ class PendingSave:
         self._reported = True
         with contextlib.suppress(ValueError):
             unreported.remove(self)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"{self.path}: a running save cannot be copied or sent to another process; pass its path, or what result() "
+            "returns"
+        )
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, Unpack
@@ -26,6 +25,7 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from .._threads.reentry import non_reentrant, refuse_reentry
+from .._threads.thread import Thread
 from .._version import __version__
 from ..errors import MismatchError, SaveError, UnsupportedError
 from ..formats import Format
@@ -253,7 +253,8 @@ def start_save(
     pool = thread = None
     try:
         pool = ThreadPool(_WRITER_THREADS)
-        thread = threading.Thread(target=pending._run, args=(write, previous, pool), name="treering-save", daemon=False)
+        thread = Thread(target=pending._run, args=(write, previous, pool), name="treering-save", daemon=False)
+        pending._watch(thread, previous, pool)
         pool.start(thread)
         _pending.saves_finished = pending._all_finished
         with gc_paused() if options.memory_limit is None else contextlib.nullcontext():
@@ -261,7 +262,7 @@ def start_save(
         pending._release_caller()
     except BaseException as error:
         pending._fail(error)
-        if thread and thread.ident is not None:
+        if thread and thread.was_started:
             pending._cancel(error)
         elif pool:  # An interrupt came before the thread began. If it begins yet, it finds the failure at once.
             pool.close()

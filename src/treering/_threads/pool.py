@@ -1,110 +1,136 @@
-"""Starts threads, and defines a pool of threads that work on one task together.
+"""Defines a pool of threads that work on one task together.
 
 The threads are plain ones and start early. Once the main thread has ended, Python refuses executors and new threads,
 but a save that is running then must still finish. The threads are not daemons, so the interpreter waits for them, and
 the code that makes a `ThreadPool` must close it.
 """
 
-import _thread
+import contextlib
 import contextvars
-import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import SaveError
 from .latch import Latch
+from .thread import Thread, lost_thread, start_threads
 
 _MAX_READ_THREADS = 4  # reads in flight
 _INLINE = 4  # jobs; up to so many are faster without a thread
+_WORKER_POLL_SECONDS = 2.0  # after which a worker without work looks whether its pool has an owner
+_LOST_POLL_SECONDS = 0.5  # after which a thread that waits for the workers looks whether one has ended
 
 
-def start_threads(*threads: threading.Thread) -> None:
-    """Starts threads, one after the other. After an interrupt some may start later or never, but none hangs.
+class _Share:
+    """The part of one worker in a task."""
 
-    `Thread.start` waits in Python code. A ctrl-C right after it took a lock leaves the lock held; then the new thread
-    waits for it forever, and so does the end of the program. So a helper thread calls it, which gets no interrupts.
+    def __init__(self, work: Callable[[], None], worker: Thread):
+        self._work = work
+        self.is_given = self.has_returned = False
+        self.over = Latch(lambda: worker.has_ended)
 
-    Raises `SaveError` if the system allows no more threads.
-    """
-    errors: list[BaseException] = []
-    started = Latch()
-
-    def work() -> None:
+    def do(self) -> None:
+        """Does the work."""
         try:
-            for thread in threads:
-                thread.start()
-        except BaseException as error:
-            errors.append(error)
+            self._work()
+            self.has_returned = True
         finally:
-            started.set()
+            self.over.set()
 
-    try:
-        _thread.start_new_thread(work, ())
-        started.wait()
-        if errors:
-            raise errors[0]
-    except RuntimeError as error:
-        raise SaveError(
-            f"expected to start a thread, found that no more are allowed here ({error}); see `ulimit -u` and the limit "
-            "of the container or job (pids.max), or end other threads"
-        ) from error
+
+class _Worker(Thread):
+    """A thread of a pool. A lock wakes it, because that needs no memory."""
+
+    def __init__(self, pool: "ThreadPool", name: str):
+        super().__init__(target=self._do_shares, args=(pool,), name=name, daemon=False)
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+        self._share: _Share | None = None
+
+    def give(self, share: _Share) -> None:
+        """Lets the worker do its share."""
+        share.is_given = True
+        self._share = share
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets the worker look for a share, or for the end of its pool."""
+        with contextlib.suppress(RuntimeError):  # It is awake.
+            self._asleep.release()
+
+    def _do_shares(self, pool: "ThreadPool") -> None:
+        while True:
+            self._asleep.acquire(timeout=_WORKER_POLL_SECONDS)
+            share, self._share = self._share, None
+            if share is not None:
+                share.do()
+            elif pool.is_over:
+                return
+            del share  # Otherwise its memory would stay until the next task arrives.
 
 
 class ThreadPool:
-    """A pool of `size` threads. The thread that calls `run` is one of them; the rest end after the `with` block."""
+    """A pool of `size` threads. The thread that calls `run` is one of them; the rest end after the `with` block.
+
+    They also end if the owner of the pool has ended: the first thread that `start` is given, else its caller.
+    """
 
     def __init__(self, size: int, name: str = "treering"):
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=False) for n in range(size - 1)]
+        self._owner: threading.Thread | None = None
+        self._workers = [_Worker(self, f"{name}-{n}") for n in range(size - 1)]
 
-    def start(self, *others: threading.Thread) -> None:
+    def start(self, *others: Thread) -> None:
         """Starts `others`, then the threads of the pool. If the system allows no more, fewer threads do the work.
 
         Raises `SaveError` if not all of `others` can be started.
         """
+        self._owner = others[0] if others else threading.current_thread()
         try:
-            start_threads(*others, *self._threads)
+            start_threads(*others, *self._workers)
         except SaveError:
-            self._threads = [thread for thread in self._threads if thread.ident is not None]
-            if any(thread.ident is None for thread in others):
+            self._workers = [worker for worker in self._workers if worker.was_started]
+            if not all(thread.was_started for thread in others):
                 raise
 
-    def run(self, work: Callable[[], None]) -> None:
+    @property
+    def is_over(self) -> bool:
+        """True if no more tasks can come."""
+        return self._closed or self._owner is None or not self._owner.is_alive()
+
+    def run(self, work: Callable[[], None], stop: Callable[[BaseException], object] = lambda error: None) -> None:
         """Calls `work()` in every thread at once, in the context of the caller. Returns when all threads are done.
 
-        Raises the first error.
+        Raises the first error. `stop` is called with an error at once, so that no thread waits for the one that failed.
         """
         if self._closed:
             work()
             return
-        errors: list[BaseException] = []
-        # Written in C, so an interrupt leaves none of its locks held
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
         context = contextvars.copy_context()
+        first_error: list[BaseException | None] = [None]  # Storing into it needs no memory.
 
         def guarded() -> None:
             try:
                 context.copy().run(work)
             except BaseException as error:
-                errors.append(error)
-            finally:
-                done.put(None)
+                first_error[0] = first_error[0] or error
+                stop(error)
 
-        for _ in self._threads:
-            self._tasks.put(guarded)
-        guarded()
-        for _ in range(len(self._threads) + 1):
-            done.get()
-        if errors:
-            raise errors[0]
+        shares = [_Share(guarded, worker) for worker in self._workers]
+        try:
+            for worker, share in zip(self._workers, shares, strict=True):
+                worker.give(share)
+            guarded()
+        finally:
+            _wait_for(shares, stop, first_error)
+        if first_error[0]:
+            raise first_error[0]
 
     def close(self) -> None:
         """Lets the threads end."""
         self._closed = True
-        for _ in self._threads:
-            self._tasks.put(None)
+        for worker in self._workers:
+            worker.wake()
 
     def __enter__(self) -> "ThreadPool":
         return self
@@ -112,10 +138,21 @@ class ThreadPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _work(self) -> None:
-        while task := self._tasks.get():
-            task()
-            del task  # Otherwise its memory would stay until the next task arrives.
+
+def _wait_for(
+    shares: Sequence[_Share], stop: Callable[[BaseException], object], first_error: list[BaseException | None]
+) -> None:
+    """Waits until no worker uses the files and the memory of a task any more, even if no memory is left."""
+    waiting = [share for share in shares if share.is_given]
+    while waiting:
+        try:
+            waiting[0].over.wait(_LOST_POLL_SECONDS)
+            if any(share.over.is_set() and not share.has_returned for share in shares):
+                first_error[0] = first_error[0] or lost_thread("expected a worker to do its share")
+                stop(first_error[0])
+            waiting = [share for share in waiting if not share.over.is_set()]
+        except MemoryError:
+            continue
 
 
 def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _MAX_READ_THREADS) -> None:

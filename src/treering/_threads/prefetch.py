@@ -1,12 +1,11 @@
 """Does the next job in a thread while the caller works with the result of the last one."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ..errors import SaveError
 from .latch import Latch
-from .pool import start_threads
+from .thread import Thread, lost_thread, start_threads
 
 T = TypeVar("T")
 
@@ -21,17 +20,22 @@ class Task:
         self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
+        self._is_over = False  # True once there is a result or an error
+        thread = Thread(target=self._run, name="treering-ahead", daemon=daemon)
         self._done = Latch()
         try:
-            start_threads(threading.Thread(target=self._run, name="treering-ahead", daemon=daemon))
+            start_threads(thread)
         except SaveError:
             self._run()
+        else:
+            self._done.is_lost = lambda: thread.has_ended
 
     def _run(self) -> None:
         try:
             self._result = self._work()
         except BaseException as error:
             self._error = error
+        self._is_over = True
         self._done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -43,6 +47,8 @@ class Task:
         self._done.wait()
         if self._error:
             raise self._error
+        if not self._is_over:
+            raise lost_thread("expected the result of a read or a request")
         return self._result
 
 

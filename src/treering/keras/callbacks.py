@@ -4,20 +4,29 @@ import logging
 import numbers
 import operator
 import os
+import re
+import string
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import keras
 
-from .. import formats
+from .. import formats, stores
+from .._restore.checkpoint import Checkpoint
 from .._run.checkpointer import Checkpointer
+from .._run.open import open_checkpoint
 from .._save.pending import PendingSave
 from .._save.save import save_async
-from ..errors import MismatchError, NotFoundError
+from ..errors import MismatchError, NotFoundError, TreeringError
+from ..formats.treering import summary
 from ..keep import last
+from ..stores.read_errors import reading
+from ..stores.store import Stat, Store
 from .variables import assign, state
 
 _log = logging.getLogger("treering")
+_restored_models: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()  # those whose `fit` continues that of another job
 
 
 class ModelCheckpoint(keras.callbacks.Callback):
@@ -27,8 +36,10 @@ class ModelCheckpoint(keras.callbacks.Callback):
         format (``.safetensors``); without one it is the native format. An existing checkpoint is replaced, and stays
         until the new one is durable. ``.keras`` and ``.h5`` are refused, because these files contain the architecture.
     monitor, save_best_only, mode, initial_value_threshold: with `save_best_only` a model is saved only if the monitored
-        metric is better than at any save before. "auto" asks the metric, as Keras does, and raises `MismatchError` if
-        the metric does not say which direction is better. NaN is never better.
+        metric is better than at any save before, also of the job that this one continues: the checkpoint has it. A new
+        training, from epoch 0 on, replaces the checkpoints of earlier ones, as in Keras. "auto" asks the metric, as
+        Keras does, and raises `MismatchError` if the metric does not say which direction is better. NaN is never
+        better.
     save_weights_only: omits the optimizer. (In Keras it omits the architecture, which is never saved here.)
     save_freq: "epoch", or a number of batches.
 
@@ -60,9 +71,13 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._best = initial_value_threshold
         self._frequency = _SaveFrequency(save_freq)
         self._epoch = 0
+        self._continues: bool | None = None  # True if an earlier job began this training; None before it is known
+        self._has_compared = False  # True once the metric was compared with that of an earlier job
         self._pending: PendingSave | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._continues is None:
+            self._continues = epoch > 0 or _model(self) in _restored_models
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -107,9 +122,36 @@ class ModelCheckpoint(keras.callbacks.Callback):
             )
             return True
         more = _is_higher_better(_model(self), self._monitor) if self._mode == "auto" else self._mode == "max"
-        if value != value or (self._best is not None and not (value > self._best if more else value < self._best)):
+        if value != value or not _is_better(value, self._best, more):
             return False
+        if not self._has_compared:
+            self._has_compared = True
+            if not self._is_better_than_saved(value, more):
+                return False
         self._best = value
+        return True
+
+    def _is_better_than_saved(self, value: float, more: bool) -> bool:
+        """Compares a metric with that of the last checkpoint of an earlier job. In a new training, warns at most."""
+        saved = _last_saved(self._filepath)
+        if saved is None or not (self._continues or saved.path == stores.absolute(self._filepath)):
+            return True  # A new training does not replace files with the numbers of other epochs.
+        best = saved.metrics.get(self._monitor)
+        if best is None or best != best:
+            what = f"the metric {self._monitor!r}" if best is None else f"a number as its {self._monitor!r}"
+            _log.warning("%s: save_best_only: expected %s, found none; saved anyway", saved.path, what)
+        elif _is_better(value, best, more):
+            pass
+        elif self._continues:
+            self._best = best
+            _log.info("%s: has %s=%g; only a better model replaces it", saved.path, self._monitor, best)
+            return False
+        else:
+            _log.warning(
+                "%s: %s=%g was better than that of the new training so far, %g, which begins at epoch 0 and saves "
+                "anyway; pass initial_value_threshold=, or another filepath, to keep the old model",
+                saved.path, self._monitor, best, value,
+            )  # fmt: skip
         return True
 
     def _wait(self) -> None:
@@ -149,6 +191,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._ckpts = Checkpointer(self._dir, keep=self._keep)
         self._epoch = 0
+        _restored_models.discard(_model(self))
         try:
             self._ckpts.open()  # Waits for saves of an interrupted `fit`, which `latest_step` does not list yet.
         except NotFoundError:
@@ -157,6 +200,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         assign(model, self._ckpts.restore(state(model)))
         self._step = self._ckpts.restored_step or 0
         self._epoch = self._ckpts.open(self._step).metadata["epoch"]
+        _restored_models.add(model)
         model._initial_epoch = self._epoch  # The callback of Keras sets the same attribute, which `fit` reads.
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -170,6 +214,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         assert self._ckpts is not None
+        _restored_models.discard(_model(self))
         with self._ckpts:
             self._ckpts.wait()
             if self._delete:
@@ -207,6 +252,53 @@ class _SaveFrequency:
             return False
         self._batch_count = 0
         return True
+
+
+def _last_saved(filepath: str) -> Checkpoint | None:
+    """Returns the checkpoint that was saved last under a path with fields like ``{epoch}``; None if there is none.
+
+    With `save_best_only` it is the best one: those of earlier trainings are older. Logs those that cannot be read.
+    """
+    place = stores.absolute(filepath)
+    store = stores.get(place)
+    try:
+        with reading(place):
+            times = {path: found.modified for path in _matching(store, place) if (found := _stat(store, path))}
+    except (TreeringError, OSError) as error:
+        _log.warning("save_best_only: expected to find the last save: %s", error)
+        return None
+    for path in sorted(times, key=times.__getitem__, reverse=True):
+        try:
+            return open_checkpoint(path)
+        except NotFoundError:  # Another process has deleted it.
+            continue
+        except (TreeringError, OSError) as error:
+            _log.warning("save_best_only: expected to read the metrics of a save: %s", error)
+    return None
+
+
+def _stat(store: Store, path: str) -> Stat | None:
+    return summary.stat_manifest(store, path) or store.stat(path)
+
+
+def _matching(store: Store, place: str) -> list[str]:
+    """Returns the paths that a path with fields may stand for."""
+    found = [""]
+    for n, part in enumerate(place.split("/")):
+        pieces = list(string.Formatter().parse(part))
+        if all(field is None for _, field, _, _ in pieces):
+            literal = "".join(text for text, _, _, _ in pieces)
+            found = [f"{folder}/{literal}" if n else literal for folder in found]
+        else:
+            pattern = "".join(re.escape(text) + ("" if field is None else ".+") for text, field, _, _ in pieces)
+            found = [
+                f"{folder}/{name}" for folder in found for name in store.list(folder) if re.fullmatch(pattern, name)
+            ]
+    return found
+
+
+def _is_better(value: float, best: float | None, more: bool) -> bool:
+    return best is None or (value > best if more else value < best)
 
 
 def _is_higher_better(model: keras.Model, monitor: str) -> bool:

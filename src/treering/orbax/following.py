@@ -71,7 +71,7 @@ def wait_for_new_checkpoint(
 def _next_step(run: str | os.PathLike[str], after: int | None, timeout: float | None) -> int | None:
     """Waits for a step later than `after`, and returns the newest; None after the timeout."""
     before_first = after is None or after < 0
-    for ckpt in follow(run, after=None if before_first else after, timeout=timeout):
+    for ckpt in follow(run, after=None if before_first else after, timeout=timeout, newest=True):
         return max([*steps(run), *([] if ckpt.step is None else [ckpt.step])])
     return None
 

@@ -89,6 +89,16 @@ def get(path: str) -> Store:
     return _stores[scheme] if scheme in _stores else _buckets()
 
 
+def why_private(path: str) -> str:
+    """Returns why another process cannot open a path by its text; "" if it can."""
+    store = get(path)
+    if path.startswith("memory://") or getattr(store, "is_in_memory", False):
+        return "in the memory of this process"
+    if (has_client := getattr(store, "has_given_client", None)) and has_client(path):
+        return "opened with a store object of obstore, whose credentials do not go into a pickle"
+    return ""
+
+
 def _register_client(client: Any) -> str:
     url = clients.url_of(client)
     _buckets().add(url, client)

@@ -5,20 +5,22 @@ The file of a killed writer stays; only its lock matters.
 
 import contextlib
 import datetime
+import functools
 import logging
 import os
 import socket
+import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from .._threads.forks import free_in_children
 from .._threads.preload_decoders import preload_decoders
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
-from . import lease_registry
+from . import lease_registry, owners, posix
 from .directories import make_dirs, trusted_folder
 from .file_io import create_in_folder
 from .posix import Disk
@@ -28,6 +30,7 @@ _VERSION = 1
 _MAX_VERSION_1_BYTES = 4096  # bytes; every file of this version has fewer
 _MAX_READ_BYTES = 1 << 20  # bytes; a file of a later version may be larger
 _log = logging.getLogger("treering")
+F = TypeVar("F", bound="Callable[[WriterLock], None]")
 _acquire_lock = free_in_children(threading.RLock())  # held while any lock of this process is acquired or released
 
 
@@ -59,6 +62,24 @@ class _Envelope(msgspec.Struct):
 preload_decoders(_Envelope)
 
 
+def _exclusively(method: F) -> F:
+    """Decorates a method that holds `_acquire_lock`, and then releases what was dropped meanwhile.
+
+    A context manager written in Python could be interrupted while it has the lock, outside its block. The traceback of
+    the interrupt would then keep the lock.
+    """
+
+    @functools.wraps(method)
+    def call(lock: "WriterLock") -> None:
+        try:
+            with _acquire_lock:
+                method(lock)
+        finally:
+            _release_dropped()
+
+    return call  # type: ignore[return-value]
+
+
 class WriterLock:
     """The lease of a run: a lock on a file, which the system releases when the process ends, for whatever reason.
 
@@ -75,6 +96,7 @@ class WriterLock:
         _registry[id(self._held)] = entry = _Entry(weakref.ref(self), disk, self._held)
         weakref.finalize(self, _on_drop, entry)
 
+    @_exclusively
     def acquire(self) -> None:
         """Acquires the lock unless it is held, and makes the run's directory.
 
@@ -82,34 +104,34 @@ class WriterLock:
         `UnsupportedError` if a later release made the lock file, and `SaveError` for errors of the system. Where
         files cannot be locked, every process may write.
         """
-        with _exclusively():
-            if self.lost:
-                raise lease_registry.lost_error(self._run)
-            if self._held:
-                return
-            try:
-                self._take_from_this_process()
-                self._acquire()
-            except (ExistsError, UnsupportedError):
-                raise
-            except OSError as error:
-                raise SaveError(f"{self._run}: the run cannot be prepared for writing: {error}") from error
+        if self.lost:
+            raise lease_registry.lost_error(self._run)
+        if self._held:
+            return
+        try:
+            self._take_from_this_process()
+            self._acquire()
+        except (ExistsError, UnsupportedError, SaveError):
+            raise
+        except OSError as error:
+            raise SaveError(f"{self._run}: the run cannot be prepared for writing: {error}") from error
 
+    @_exclusively
     def check_free(self) -> None:
         """Raises an `ExistsError` that names another process which holds the lock. Acquires nothing."""
         path = os.path.join(self._run, LOCK_NAME)
-        with _exclusively():  # Else a lock that this process is just acquiring would look like that of another process.
-            if any(one._is_held_on(path) for one in _existing_locks()):
-                return
-            try:
-                fd = self._disk.open(path)
-            except (OSError, CorruptError):  # there is no such file, or this user may not read it
-                return
-            try:
-                if self._disk.lock_shared(fd) is False:
-                    raise self._held_error(fd, path)
-            finally:
-                self._disk.close(fd)
+        # Else a lock that this process is just acquiring would look like that of another process.
+        if any(one._is_held_on(path) for one in _existing_locks()):
+            return
+        try:
+            fd = self._disk.open(path)
+        except (OSError, CorruptError):  # there is no such file, or this user may not read it
+            return
+        try:
+            if self._disk.lock_shared(fd) is False:
+                raise self._held_error(fd, path)
+        finally:
+            self._disk.close(fd)
 
     def _held_error(self, fd: int, path: str) -> ExistsError:
         more = f". If its host is dead, a server may keep the lock forever (NFSv3 does): then remove {path}"
@@ -150,11 +172,13 @@ class WriterLock:
     def _open_locked(self, path: str, made: list[str]) -> int:
         """Opens and locks the file, and returns its descriptor. Appends the directories that it made to `made`."""
         while True:
-            fd = create_in_folder(lambda: make_dirs(self._disk, self._run, made), lambda: self._disk.open_shared(path))
+            fd, is_ours = self._open_file(path, made)
             try:
                 locked = self._disk.lock(fd)
                 if locked is False:
                     raise self._held_error(fd, path)
+                if locked is None and not is_ours:  # Over NFS a lock needs the right to write.
+                    raise _unknown_holder_error(path, os.fstat(fd))
                 if locked is None:
                     _log.warning(
                         "%s: another job may write this run at the same time, which would harm both: files cannot be "
@@ -164,11 +188,17 @@ class WriterLock:
                 self._held.append(_HeldLock(fd, path, made))
                 if self._disk.same_file(fd, path):
                     _check_version(self._disk, fd, path)
-                    if not (self._disk.size(fd) and os.fstat(fd).st_nlink > 1):
+                    # A file with another hard link may be in a backup of the run, which writing to it would change
+                    # too. A file of another user, whose job was killed, cannot be written. A new file takes its name.
+                    if is_ours and not (self._disk.size(fd) and os.fstat(fd).st_nlink > 1):
                         return fd
-                    # The file has another hard link, such as in a backup of the run. Writing to it would change the
-                    # backup too, so a new file takes its name.
-                    self._disk.unlink(path)
+                    try:
+                        _unlink(self._disk, fd, path)
+                    except PermissionError as error:
+                        if is_ours:
+                            raise
+                        _log.warning("%s: still names a process that has ended: %s", path, error)
+                        return fd  # It is locked nevertheless.
             except BaseException as error:
                 # A later version of Treering wrote this file. Forget it, because `_release` would delete it.
                 if isinstance(error, UnsupportedError):
@@ -179,20 +209,36 @@ class WriterLock:
             self._held.pop()  # The path no longer names this file: try again with a new one.
             self._disk.close(fd)
 
+    def _open_file(self, path: str, made: list[str]) -> tuple[int, bool]:
+        """Opens the file, and makes it if it is missing. Returns False if this user may only read it.
+
+        Raises `SaveError` for a file of another user that this user may not read, and for a link or a directory.
+        """
+        try:
+            make_folder = functools.partial(make_dirs, self._disk, self._run, made)
+            return create_in_folder(make_folder, lambda: self._disk.open_shared(path)), True
+        except OSError as error:
+            if (found := posix.lstat(path)) is None:
+                raise
+            if not stat.S_ISREG(found.st_mode):
+                what = "link" if stat.S_ISLNK(found.st_mode) else "directory or other special file"
+                raise SaveError(
+                    f"{path}: expected the file that names the writer of the run, found a {what} that is owned by "
+                    f"{owners.name_of(found.st_uid)}; remove it"
+                ) from None
+            if not isinstance(error, PermissionError):
+                raise
+        try:
+            with trusted_folder(self._run) as folder:
+                return self._disk.open(folder.entry(LOCK_NAME)), False
+        except PermissionError:
+            raise _unknown_holder_error(path, found) from None
+
+    @_exclusively
     def release(self) -> None:
         """Releases the lock."""
-        with _exclusively():  # Else another thread could find the file locked and no owner in this process.
-            _release(self._disk, self._held)
-
-
-@contextlib.contextmanager
-def _exclusively() -> Iterator[None]:
-    """Holds `_acquire_lock`, and then releases what was dropped meanwhile."""
-    try:
-        with _acquire_lock:
-            yield
-    finally:
-        _release_dropped()
+        # Else another thread could find the file locked and no owner in this process.
+        _release(self._disk, self._held)
 
 
 def _existing_locks() -> list[WriterLock]:
@@ -240,13 +286,19 @@ def _release(disk: Disk, held: list[_HeldLock]) -> None:
             fd, path, made = held.pop()  # before the close, else a second call could close a reused number
         except IndexError:
             return
-        with contextlib.suppress(OSError), trusted_folder(os.path.dirname(path)) as folder:
-            entry = folder.entry(LOCK_NAME)
-            if disk.same_file(fd, entry):  # else the run was removed and made again, with another lock
-                disk.unlink(entry)
+        with contextlib.suppress(OSError):
+            _unlink(disk, fd, path)
         with contextlib.suppress(OSError):
             disk.close(fd)
         _remove_empty_folders(disk, made)
+
+
+def _unlink(disk: Disk, fd: int, path: str) -> None:
+    """Removes the name of an open lock file, unless the run was removed and made again with another one."""
+    with trusted_folder(os.path.dirname(path)) as folder:
+        entry = folder.entry(LOCK_NAME)
+        if disk.same_file(fd, entry):
+            disk.unlink(entry)
 
 
 def _remove_empty_folders(disk: Disk, made: list[str]) -> None:
@@ -254,6 +306,15 @@ def _remove_empty_folders(disk: Disk, made: list[str]) -> None:
     with contextlib.suppress(OSError):
         for directory in reversed(made):
             disk.remove_dir(directory)
+
+
+def _unknown_holder_error(path: str, found: os.stat_result) -> SaveError:
+    """Returns the error for a lock file of another user that this user cannot lock."""
+    return SaveError(
+        f"{path}: owned by {owners.name_of(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):o}, and this user can "
+        "neither write nor lock it, so it is unknown whether a job of theirs writes this run; if none does, remove "
+        f"it: rm {path} (jobs of a group that shares a run need umask 002)"
+    )
 
 
 def _new_writer_record() -> bytes:

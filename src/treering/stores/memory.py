@@ -48,6 +48,7 @@ class MemoryValues:
 class MemoryStore(KeyValueStore):
     """A `KeyValueStore` of `MemoryValues`."""
 
+    is_in_memory = True
     values: MemoryValues
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from .._threads.forks import free_in_children
 from ..errors import CorruptError
 from .buffers import PAGE
+from .owners import names_owner
 
 try:
     import fcntl
@@ -220,14 +221,17 @@ class Disk:
                 raise
             return []
 
+    @names_owner
     def make_dir(self, path: str) -> None:
         name, dir_fd = _dir_relative(path)
         os.mkdir(name, dir_fd=dir_fd)
 
+    @names_owner
     def remove_dir(self, path: str) -> None:
         name, dir_fd = _dir_relative(path)
         os.rmdir(name, dir_fd=dir_fd)
 
+    @names_owner
     def hard_link(self, old: str, new: str) -> bool:
         """Gives a file or link a second name.
 
@@ -235,6 +239,7 @@ class Disk:
         """
         return _hard_link(old, new)
 
+    @names_owner
     def copy_link(self, old: str, new: str) -> None:
         """Makes a symbolic link with the target of another. Raises `FileExistsError` if the name is taken."""
         (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
@@ -248,6 +253,7 @@ class Disk:
         if hasattr(os, "chown"):
             os.chown(_fd_or_path(path), -1, group)
 
+    @names_owner
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name.
 
@@ -260,11 +266,13 @@ class Disk:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
         self.rename(old, new)
 
+    @names_owner
     def rename(self, old: str, new: str) -> None:
         """Renames a file. It replaces another file in one step."""
         (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
         os.replace(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
 
+    @names_owner
     def rename_new(self, old: str, new: str) -> None:
         """Moves a directory or file to a free name. Raises `FileExistsError` if the name is taken."""
         if not _renameat2(old, new, _NO_REPLACE):
@@ -277,6 +285,7 @@ class Disk:
         """Exchanges two names in one step; returns False where the system cannot."""
         return _renameat2(a, b, _EXCHANGE)
 
+    @names_owner
     def unlink(self, path: str) -> None:
         name, dir_fd = _dir_relative(path)
         os.unlink(name, dir_fd=dir_fd)
@@ -295,6 +304,7 @@ class Disk:
 
     # Writing
 
+    @names_owner
     def create(self, path: str) -> int:
         """Creates a file, open for direct writing where the file system can. Raises `FileExistsError`.
 
@@ -319,6 +329,7 @@ class Disk:
         with contextlib.suppress(OSError, AttributeError):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
 
+    @names_owner
     def open_shared(self, path: str) -> int:
         """Opens a small file that outlives its writers, for reading and writing. Creates it if it is missing.
 

@@ -527,7 +527,7 @@ def test_upload_buffers_are_reused_once_the_client_drops_them(
 def test_buffers_without_reference_checks_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload buffers are not used again on a system without `mremap`, here a double: its mappings cannot be resized."""
     uploads = upload.Uploads()
-    uploads._pending["other"] = upload.Upload(lambda: None, uploads._slots)
+    uploads._pending["other"] = upload.Upload("other", lambda: None, uploads._slots)
     monkeypatch.setattr(upload, "aligned", lambda nbytes: memoryview(bytes(nbytes)))
     uploads.release_buffer(uploads.acquire_buffer(1 << 20))
     assert uploads._free_buffers == []
@@ -537,7 +537,7 @@ def test_buffers_without_reference_checks_are_not_reused(monkeypatch: pytest.Mon
 def test_buffers_held_by_the_client_are_not_reused(view: Any) -> None:
     """An upload buffer is not used again while the client holds a part of it."""
     uploads = upload.Uploads()
-    uploads._pending["other"] = upload.Upload(lambda: None, uploads._slots)
+    uploads._pending["other"] = upload.Upload("other", lambda: None, uploads._slots)
     memory = uploads.acquire_buffer(1 << 20)
     held = view(memory)
     uploads.release_buffer(memory)

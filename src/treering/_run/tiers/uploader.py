@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ..._threads.forks import free_in_children
-from ..._threads.pool import start_threads
+from ..._threads.thread import Thread, start_threads
 from ...errors import MismatchError, PeerError, SaveError, TreeringError
 from ...stores.lease_registry import LeaseLostError
 from ...stores.read_errors import is_momentary
@@ -18,6 +18,10 @@ from ..background_queue import BackgroundQueue
 from ..plain_run import PlainRun
 from ..retention import Retention
 from .host_group import HostGroup
+
+
+class _Timer(Thread, threading.Timer):
+    """A timer whose end is noticed."""
 
 
 class Uploadable(Protocol):
@@ -90,7 +94,7 @@ class Uploader:
         self._error: BaseException | None = None  # the error of the last attempt
         self._notified_error: BaseException | None = None  # the error that the user's function was last called with
         self._wait = _MIN_RETRY_SECONDS  # seconds before the next attempt, if this one fails
-        self._timer: threading.Timer | None = None
+        self._timer: _Timer | None = None
 
     @property
     def busy(self) -> bool:
@@ -247,14 +251,14 @@ class Uploader:
 
     def _begin_later(self) -> None:
         """Schedules another attempt, unless one is scheduled."""
-        if self._timer or self._run.host_group:
+        if (self._timer and not self._timer.has_ended) or self._run.host_group:
             return
 
         def again() -> None:
             self._timer = None
             self.begin()
 
-        self._timer = threading.Timer(self._wait, again)
+        self._timer = _Timer(self._wait, again)
         self._timer.daemon = True
         self._wait = min(2 * self._wait, _MAX_RETRY_SECONDS)
         try:

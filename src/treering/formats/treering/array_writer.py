@@ -78,28 +78,24 @@ def _write_buffer(
     def work() -> None:
         buffer = aligned(min(CHUNK_BYTES, file.nbytes)) if room is None else room[len(file.header) :]
         target = np.frombuffer(buffer, np.uint8)
-        try:
-            while True:
-                with turn:
-                    begin = next(chunks, None)
-                if begin is None:
-                    return
-                end = min(begin + CHUNK_BYTES, file.nbytes)
-                chunk = target if room is None else target[begin:end]
-                _fill(chunk, file, pieces, staging, begin, end)
-                for block in range(begin, end, BLOCK):
-                    checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
-                if room is None:
-                    sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
-                staging.on_progress(end - begin)
-        except BaseException as error:
-            staging.fail(error)  # This stops the other threads at once, which may wait for staged bytes.
-            raise
+        while True:
+            with turn:
+                begin = next(chunks, None)
+            if begin is None:
+                return
+            end = min(begin + CHUNK_BYTES, file.nbytes)
+            chunk = target if room is None else target[begin:end]
+            _fill(chunk, file, pieces, staging, begin, end)
+            for block in range(begin, end, BLOCK):
+                checksums[block // BLOCK] = manifest.xxh3(chunk[block - begin : min(block + BLOCK, end) - begin])
+            if room is None:
+                sink.write(buffer[: round_up(end - begin)], len(file.header) + begin)
+            staging.on_progress(end - begin)
 
     if file.nbytes < _SMALL_PIECE_BYTES * len(file.begins):
         work()  # Small pieces keep the interpreter busy, so several threads would only compete for its lock.
     else:
-        pool.run(work)
+        pool.run(work, stop=staging.fail)  # An error stops the other threads at once, which may wait for staged bytes.
     return "".join(checksums)
 
 

@@ -36,19 +36,15 @@ def has_same_bytes(
     differs = threading.Event()
 
     def work() -> None:
-        try:
-            while not differs.is_set():
-                with turn:
-                    block = next(blocks, None)
-                if block is None:
-                    return
-                if manifest.xxh3(_block(block, file, own, staging)) != checksums[16 * block : 16 * block + 16]:
-                    differs.set()
-        except BaseException as error:
-            staging.fail(error)
-            raise
+        while not differs.is_set():
+            with turn:
+                block = next(blocks, None)
+            if block is None:
+                return
+            if manifest.xxh3(_block(block, file, own, staging)) != checksums[16 * block : 16 * block + 16]:
+                differs.set()
 
-    pool.run(work)
+    pool.run(work, stop=staging.fail)
     if differs.is_set() or (not shared.saved.is_own and is_damaged(shared.held)):
         return False
     staging.on_progress(file.nbytes)

@@ -1,8 +1,9 @@
 """The results of calls that continue in the background."""
 
-import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from ..._threads.thread import Thread, start_threads
 
 T = TypeVar("T")
 
@@ -22,4 +23,4 @@ class AsyncResponse(Generic[T]):
 
     def on_complete(self, callback: Callable[[T], Any]) -> None:
         """Calls `callback` with the result, in another thread, once the call has succeeded."""
-        threading.Thread(target=lambda: callback(self._wait(None)), name="treering-on-complete", daemon=True).start()
+        start_threads(Thread(target=lambda: callback(self._wait(None)), name="treering-on-complete", daemon=True))

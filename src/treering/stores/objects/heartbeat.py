@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from ..._threads.forks import free_in_children
-from ..._threads.pool import start_threads
 from ..._threads.preload_decoders import preload_decoders
+from ..._threads.thread import Thread, start_threads
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from .. import lease_registry
@@ -250,7 +250,7 @@ def _released(generation: int) -> bytes:
 def _start_renewals(one: Heartbeat) -> None:
     """Starts the thread that renews the object."""
     with contextlib.suppress(SaveError):  # Without room for a thread, `is_valid` renews the object.
-        start_threads(threading.Thread(target=one.renew_until_stopped, name="treering-heartbeat", daemon=True))
+        start_threads(Thread(target=one.renew_until_stopped, name="treering-heartbeat", daemon=True))
 
 
 def _forget_after_fork() -> None:

@@ -17,7 +17,8 @@ from http import HTTPStatus
 from typing import Any
 
 from ..._threads.forks import free_in_children
-from ..._threads.pool import in_parallel, start_threads
+from ..._threads.pool import in_parallel
+from ..._threads.thread import Thread, start_threads
 from ...errors import RequestError
 from ..buffers import aligned
 from ..read_errors import ReplacedError
@@ -53,7 +54,7 @@ def serve(bucket: Bucket, key: str, found: Sequence[ObjectMeta], context: Any) -
             _server = _Server()
         server = _server
         server.folders[token] = bucket, {relative_key(key, one.key): one for one in found}
-    start_threads(threading.Thread(target=server.serve, name="treering-loopback", daemon=True))
+    start_threads(Thread(target=server.serve, name="treering-loopback", daemon=True))
     weakref.finalize(context, server.folders.pop, token, None)
     return {"driver": "http", "base_url": f"http://{_HOST}:{server.server_address[1]}", "path": f"/{token}/"}
 

@@ -56,6 +56,7 @@ class ObjectStore:
     def __init__(self, make: Callable[..., Any] = clients.make_client, *, conditional: bool = True):
         self._make, self._conditional = make, conditional
         self._buckets: dict[str, Bucket] = {}
+        self._given: set[str] = set()  # the URLs of buckets for which the caller has given a client
         self._uploads = Uploads()
         self._heartbeats: weakref.WeakValueDictionary[str, Heartbeat] = weakref.WeakValueDictionary()
         self._lock = free_in_children(threading.Lock())
@@ -70,6 +71,11 @@ class ObjectStore:
                     "one store object for each bucket"
                 )
             self._buckets[url] = known or Bucket(url, client, conditional=self._conditional)
+            self._given.add(url)
+
+    def has_given_client(self, path: str) -> bool:
+        """Returns True if the caller has given the client for a path."""
+        return any(path == url or path.startswith(f"{url}/") for url in self._given)
 
     # Reading
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._threads.forks import free_in_children
-from ..._threads.pool import start_threads
+from ..._threads.latch import Latch
+from ..._threads.thread import Thread, lost_thread, start_threads
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from ..buffers import aligned, round_up
@@ -20,6 +21,7 @@ _PART_BYTES = 8 << 20  # bytes per part of a stream, unless its expected size ne
 _UNKNOWN_SIZE_PART_BYTES = 16 << 20  # bytes per part of a stream of unknown size
 _MAX_PARTS = 10_000  # per object; more are refused by stores
 _MIN_DIRECT_BYTES = 1 << 20  # once parts are being sent, a write of so many bytes is sent at once; fewer are collected
+_LOST_POLL_SECONDS = 1.0  # after which a thread that waits for a slot looks whether an upload has lost its thread
 _NO_BYTES = memoryview(b"")
 _MAX_PARTS_IN_FLIGHT, _MAX_BYTES_IN_FLIGHT = 8, 128 << 20  # parts of a stream that are in flight, and their bytes
 
@@ -148,18 +150,23 @@ class Uploads:
 
     def start(self, path: str, put: Callable[[], None]) -> "Upload":
         """Starts to upload an object in the background, as soon as a slot is free."""
-        upload = Upload(put, self._slots)
+        upload = Upload(path, put, self._slots)
         folder = path.rpartition("/")[0]
         with self._lock:
             for other, one in self._pending.items():
                 if other.rpartition("/")[0] == folder:
                     one.check()  # After one failure, thousands of further uploads of this folder would be in vain.
             self._pending[path] = upload
-        self._slots.acquire()
+        while not self._slots.acquire(timeout=_LOST_POLL_SECONDS):
+            for one in list(self._pending.values()):
+                one.settle()  # A thread that ended without a result has not released its slot.
+        thread = Thread(target=upload.run, name="treering-upload", daemon=False)
         try:
-            start_threads(threading.Thread(target=upload.run, name="treering-upload", daemon=False))
+            start_threads(thread)
         except SaveError:  # no more threads are allowed, or the program is ending
             upload.run()
+        else:
+            upload.is_over.is_lost = lambda: thread.has_ended
         return upload
 
     def wait_for(self, path: str) -> None:
@@ -200,29 +207,47 @@ if hasattr(os, "register_at_fork"):
 
 
 class Upload:
-    """An object that is being uploaded."""
+    """An object that is being uploaded. `is_over` is set when the upload has ended, with or without success."""
 
-    def __init__(self, put: Callable[[], None], room: threading.Semaphore):
-        self._put, self._slots = put, room
-        self._done = threading.Event()
+    def __init__(self, path: str, put: Callable[[], None], slots: threading.Semaphore):
+        self._path, self._slots = path, slots
+        self._put: Callable[[], None] | None = put
+        self._is_put = False
         self._error: BaseException | None = None
+        self._has_slot = threading.Lock()  # acquired by the thread that releases the slot
+        self.is_over = Latch()
 
     def run(self) -> None:
         """Uploads it."""
         try:
+            assert self._put
             self._put()
+            self._is_put = True
         except BaseException as error:
             self._error = error.with_traceback(None)  # the traceback would keep the bytes in memory
         finally:
-            self._put = lambda: None  # frees the bytes
-            self._slots.release()
-            self._done.set()
+            self._end()
 
     def wait(self) -> None:
         """Returns when the upload has ended."""
-        self._done.wait()
+        self.is_over.wait()
+        self._end()
+
+    def settle(self) -> None:
+        """Ends the upload if its thread has ended."""
+        if self.is_over.is_set():
+            self._end()
 
     def check(self) -> None:
         """Raises the error of the upload, if it failed."""
         if self._error is not None:
             raise self._error
+        if self.is_over.is_set() and not self._is_put:
+            raise lost_thread(f"{self._path}: expected the upload of an object")
+
+    def _end(self) -> None:
+        """Releases the bytes and the slot, once."""
+        self._put = None
+        if self._has_slot.acquire(blocking=False):
+            self._slots.release()
+        self.is_over.set()
