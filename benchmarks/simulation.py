@@ -352,9 +352,8 @@ class _in:
         replaced = {
             "time": types.SimpleNamespace(monotonic=lambda: world.now),
             "queue": types.SimpleNamespace(SimpleQueue=_Generic(functools.partial(Queue, world)), Empty=queue.Empty),
-            "threading": types.SimpleNamespace(
-                Thread=functools.partial(Thread, world), current_thread=lambda: main, main_thread=lambda: main
-            ),
+            "Thread": functools.partial(Thread, world),
+            "threading": types.SimpleNamespace(current_thread=lambda: main, main_thread=lambda: main),
             # That a process 0 stands still is not simulated, so no thread has to ask it.
             "JobStore": lambda client, what, here, timeout: JobStore(client, what, here=True, timeout=timeout),
             "host_relay": types.SimpleNamespace(**{**vars(host_relay), "join_host": Hosts(world).join}),

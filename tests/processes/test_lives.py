@@ -67,10 +67,37 @@ report([starts, tr.steps(tmp / "run"), lines])
 
 
 @pytest.mark.slow
+def test_restarted_process_is_preempted_with_its_peers(tmp_path: pathlib.Path) -> None:
+    """The second life asks JAX's preemption service with the numbers of its peers, also while these are in a step."""
+    body = """
+while True:
+    try:
+        with tr.Checkpointer(tmp / "run", save_every=10, timeout=6, save_on_preemption=True) as ckpts:
+            state, step = ckpts.restore_or_init(lambda: {"n": 0})
+            for step in range(step + 1, 400):
+                time.sleep(2 if INDEX == 0 and step == 22 and LIFE == 1 else 0.02)
+                ckpts.save(step, {"n": step})
+                if INDEX == 1 and LIFE == 1 and step == 21:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if INDEX == 1 and LIFE == 2 and step == 40:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if ckpts.preempted:
+                    break
+        break
+    except PeerError:
+        pass
+report([step, tr.steps(tmp / "run")[-1]])
+"""
+    results = run_job(tmp_path, body, processes=2, devices=1, recoverable=True, restarts=[1])
+    (step, saved), other = (result.report for result in results)
+    assert other == [step, saved] and step == saved and 40 < step < 399
+
+
+@pytest.mark.slow
 def test_restarted_process_learns_where_process_0_is(tmp_path: pathlib.Path) -> None:
     """A restarted process whose peers make no call gets an error that names the last call of process 0."""
     body = """
-ckpts = tr.Checkpointer(tmp / "run", timeout=4)
+ckpts = tr.Checkpointer(tmp / "run", timeout=2)
 if LIFE == 1:
     state, step = ckpts.restore_or_init(lambda: {"n": 0})
     ckpts.save(1, {"n": 1}).result()

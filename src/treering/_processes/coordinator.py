@@ -8,6 +8,7 @@ from typing import Any
 from .._pytree.jax_private import imported_job_state, job_state
 from ..errors import MismatchError, UnsupportedError
 from . import liveness
+from .call_history import History
 from .calls import Call, SingleProcessCall
 from .multi_process import MultiProcessCall
 
@@ -80,6 +81,13 @@ def collective_call(what: str, doing: str) -> Iterator[Call]:
         call.set_activity(doing)
         yield call
         call.close()
+
+
+def call_history() -> History:
+    """Returns the calls of this process in its job of several processes."""
+    job = _job()
+    assert job
+    return liveness.start_signs(*job)
 
 
 def announce_alive() -> None:

@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import queue
+import secrets
 import sys
 import time
 from typing import Any
@@ -30,7 +31,7 @@ from .._pytree import jax_private
 from .._threads.preload_decoders import preload_decoders
 from .._threads.thread import Thread, start_threads
 from ..errors import PeerError
-from . import call_tree
+from . import call_history, call_tree
 from .call_history import History
 from .job_store import JobStore
 
@@ -110,9 +111,9 @@ class _Member:
         """Sends the last sign and ends the thread. A thread inside JAX's client would crash the interpreter at exit."""
         if self.process == os.getpid() and self.thread.is_alive():  # A forked child has no such thread.
             has_failed = self.last_sign == _GAVE_UP or getattr(sys, "last_value", None) is not None
-            if self._keeper and self.history.life and not has_failed:
+            if self._keeper and call_history.is_recoverable() and not has_failed:
                 self._keeper.wait_for_ends()
-            if self.last_sign == _GAVE_UP and not self.history.life:
+            if self.last_sign == _GAVE_UP and not call_history.is_recoverable():
                 _log.warning(
                     "this process ends after the loss of a peer; JAX may hold it up until the time-out of its own "
                     "heartbeats, by default 100 s: see heartbeat_timeout_seconds of jax.distributed.initialize"
@@ -122,8 +123,9 @@ class _Member:
 
     def _give_signs(self) -> None:
         global _member
+        life = secrets.token_hex(4)  # An earlier life of the process may have given signs with these numbers.
         for number in itertools.count():
-            self._put(str(number))
+            self._put(f"{life}-{number}")
             try:
                 self._end_requests.get(timeout=self._interval)
             except queue.Empty:

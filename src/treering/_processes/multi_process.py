@@ -206,6 +206,9 @@ class MultiProcessCall:
                     raise
                 break
         self.in_doubt, self._saw_process_0 = False, True
+        if self._in_main_thread and not self._history.has_met:
+            self._history.meet(self._store, self._description)
+            self._ordinal = self._history.ordinal
         if text.startswith(messages.FAILED):
             raise messages.decode_error(text, 0)
         return messages.decode(text)
@@ -235,9 +238,11 @@ class MultiProcessCall:
         patience = {
             index: call_tree.silence_limit(self._requested_timeout, seconds) for index, seconds in every.items()
         }
-        silent = [index for index in awaited if self._last_signs[index][1] > patience.get(index, self.timeout)]
+        is_new = self._history.is_restarted and not self._history.has_met
+        usual = self.timeout * (call_history.PATIENCE if is_new else 1)
+        silent = [index for index in awaited if self._last_signs[index][1] > patience.get(index, usual)]
         if silent:
-            self._raise_if_known(silent, patience.get(silent[0], self.timeout))
+            self._raise_if_known(silent, patience.get(silent[0], usual))
         if self._in_main_thread:  # A process that was seen in this call is still in it, however slow it is.
             self._check_gone([index for index in awaited if not self._last_signs[index][0]], now)
 
@@ -256,6 +261,11 @@ class MultiProcessCall:
                 found = liveness.read_report(self._store, self.count)
                 if found.silent.keys() - {self.index}:  # A dead process is the cause, also of the peer's later call.
                     self._raise_silent([], 0, found, known=True)
+                if ordinal > call_history.AHEAD:
+                    raise self._peer_error(
+                        f"process {index} (not in this call) was started again in its job, and is in {what}; it waits "
+                        "there until its peers make that call"
+                    )
                 raise self._peer_error(
                     f"process {index} (not in this call; its last is {what}) continued without it; if one of the two "
                     f"stood still for long, they meet again at a later call{blame.ALL_MUST_CALL}"
@@ -282,8 +292,10 @@ class MultiProcessCall:
         raise self._peer_error(f"{silence}{cause.ending}")
 
     def _peer_error(self, text: str) -> PeerError:
-        restarted = "; this process was started again in its job, and meets its peers when they make this call next"
-        return PeerError(f"{self._description}: {text}{restarted if self._history.is_restarted else ''}")
+        if self._history.is_restarted:
+            text = text.removesuffix(blame.ALL_MUST_CALL)
+            text += "; this process was started again in its job, and meets its peers when they make this call next"
+        return PeerError(f"{self._description}: {text}")
 
     def _activity_of(self, index: int, seen: dict[int, str]) -> str:
         if index in seen:

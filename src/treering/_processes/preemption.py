@@ -2,15 +2,16 @@
 
 What holds in this module:
 
-- A signal belongs to the process: once it came, every Checkpointer that listens to it is notified, also one made later.
+- A signal belongs to the process: once it came, every Checkpointer that listens to it is notified. One that is made
+  later is notified unless the program has seen the signal, in `preempted`, and continues nevertheless.
 - Our handler calls the one that Python had before. If another one takes its place, the next `save` puts ours in front
   again. JAX takes SIGTERM in C when a job is formed, which Python does not see; ours then replaces JAX's.
 - With several processes, the process that gets the signal notifies JAX's preemption service. JAX chooses one question
   of each process, at which all learn of the signal together. So all processes ask equally often, and no process acts on
   what it knows alone. JAX does this once in a job.
 - A forked child is not the job: it has the handlers that its parent had before.
-- A signal that the program has never seen, in `preempted`, is sent again when the last Checkpointer is closed, if it
-  would have ended the process without Treering.
+- A signal that the program has never seen is sent again when the last Checkpointer is closed, if it would have ended
+  the process without Treering.
 """
 
 import _thread
@@ -21,7 +22,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +54,9 @@ class Preemption:
     `is_handled` is True once a step was saved because of one.
     """
 
-    def __init__(self, signals: Signals, run: str) -> None:
+    def __init__(self, signals: Signals, run: str, secure: Callable[[], None]) -> None:
+        """`secure`, a method, saves the state of the newest call of `save`, or holds it. It is referred to weakly."""
+        self._secure = weakref.WeakMethod(secure)  # type: ignore[arg-type]
         self._signals = [_known.setdefault(number, _Signal(number)) for number in _numbers(signals)]
         self.is_handled = False
         self._handled = 0  # the announcements for which a step was saved
@@ -62,6 +66,8 @@ class Preemption:
         self._listened: list[_Signal] | None = None
         self._listen()
         _alive.add(self)
+        if any(one.is_seen for one in self._signals):
+            self._handled = self._count()
         if self.is_announced:
             _log.warning(
                 "%s: %s came before this Checkpointer was made, so the first `save` saves in any case", run, self.names
@@ -88,9 +94,12 @@ class Preemption:
         return self._ask(begins_block=False)
 
     def note_seen(self) -> None:
-        """Notes that the program has seen the signals."""
+        """Notes that the program has seen the signals, and secures the states of the loop, which it may leave."""
         for one in self._signals:
             one.is_seen = True
+        for other in _alive.all():
+            if other.is_announced and not other._is_closed and (secure := other._secure()):
+                secure()
 
     def is_due(self, step: int) -> bool:
         """Returns True if `save` must save this step. All processes must make the same calls.
@@ -122,8 +131,22 @@ class Preemption:
 
     def is_due_at_close(self) -> bool:
         """Returns True if a signal came after the last step that was saved. Call it in all processes."""
-        self._is_deferred = True  # No later step follows.
+        self.defer_no_more()
         return not self._is_closed and self._ask(begins_block=True)
+
+    def defer_no_more(self) -> None:
+        """Notes that no later step may follow, which two Checkpointers could save instead."""
+        self._is_deferred = True
+
+    @contextlib.contextmanager
+    def staying_due(self) -> Iterator[None]:
+        """Saves a step within the block without an effect on later calls: the program may call `save` once more."""
+        self.defer_no_more()
+        before = self._handled, self.is_handled
+        try:
+            yield
+        finally:
+            self._handled, self.is_handled = before
 
     def note(self, step: int, *, is_saved: bool, was_due: bool) -> None:
         """Notes the end of a call of `save`."""
@@ -131,18 +154,27 @@ class Preemption:
         if was_due:
             self._handled, self.is_handled, self._is_deferred = self._count(), True, False
 
-    def close(self, *, send_again: bool = False) -> None:
-        """Restores the earlier handlers, unless others were set since.
-
-        send_again: sends signals again that the program has not seen.
-        """
+    def close(self) -> None:
+        """Restores the earlier handlers, unless others were set since."""
         if not self._is_closed:
             self._is_closed = True
             for one in self._listened or ():
                 one.stop_listening()
-        if send_again:
-            for one in self._listened or ():
-                one.send_again()
+
+    @property
+    def swallows(self) -> bool:
+        """True if a signal that ends the process came, and the program has never seen it."""
+        return any(one.is_swallowed() for one in self._listened or ())
+
+    def send_again(self, prepare: Callable[[], None]) -> None:
+        """Sends the signals again that the program has not seen and that end the process. Call it after `close`.
+
+        prepare: called before a signal is sent.
+        """
+        for one in self._listened or ():
+            if one.is_swallowed():
+                prepare()
+                one.send()
 
     def _listen(self) -> None:
         self._listened, own = [], self._signals
@@ -154,10 +186,10 @@ class Preemption:
                     "save_on_preemption: Python sets signal handlers only in the main thread; make the Checkpointer "
                     "there, or catch the signal yourself and save with force=True"
                 )
+        self._is_in_job()  # This may raise, so no handler is set yet.
         for one in own:
             one.listen()
         self._listened = own
-        self._is_in_job()
 
     def _ask(self, *, begins_block: bool) -> bool:
         if self._is_in_job():
@@ -171,9 +203,9 @@ class Preemption:
             self._jaxs_manager = manager
             for one in self._listened or ():
                 one.come_first(replaced_in_c=True)
-        if not self._is_multi_process and coordinator.is_multi_process():
+        was_in_job, self._is_multi_process = self._is_multi_process, coordinator.is_multi_process()
+        if self._is_multi_process and not was_in_job:
             _check_service()
-            self._is_multi_process = True
             if any(one.received for one in self._listened or ()):  # It came before the job was formed.
                 _service.notify()
         return self._is_multi_process
@@ -223,6 +255,11 @@ class _Signal:
             self._handler = functools.partial(self._handle, signal.getsignal(self.number))
             signal.signal(self.number, self._handler)
 
+    @property
+    def is_handled(self) -> bool:
+        """True if the signal has ever been handled in this process."""
+        return self._handler is not None
+
     def _is_installed(self) -> bool:
         return self._handler is not None and signal.getsignal(self.number) is self._handler
 
@@ -234,13 +271,16 @@ class _Signal:
         if not self._listeners and not is_jaxs and _is_main_thread() and self._is_installed():
             self._set(self._before)
 
-    def send_again(self) -> None:
-        """Sends the signal to this process if it came unseen, no Checkpointer listens, and it ends the process."""
-        is_wanted = self.received and not self.is_seen and not self._listeners
+    def is_swallowed(self) -> bool:
+        """Returns True if the signal came unseen, no Checkpointer listens any more, and it would end the process."""
         handler = self._before if self._is_installed() else signal.getsignal(self.number)
-        if is_wanted and handler == signal.SIG_DFL and not coordinator.is_multi_process():
-            self.is_seen = True
-            os.kill(os.getpid(), self.number)
+        is_unseen = self.received > 0 and not self.is_seen and not self._listeners
+        return is_unseen and handler == signal.SIG_DFL and not coordinator.is_multi_process()
+
+    def send(self) -> None:
+        """Sends the signal to this process."""
+        self.is_seen = True
+        os.kill(os.getpid(), self.number)
 
     def leave_to_parent(self) -> None:
         """Restores the earlier handler in a forked child."""
@@ -290,7 +330,7 @@ class _Service:
 
     def __init__(self) -> None:
         self.announced = Latch()
-        self._number = self._asked = 0
+        self._asked = 0  # in this block
 
     def notify(self) -> None:
         """Notifies the service of a signal, in a thread: the store may be slow, and a handler must not wait."""
@@ -301,18 +341,19 @@ class _Service:
         """Sets `announced` if all processes are to know of the signal at this question."""
         from jax.experimental import multihost_utils
 
+        history = coordinator.call_history()  # A process that was started again takes its number from process 0.
         self._asked = 0 if begins_block else self._asked + 1
         # The first half of all numbers lasts for 16 million calls. Blocks of one number then last much longer.
-        block = self._BLOCK if self._number < self._LAST // 2 else 1
-        end = (self._number // block + 1) * block
-        numbers = range(self._number + 1, end + 1)
+        block = self._BLOCK if history.questions < self._LAST // 2 else 1
+        end = (history.questions // block + 1) * block
+        numbers = range(history.questions + 1, end + 1)
         if not begins_block:
             has_number = self._asked <= self._EACH or self._asked % self._EACH == 0
             numbers = numbers[:-1][: int(has_number)]
         for number in numbers:
             if self.announced.is_set() or number > self._LAST:
                 return
-            self._number = number
+            history.questions = number
             if multihost_utils.reached_preemption_sync_point(number):
                 self.announced.set()
 
@@ -358,5 +399,34 @@ def _leave_to_parent() -> None:
         one.leave_to_parent()
 
 
+class _Fork(threading.local):
+    """The mask of signals that a thread had before the fork that it makes, if signals are blocked for the fork."""
+
+    mask: Any = None
+
+
+def _block_signals() -> None:
+    """Blocks the signals until a forked child has its own handlers.
+
+    A signal that a parent sends to its child at once would reach the handler of the job, and be lost.
+    """
+    if numbers := [one.number for one in _known.values() if one.is_handled]:
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _unblock_signals() -> None:
+    if _fork.mask is not None:
+        mask, _fork.mask = _fork.mask, None
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _become_child() -> None:
+    try:
+        _leave_to_parent()
+    finally:
+        _unblock_signals()
+
+
+_fork = _Fork()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_become_child)

@@ -72,10 +72,11 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return dict(self._source.metrics)
 
     def _copies(self) -> Iterator[str]:
-        yield self.path
+        """Yields the paths of the copies of the checkpoint, the one that lasts longest first."""
         if self._find_copies:
             with contextlib.suppress(NotFoundError):
-                yield from self._find_copies()
+                yield from reversed(self._find_copies())
+        yield self.path
 
     def record(self, metrics: Mapping[str, Any]) -> bool:
         """Adds metrics durably to this checkpoint, such as those of an evaluation. See `treering.record`.
@@ -144,6 +145,12 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             if is_unreadable_tree(entry) and relative_to(path, name) is not None
         )
 
+    def _part(self, source: Source, method: str, argument: Any) -> "Checkpoint":
+        """Returns the part, or the view, that a method with an argument chooses."""
+        part = Checkpoint(source, (*self._calls, (method, argument)))
+        part._find_copies = self._find_copies
+        return part
+
     def at(self, path: str) -> "Checkpoint":
         """Returns the part of the checkpoint below a path. Its paths are relative to that path.
 
@@ -174,7 +181,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
                     "it, or choose leaves: tr.open(path).select(['4', '5']).restore(part)"
                 )
             raise NotFoundError(f"{self.path}: nothing is at {path!r}{hint}")
-        return Checkpoint(subtree_of(self._source, entries, skeleton, path), (*self._calls, ("at", path)))
+        return self._part(subtree_of(self._source, entries, skeleton, path), "at", path)
 
     def select(self, glob: str | Iterable[str]) -> "Checkpoint":
         """Returns the leaves whose paths match a glob, or one of several globs.
@@ -198,7 +205,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             if not entries:
                 raise NotFoundError(problem)
             _log.warning("%s", problem)
-        return Checkpoint(subtree_of(self._source, entries, None), (*self._calls, ("select", given)))
+        return self._part(subtree_of(self._source, entries, None), "select", given)
 
     def apply(self, rules: "Sequence[Rule]") -> "Checkpoint":
         """Returns the leaves as `treering.rules` change them. Print the result to see every name and shape.
@@ -219,7 +226,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         same = list(leaves) == list(self._source.entries)
         skeleton = self._source.skeleton if same else None
         source = subtree_of(view, view.entries, skeleton, subtree_path(self._source))
-        return Checkpoint(source, (*self._calls, ("apply", list(rules))))
+        return self._part(source, "apply", list(rules))
 
     def abstract(self) -> Any:
         """Returns nested containers of `jax.ShapeDtypeStruct` and of values, as a template. Reads no array.

@@ -1,8 +1,11 @@
 """The Checkpointer: saves the steps of a run in a training loop, keeps some of them, and resumes from them."""
 
+import contextlib
 import datetime
 import functools
+import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
@@ -11,14 +14,16 @@ from .. import stores
 from .._core import migration_hints
 from .._core.entries import step_number
 from .._core.tracebacks import hide_internal_frames_of_methods
+from .._processes import coordinator
 from .._processes.preemption import Preemption, Signals
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.options import ReadOptions, RestoreOptions
 from .._save import save as _save
-from .._save.pending import PendingSave, SaveReport
+from .._save.pending import PendingSave, SaveReport, wait_for_all_saves
 from .._threads.reentry import non_reentrant, refuse_reentry
-from ..errors import UnsupportedError
+from .._threads.thread import Thread, start_threads
+from ..errors import MismatchError, UnsupportedError
 from ..keep import Policy
 from ..rules import Rule
 from . import arguments, resume, step_changes
@@ -34,6 +39,7 @@ from .step_list import StepList
 from .step_saver import StepSaver
 from .tiers.make import late_metrics, make_directory
 
+_log = logging.getLogger("treering")
 T = TypeVar("T")
 
 # Each `save` copies NumPy arrays up to this size, so that `close` can save them after a signal: some milliseconds.
@@ -63,11 +69,11 @@ class Checkpointer(StepList):
         need the lease of the run, and delete nothing while another job writes.
     metadata: configuration that goes into every checkpoint, see `treering.save`. `save` takes that of one step.
     prefix: the beginning of the names of the step directories.
-    save_on_preemption: the first `save` after a SIGTERM saves in any case, and `preempted` is true at once. If no
-        `save` follows, `close` saves the state that the newest call was given, as `save_on_error` does; NumPy arrays
-        are copied up to 16 MiB. A signal, or several, such as ``signal.SIGUSR1``, take the place of SIGTERM. Earlier
-        handlers are called as well. If the program has never read `preempted` after a signal that would have ended it,
-        `close` sends the signal again. With several processes, JAX's preemption service chooses the call.
+    save_on_preemption: after a SIGTERM, `preempted` is true at once. Reading it, or `close`, saves the state that the
+        newest call of `save` was given, as `save_on_error` does; NumPy arrays are copied up to 16 MiB. The next `save`
+        saves in any case. A signal, or several, such as ``signal.SIGUSR1``, take the place of SIGTERM. Earlier handlers
+        are called as well. If the program has not read `preempted` after a signal that would have ended it, `close`
+        sends the signal again. With several processes, JAX's preemption service chooses the call, and `close` saves.
     save_on_error: an exception that leaves the ``with`` block, ctrl-C included, saves the state that the newest call of
         `save` was given. Its arrays must still exist, because only weak references to them are held. Every call copies
         NumPy arrays. With several processes, all must raise at the same step.
@@ -146,9 +152,11 @@ class Checkpointer(StepList):
         retention = Retention(directory, kept, on_save, schedule.on_commit)
         self._late_metrics = late_metrics(directory, retention, pending_saves)
         self._collective = CollectiveCalls(self._root, timeout, directory.uploads, pending_saves)
-        preemption = None if save_on_preemption is False else Preemption(save_on_preemption, self._root)
-        if preemption:  # If the user does not close this object, the signal must still end the process.
-            weakref.finalize(self, preemption.close, send_again=True).atexit = False
+        preemption = None
+        if save_on_preemption is not False:
+            preemption = Preemption(save_on_preemption, self._root, self._secure_last_state)
+            # If the user does not close this object, the signal must still end the process.
+            weakref.finalize(self, _close_dropped, preemption).atexit = False
         self._save_on_error, self._preemption = save_on_error, preemption
         copied = None if save_on_error else _MAX_COPIED_BYTES
         self._last_state = LastState(enabled=save_on_error or preemption is not None, copy_limit=copied)
@@ -198,9 +206,9 @@ class Checkpointer(StepList):
     def preempted(self) -> bool:
         """True once this job is about to be stopped: leave the loop.
 
-        Then the state that the newest call of `save` was given is saved, or the next `save` or `close` saves it. If the
-        loop has changed or donated its arrays since, this becomes true at the next call. With several processes, all
-        must read it equally often.
+        Reading it then begins to save the state that the newest call of `save` was given. With several processes, the
+        next `save` or `close` saves one. If the loop has changed or donated the arrays since, this becomes true at the
+        next call of `save`. With several processes, all must read it equally often.
         """
         return self._saver.preempted
 
@@ -281,14 +289,32 @@ class Checkpointer(StepList):
     def _close(self) -> None:
         self._closing.release()
 
-    def _send_signal_again(self) -> None:
+    def _send_signal_again(self, error: BaseException | None = None) -> None:
+        """Sends a signal again that the program has not seen. Logs an error that would be lost with the process."""
+
+        def prepare() -> None:
+            if error:
+                _log.error("%s: a signal ends the process, after this error", self._root, exc_info=error)
+            wait_for_all_saves()
+
         if self._preemption:
-            self._preemption.close(send_again=True)
+            self._preemption.send_again(prepare)
+
+    def _secure_last_state(self) -> None:
+        """Saves the state of the newest `save`, which the program may be about to drop, or holds it until `close`."""
+        if threading.current_thread() is threading.main_thread() and not coordinator.is_multi_process():
+            with contextlib.suppress(MismatchError):  # raised in the middle of another call
+                refuse_reentry("preempted", self)
+                assert self._preemption
+                with self._preemption.staying_due():
+                    self._last_state.begin_or_log(self._root, self._preemption.names, self.save)
+                return
+        self._last_state.hold()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None:
             self.close()
             return
@@ -298,6 +324,8 @@ class Checkpointer(StepList):
         finally:
             with log_failure():
                 self._close()
+        if isinstance(error, Exception):  # Others end the program anyway.
+            self._send_signal_again(error)
 
     # Restoring
 
@@ -415,3 +443,12 @@ class Checkpointer(StepList):
             step_changes.rewind(self._collective, self._directory, number)
         self._saver.has_looked = True
         self._last_state.forget()
+
+
+def _close_dropped(preemption: Preemption) -> None:
+    """Follows a Checkpointer that was dropped without `close`."""
+    preemption.close()
+    if preemption.swallows:
+        # Garbage may be collected in a thread that saves, which must not wait for itself.
+        send_again = functools.partial(preemption.send_again, wait_for_all_saves)
+        start_threads(Thread(target=send_again, name="treering-signal", daemon=True))

@@ -53,14 +53,16 @@ class LastState:
     def __init__(self, *, enabled: bool, copy_limit: int | None = None) -> None:
         self._enabled, self._copy_limit = enabled, copy_limit
         self._last_call: _SaveCall | None = None
+        self._held: Any = None  # the tree, if it must not vanish
 
     def forget(self) -> None:
         """Forgets the noted call, because the loop continues from another state."""
-        self._last_call = None
+        self._last_call = self._held = None
 
     def remember(self, step: int, tree: Any, options: StepOptions, pending: PendingSave | None) -> None:
         """Notes a call in place of the one before. If the tree cannot be saved, `get` raises later."""
         if self._enabled:
+            self._held = None
             try:
                 self._last_call = _snapshot(step, tree, options, pending, self._copy_limit)
             except Exception as error:  # Containers and iterators are the user's code.
@@ -88,6 +90,12 @@ class LastState:
         except Exception:  # Containers are the user's code.
             return False
         return True
+
+    def hold(self) -> None:
+        """Keeps the tree of the noted call alive until the next call. The loop may still donate its arrays."""
+        if self._last_call is not None and not self.is_saved:
+            with contextlib.suppress(Exception):  # It is gone.
+                self._held = self._last_call.build()
 
     def get(self) -> tuple[Any, StepOptions, list[str]]:
         """Returns the tree and the options of the noted call, and the reasons why metrics or metadata are left out.
@@ -121,14 +129,30 @@ class LastState:
         while len(pending_saves):
             with _collected(errors) if raises else log_failure():
                 wait()
-        about = f"{root}: step {self.step}"
-        if not self.is_saved:
-            with _collected(errors) if raises else _logged(f"{about} is not saved, though {reason} ended the loop"):
-                self._save(about, reason, save, wait)
+        if raises:
+            with _collected(errors):
+                self.begin(root, reason, save, wait)
+        else:
+            self.begin_or_log(root, reason, save, wait)
         if errors:
             raise errors[0]
 
-    def _save(self, about: str, reason: str, save: Callable[..., PendingSave | None], wait: Callable[[], None]) -> None:
+    def begin_or_log(
+        self, root: str, reason: str, save: Callable[..., PendingSave | None], wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """Calls `begin`, and logs its errors."""
+        try:
+            self.begin(root, reason, save, wait)
+        except Exception as error:
+            _log.error("%s: step %s is not saved, though %s ended the loop: %s", root, self.step, reason, error)
+
+    def begin(
+        self, root: str, reason: str, save: Callable[..., PendingSave | None], wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begins to save the tree of the noted call, unless that call saved it. See `save`."""
+        if self.step is None or self.is_saved:
+            return
+        about = f"{root}: step {self.step}"
         try:
             tree, options, omissions = self.get()
         except UnsupportedError as error:
@@ -150,14 +174,6 @@ def _collected(errors: list[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         errors.append(error)
-
-
-@contextlib.contextmanager
-def _logged(message: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        _log.error("%s: %s", message, error)
 
 
 def _snapshot_metrics(metrics: Mapping[str, Any], omissions: list[str], *, wait: bool) -> dict[str, Any]:
@@ -232,7 +248,7 @@ def _note_tree(tree: Any, copy_limit: int | None) -> Callable[[], Any]:
 
 
 def _check_size(leaves: list[Any], copy_limit: int) -> None:
-    size = sum(leaf.nbytes for leaf in leaves if type(leaf) is np.ndarray)
+    size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
     if size > copy_limit:
         raise UnsupportedError(f"NumPy arrays of {size:,} bytes are not copied in each step, only up to {copy_limit:,}")
 

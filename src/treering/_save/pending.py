@@ -351,6 +351,12 @@ def live_saves() -> "list[PendingSave]":
     return _live_saves.all()
 
 
+def wait_for_all_saves() -> None:
+    """Waits until no save of this process is in progress, whichever call began it."""
+    for pending in live_saves():
+        pending._wait()
+
+
 def wait_for_saves_in(directory: str) -> None:
     """Waits until no save of this process into a directory is in progress, whichever call began it."""
     for pending in live_saves():
