@@ -157,6 +157,7 @@ import numpy as np, treering as tr
 top = {str(tmp_path)!r}
 tree = {{f"l{{n}}": np.full(1 << 18, n, np.float32) for n in range(8)}}
 tr.save(top + "/a", tree)
+tr.restore(top + "/a", mmap=False)  # imports what the one below needs
 (used,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData:")]
 resource.setrlimit(resource.RLIMIT_DATA, (used + {spare}, -1))
 for call in (lambda: tr.save(top + "/b", tree), lambda: tr.restore(top + "/a", mmap=False)):

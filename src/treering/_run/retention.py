@@ -72,7 +72,7 @@ class Retention:
             try:
                 self._directory.clear_finished()
             except PermissionError as error:
-                _log.error("%s: stays marked as finished, so treering.follow may end: %s", self._steps.root, error)
+                _log.error("%s: stays marked as finished; programs that follow it may end: %s", self._steps.root, error)
             self._collect_garbage()
             self._has_cleaned = True
         except OSError:
