@@ -18,7 +18,6 @@ import collections
 import dataclasses
 import secrets
 
-import jax
 import xxhash
 
 from ..errors import PeerError
@@ -39,6 +38,8 @@ def listed_key(index: int) -> str:
 
 def is_recoverable() -> bool:
     """Returns True if the job survives a process that dies, so that this can be started again."""
+    import jax  # not at the top: commands that only read manifests do without it
+
     return bool(getattr(jax.config, "jax_enable_recoverability", False))
 
 
