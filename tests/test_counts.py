@@ -123,13 +123,13 @@ _UNCHANGED = Counter(
         (restoring("treering", like=False), _Most(0.1, 19.1, 870, 282, 261, 8, 115), _READ),
         (
             restoring("safetensors", like=False),
-            _Most(6.1, 22.1, 490, parsed=127, copied=8, read=159),
-            Counter(stat=9, listdir=2, open=4, fstat=12, preadv=5, close=4),
+            _Most(6.1, 23.1, 490, parsed=127, copied=8, read=191),
+            Counter(stat=9, listdir=2, open=4, fstat=15, preadv=6, close=4),
         ),
         (
             restoring("flax", like=False),
             _Most(3.1, 26.1, 560, read=156),
-            Counter(stat=12, listdir=2, open=5, fstat=14, preadv=7, close=5),
+            Counter(stat=12, listdir=2, open=5, fstat=18, preadv=7, close=5),
         ),
     ],
     ids=["save", "new structure", "open", "one leaf", "restore", "restore to NumPy", "safetensors", "flax"],

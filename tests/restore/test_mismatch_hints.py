@@ -44,7 +44,7 @@ def lines_of(error: MismatchError) -> list[str]:
 def suggested(error: MismatchError, given: Any = ()) -> dict[str, Any]:
     """Returns the arguments that an error suggests, as a reader would write them."""
     (line,) = lines_of(error)
-    arguments = re.split(r": (?=(?:at|rules|missing|extra|dtype)=)", line, maxsplit=1)[1]
+    arguments = re.split(r": (?=(?:at|rules|missing|extra|dtype|grow)=)", line, maxsplit=1)[1]
     return eval(f"dict({arguments.replace('[…', '[*given')})", {"tr": tr, "given": given})
 
 

@@ -32,9 +32,13 @@ def test_leaves_read_one_by_one_share_a_mapping(path: pathlib.Path) -> None:
     """Leaves that are read one by one share one mapping and its descriptor."""
     tr.save(path, {f"{n:03}": np.full(1000, n, np.float32) for n in range(120)})
     ckpt = tr.open(path)
-    first = np.asarray(ckpt["000"])
+
+    def leaf(n: int) -> np.ndarray:
+        return ckpt.select(f"{n:03}").restore(mmap=True)[f"{n:03}"]
+
+    first = leaf(0)
     before = len(os.listdir("/proc/self/fd"))
-    held = [first, *(np.asarray(ckpt[f"{n:03}"]) for n in range(119, 0, -1))]
+    held = [first, *(leaf(n) for n in range(119, 0, -1))]
     assert len(os.listdir("/proc/self/fd")) == before
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     assert sum(str(path) in line for line in maps) == 1
@@ -233,3 +237,51 @@ def test_which_kernels_may_be_asked_to_populate(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module.os, "uname", lambda: type("", (), {"release": release}))
     monkeypatch.setattr(module.sys, "platform", "linux")
     assert module._can_populate() == trusted
+
+
+_OTHERS = ("x.safetensors", "x.msgpack", "x.npz", "x.eqx", "x.stream")
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+@pytest.mark.parametrize("rows", [1000, 4])
+def test_a_program_writes_into_a_file_in_place(tmp_path: pathlib.Path, name: str, rows: int) -> None:
+    """Restored arrays stay as they are. An open checkpoint raises, and never mixes bytes of two versions."""
+    path, other = tmp_path / name, tmp_path / f"other-{name}"
+    like = {"w": np.zeros((1000, 128), np.float32)}
+    for place, value, count in ((path, 1, 1000), (other, 7, rows)):
+        tree = {"w": np.full((count, 128), value, np.float32)}
+        if name == "x.npz":
+            np.savez(place, **tree)
+        else:
+            tr.save(place, tree, format="fjformer" if name == "x.stream" else None)
+    os.utime(path, (1, 1))  # Two writes within a few milliseconds may have one time.
+    given = {"like": like} if name == "x.eqx" else {}
+    restored, opened = tr.restore(path, **given)["w"], tr.open(path)
+    with path.open("wb") as file:
+        file.write(other.read_bytes())
+    assert (restored == 1).all()
+    with pytest.raises(tr.errors.NotFoundError, match=f"{name}: another program wrote into it while it was open; open"):
+        opened.restore(**given)
+    if rows == 1000:
+        assert (tr.restore(path, **given)["w"] == 7).all()
+
+
+def test_a_file_that_is_written_while_it_is_restored_is_opened_again(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The restore returns the arrays of one version."""
+    path, other = tmp_path / "x.safetensors", tmp_path / "other.safetensors"
+    for place, value in ((path, 1.0), (other, 7.0)):
+        tr.save(place, {"a": np.full(20_000, value), "b": np.full(20_000, value)})
+    os.utime(path, (1, 1))
+
+    class Writing(Disk):
+        """A disk on which a program writes into the file after the first array was read."""
+
+        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+            count = super().read(fd, buffer, offset)
+            if len(buffer) == 160_000 and path.stat().st_mtime == 1:
+                path.write_bytes(other.read_bytes())
+            return count
+
+    use_disk(Writing())
+    found = tr.restore(path)
+    assert found["a"][0] == found["b"][0] == 7

@@ -122,7 +122,8 @@ def restore(
         JAX arrays. "saved" places JAX arrays as they were: on the mesh that is set, else on one like that of the save,
         or on the same device, in the same memory. NumPy arrays then stay NumPy arrays.
     verify: checks the checksum of every byte that is used, before anything is returned.
-    mmap: adopts mapped files instead of copying; by default on file systems that are known to be safe for it.
+    mmap: adopts mapped files instead of copying; by default those of Treering on file systems that are known to be safe
+        for it. Other programs may write into their files in place. Mapped arrays then change, or end the process.
     memory_limit: bytes of host memory in use at a time for arrays that must pass through it; 256 MiB by default.
     progress: shows a bar, in a terminal or a notebook (there with `ipywidgets`).
     read: with several processes, "once" has each process read a share of the bytes that several need, and send it to

@@ -158,7 +158,8 @@ def first_valid(
             _log.error("step %d is damaged: %s", place.step, error)
             first = first or error.with_traceback(None)  # Its frames would keep partly restored arrays alive.
         except ReplacedError:
-            if last or summary.stat_manifest(place.store, place.path):
+            is_there = summary.stat_manifest(place.store, place.path) or formats.is_foreign(place.store, place.path)
+            if last or is_there:
                 raise
             _log.warning("%s: step %d was deleted meanwhile", place.path, place.step)
             deleted += 1

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from ..errors import ExistsError, UnsafeError
 from . import git_lfs
+from .open_file import File
 from .posix import retry_stale
 from .read_errors import reading
 from .store import Blob, Store
@@ -121,7 +122,18 @@ def opened(store: Store, path: str, *, expected: int = 0) -> Iterator[Blob]:
 
 
 def open_fetched(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
-    """Opens a file for reading. Raises `CorruptError` for a pointer of git-lfs."""
+    """Opens a file for reading. Raises `CorruptError` for a pointer of git-lfs.
+
+    Reading raises `ReplacedError` once a program has written into the file in place.
+    """
+    blob = open_with_checksums(store, path, expected, into)
+    if isinstance(blob, File):
+        blob.watch()
+    return blob
+
+
+def open_with_checksums(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
+    """Does the same for a caller that compares checksums, which show more than the time of the last write."""
     with reading(path):
         options: dict[str, Any] = {} if into is None else {"into": into}  # only object stores have this option
         blob = store.open(path, expected=expected, **options)

@@ -11,7 +11,7 @@ from .._threads.pool import in_parallel
 from ..errors import CorruptError
 from .posix import Disk
 from .ranges import Range, claim_range
-from .read_errors import reading
+from .read_errors import ReplacedError, reading
 
 _POPULATE_CHUNK_BYTES = 4 << 20  # bytes of a mapping that are read at a time
 
@@ -32,6 +32,7 @@ class File:
             self._close()
             raise
         self._is_local: bool | None = None
+        self._version: tuple[int, int] | None = None  # when it was opened, if it is watched
         # The mapping that callers share, and the ranges that they have, ascending.
         self._last_mapping: tuple[weakref.ref[mmap.mmap] | None, list[Range]] | None = None
         self._mapping_lock, self._is_mapping = free_in_children(threading.RLock()), False
@@ -46,10 +47,23 @@ class File:
     def has_holes(self) -> bool:
         return self._disk.has_holes(self._fd)
 
+    def watch(self) -> None:
+        """Lets reading raise `ReplacedError` once a program writes into the file in place.
+
+        Otherwise bytes of two versions could form one array.
+        """
+        self._version = self._disk.version(self._fd)
+
+    def _check_version(self) -> None:
+        if self._version is not None and self._disk.version(self._fd) != self._version:
+            raise ReplacedError(f"{self.path}: another program wrote into it while it was open; open it again")
+
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` if the file ends earlier or cannot be read."""
         with reading(self.path):
-            if self._disk.read(self._fd, target, offset) != len(target):
+            count = self._disk.read(self._fd, target, offset)
+            self._check_version()
+            if count != len(target):
                 raise self._cut_short(offset + len(target))
 
     def read_again(self, target: memoryview, offset: int) -> None:
@@ -85,6 +99,7 @@ class File:
         that a caller already has come from another mapping. The pages are not read yet: see `populate`.
         """
         with reading(self.path):
+            self._check_version()
             if self._disk.size(self._fd) < self.size:
                 raise self._cut_short(self.size)
         with self._mapping_lock:
@@ -123,6 +138,7 @@ class File:
             for at in range(begin, end, _POPULATE_CHUNK_BYTES)
         ]
         in_parallel(chunks, lambda chunk: self._populate(mapped, *chunk))
+        self._check_version()
 
     def _populate(self, mapped: mmap.mmap, begin: int, end: int) -> None:
         with reading(self.path):

@@ -451,6 +451,11 @@ class Disk:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
+    def version(self, fd: int) -> tuple[int, int]:
+        """Returns values that change when a program writes into the file: its size, and the time of the last write."""
+        found = os.fstat(fd)
+        return found.st_size, found.st_mtime_ns
+
     def has_holes(self, fd: int) -> bool:
         """Returns True if parts of a file were never written and read as zeros; False where that cannot be known."""
         try:

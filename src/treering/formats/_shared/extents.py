@@ -1,10 +1,11 @@
 """Reads arrays whose elements are plain bytes of files, in one run of bytes or in several."""
 
+import functools
 import math
 import mmap
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -120,12 +121,21 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def fill(self, out: np.ndarray, box: Box) -> None:
         """Reads a box into memory from `room`."""
+        for part in self.parts(out, box):
+            part()
+
+    def parts(self, out: np.ndarray, box: Box) -> Iterator[Callable[[], None]]:
+        """Yields the parts of `fill`, which several threads may call."""
         if out.size and box == self.layout.box:
-            self._read_bytes(0, out.reshape(-1).view(np.uint8).data)
+            data = out.reshape(-1).view(np.uint8).data
+            file = self.runs[0][0]
+            step = file.read_bytes * file.readers  # a bucket requests so many bytes at once
+            for begin in range(0, len(data), step):
+                yield functools.partial(self._read_bytes, begin, data[begin : begin + step])
         elif out.size:
             for part in self._spans(box):
                 # The ellipsis makes this a view even of an array without axes, where indexing would copy the element.
-                self._read_span(part, out[(*slices(part, box), ...)])
+                yield functools.partial(self._read_span, part, out[(*slices(part, box), ...)])
 
     def made(self, out: np.ndarray) -> np.ndarray:
         """Returns memory that `fill` has filled, as an array in this machine's byte order."""

@@ -95,7 +95,8 @@ class ForeignReader:
     """A checkpoint of a foreign format, see `treering.formats.Source`.
 
     arrays: the array of each `ArrayEntry`, by path. Lost entries need none.
-    immutable: True if files are replaced, never rewritten in place. Only then they are mapped by default.
+    immutable: True if no program ever writes into the files in place. Only then they are mapped by default. Most
+        libraries do: MLX, and `open(path, "wb")`.
     left_out: describes the contents of the checkpoint that this reader does not read. They are logged.
     """
 
@@ -181,7 +182,8 @@ class ForeignReader:
         fill_mapped(views, found)
         plain += [one for one in views if found[one[0]] is None]  # These files cannot be mapped.
         copied = [(n, array, box, array.room(box)) for n, array, box in fill_small(plain, found)]
-        in_parallel(copied, lambda job: job[1].fill(job[3], job[2]))
+        parts = [part for _, array, box, memory in copied for part in array.parts(memory, box)]
+        in_parallel(parts, lambda part: part())
         for n, array, _, memory in copied:
             found[n] = array.made(memory)
         return found

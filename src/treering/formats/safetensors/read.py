@@ -79,8 +79,7 @@ def _reader(
 ) -> Source:
     """Builds the reader of tensors, each with its file or the reason why it cannot be read.
 
-    `index` is the size of the index in bytes. Arrays may be mapped by default:
-    nothing rewrites these files in place.
+    `index` is the size of the index in bytes.
     """
     entries: dict[str, Entry] = {}
     arrays: dict[str, Stored] = {}
@@ -116,7 +115,6 @@ def _reader(
         metrics={name: decode_float(value) for name, value in sidecar.metrics.items()},
         metadata=sidecar.metadata,
         nbytes=index + sum(found.file.size for found in files),
-        immutable=True,
     )
 
 

@@ -71,7 +71,6 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
         skeleton=leaves.skeleton,
         step=step,
         nbytes=nbytes,
-        immutable=True,
         numbers_are_arrays=True,
         # A file of another name does not have the folder to itself, so other files in it are unrelated.
         left_out=data_iterators.describe_process_files(store, folder) if os.path.basename(file) == FILE else (),

@@ -90,7 +90,7 @@ class TensorFlowReader(ForeignReader):
                     arrays[name] = found
         if problems:
             raise UnsupportedError("\n".join([f"{index}: Treering cannot read these tensors:", *problems]))
-        super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes, immutable=True)
+        super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes)
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None

@@ -12,7 +12,7 @@ from ..._core.leaf_paths import join_names
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError
 from ...stores.buffers import aligned
-from ...stores.file_io import open_fetched
+from ...stores.file_io import open_with_checksums
 from ...stores.ranges import merge
 from ...stores.store import Store
 from . import manifest
@@ -28,7 +28,7 @@ class ArrayFile:
     """An open array file whose size and header are verified. For `expected` and `into` see `Store.open`."""
 
     def __init__(self, store: Store, directory: str, listed: File, expected: int = 0, into: memoryview | None = None):
-        self._blob = blob = open_fetched(store, posixpath.join(directory, listed.name), expected, into)
+        self._blob = blob = open_with_checksums(store, posixpath.join(directory, listed.name), expected, into)
         self.path, self.size = blob.path, blob.size
         size = self.size
         if size != listed.size:
