@@ -189,9 +189,7 @@ def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
 def test_a_folder_of_checkpoints_of_any_format(tmp_path: Path) -> None:
     for format in ("treering", "orbax", "t5x"):
         tr.save(tmp_path / f"best-{format}", TREE, format=format)
-    with pytest.raises(
-        NotFoundError, match="in it; open one by its own path: best-orbax, best-t5x, best-treering"
-    ):
+    with pytest.raises(NotFoundError, match="in it; open one by its own path: best-orbax, best-t5x, best-treering"):
         tr.open(tmp_path)
 
 
