@@ -9,7 +9,7 @@ set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 "${PYTHON:-python3}" -m venv "$dir/venv"
-"$dir/venv/bin/python" -m pip install --quiet torch==2.13.0 safetensors==0.8.0 numpy==2.4.6
+"$dir/venv/bin/python" -m pip install --quiet --no-compile torch==2.13.0 safetensors==0.8.0 numpy==2.4.6
 cat > "$dir/job.py" <<'PY'
 import glob
 import sys

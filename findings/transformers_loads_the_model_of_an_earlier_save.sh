@@ -11,7 +11,7 @@ set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 "${PYTHON:-python3}" -m venv "$dir/venv"
-"$dir/venv/bin/python" -m pip install --quiet torch==2.13.0 transformers==5.24.0 huggingface_hub==2.4.0 safetensors==0.8.0
+"$dir/venv/bin/python" -m pip install --quiet --no-compile torch==2.13.0 transformers==5.24.0 huggingface_hub==2.4.0 safetensors==0.8.0
 cat > "$dir/job.py" <<'PY'
 import os
 import sys

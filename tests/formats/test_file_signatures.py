@@ -173,6 +173,13 @@ def test_the_output_of_the_trainer_of_hugging_face(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError, match=text):
             read(tmp_path)
     assert tr.restore(tmp_path / "checkpoint-1000")["w"].tolist() == [1, 1, 1]
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.with_name("pytorch_model.bin").write_bytes(torch_archive())
+        file.unlink()
+    with pytest.raises(
+        NotFoundError, match=r"in its checkpoint checkpoint-1000, pytorch_model.bin in it is a zip archi"
+    ):
+        tr.open(tmp_path)
 
 
 def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_real_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: s
     assert same({key: ckpt[key][...] for key in ckpt}, expected) and same(
         {"": ckpt["rows"][1:3, ::2]}, {"": expected["rows"][1:3, ::2]}
     )
-    said = re.search(r"joins the pieces of (\d) ranks, up to \1; check that these are all", warnings(caplog))
+    said = re.search(r"has tensors of (\d) ranks, up to rank \1; check that these are all", warnings(caplog))
     assert bool(said) == (folder != "consolidated")
     tr.convert(DCP / folder, tmp_path / "x.safetensors")
     assert same(safetensors.numpy.load_file(tmp_path / "x.safetensors"), expected)
@@ -311,10 +311,18 @@ def test_a_piece_by_its_own_path(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with pytest.raises(UnsupportedError, match=advice):
         tr.convert(second, tmp_path / "x.npz")
     assert not (tmp_path / "x.npz").exists()
+    single(folder, OLD, "adapter.safetensors")  # of another program
+    assert same(tr.restore(folder), {"w": A, "b": B})
     third.rename(folder / "shard-00005-model-00001-of-00001.safetensors")
     caplog.clear()
     tr.open(folder)
-    assert "joins the pieces of 3 ranks, up to 5, without rank 3" in warnings(caplog)
+    assert "has tensors of 3 ranks, up to rank 5, without rank 3" in warnings(caplog)
+    caplog.clear()
+    alone = tmp_path / "alone"
+    assert same(tr.restore(rank(alone, 1, {"w": (A[:1], [0, 0])})), {"w": A[:1]})  # may be all that there is
+    assert f"{alone}/shard-00001-model-00001-of-00001.safetensors: has tensors of only rank 1; check" in warnings(
+        caplog
+    )
     lone = shutil.move(second, tmp_path / "renamed.safetensors")
     with pytest.raises(UnsupportedError, match=r"begins at \[1, 0\]"):
         tr.open(lone)

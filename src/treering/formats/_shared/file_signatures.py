@@ -89,7 +89,10 @@ def _describe_folders(store: Store, path: str, names: Sequence[str], opens: Call
     inner = (posixpath.join(path, name) for name in names)
     folders = itertools.islice((one for one in inner if (there := store.stat(one)) and there.is_folder), _MAX_FOLDERS)
     known = [posixpath.basename(one) for one in itertools.islice(filter(opens, folders), _MAX_OPENED)]
-    return f"it is {what}: {join_names(tuple(known))}" if known else None
+    if known:
+        return f"it is {what}: {join_names(tuple(known))}"
+    newest = describe(store, posixpath.join(path, names[0]), opens) if numbers else None
+    return f"in its checkpoint {names[0]}, {newest}" if newest else None
 
 
 def is_other(data: bytes) -> bool:

@@ -90,6 +90,9 @@ def chosen(names: Sequence[str]) -> Chosen | str:
             [stem + SUFFIX] if stem + SUFFIX in found else [*itertools.filterfalse(_RANK.fullmatch, numbered)]
         )
         return Chosen((indexes[0],), rival=rest.names if isinstance(rest, Chosen) and not rest.missing else ())
+    ranks = [rank for name in usual if (rank := _RANK.fullmatch(name))]
+    if ranks and not any(stem_of(name) == "model" for name in usual if not _RANK.fullmatch(name)):
+        return _rank_files(ranks)
     if not indexes and (parts := _set(usual)):
         return parts
     if not indexes and (rank := next(filter(_PARALLEL.fullmatch, usual), None)):
@@ -106,9 +109,6 @@ def _set(files: Sequence[str]) -> Chosen | str | None:
     Next to one complete set, other numbered files of the same model are leftovers. Returns the reason if there are
     several complete sets.
     """
-    ranks = [rank for name in files if (rank := _RANK.fullmatch(name))]
-    if len(ranks) == len(files):
-        return _rank_files(ranks)
     parts = [part for name in files if (part := _PART.fullmatch(name))]
     if len(parts) < len(files) or len(set(map(stem_of, files))) > 1:
         return None

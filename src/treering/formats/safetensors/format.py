@@ -1,5 +1,7 @@
 """Safetensors files of other programs: one file, or a folder of shards that an index or numbers connect.
 
+The files of ranks that PyTorch's torch.distributed.checkpoint writes have pieces of tensors, which are joined.
+
 A key is a path, and its slashes separate levels. Only a ``~`` that escapes nothing becomes ``~0`` in the path.
 """
 

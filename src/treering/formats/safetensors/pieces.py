@@ -107,18 +107,18 @@ def refuse_pieces(pieces: Mapping[str, Piece], others: Collection[str], advice: 
             )
 
 
-def log_ranks(path: str, ranks: Sequence[int]) -> None:
-    """Logs what a folder of pieces cannot show: whether files of ranks are absent."""
+def log_ranks(path: str, ranks: Collection[int]) -> None:
+    """Warns of what files of ranks cannot show: whether more of them are needed."""
     there = set(ranks)
     absent = next((rank for rank in range(1, max(there)) if rank not in there), None)
-    gap = f", without rank {absent}" if absent else ""
+    counted = f"{len(there)} ranks, up to" if len(there) > 1 else "only"
     _log.warning(
-        "%s: joins the pieces of %d ranks, up to %d%s; check that these are all, because torch.distributed.checkpoint "
-        "records neither their number nor the shapes of the tensors",
+        "%s: has tensors of %s rank %d%s; check that these are all, because PyTorch's torch.distributed.checkpoint "
+        "records neither how many there are nor the shapes of the complete tensors",
         path,
-        len(there),
+        counted,
         max(there),
-        gap,
+        f", without rank {absent}" if absent else "",
     )
 
 

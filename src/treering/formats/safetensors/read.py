@@ -14,6 +14,7 @@ from ..._core.entries import ArrayEntry, Entry, lost_entry
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
 from ..._core.values import decode_float
+from ..._printable import safe
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched
@@ -50,20 +51,23 @@ def open_file(store: Store, path: str) -> Source:
     with gc_paused():
         one = _open(store, path)
         if one.pieces:
-            others = _keys_of_other_ranks(store, folder, name) if rank_of(name) else set[str]()
-            refuse_pieces(one.pieces, others, f"open the folder with the files of all ranks: {folder or '.'}")
+            rank = rank_of(name)
+            others = None if rank is None else _keys_of_other_ranks(store, folder, rank)
+            refuse_pieces(one.pieces, others or (), f"open the folder with the files of all ranks: {folder or '.'}")
+            if rank and others is None:
+                log_ranks(path, [rank])
         return _reader(path, [one], ((key, one) for key in one.header.tensors))
 
 
-def _keys_of_other_ranks(store: Store, folder: str, name: str) -> set[str]:
-    """Returns the keys of the tensors in the files of other ranks in a folder, if it can be listed."""
+def _keys_of_other_ranks(store: Store, folder: str, rank: int) -> set[str] | None:
+    """Returns the keys of the tensors in the files of other ranks in a folder; None if there are no such files."""
     try:
-        others = [other for other in store.list(folder or ".") if rank_of(other) not in (None, rank_of(name))]
-    except (OSError, TreeringError) as error:
+        names = [name for name in store.list(folder or ".") if rank_of(name) not in (None, rank)]
+    except (OSError, TreeringError) as error:  # A server on the web lists no files.
         raise_if_momentary(error)
-        return set()
-    found = attempts(store, [posixpath.join(folder, other) for other in others], lambda place: _open(store, place))
-    return {key for one in found if isinstance(one, _Opened) for key in one.pieces}
+        names = []
+    found = attempts(store, [posixpath.join(folder, name) for name in names], lambda place: _open(store, place))
+    return {key for one in found if isinstance(one, _Opened) for key in one.pieces} if names else None
 
 
 def open_files(store: Store, path: str, names: Sequence[str]) -> Source:
@@ -92,9 +96,8 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
     try:
         weights, about = index_of(store, index)
     except CorruptError as error:
-        if rival and not isinstance(error, UnsafeError):
-            advice = f"to open {join_names((*rival,))}, move the index out of the folder"
-            raise CorruptError(f"{error}; {advice}") from None
+        if len(rival) == 1 and not isinstance(error, UnsafeError):
+            raise CorruptError(f"{error}; to open {safe(rival[0])}, move the index out of the folder") from None
         raise
     there = store.stat(index)
     size = 0 if there is None else there.nbytes
@@ -116,19 +119,9 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
         else:
             tensors.append((key, files[name] if name in files else damage[name]))
     lost = next((why for _, why in tensors if isinstance(why, str)), None)
-    if not set(names).issuperset(rival):
-        others = attempt(lambda: [_open(store, posixpath.join(folder, name)) for name in rival])
-        if not isinstance(others, CorruptError):
-            if lost is None:
-                raise UnsupportedError(
-                    f"{path}: expected one model, found two complete ones: {join_names((*rival,))}, and the files of "
-                    f"{posixpath.basename(index)}; libraries differ in which they load. Open one by its own path, or "
-                    "move the other out of the folder"
-                )
-            _log.warning("%s: opens %s, not the index next to it, which lacks tensors: %s", path, rival[0], lost)
-            log_others(path, (*rival, posixpath.basename(index)), listed)
-            return _reader(path, others, ((key, one) for one in others for key in one.header.tensors))
-        _log.warning("%s: opens %s, not the file next to it: %s", path, posixpath.basename(index), others)
+    if not set(names).issuperset(rival) and (others := _complete_rival(store, path, index, rival, lost)):
+        log_others(path, (*rival, posixpath.basename(index)), listed)
+        return _reader(path, others, ((key, one) for one in others for key in one.header.tensors))
     elsewhere = set(candidates(listed)).difference(names, [posixpath.basename(index)])
     if names and elsewhere and all(isinstance(one, CorruptError) for one in there_are):
         raise CorruptError(
@@ -144,6 +137,27 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
         _check_total(index, about.get("total_size"), [*files.values()], weights)
     with gc_paused():
         return _reader(path, list(files.values()), tensors, size, about)
+
+
+def _complete_rival(
+    store: Store, path: str, index: str, rival: Sequence[str], lost: str | None
+) -> list[_Opened] | None:
+    """Returns the files of the same model next to an index; None if they are damaged. Logs what is not opened.
+
+    lost: why a tensor of the index cannot be read; None if the index is complete too, which is an `UnsupportedError`.
+    """
+    folder, name = posixpath.split(index)
+    found = attempt(lambda: [_open(store, posixpath.join(folder, one)) for one in rival])
+    if isinstance(found, CorruptError):
+        _log.warning("%s: opens %s, not the file next to it: %s", path, name, found)
+        return None
+    if lost is None:
+        raise UnsupportedError(
+            f"{path}: expected one model, found two complete ones: {join_names((*rival,))}, and the files of {name}; "
+            "libraries differ in which they load. Open one by its own path, or move the other out of the folder"
+        )
+    _log.warning("%s: opens %s, not the index next to it, which lacks tensors: %s", path, rival[0], lost)
+    return found
 
 
 def _check_total(index: str, total: Any, files: Sequence[_Opened], weights: Mapping[str, str]) -> None:
