@@ -332,9 +332,9 @@ def test_a_piece_by_its_own_path(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         tr.open(tmp_path)
 
 
-def _info(text: Any) -> Callable[[Path], None]:
+def _info(text: Any, **more: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        about = {"DCP_SHARDING_INFO": text if isinstance(text, str) else json.dumps(text)}
+        about = {"DCP_SHARDING_INFO": text if isinstance(text, str) else json.dumps(text), **more}
         path = folder / "shard-00002-model-00001-of-00001.safetensors"
         safetensors.numpy.save_file({"w": A[1:]}, path, metadata=about)
 
@@ -362,7 +362,9 @@ def _rank(*args: Any, **kwargs: Any) -> Callable[[Path], object]:
         (_info({"w": {"saved_offsets": [1]}}), r"where its 2 axes begin, found \[1\]"),
         (_info({"w": {"saved_offsets": [-1, 0]}}), "expected DCP_SHARDING_INFO to have the saved_offsets"),
         (_info({"w": {}}), "expected DCP_SHARDING_INFO to have the saved_offsets"),
+        (_info('{"w": {"saved_offsets": [0, 0]}, "w": {"saved_offsets": [1, 0]}}'), "a key occurs twice"),
         (_info("{"), "expected DCP_SHARDING_INFO to have the saved_offsets"),
+        (_info({"w": {"saved_offsets": [1, 0]}}, DCP_VERSION="2.0"), "expected DCP_VERSION 1.0 of .*, found '2.0'"),
         (_info(""), "expected one leaf at w, found 'w' in shard-00001"),
     ],
 )

@@ -17,10 +17,11 @@ from ..._core.boxes import Box, Cells, intersect
 from ..._core.leaf_paths import join_names
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsupportedError
+from .._shared import strict_json
 from .header import Header
 
-INFO = "DCP_SHARDING_INFO"
-BOOKKEEPING = (INFO, "DCP_VERSION")  # describe files, not the checkpoint
+INFO, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
+BOOKKEEPING = (INFO, _VERSION)  # describe files, not the checkpoint
 _log = logging.getLogger("treering")
 
 
@@ -40,13 +41,21 @@ class Piece(NamedTuple):
 
 
 def pieces_of(header: Header, path: str) -> dict[str, Piece]:
-    """Returns the piece of each tensor of a file, by key; nothing for a file without them. Raises `CorruptError`."""
+    """Returns the piece of each tensor of a file, by key; nothing for a file without them.
+
+    Raises `CorruptError`, and `UnsupportedError` for a later version.
+    """
     text = header.metadata.get(INFO)
     if not text:
         return {}
+    version = header.metadata.get(_VERSION, "1.0")
+    if version.partition(".")[0] != "1":
+        raise UnsupportedError(
+            f"{path}: expected {_VERSION} 1.0 of torch.distributed.checkpoint, found {version!r:.20}"
+        )
     try:
-        places = msgspec.json.decode(text, type=dict[str, _Place])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        places = msgspec.convert(strict_json.parse(text.encode()), dict[str, _Place])
+    except strict_json.MALFORMED as error:
         raise CorruptError(f"{path}: expected {INFO} to have the saved_offsets of each tensor: {error}") from None
     found: dict[str, Piece] = {}
     for key, tensor in header.tensors.items():
