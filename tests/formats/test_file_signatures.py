@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import treering as tr
 from treering import formats, stores
@@ -152,6 +154,50 @@ def test_files_of_other_kinds(tmp_path: Path, name: str, data: bytes, text: str)
     if name.endswith((".bin", ".pt", ".ckpt", ".pkl", ".h5")):
         with pytest.raises(NotFoundError, match=rf"^{tmp_path}: {name} in it is {text}.*; of no format"):
             tr.open(tmp_path)
+
+
+def folders(path: Path, **files: str) -> None:
+    """Writes a folder for each file of tensors, and one without any."""
+    for folder, name in {**files, "logs": ""}.items():
+        (path / folder.replace("_", "-")).mkdir(parents=True)
+        if name:
+            safetensors.numpy.save_file({"w": np.ones(3)}, path / folder.replace("_", "-") / name)
+
+
+def test_the_output_of_the_trainer_of_hugging_face(tmp_path: Path) -> None:
+    """The advice names the checkpoints, and not how to read `training_args.bin`, which is a pickle."""
+    folders(tmp_path, checkpoint_500="model.safetensors", checkpoint_1000="adapter_model.safetensors", checkpoint_9="")
+    (tmp_path / "training_args.bin").write_bytes(torch_archive())
+    text = "as the Trainer of Hugging Face writes it; open one by its own path: checkpoint-1000, checkpoint-500; of no"
+    for read in (tr.open, tr.restore, tr.verify):
+        with pytest.raises(NotFoundError, match=text):
+            read(tmp_path)
+    assert tr.restore(tmp_path / "checkpoint-1000")["w"].tolist() == [1, 1, 1]
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.with_name("pytorch_model.bin").write_bytes(torch_archive())
+        file.unlink()
+    with pytest.raises(
+        NotFoundError, match=r"in its checkpoint checkpoint-1000, pytorch_model.bin in it is a zip archi"
+    ):
+        tr.open(tmp_path)
+
+
+def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
+    folders(tmp_path, unet="diffusion_pytorch_model.safetensors", vae="model.safetensors", other="model.safetensors")
+    parts = {"_class_name": "Pipeline", "unet": ["diffusers", "UNet"], "vae": ["x", "y"], "logs": ["x", "y"]}
+    for text, expected in [(json.dumps(parts), "unet, vae; of no"), ("[]", None), ("{", None)]:
+        (tmp_path / "model_index.json").write_text(text)
+        with pytest.raises(NotFoundError) as raised:
+            tr.open(tmp_path)
+        found = f"it is a pipeline of diffusers; open one of its parts by its own path: {expected}" in str(raised.value)
+        assert found == bool(expected)
+
+
+def test_a_folder_of_checkpoints_of_any_format(tmp_path: Path) -> None:
+    for format in ("treering", "orbax", "t5x"):
+        tr.save(tmp_path / f"best-{format}", TREE, format=format)
+    with pytest.raises(NotFoundError, match="in it; open one by its own path: best-orbax, best-t5x, best-treering"):
+        tr.open(tmp_path)
 
 
 def test_an_array_of_numpy_that_is_a_pickle(tmp_path: Path) -> None:

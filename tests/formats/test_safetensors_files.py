@@ -161,6 +161,23 @@ def test_a_real_file_of_another_writer(tmp_path: Path) -> None:
         assert found.keys() == expected.keys() and all(same(found[key], array) for key, array in expected.items())
 
 
+def test_real_files_of_mlx(tmp_path: Path) -> None:
+    """MLX writes null if it is given no metadata, and no padding: arrays begin at any address."""
+    expected: dict[str, Any] = {
+        "w": np.arange(3, dtype="i4"),
+        "empty": np.zeros((0, 2), "f4"),
+        "scalar": np.float32(1.5),
+    }
+    expected |= {"half": np.full((2, 2), 0.25, ml_dtypes.bfloat16), "complex": np.full(2, 1 + 2j, "c8")}
+    expected["flags"] = np.array([True, False, True])
+    for name, metadata in (("plain", None), ("about", {"format": "mlx"})):
+        path = REAL / "mlx" / f"{name}.safetensors"
+        assert tr.open(path).metadata == metadata and tr.verify(path).ok
+        tr.convert(path, tmp_path / f"{name}.safetensors")
+        for found in (tr.restore(path), tr.restore(tmp_path / f"{name}.safetensors")):
+            assert found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+
+
 def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:
     weights = noise(np.float32, (7, 3))
     tinygrad = {"l1.weight": ("F32", (7, 3), weights.tobytes())}
@@ -173,6 +190,8 @@ def test_headers_as_other_writers_have_them(tmp_path: Path) -> None:
             tr.restore(path, like={"l1.weight": jax.ShapeDtypeStruct((7, 3), np.float32)})["l1.weight"], weights
         )
     assert not tr.open(save_raw(tmp_path / "none.safetensors", {}))
+    with pytest.raises(CorruptError, match="a tensor has no dtype"):
+        tr.open(save_raw(tmp_path / "null.safetensors", tinygrad, x=None))
     names = {"dtype": "F32", "shape": "x", "data_offsets": "y"}  # metadata may have these keys
     assert tr.open(save_raw(tmp_path / "odd.safetensors", tinygrad, names)).metadata == names
 
@@ -400,6 +419,7 @@ def test_folders(tmp_path: Path) -> None:
         format.open(stores.get(""), str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(raw({"b": ("U8", (2,), b"ab")}))
     assert list(tr.open(tmp_path)) == ["b"]
+    (tmp_path / "model.safetensors").unlink()
     for name in ("p.safetensors.index.json", "q.safetensors.index.json"):
         (tmp_path / name).write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
     assert "several indexes" in str(refuses(tmp_path))

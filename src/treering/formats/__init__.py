@@ -248,7 +248,7 @@ def detect(store: Store, path: str) -> Format:
             reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         git_lfs.check_all(store, path + ending, levels=2)
-    what = file_signatures.describe(store, path)
+    what = file_signatures.describe(store, path, lambda inner: is_known(store, inner))
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
     raise UnsupportedError("\n".join([head, *reasons]))
 

@@ -1,9 +1,14 @@
 """Recognizes common files that are not checkpoints, and says what to do with them."""
 
+import itertools
+import json
 import posixpath
+import re
+from collections.abc import Callable, Sequence
 
+from ..._core.leaf_paths import join_names
 from ...errors import TreeringError
-from ...stores.file_io import opened
+from ...stores.file_io import opened, read_file
 from ...stores.store import Store
 
 _TORCH_ADVICE = (
@@ -32,14 +37,20 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 )
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
+_MAX_FOLDERS = 20  # folders in a folder that are looked at
+_MAX_OPENED = 5  # folders that a message names
+_NUMBERED = re.compile(r"checkpoint[-_](\d+)")  # by the Trainer of transformers, and by accelerate
+_PIPELINE = "model_index.json"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
 
-def describe(store: Store, path: str) -> str | None:
-    """Describes the file at a path, or the first known one in a folder, and what to do with it.
+def describe(store: Store, path: str, opens: Callable[[str], bool]) -> str | None:
+    """Describes the file at a path, or what a folder has in it, and what to do with it.
 
     Returns None for a file of an unknown kind, and for one that cannot be read.
+
+    opens: returns True if a path in a folder is a checkpoint.
     """
     try:
         found = store.stat(path)
@@ -50,7 +61,10 @@ def describe(store: Store, path: str) -> str | None:
             return f"it is {what}" if what else None
         if not found.is_folder:
             return None
-        for name in sorted(name for name in store.list(path) if name.endswith(_OTHER_SUFFIXES))[:_MAX_NAMES]:
+        names = sorted(store.list(path))
+        if what := _describe_folders(store, path, names, opens):
+            return what
+        for name in [name for name in names if name.endswith(_OTHER_SUFFIXES)][:_MAX_NAMES]:
             inner = posixpath.join(path, name)
             there = store.stat(inner)
             if there is not None and there.is_file and (what := _describe_file(store, inner)):
@@ -58,6 +72,27 @@ def describe(store: Store, path: str) -> str | None:
     except (TreeringError, OSError, ValueError):
         pass  # The message that this text is for already has the errors that the formats met.
     return None
+
+
+def _describe_folders(store: Store, path: str, names: Sequence[str], opens: Callable[[str], bool]) -> str | None:
+    """Describes a folder by those of its folders that are checkpoints."""
+    numbers = {name: int(number[1]) for name in names if (number := _NUMBERED.fullmatch(name))}
+    if _PIPELINE in names:
+        what = "a pipeline of diffusers; open one of its parts by its own path"
+        parts = json.loads(read_file(store, posixpath.join(path, _PIPELINE)))
+        names = [name for name in names if isinstance(parts, dict) and name in parts]
+    elif numbers:
+        what = "a folder of checkpoints, as the Trainer of Hugging Face writes it; open one by its own path"
+        names = sorted(numbers, key=lambda name: (-numbers[name], name))
+    else:
+        what = "a folder with checkpoints in it; open one by its own path"
+    inner = (posixpath.join(path, name) for name in names)
+    folders = itertools.islice((one for one in inner if (there := store.stat(one)) and there.is_folder), _MAX_FOLDERS)
+    known = [posixpath.basename(one) for one in itertools.islice(filter(opens, folders), _MAX_OPENED)]
+    if known:
+        return f"it is {what}: {join_names(tuple(known))}"
+    newest = describe(store, posixpath.join(path, names[0]), opens) if numbers else None
+    return f"in its checkpoint {names[0]}, {newest}" if newest else None
 
 
 def is_other(data: bytes) -> bool:

@@ -1,24 +1,22 @@
 """Safetensors files of other programs: one file, or a folder of shards that an index or numbers connect.
 
+The files of ranks that PyTorch's torch.distributed.checkpoint writes have pieces of tensors, which are joined.
+
 A key is a path, and its slashes separate levels. Only a ``~`` that escapes nothing becomes ``~0`` in the path.
 """
 
-import logging
 import posixpath
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.leaf_paths import join_names
 from ..._core.source import INFO_FIELDS, Source
+from ..._printable import safe
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import opened
 from ...stores.read_errors import UnreadableError, reading, refusal
 from ...stores.store import Store
-from .folder import INDEX, SUFFIX, candidates, chosen
+from .folder import SUFFIX, chosen, index_of, is_index, log_others
 from .header import header_size
-
-_FLAX = ("flax_model.msgpack", "flax_model.msgpack.index.json")
-_log = logging.getLogger("treering")
 
 
 class Safetensors:
@@ -51,12 +49,8 @@ class Safetensors:
                 return "not a file"
             with reading(path), opened(store, path) as blob:
                 begin = blob.read_up_to(9)
-            if path.endswith(INDEX):
-                return (
-                    None
-                    if begin.strip(b"\0 \t\r\n")[:1] in (b"{", b"[", b"")
-                    else "it has the name of an index, but is not JSON"
-                )
+            if _is_index_path(path):
+                return _refuses_index(store, path, begin)
             header_size(begin[:8], found.nbytes, path)
             return None if begin[8:] == b"{" else "no JSON object begins at the ninth byte"
         except UnreadableError:
@@ -67,22 +61,24 @@ class Safetensors:
             return refusal(error, path)
 
     def open(self, store: Store, path: str) -> Source:
-        from .read import open_files, open_shards
+        from .read import open_file, open_files, open_index
 
-        found, files = store.stat(path), [path]
-        if found is not None and found.is_folder:
-            names = store.list(path)
-            main = chosen(names)
-            if isinstance(main, str):
-                raise UnsupportedError(f"{path}: {main}")
-            if main.missing:
-                raise CorruptError(
-                    f"{path}: expected as many files as {main.names[0]} says, found {len(main.names)}; fetch "
-                    f"{', '.join(main.missing)}, or open a single file by its own path"
-                )
-            files = [posixpath.join(path, name) for name in main.names]
-            _log_others(path, main.names, names)
-        return open_shards(store, path, files[0]) if files[0].endswith(INDEX) else open_files(store, path, files)
+        found = store.stat(path)
+        if found is None or not found.is_folder:
+            return open_index(store, path, path) if _is_index_path(path) else open_file(store, path)
+        names = store.list(path)
+        main = chosen(names)
+        if isinstance(main, str):
+            raise UnsupportedError(f"{path}: {main}")
+        if main.missing:
+            raise CorruptError(
+                f"{path}: expected as many files as {main.names[0]} says, found {len(main.names)}; fetch "
+                f"{', '.join(main.missing)}, or open a single file by its own path"
+            )
+        if is_index(main.names[0]):
+            return open_index(store, path, posixpath.join(path, main.names[0]), main.rival, names)
+        log_others(path, main.names, names)
+        return open_files(store, path, main.names)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         return {}
@@ -99,10 +95,19 @@ class Safetensors:
 FORMAT = Safetensors()
 
 
-def _log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None:
-    """Logs the other checkpoints in the folder of the one that is opened. The files of its index belong to it."""
-    others = {name for name in candidates(names) if not opened[0].endswith(INDEX) or name.endswith(INDEX)}
-    if others_there := sorted(others.union(name for name in names if name in _FLAX).difference(opened)):
-        _log.info(
-            "%s: opens %s; open the others by their own paths: %s", folder, opened[0], join_names(tuple(others_there))
-        )
+def _is_index_path(path: str) -> bool:
+    """Returns True for the name of an index; also for one that a library of its own has chosen."""
+    name = posixpath.basename(path)
+    return is_index(name) or ("index" in name and name.endswith(".json"))
+
+
+def _refuses_index(store: Store, path: str, begin: bytes) -> str | None:
+    """Returns the reason why a path with the name of an index is none; `begin` has its first bytes."""
+    if is_index(posixpath.basename(path)):
+        named = begin.strip(b"\0 \t\r\n")[:1] in (b"{", b"[", b"")
+        return None if named else "it has the name of an index, but is not JSON"
+    try:
+        other = next((name for name in index_of(store, path).weights.values() if not name.endswith(SUFFIX)), None)
+    except CorruptError:
+        return "it is no index of safetensors files"
+    return None if other is None else f"it is an index of other files, such as {safe(other)}"

@@ -7,7 +7,7 @@ The format is https://github.com/huggingface/safetensors: a little-endian u64 wi
 import contextlib
 import itertools
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 
@@ -40,10 +40,10 @@ class _Lenient(Tensor, gc=False):
 
 
 class _Metadata(msgspec.Struct):
-    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+    metadata: dict[str, str] | None = msgspec.field(name="__metadata__", default=None)
 
 
-preload_decoders(Tensor, dict[str, _Lenient], _Metadata)
+preload_decoders(Tensor, dict[str, _Lenient | None], _Metadata)
 
 
 class Header(NamedTuple):
@@ -79,7 +79,7 @@ def header_size(begin: bytes, file_size: int, name: str) -> int:
 def decode_metadata(data: bytes | bytearray, name: str) -> dict[str, str]:
     """Decodes only the metadata of a header. Raises `CorruptError`."""
     try:
-        return msgspec.json.decode(memoryview(data)[8:], type=_Metadata).metadata
+        return msgspec.json.decode(memoryview(data)[8:], type=_Metadata).metadata or {}  # MLX writes null for none
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _malformed(name, error) from None
 
@@ -103,19 +103,21 @@ def decode_header(data: bytes | bytearray, name: str, metadata: Mapping[str, str
         text = memoryview(data)[8:]
         if metadata.keys() & {"shape", "data_offsets"}:  # the type of a tensor would accept these keys of the metadata
             text = msgspec.json.encode({**msgspec.json.decode(text), "__metadata__": {}})
-        tensors = msgspec.json.decode(text, type=dict[str, _Lenient])
-        about = tensors.pop("__metadata__", None)
+        tensors = msgspec.json.decode(text, type=dict[str, _Lenient | None])
+        keys = 3 * (len(tensors) - ("__metadata__" in tensors)) + len(tensors) + len(metadata)
+        tensors.pop("__metadata__", None)
         complete = [
-            one.dtype and one.shape is not _NO_SHAPE and one.data_offsets is not _NO_OFFSETS for one in tensors.values()
+            one and one.dtype and one.shape is not _NO_SHAPE and one.data_offsets is not _NO_OFFSETS
+            for one in tensors.values()
         ]
         if not all(complete):
             raise ValueError("a tensor has no dtype, no shape or no data_offsets")
         content = data[8:].rstrip(b" ")
-        if not strict_json.is_plain(content, 4 * len(tensors) + (about is not None) + len(metadata)):
+        if not strict_json.is_plain(content, keys):
             strict_json.parse(bytes(content))  # msgspec ignores keys it does not know; this parser does not
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _malformed(name, error) from None
-    return Header(len(data), tensors, metadata)
+    return Header(len(data), cast("dict[str, _Lenient]", tensors), metadata)
 
 
 def _malformed(name: str, error: Exception) -> CorruptError:

@@ -1,26 +1,36 @@
 """Reads safetensors files, single or in shards with an index."""
 
+import logging
 import os
 import posixpath
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..._core import dtypes
+from ..._core.boxes import full_box
 from ..._core.entries import ArrayEntry, Entry, lost_entry
+from ..._core.leaf_paths import join_names
 from ..._core.source import Source
 from ..._core.values import decode_float
+from ..._printable import safe
 from ..._threads.python_gc import gc_paused
-from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched
+from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
-from .._shared.extents import Layout, Runs, layout
+from .._shared.extents import Layout, Runs, check_shape, layout
+from .._shared.partitioned import Partitioned
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from . import nibbles
-from .folder import weights_of
+from .folder import candidates, index_of, log_others, rank_of
 from .header import Header, check_side_by_side, decode_header, header_size
-from .schema import path_of, read_sidecar
+from .pieces import BOOKKEEPING, INFO, Piece, log_ranks, pieces_of, refuse_pieces, shape_of
+from .schema import OWN, path_of, read_sidecar
+
+_log = logging.getLogger("treering")
+_TOTALS = ("total_size", "total_parameters")  # of the files of an index
 
 _NAMES = {code: name for name, (code, _) in dtypes.SAFETENSORS.items()}
 _NAMES[nibbles.CODE] = nibbles.DTYPE
@@ -29,41 +39,144 @@ _NAMES[nibbles.CODE] = nibbles.DTYPE
 class _Opened(NamedTuple):
     file: Blob
     header: Header
+    pieces: Mapping[str, Piece]  # by key; empty if the tensors are complete
 
 
-def open_files(store: Store, path: str, files: Sequence[str]) -> Source:
-    """Opens a single file, or several that form one checkpoint."""
+_Tensor = tuple[str, _Opened | str]  # a key, and its file or the reason why it is lost
+
+
+def open_file(store: Store, path: str) -> Source:
+    """Opens a single file by its own path."""
+    folder, name = posixpath.split(path)
     with gc_paused():
-        found = [_open(store, file) for file in files]
+        one = _open(store, path)
+        if one.pieces:
+            rank = rank_of(name)
+            others = None if rank is None else _keys_of_other_ranks(store, folder, rank)
+            refuse_pieces(one.pieces, others or (), f"open the folder with the files of all ranks: {folder or '.'}")
+            if rank and others is None:
+                log_ranks(path, [rank])
+        return _reader(path, [one], ((key, one) for key in one.header.tensors))
+
+
+def _keys_of_other_ranks(store: Store, folder: str, rank: int) -> set[str] | None:
+    """Returns the keys of the tensors in the files of other ranks in a folder; None if there are no such files."""
+    try:
+        names = [name for name in store.list(folder or ".") if rank_of(name) not in (None, rank)]
+    except (OSError, TreeringError) as error:  # A server on the web lists no files.
+        raise_if_momentary(error)
+        names = []
+    found = attempts(store, [posixpath.join(folder, name) for name in names], lambda place: _open(store, place))
+    return {key for one in found if isinstance(one, _Opened) for key in one.pieces} if names else None
+
+
+def open_files(store: Store, path: str, names: Sequence[str]) -> Source:
+    """Opens the files with these names in the folder `path`, which form one checkpoint."""
+    files = [posixpath.join(path, name) for name in names]
+    with gc_paused():
+        found: list[_Opened] = []
+        for one in attempts(store, files, lambda file: _open(store, file)):
+            if isinstance(one, CorruptError):
+                raise one
+            found.append(one)
+        ranks = [rank for name in names if (rank := rank_of(name))]
+        if ranks and any(one.pieces for one in found):
+            log_ranks(path, ranks)
         return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
 
 
-def open_shards(store: Store, path: str, index: str) -> Source:
-    """Opens the files that an index names, in its folder."""
-    weights = weights_of(store, index)
+def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), listed: Sequence[str] = ()) -> Source:
+    """Opens the files that an index names, in its folder.
+
+    rival: the files of the same model next to the index, which may be left over, as may the index. What is complete is
+        opened; raises `UnsupportedError` if both are.
+    listed: the names in the folder, if the folder is opened.
+    """
+    folder = posixpath.dirname(index)
+    try:
+        weights, about = index_of(store, index)
+    except CorruptError as error:
+        if len(rival) == 1 and not isinstance(error, UnsafeError):
+            raise CorruptError(f"{error}; to open {safe(rival[0])}, move the index out of the folder") from None
+        raise
     there = store.stat(index)
     size = 0 if there is None else there.nbytes
     files: dict[str, _Opened] = {}
     damage: dict[str, str] = {}
     names = list(dict.fromkeys(weights.values()))
-    paths = [posixpath.join(os.path.dirname(index), name) for name in names]
+    paths = [posixpath.join(folder, name) for name in names]
     there_are = [attempt(lambda place=place: check_file(store, place, index)) for place in paths]
     for name, found in zip(names, attempts(store, there_are, lambda place: _open(store, place)), strict=True):
         if isinstance(found, CorruptError):
             damage[name] = str(found)
         else:
             files[name] = found
-    tensors: list[tuple[str, _Opened | str]] = []
+    tensors: list[_Tensor] = []
     for key, name in weights.items():
         if name in files and key not in files[name].header.tensors:
             place = files[name].file.path
             tensors.append((key, f"{place}: expected the tensor {key!r}, which the index places in this file"))
         else:
             tensors.append((key, files[name] if name in files else damage[name]))
+    lost = next((why for _, why in tensors if isinstance(why, str)), None)
+    if not set(names).issuperset(rival) and (others := _complete_rival(store, path, index, rival, lost)):
+        log_others(path, (*rival, posixpath.basename(index)), listed)
+        return _reader(path, others, ((key, one) for one in others for key in one.header.tensors))
+    elsewhere = set(candidates(listed)).difference(names, [posixpath.basename(index)])
+    if names and elsewhere and all(isinstance(one, CorruptError) for one in there_are):
+        raise CorruptError(
+            f"{index}: expected the files that it names, found none of them ({join_names((*names,))}); fetch them, or "
+            f"open another by its own path: {join_names(tuple(sorted(elsewhere)))}"
+        )
+    log_others(path, (posixpath.basename(index), *names, *rival), listed)
+    for one in files.values():
+        refuse_pieces(one.pieces, (), "an index names one file for each tensor; remove it, and open the folder")
     # Tensors that no index names are read as well. If several files have a key, the index decides which file is used.
     tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
+    if lost is None:
+        _check_total(index, about.get("total_size"), [*files.values()], weights)
     with gc_paused():
-        return _reader(path, list(files.values()), tensors, size)
+        return _reader(path, list(files.values()), tensors, size, about)
+
+
+def _complete_rival(
+    store: Store, path: str, index: str, rival: Sequence[str], lost: str | None
+) -> list[_Opened] | None:
+    """Returns the files of the same model next to an index; None if they are damaged. Logs what is not opened.
+
+    lost: why a tensor of the index cannot be read; None if the index is complete too, which is an `UnsupportedError`.
+    """
+    folder, name = posixpath.split(index)
+    found = attempt(lambda: [_open(store, posixpath.join(folder, one)) for one in rival])
+    if isinstance(found, CorruptError):
+        _log.warning("%s: opens %s, not the file next to it: %s", path, name, found)
+        return None
+    if lost is None:
+        raise UnsupportedError(
+            f"{path}: expected one model, found two complete ones: {join_names((*rival,))}, and the files of {name}; "
+            "libraries differ in which they load. Open one by its own path, or move the other out of the folder"
+        )
+    _log.warning("%s: opens %s, not the index next to it, which lacks tensors: %s", path, rival[0], lost)
+    return found
+
+
+def _check_total(index: str, total: Any, files: Sequence[_Opened], weights: Mapping[str, str]) -> None:
+    """Logs a total size that the files do not have. Some writers write 0, and some count tied weights twice."""
+    if type(total) not in (int, float) or total <= 0:
+        return
+    sizes = [
+        (key, tensor.data_offsets[1] - tensor.data_offsets[0])
+        for one in files
+        for key, tensor in one.header.tensors.items()
+    ]
+    if total not in (sum(size for _, size in sizes), sum(size for key, size in sizes if key in weights)):
+        _log.warning(
+            "%s: its total_size is %d bytes, but the tensors in its files have %d; it may be of another save, or the "
+            "files may lack parts of tensors",
+            index,
+            total,
+            sum(size for _, size in sizes),
+        )
 
 
 def _open(store: Store, path: str) -> _Opened:
@@ -71,19 +184,22 @@ def _open(store: Store, path: str) -> _Opened:
     size = header_size(file.read(0, min(8, file.size)), file.size, path)
     header = decode_header(file.read(0, size), path)
     check_side_by_side(header, file.size, path)
-    return _Opened(file, header)
+    return _Opened(file, header, pieces_of(header, path))
 
 
 def _reader(
-    path: str, files: Sequence[_Opened], tensors: Iterable[tuple[str, _Opened | str]], index: int = 0
+    path: str,
+    files: Sequence[_Opened],
+    tensors: Iterable[_Tensor],
+    index_nbytes: int = 0,
+    index_metadata: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Builds the reader of tensors, each with its file or the reason why it cannot be read.
-
-    `index` is the size of the index in bytes.
-    """
+    """Builds the reader of tensors, each with its file or the reason why it cannot be read."""
     entries: dict[str, Entry] = {}
     arrays: dict[str, Stored] = {}
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
+
+    parts: dict[str, list[tuple[Piece, Stored]]] = {}
     for key, found in tensors:
         place = path_of(key) if "~" in key else key
         if place in entries:
@@ -102,10 +218,19 @@ def _reader(
                 f"{found.file.path}: {key!r}: expected {about.nbytes} bytes for {tensor.dtype}{list(tensor.shape)}, "
                 f"found {end - begin}"
             )
-        entries[place] = ArrayEntry(place, "numpy", dtype, tensor.shape)
         runs = Runs(((found.file, found.header.size + begin, about.nbytes),), about)
-        arrays[place] = nibbles.Nibbles(runs) if dtype == nibbles.DTYPE else runs
-    sidecar = read_sidecar({k: text for found in reversed(files) for k, text in found.header.metadata.items()})
+        array = nibbles.Nibbles(runs) if dtype == nibbles.DTYPE else runs
+        if found.pieces:
+            parts.setdefault(key, []).append((found.pieces[key], array))
+            continue
+        entries[place] = ArrayEntry(place, "numpy", dtype, tensor.shape)
+        arrays[place] = array
+    for key, pieces in parts.items():
+        place = path_of(key)
+        if place in entries:
+            raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
+        entries[place], arrays[place] = _join(f"{path}: {key!r}", place, pieces)
+    sidecar = read_sidecar(_metadata(path, files, index_metadata or {}))
     return ForeignReader(
         "safetensors",
         path,
@@ -114,8 +239,34 @@ def _reader(
         step=sidecar.step,
         metrics={name: decode_float(value) for name, value in sidecar.metrics.items()},
         metadata=sidecar.metadata,
-        nbytes=index + sum(found.file.size for found in files),
+        nbytes=index_nbytes + sum(found.file.size for found in files),
     )
+
+
+def _join(name: str, place: str, pieces: Sequence[tuple[Piece, Stored]]) -> tuple[ArrayEntry, Stored]:
+    """Returns the array that pieces form. A piece that has everything needs no copy."""
+    shape = shape_of(name, [piece for piece, _ in pieces])
+    check_shape(shape, name)
+    entry = ArrayEntry(place, "numpy", _NAMES[pieces[0][0].dtype], shape)
+    if complete := [array for piece, array in pieces if piece.box == full_box(shape)]:
+        return entry, complete[0]
+    return entry, Partitioned([(piece.box, array) for piece, array in pieces], dtypes.to_numpy(entry.dtype))
+
+
+def _metadata(path: str, files: Sequence[_Opened], index: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata of files and their index, without what describes the files themselves.
+
+    The first file with a key decides, and the index last.
+    """
+    text = {k: text for found in reversed(files) for k, text in found.header.metadata.items()}
+    if INFO in text:
+        text = {key: value for key, value in text.items() if key not in BOOKKEEPING}
+    rest = {key: value for key, value in index.items() if key not in _TOTALS and key != OWN}
+    if differ := [key for key in rest if key in text and rest[key] != text[key]]:
+        _log.warning(
+            "%s: the index has other metadata than its files, which are used: %s", path, join_names((*differ,))
+        )
+    return {**rest, **text}
 
 
 def _holders(place: str, files: Sequence[_Opened]) -> str:

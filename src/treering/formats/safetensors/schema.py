@@ -47,8 +47,8 @@ class Sidecar(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 preload_decoders(Sidecar)
 
 
-def read_sidecar(text: Mapping[str, str]) -> Sidecar:
-    """Reads the step, metrics and metadata of a file that any program wrote."""
+def read_sidecar(text: Mapping[str, Any]) -> Sidecar:
+    """Reads the step, metrics and metadata of a file that any program wrote; those of an index may be any JSON."""
     rest = {key: value for key, value in text.items() if key != OWN}
     try:
         sidecar = msgspec.json.decode(text.get(OWN, "{}"), type=Sidecar)

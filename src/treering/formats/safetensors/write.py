@@ -19,6 +19,7 @@ from ...stores.store import Store, Writer
 from .._shared.recognition import new_file
 from . import nibbles
 from .header import Tensor, encode_header
+from .pieces import INFO
 from .schema import FORMAT, OWN, Sidecar, key_of
 from .shards import checked, created, cut, limit_of, names_of
 
@@ -115,7 +116,7 @@ def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
 def _metadata(contents: Source) -> dict[str, str]:
     """Returns `__metadata__`, text by name. Loaders of Hugging Face need its "format" in every file."""
     metadata, text = contents.metadata, {}
-    pairs = metadata.items() if isinstance(metadata, dict) and OWN not in metadata else ()
+    pairs = metadata.items() if isinstance(metadata, dict) and metadata.keys().isdisjoint((OWN, INFO)) else ()
     if pairs and all(type(part) is str for pair in pairs for part in pair):
         metadata, text = None, dict(pairs)
     metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
