@@ -158,6 +158,8 @@ _is_searched = False  # True once the entry points of installed packages have be
 DAMAGED_PREFIX_BYTES = 1 << 16  # bytes that are read of a file that may be a damaged step
 _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # their folders may have other files too
 _ALIASES = {"easylm": "fjformer"}
+# Formats that are never detected, because their files look like those of another one.
+_VARIANTS = {"t5x-without-zeros": ("treering.formats.t5x.format", "WITHOUT_ZEROS")}
 
 
 def __getattr__(name: str) -> Any:
@@ -216,6 +218,9 @@ def _all_formats() -> Iterator[Format]:
 def get(name: str) -> Format:
     """Returns a format by name. Raises a `MismatchError` that lists the known names."""
     name = _ALIASES.get(name, name)
+    if name in _VARIANTS:
+        module, attribute = _VARIANTS[name]
+        return getattr(importlib.import_module(module), attribute)
     if name not in _registered and name in _MODULES:
         _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
     if name not in _registered:

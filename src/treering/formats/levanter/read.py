@@ -32,8 +32,8 @@ def open_checkpoint(store: Store, path: str) -> ZarrReader:
     for folder, prefix, names in _folders(store, path):
         for file, driver in _DRIVERS.items():
             own = [name.removesuffix(f"/{file}") for name in names if name.endswith(f"/{file}")]
-            filled = folder.ocdbt and driver == "zarr3"  # only the releases that write these leave out zeros
-            for name, array in zip(own, zarr.find(folder, own, driver, filled=filled), strict=True):
+            # JAX's serializer writes zarr 2 without a fill value, and zarr 3 with one.
+            for name, array in zip(own, zarr.find(folder, own, driver, missing="metadata"), strict=True):
                 place = _path(prefix + name)
                 if isinstance(array, CorruptError):
                     entries[place] = lost_entry(place, str(array))
