@@ -1,9 +1,10 @@
 """Recognizes common files that are not checkpoints, and says what to do with them."""
 
 import posixpath
+from collections.abc import Collection
 
 from ...errors import TreeringError
-from ...stores.file_io import opened
+from ...stores.file_io import is_folder, opened
 from ...stores.store import Store
 
 _TORCH_ADVICE = (
@@ -30,8 +31,17 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
     (0, b"<html", "a page of HTML, as a failed download leaves it; fetch the file again"),
 )
+_ZARR_ADVICE = "open it with format='zarr' if it is complete"
+_ZARR = {
+    ".zarray": f"a zarr array (version 2); {_ZARR_ADVICE}",
+    ".zgroup": f"a zarr group (version 2); {_ZARR_ADVICE}",
+    "zarr.json": f"a zarr array or group (version 3); {_ZARR_ADVICE}",
+    "manifest.ocdbt": f"an OCDBT database of TensorStore; {_ZARR_ADVICE} and of zarr arrays",
+}
+_ICECHUNK = {"manifests", "snapshots", "transactions"}
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
+_MAX_ZARR_NAMES = 100  # files and folders that are looked at for zarr arrays in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
@@ -50,6 +60,8 @@ def describe(store: Store, path: str) -> str | None:
             return f"it is {what}" if what else None
         if not found.is_folder:
             return None
+        if what := _describe_folder(store, path, store.list(path)) or describe_zarr(store, path):
+            return f"it is {what}"
         for name in sorted(name for name in store.list(path) if name.endswith(_OTHER_SUFFIXES))[:_MAX_NAMES]:
             inner = posixpath.join(path, name)
             there = store.stat(inner)
@@ -57,6 +69,34 @@ def describe(store: Store, path: str) -> str | None:
                 return f"{name} in it is {what}"
     except (TreeringError, OSError, ValueError):
         pass  # The message that this text is for already has the errors that the formats met.
+    return None
+
+
+def describe_zarr(store: Store, path: str) -> str | None:
+    """Describes a folder of zarr arrays and what to do with it; None for any other folder.
+
+    Arrays may be some levels deep, without the metadata of groups above them.
+    """
+    places, looked = [path], 0
+    while places and looked < _MAX_ZARR_NAMES:
+        place = places.pop()
+        names = store.list(place)
+        looked += len(names) + 1
+        if what := next((what for name, what in _ZARR.items() if name in names), None):
+            return what if place == path else f"a folder of zarr arrays; {_ZARR_ADVICE}"
+        inner = [posixpath.join(place, name) for name in sorted(names, reverse=True)[-_MAX_ZARR_NAMES:]]
+        places += [one for one in inner if not store.is_link(one) and is_folder(store, one)]
+    return None
+
+
+def _describe_folder(store: Store, path: str, names: Collection[str]) -> str | None:
+    if "pytreedef.json" in names:
+        return (
+            "a checkpoint of JAX's pytree_serialization; load it with "
+            "jax.experimental.array_serialization.pytree_serialization.load(path, sharding), and save the result"
+        )
+    if {*names} >= _ICECHUNK:
+        return "a repository of Icechunk; open it with icechunk and zarr, and save its arrays"
     return None
 
 
@@ -82,6 +122,8 @@ def _describe_zip(begin: bytes, path: str) -> str:
         return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
         return f"a zip archive of PyTorch's with {_PICKLE_ADVICE}; {_TORCH_ADVICE}"
+    if posixpath.basename(first) in (b".zarray", b".zgroup", b".zattrs", b"zarr.json"):
+        return f"a zip archive of zarr arrays; {_UNPACK_ADVICE}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
         return "a model of Keras; load it with Keras, and save its arrays"
     return f"a zip archive; {_UNPACK_ADVICE}"

@@ -69,7 +69,7 @@ def open_state(store: Store, path: str, file: str, step: int | None, *, without_
     step = own_step(leaves, "state/step") if step is None else step
     nbytes = opened.size + zarr_nbytes
     return _Reader(
-        "t5x",
+        "t5x-without-zeros" if without_zeros else "t5x",
         path,
         leaves.entries,
         leaves.arrays,
