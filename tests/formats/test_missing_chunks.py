@@ -108,6 +108,21 @@ def test_chunks_that_tensorstore_leaves_out(tmp_path: Path, driver: str, fill: A
         read_all(open_array(tmp_path / "a", "damage", kind))
 
 
+# Levanter
+
+
+def test_levanter_with_zarr_3_leaves_out_zeros(tmp_path: Path) -> None:
+    """JAX's serializer writes zarr 3 since 0.6.2, with `ocdbt=False` into files."""
+    tr.save(tmp_path / "step-1", {"w": np.ones(2)}, format="levanter", step=1)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/step-1/zeros"}}
+    ts.open(spec, create=True, dtype="float32", shape=[2]).result().write(np.zeros(2, np.float32)).result()
+    assert not (tmp_path / "step-1" / "zeros" / "c" / "0").exists()
+    assert_same(tr.restore(tmp_path)["zeros"], np.zeros(2, np.float32))
+    (tmp_path / "step-1" / "w" / "0").unlink()
+    with pytest.raises(CorruptError, match="w/0: expected a chunk"):
+        tr.restore(tmp_path)
+
+
 # T5X
 
 

@@ -4,6 +4,7 @@ zarr-python wrote those in `real/zarr`.
 """
 
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_nothing_is_read_without_being_asked_for(tmp_path: Path) -> None:
     assert tr.steps(tmp_path / "run") == [1] and tr.open(tmp_path / "run").step == 1
 
 
+def test_what_to_do_with_jax_checkpoints(tmp_path: Path) -> None:
+    """The error has the call that loads them."""
+    pytest.importorskip("flatbuffers")  # which JAX needs for it
+    import jax
+    from jax.experimental.array_serialization import pytree_serialization
+
+    tree = {"w": jax.numpy.ones((4, 2)), "zeros": jax.numpy.zeros(4), "more": [None, (jax.numpy.arange(3),)]}
+    pytree_serialization.save(tree, tmp_path / "theirs")
+    with pytest.raises(NotFoundError, match="a checkpoint of JAX's pytree_serialization") as error:
+        tr.open(tmp_path / "theirs")
+    call = str(error.value).split("load it with ")[1].split(", and save the result")[0]
+    tr.save(tmp_path / "ours", eval(call, {"jax": jax, "path": tmp_path / "theirs"}))
+    assert_same(tr.restore(tmp_path / "ours", tree), tree)
+
+
 def test_folders_that_are_only_named(tmp_path: Path) -> None:
     for names, text in [
         (
@@ -108,6 +124,15 @@ def test_folders_that_are_only_named(tmp_path: Path) -> None:
             (tmp_path / "x" / name).write_text("{}")
         with pytest.raises(TreeringError, match=f"it is {text}"):
             tr.open(tmp_path / "x")
+    with zipfile.ZipFile(tmp_path / "x.zarr.zip", "w") as archive:
+        archive.writestr("w/.zarray", "{}")
+    write(Path("w"), "zarr3", base=tmp_path / "database")
+    for place, text in [
+        (tmp_path / "x.zarr.zip", "a zip archive of zarr arrays; unpack it first"),
+        (tmp_path / "database" / "manifest.ocdbt", "a file of an OCDBT database of TensorStore; open the folder"),
+    ]:
+        with pytest.raises(TreeringError, match=f"it is {text}"):
+            tr.open(place)
     (tmp_path / "empty").mkdir()
     with pytest.raises(TreeringError, match="expected a folder of zarr arrays, found none"):
         tr.open(tmp_path / "empty", format="zarr")

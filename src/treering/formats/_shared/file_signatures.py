@@ -21,6 +21,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     ),
     (0, b"\x89HDF\r\n\x1a\n", "HDF5 (Keras, h5py); load it with h5py, and save its arrays"),
     (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
+    (0, b"\x0c\xdb\x3a\x2a", "a file of an OCDBT database of TensorStore; open the folder that it is in"),
     (0, b"GGUF", "GGUF, the format of llama.cpp; open the model that it was made from"),
     (0, b"\x1f\x8b", f"compressed by gzip; {_UNPACK_ADVICE}"),
     (0, b"BZh", f"compressed by bzip2; {_UNPACK_ADVICE}"),
@@ -35,13 +36,14 @@ _ZARR_ADVICE = "open it with format='zarr' if it is complete"
 _ZARR = {
     ".zarray": f"a zarr array (version 2); {_ZARR_ADVICE}",
     ".zgroup": f"a zarr group (version 2); {_ZARR_ADVICE}",
+    ".zmetadata": f"a zarr group (version 2); {_ZARR_ADVICE}",
     "zarr.json": f"a zarr array or group (version 3); {_ZARR_ADVICE}",
     "manifest.ocdbt": f"an OCDBT database of TensorStore; {_ZARR_ADVICE} and of zarr arrays",
 }
 _ICECHUNK = {"manifests", "snapshots", "transactions"}
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
-_MAX_ZARR_NAMES = 100  # files and folders that are looked at for zarr arrays in a folder
+_MAX_ZARR_NAMES = 50  # files and folders that are looked at for zarr arrays in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
@@ -92,8 +94,8 @@ def describe_zarr(store: Store, path: str) -> str | None:
 def _describe_folder(store: Store, path: str, names: Collection[str]) -> str | None:
     if "pytreedef.json" in names:
         return (
-            "a checkpoint of JAX's pytree_serialization; load it with "
-            "jax.experimental.array_serialization.pytree_serialization.load(path, sharding), and save the result"
+            "a checkpoint of JAX's pytree_serialization; load it with jax.experimental.array_serialization."
+            "pytree_serialization.load(path, jax.sharding.SingleDeviceSharding(jax.devices()[0])), and save the result"
         )
     if {*names} >= _ICECHUNK:
         return "a repository of Icechunk; open it with icechunk and zarr, and save its arrays"
