@@ -3,11 +3,15 @@
 zarr-python wrote those in `real/zarr`.
 """
 
+import base64
+import contextlib
+import json
 import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -95,26 +99,11 @@ def test_nothing_is_read_without_being_asked_for(tmp_path: Path) -> None:
     assert tr.steps(tmp_path / "run") == [1] and tr.open(tmp_path / "run").step == 1
 
 
-def test_what_to_do_with_jax_checkpoints(tmp_path: Path) -> None:
-    """The error has the call that loads them."""
-    pytest.importorskip("flatbuffers")  # which JAX needs for it
-    import jax
-    from jax.experimental.array_serialization import pytree_serialization
-
-    tree = {"w": jax.numpy.ones((4, 2)), "zeros": jax.numpy.zeros(4), "more": [None, (jax.numpy.arange(3),)]}
-    pytree_serialization.save(tree, tmp_path / "theirs")
-    with pytest.raises(NotFoundError, match="a checkpoint of JAX's pytree_serialization") as error:
-        tr.open(tmp_path / "theirs")
-    call = str(error.value).split("load it with ")[1].split(", and save the result")[0]
-    tr.save(tmp_path / "ours", eval(call, {"jax": jax, "path": tmp_path / "theirs"}))
-    assert_same(tr.restore(tmp_path / "ours", tree), tree)
-
-
 def test_folders_that_are_only_named(tmp_path: Path) -> None:
     for names, text in [
         (
             ["pytreedef.json", "array_store/manifest.ocdbt"],
-            "a checkpoint of JAX's pytree_serialization; load it with jax",
+            "a checkpoint of JAX's pytree_serialization; open it with format='zarr'",
         ),
         (["snapshots/A", "manifests/B", "transactions/C", "refs/branch.main/ref.json"], "a repository of Icechunk"),
     ]:
@@ -136,3 +125,54 @@ def test_folders_that_are_only_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(TreeringError, match="expected a folder of zarr arrays, found none"):
         tr.open(tmp_path / "empty", format="zarr")
+
+
+JAX = REAL / "jax" / "tree"
+
+
+def test_a_checkpoint_of_jax(tmp_path: Path) -> None:
+    """Its own serializer leaves out chunks of zeros, and numbers the arrays."""
+    with pytest.raises(NotFoundError, match="it is a checkpoint of JAX's pytree_serialization; open it with format='z"):
+        tr.open(JAX)
+    tree = {
+        "half": np.array([0, 0, 1, 2], ml_dtypes.bfloat16),
+        "list": [np.arange(3, dtype=np.int32), None, (np.array(1.5, np.float32),), [], {}],
+        "a/b": np.ones((2, 2), np.float32),
+        "pair": {"x": np.zeros(2, np.float32), "y": np.zeros((0, 2), np.float32)},
+    }
+    assert_same(tr.restore(JAX, format="zarr"), tree)
+    assert tr.verify(JAX, format="zarr").ok
+    tr.convert(JAX, tmp_path / "ours", source_format="zarr")
+    assert_same(tr.restore(tmp_path / "ours"), tree)
+
+
+def test_damage_of_a_checkpoint_of_jax(tmp_path: Path) -> None:
+    shutil.copytree(JAX, tmp_path / "x")
+    file = tmp_path / "x" / "pytreedef.json"
+    text = file.read_text()
+    for old, new in [("bfloat16[4]", "bfloat16[5]"), ("Array(int32[3])", "Array(int32[3]"), ("    null,\n", "")]:
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new))
+        with pytest.raises(TreeringError, match=r"pytreedef\.json: expected"):
+            tr.restore(tmp_path / "x", format="zarr")
+    file.write_text(text)
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/x/array_store/"}).result()
+    store.delete_range(ts.KvStore.KeyRange("1/", "2")).result()  # the array half
+    with pytest.raises(CorruptError, match=r"array_store/1/zarr\.json: expected an array's metadata, found nothing"):
+        tr.restore(tmp_path / "x", format="zarr")
+    assert tr.open(tmp_path / "x", format="zarr")["a~1b"].shape == (2, 2)
+
+
+@pytest.mark.long
+def test_any_change_of_the_tree_of_jax(tmp_path: Path) -> None:
+    """Each byte of the FlatBuffer is changed in three ways; none ends in another error, or takes long."""
+    shutil.copytree(JAX, tmp_path / "x")
+    file = tmp_path / "x" / "pytreedef.json"
+    about = json.loads(file.read_text())
+    data = base64.b64decode(about["__jax_pytreedef_repr"])
+    for at in range(len(data)):
+        for value in (0, data[at] ^ 4, 255):
+            changed = data[:at] + bytes([value]) + data[at + 1 :]
+            file.write_text(json.dumps({**about, "__jax_pytreedef_repr": base64.b64encode(changed).decode()}))
+            with contextlib.suppress(TreeringError):
+                tr.open(tmp_path / "x", format="zarr")

@@ -93,10 +93,7 @@ def describe_zarr(store: Store, path: str) -> str | None:
 
 def _describe_folder(store: Store, path: str, names: Collection[str]) -> str | None:
     if "pytreedef.json" in names:
-        return (
-            "a checkpoint of JAX's pytree_serialization; load it with jax.experimental.array_serialization."
-            "pytree_serialization.load(path, jax.sharding.SingleDeviceSharding(jax.devices()[0])), and save the result"
-        )
+        return f"a checkpoint of JAX's pytree_serialization; {_ZARR_ADVICE}"
     if {*names} >= _ICECHUNK:
         return "a repository of Icechunk; open it with icechunk and zarr, and save its arrays"
     return None

@@ -1,7 +1,8 @@
 """The format zarr: any folder or OCDBT database of zarr arrays, as zarr-python, xarray and TensorStore write them.
 
-The names of the arrays are the paths. A missing chunk has the fill value, as zarr defines it. In zarr 2, an array may
-have no fill value; then a missing chunk is damage.
+The names of the arrays are the paths. Checkpoints of JAX's ``pytree_serialization`` have a file with the paths instead.
+A missing chunk has the fill value, as zarr defines it. In zarr 2, an array may have no fill value; then a missing chunk
+is damage.
 
 Only ``format="zarr"`` reads it: nothing in such a folder shows that it is complete, and checkpoints of Orbax, T5X and
 Levanter that were never finished look like one.
@@ -39,7 +40,12 @@ class Zarr:
     def open(self, store: Store, path: str) -> Source:
         from .._zarr.leaves import ZarrReader, folder_size
         from .._zarr.tree import read_group, read_tree
+        from .jax_tree import has_tree, read_jax_tree
 
+        if has_tree(store, path):
+            of_jax = read_jax_tree(store, path)
+            size = folder_size(store, path)
+            return ZarrReader("zarr", path, of_jax.entries, of_jax.arrays, skeleton=of_jax.skeleton, nbytes=size)
         tree = read_tree(store, path, "metadata")
         if not tree.entries:
             raise UnsupportedError(f"{path}: expected a folder of zarr arrays, found none")
