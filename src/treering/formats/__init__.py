@@ -191,13 +191,13 @@ def _register_installed() -> None:
 
     _is_searched = True  # Set first: a package may call `names` while it is imported, which would recurse.
     for point in importlib.metadata.entry_points(group="treering.formats"):
-        if point.name in _MODULES or point.name in _registered:
+        if point.name in _MODULES or point.name in _UNDETECTED or point.name in _registered:
             continue  # A format that the program itself has registered has precedence.
         try:
             format = point.load()
             # It would replace the shipped format, but only once the entry points have been loaded. Then the format of
             # a file would depend on earlier calls.
-            if format.name in _MODULES:
+            if format.name in _MODULES or format.name in _UNDETECTED:
                 raise MismatchError(f"Treering itself has a format with the name {format.name!r}")
             register(format)
         except Exception as error:  # A fault in another package must not stop work with other formats.
