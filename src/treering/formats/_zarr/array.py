@@ -113,10 +113,8 @@ class Array:
             kvstore = folder.keys / key_prefix(self.name)
             try:
                 stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
-            except (
-                ValueError,
-                OverflowError,
-            ) as error:  # This reads no file, so the metadata is valid JSON that TensorStore refuses.
+            # Opening reads no file, so the metadata is valid JSON that TensorStore refuses.
+            except (ValueError, OverflowError) as error:
                 text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
                 raise UnsupportedError(f"{self.path}: expected metadata that TensorStore reads: {text}") from None
             if stored.dtype.numpy_dtype != dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
