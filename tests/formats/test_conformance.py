@@ -24,6 +24,7 @@ from treering.formats import ArrayEntry, Box
 from treering.formats._shared.extents import check_shape
 from treering.formats._shared.reader import ForeignReader
 from treering.formats.tensorflow.table import crc32c, masked
+from treering.formats.zarr.format import FORMAT as ZARR_FORMAT
 from treering.stores.file_io import read_file
 from treering.stores.sequential import file_of_new_folder
 from treering.stores.store import Store
@@ -144,6 +145,32 @@ class TestLevanter(FormatConformance):
     empty = False
     fields = ("step",)
     numbers_are_arrays = True
+
+
+class TestZarr(FormatConformance):
+    """Groups of arrays without a fill value, of which no chunk may be missing. Detection does not know the format."""
+
+    format = ZARR_FORMAT
+    writes = False
+    dtypes = ZARR
+    values = ()
+    keys = False
+    names = TestLevanter.names
+    empty = False
+    fields = ()
+    numbers_are_arrays = True
+
+    def make(self, path: Path, tree: Any, **options: Any) -> None:
+        flat_tree = walk.flatten_tree(tree)
+        path.mkdir(parents=True)
+        (path / ".zgroup").write_text('{"zarr_format": 2}')
+        for name, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
+            array = np.asarray(leaf)
+            place = path / name.replace("~1", "/").replace("~0", "~")
+            where = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{place}/"}}
+            where["metadata"] = {"compressor": None}
+            stored = tensorstore.open(where, create=True, dtype=array.dtype, shape=array.shape)
+            stored.result().write(array).result()
 
 
 class TestTensorFlow(FormatConformance):

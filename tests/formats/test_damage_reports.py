@@ -40,7 +40,8 @@ def nested(leaves: Mapping[str, Any]) -> Any:
 
 def put(path: Path, array: np.ndarray, chunks: list[int]) -> dict[str, Any]:
     """Writes a zarr array and returns its TensorStore spec."""
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}, "metadata": {"chunks": chunks}}
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}/"}, "metadata": {}}
+    spec["metadata"] = {"chunks": chunks, "compressor": {"id": "zstd"}}
     stored = ts.open(spec, create=True, dtype=array.dtype.name, shape=array.shape).result()
     stored.write(array + 1).result()  # TensorStore leaves out chunks of zeros.
     stored.write(array).result()

@@ -39,7 +39,7 @@ def test_installed_formats_are_there_and_broken_ones_are_named(tmp_path: pathlib
     """Formats of installed packages work. One that fails to load is logged once, and shipped ones are not replaced."""
     _install(tmp_path, "mine_format", _FORMAT, "mine = mine_format:FORMAT")
     _install(tmp_path, "broken_format", "1 / 0", "broken = broken_format:FORMAT")
-    _install(tmp_path, "shadowing", _FORMAT, "orbax = shadowing:FORMAT")
+    _install(tmp_path, "shadowing", _FORMAT, "orbax = shadowing:FORMAT\nzarr = other:FORMAT")
     code = f"""
     import sys
     sys.path.insert(0, {str(tmp_path)!r})
@@ -48,7 +48,8 @@ def test_installed_formats_are_there_and_broken_ones_are_named(tmp_path: pathlib
     tr.save({str(tmp_path / "x.mine")!r}, {{"x": np.arange(3)}}, format="mine")
     assert tr.open({str(tmp_path / "x.mine")!r})["x"][1:].tolist() == [1, 2]
     assert "mine" in tr.formats.names() and "broken" not in tr.formats.names()
-    assert tr.formats.get("orbax").__class__.__module__.startswith("treering")
+    for name in ("orbax", "zarr"):
+        assert tr.formats.get(name).__class__.__module__.startswith("treering")
     try:
         tr.save({str(tmp_path / "y")!r}, {{"x": 1}}, format="broken")
     except tr.errors.MismatchError as error:
@@ -57,3 +58,4 @@ def test_installed_formats_are_there_and_broken_ones_are_named(tmp_path: pathlib
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the format 'broken' of broken_format:FORMAT is not available") == 1
+    assert done.stderr.count("is not available") == 1

@@ -34,14 +34,15 @@ from treering.formats._zarr.chunks import even_chunk_shape
 from treering.formats.t5x import write
 
 FORMAT = formats.get("t5x")
-GZIP = {"id": "gzip", "level": 1}
+GZIP = {"id": "gzip", "level": 1}  # what Treering writes, and T5X did until 2023
+ZSTD = {"id": "zstd", "level": 1}
 
 
 def spec_of(name: str, array: np.ndarray, chunks: Any, kvstore: str = "file") -> dict[str, Any]:
     path = {"driver": kvstore, "path": f"{name}/"}
     if kvstore == "gcs":
         path["bucket"] = "t5x-dummy-bucket"
-    metadata = {"chunks": list(chunks), "compressor": GZIP, "shape": list(array.shape)}
+    metadata = {"chunks": list(chunks), "compressor": ZSTD, "shape": list(array.shape)}
     return {"driver": "zarr", "dtype": array.dtype.name, "kvstore": path, "metadata": metadata}
 
 

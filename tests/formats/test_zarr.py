@@ -233,12 +233,12 @@ def test_a_missing_chunk_is_named(tmp_path: Path, driver: Any, ocdbt: bool) -> N
 
 
 def test_omitted_chunks_have_the_fill_value(tmp_path: Path) -> None:
-    """With `filled`, a missing chunk has the fill value; without, it is an error."""
+    """If the writer leaves out chunks, a missing chunk has the fill value; without, it is an error."""
     make(Path("a"), np.full((4,), 7, np.int32), [2], "zarr3", tmp_path, fill_value=7, data_type="int32")
     store = ts.KvStore.open(spec(Path("a"), "zarr3", tmp_path)["kvstore"]).result()
     store.delete_range(ts.KvStore.KeyRange("c/0", "c/1")).result()
     folder = Folder(Filesystem(Disk()), str(tmp_path), ocdbt=True)
-    (strict,), (filled,) = zarr.find(folder, ["a"], "zarr3"), zarr.find(folder, ["a"], "zarr3", filled=True)
+    (strict,), (filled,) = zarr.find(folder, ["a"], "zarr3"), zarr.find(folder, ["a"], "zarr3", missing="fill")
     assert zarr.read([(filled, ((0, 4),))])[0].tolist() == [7] * 4
     with pytest.raises(CorruptError):
         zarr.read([(strict, ((0, 4),))])

@@ -654,7 +654,9 @@ def test_report_has_the_seconds_of_the_lease(
     own = report.seconds - report.wait_seconds - report.lease_seconds
     assert report.gb_per_second == pytest.approx(report.nbytes / 1e9 / own)
     (warning,) = [record.message for record in caplog.records if "stood still" in record.message]
-    assert f"{report.lease_seconds:.1f} s of it for the lease of the run; only a job's first save waits for it" in warning
+    assert (
+        f"{report.lease_seconds:.1f} s of it for the lease of the run; only a job's first save waits for it" in warning
+    )
     assert "ms for the lease of the run" in str(report)
     interval = Interval(None)
     interval.add_save(report)

@@ -158,6 +158,11 @@ _is_searched = False  # True once the entry points of installed packages have be
 DAMAGED_PREFIX_BYTES = 1 << 16  # bytes that are read of a file that may be a damaged step
 _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # their folders may have other files too
 _ALIASES = {"easylm": "fjformer"}
+# Formats that are never detected, because files of another format may look like theirs: a module and its object.
+_UNDETECTED = {
+    "t5x-without-zeros": ("treering.formats.t5x.format", "WITHOUT_ZEROS"),
+    "zarr": ("treering.formats.zarr.format", "FORMAT"),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -186,13 +191,13 @@ def _register_installed() -> None:
 
     _is_searched = True  # Set first: a package may call `names` while it is imported, which would recurse.
     for point in importlib.metadata.entry_points(group="treering.formats"):
-        if point.name in _MODULES or point.name in _registered:
+        if point.name in _MODULES or point.name in _UNDETECTED or point.name in _registered:
             continue  # A format that the program itself has registered has precedence.
         try:
             format = point.load()
             # It would replace the shipped format, but only once the entry points have been loaded. Then the format of
             # a file would depend on earlier calls.
-            if format.name in _MODULES:
+            if format.name in _MODULES or format.name in _UNDETECTED:
                 raise MismatchError(f"Treering itself has a format with the name {format.name!r}")
             register(format)
         except Exception as error:  # A fault in another package must not stop work with other formats.
@@ -216,12 +221,16 @@ def _all_formats() -> Iterator[Format]:
 def get(name: str) -> Format:
     """Returns a format by name. Raises a `MismatchError` that lists the known names."""
     name = _ALIASES.get(name, name)
+    if name not in _registered and name in _UNDETECTED:
+        module, attribute = _UNDETECTED[name]
+        return getattr(importlib.import_module(module), attribute)
     if name not in _registered and name in _MODULES:
         _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
     if name not in _registered:
         _register_installed()
     if name not in _registered:
-        raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, names()))}")
+        known = ", ".join(map(repr, [*names(), *_UNDETECTED]))
+        raise MismatchError(f"format={name!r}: expected one of {known}")
     return _registered[name]
 
 

@@ -4,11 +4,11 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..._core.leaf_paths import join_names
 from ...errors import TreeringError
-from ...stores.file_io import opened, read_file
+from ...stores.file_io import is_folder, opened, read_file
 from ...stores.store import Store
 
 _TORCH_ADVICE = (
@@ -25,6 +25,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     ),
     (0, b"\x89HDF\r\n\x1a\n", "HDF5 (Keras, h5py); load it with h5py, and save its arrays"),
     (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
+    (0, b"\x0c\xdb\x3a\x2a", "a file of an OCDBT database of TensorStore; open the folder that it is in"),
     (0, b"GGUF", "GGUF, the format of llama.cpp; open the model that it was made from"),
     (0, b"\x1f\x8b", f"compressed by gzip; {_UNPACK_ADVICE}"),
     (0, b"BZh", f"compressed by bzip2; {_UNPACK_ADVICE}"),
@@ -35,12 +36,22 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
     (0, b"<html", "a page of HTML, as a failed download leaves it; fetch the file again"),
 )
+_ZARR_ADVICE = "open it with format='zarr' if it is complete"
+_ZARR = {
+    ".zarray": f"a zarr array (version 2); {_ZARR_ADVICE}",
+    ".zgroup": f"a zarr group (version 2); {_ZARR_ADVICE}",
+    ".zmetadata": f"a zarr group (version 2); {_ZARR_ADVICE}",
+    "zarr.json": f"a zarr array or group (version 3); {_ZARR_ADVICE}",
+    "manifest.ocdbt": f"an OCDBT database of TensorStore; {_ZARR_ADVICE} and of zarr arrays",
+}
+_ICECHUNK = {"manifests", "snapshots", "transactions"}
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
 _MAX_FOLDERS = 20  # folders in a folder that are looked at
 _MAX_OPENED = 5  # folders that a message names
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")  # by the Trainer of transformers, and by accelerate
 _PIPELINE = "model_index.json"
+_MAX_ZARR_NAMES = 50  # files and folders that are looked at for zarr arrays in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
@@ -62,8 +73,12 @@ def describe(store: Store, path: str, opens: Callable[[str], bool]) -> str | Non
         if not found.is_folder:
             return None
         names = sorted(store.list(path))
+        if what := _describe_names(names):
+            return f"it is {what}"
         if what := _describe_folders(store, path, names, opens):
             return what
+        if what := describe_zarr(store, path):
+            return f"it is {what}"
         for name in [name for name in names if name.endswith(_OTHER_SUFFIXES)][:_MAX_NAMES]:
             inner = posixpath.join(path, name)
             there = store.stat(inner)
@@ -95,6 +110,36 @@ def _describe_folders(store: Store, path: str, names: Sequence[str], opens: Call
     return f"in its checkpoint {names[0]}, {newest}" if newest else None
 
 
+def _zarr_of(names: Collection[str]) -> str | None:
+    return next((what for name, what in _ZARR.items() if name in names), None)
+
+
+def describe_zarr(store: Store, path: str) -> str | None:
+    """Describes a folder of zarr arrays and what to do with it; None for any other folder.
+
+    Arrays may be some levels deep, without the metadata of groups above them.
+    """
+    places, looked = [path], 0
+    while places and looked < _MAX_ZARR_NAMES:
+        place = places.pop()
+        names = store.list(place)
+        looked += len(names) + 1
+        if what := _zarr_of(names):
+            return what if place == path else f"a folder of zarr arrays; {_ZARR_ADVICE}"
+        inner = [posixpath.join(place, name) for name in sorted(names, reverse=True)[-_MAX_ZARR_NAMES:]]
+        places += [one for one in inner if not store.is_link(one) and is_folder(store, one)]
+    return None
+
+
+def _describe_names(names: Collection[str]) -> str | None:
+    """Describes a folder by the names in it."""
+    if "pytreedef.json" in names:
+        return f"a checkpoint of JAX's pytree_serialization; {_ZARR_ADVICE}"
+    if {*names} >= _ICECHUNK:
+        return "a repository of Icechunk; open it with icechunk and zarr, and save its arrays"
+    return _zarr_of(names)
+
+
 def is_other(data: bytes) -> bool:
     """Returns True if these are the first bytes of a known kind of file that is not a checkpoint."""
     return any(data[at:].startswith(magic) for at, magic, _ in _SIGNATURES)
@@ -117,6 +162,8 @@ def _describe_zip(begin: bytes, path: str) -> str:
         return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
         return f"a zip archive of PyTorch's with {_PICKLE_ADVICE}; {_TORCH_ADVICE}"
+    if posixpath.basename(first) in (b".zarray", b".zgroup", b".zattrs", b"zarr.json"):
+        return f"a zip archive of zarr arrays; {_UNPACK_ADVICE}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
         return "a model of Keras; load it with Keras, and save its arrays"
     return f"a zip archive; {_UNPACK_ADVICE}"

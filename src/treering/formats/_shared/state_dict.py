@@ -248,9 +248,12 @@ def own_step(leaves: Leaves, path: str) -> int | None:
     elif isinstance(entry, ValueEntry):
         step = entry.decode()
     elif entry is not None and entry.shape == () and "int" in entry.dtype:
-        step = attempt(lambda: int(leaves.arrays[path].read((), False)))
+        try:
+            step = attempt(lambda: int(leaves.arrays[path].read((), False)))
+        except UnsupportedError as error:
+            step = error
     else:
         return None
-    if isinstance(step, CorruptError):
+    if isinstance(step, CorruptError | UnsupportedError):
         _log.warning("the checkpoint opens without a step, because the leaf with its number cannot be read: %s", step)
     return step if type(step) is int and step >= 0 else None

@@ -9,7 +9,7 @@ import math
 import posixpath
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,19 +34,32 @@ _MAX_UNLISTED_CHUNKS = 4  # chunks whose sizes are asked for one by one; for mor
 _CHUNK_OVERHEAD_BYTES = 4 << 10
 
 
+# What a missing chunk means. It depends on the writer:
+# "damage": the writer stores every chunk.
+# "fill": a missing chunk has the fill value, or is zero if the metadata has none.
+# "metadata": the writer leaves out chunks that equal the fill value, as TensorStore does by default. If the metadata
+#   has none (null in zarr 2), it stores every chunk.
+# "doubt": as "metadata", but the writer may have been TensorStore before 0.1.17. Without a fill value, that release
+#   left out chunks of zeros, too.
+Missing = Literal["damage", "fill", "metadata", "doubt"]
+
+
 class Array:
     """Reads a zarr array in a folder, given its metadata; see `Stored` in `formats._shared.reader`.
 
-    A missing chunk raises `CorruptError` with its path. With `filled`, a missing chunk has the fill value, as zarr 3
-    defines it and JAX's own serializer relies on it.
+    `missing` says what a missing chunk means. One that means damage raises `CorruptError` with its path. One that may
+    be damage raises `UnsupportedError`, so that no checkpoint is passed over that may be good.
     """
 
-    def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, filled: bool = False):
-        self.folder, self.name, self.filled = folder, name, filled
+    def __init__(self, folder: Folder, name: str, driver: Driver, metadata: bytes, *, missing: Missing = "damage"):
+        self.folder, self.name = folder, name
         self.driver: Driver = driver
         self.path = posixpath.join(folder.path, name)
         self._layout = zarr_metadata.parse(metadata, driver, self.path)
         self.shape, self.dtype = self._layout.shape, self._layout.dtype
+        has_value = self._layout.fill_value is not None
+        self.filled = missing == "fill" or (missing != "damage" and has_value)
+        self._in_doubt = missing == "doubt" and not has_value and zarr_metadata.may_lack_zeros(metadata)
 
     @property
     def cells(self) -> int:
@@ -72,7 +85,7 @@ class Array:
             raise UnsupportedError(f"{self.path}: expected memory for {most} bytes at once, found too little") from None
 
     def open(self, box: Box) -> Any:
-        """Opens the array in TensorStore, after checking the chunks that the box needs.
+        """Opens the array in TensorStore, and checks the chunks that the box needs.
 
         When large parts of chunks are read, the decoded chunks stay in memory until the end of this array is read or
         another array is opened.
@@ -80,14 +93,16 @@ class Array:
         import tensorstore as ts
 
         TENSORSTORE.check()
-        self._check_chunks(box)
         folder, kept = self.folder, self.folder.cached_array
         folder.cached_array = None  # at most one array of a folder keeps its chunks
         keep = self._is_in_parts(box)
         if keep and kept and kept[0] is self:
             stored = kept[1]
         else:
-            spec = {"driver": self.driver, "metadata": self._layout.spec, "fill_missing_data_reads": self.filled}
+            about = dict(self._layout.spec)
+            if self.filled:
+                about["fill_value"] = self._layout.fill_value
+            spec = {"driver": self.driver, "metadata": about, "fill_missing_data_reads": self.filled}
             context = folder.context
             if keep:
                 # Every part of a chunk would otherwise ask for the file again.
@@ -95,11 +110,17 @@ class Array:
                 # A cache smaller than one chunk would decode it for each of its parts.
                 most = max(_MAX_KEPT_BYTES, self._layout.cell_bytes + (1 << 20))
                 context = ts.Context({"cache_pool": {"total_bytes_limit": most}}, context)
-            with errors(self.folder.store, self.path):
-                kvstore = folder.keys / key_prefix(self.name)
+            kvstore = folder.keys / key_prefix(self.name)
+            try:
                 stored = ts.open(spec, kvstore=kvstore, open=True, assume_metadata=True, context=context).result()
+            # Opening reads no file, so the metadata is valid JSON that TensorStore refuses.
+            except (ValueError, OverflowError) as error:
+                text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
+                raise UnsupportedError(f"{self.path}: expected metadata that TensorStore reads: {text}") from None
             if stored.dtype.numpy_dtype != dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
                 raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {stored.dtype.name}")
+        # Only now: files of unknown codecs may look damaged.
+        self._check_chunks(box)
         if keep and any(stop != size for (_, stop), size in zip(box, self.shape, strict=True)):
             folder.cached_array = (self, stored)
         return stored
@@ -146,10 +167,16 @@ class Array:
                     self._check_blosc(found.value, key)
 
     def _check_file(self, path: str) -> None:
-        nbytes = self._layout.chunk_bytes
-        if self.filled and self.folder.store.stat(path) is None:
+        nbytes, there = self._layout.chunk_bytes, stat(self.folder.store, path)
+        if there is None and self.filled:
             return
-        there = check_file(path, stat(self.folder.store, path))
+        if there is None and self._in_doubt:
+            raise UnsupportedError(
+                f"{path}: expected a chunk, found nothing; it is lost, or it is all zeros, which TensorStore before "
+                "0.1.17 (T5X until early 2022) did not store. If the checkpoint is that old, open it with "
+                "format='t5x-without-zeros' (treering.convert: source_format=); if not, restore another one"
+            )
+        there = check_file(path, there)
         if self._layout.plain and there.nbytes != nbytes:
             git_lfs.check_all(self.folder.store, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.nbytes}")
@@ -183,10 +210,12 @@ class ZarrArray(Array):
         super().__init__(folder, name, driver, text)
 
 
-def find(folder: Folder, names: Sequence[str], driver: Driver, *, filled: bool = False) -> list[Array | CorruptError]:
+def find(
+    folder: Folder, names: Sequence[str], driver: Driver, *, missing: Missing = "damage"
+) -> list[Array | CorruptError]:
     """Opens the array of each name, or returns why it cannot; reads the metadata of all at once."""
     return [
-        text if isinstance(text, CorruptError) else attempt(partial(Array, folder, name, driver, text, filled=filled))
+        text if isinstance(text, CorruptError) else attempt(partial(Array, folder, name, driver, text, missing=missing))
         for name, text in zip(names, folder.metadata(names, driver), strict=True)
     ]
 

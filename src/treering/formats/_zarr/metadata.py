@@ -34,17 +34,19 @@ _Extent = Annotated[int, msgspec.Meta(ge=1, le=_MAX_ELEMENTS)]
 
 
 class _Version2(msgspec.Struct):
-    zarr_format: Literal[2]
     shape: list[_Size]
     chunks: list[_Extent]
     dtype: Any
     compressor: dict[str, Any] | None
     order: Literal["C", "F"]
     filters: list[Any] | None = None
+    fill_value: Any = None
     dimension_separator: Literal[".", "/"] = "."
 
 
 class _Named(msgspec.Struct):
+    """An extension point of zarr 3: a data type, grid, encoding or codec. The name alone may stand for it."""
+
     name: str
     configuration: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -53,22 +55,18 @@ class _Chunks(msgspec.Struct):
     chunk_shape: list[_Extent]
 
 
-class _Grid(msgspec.Struct):
-    name: str
-    configuration: _Chunks
-
-
 class _Version3(msgspec.Struct):
-    zarr_format: Literal[3]
     node_type: Literal["array"]
     shape: list[_Size]
-    data_type: str
-    chunk_grid: _Grid
-    chunk_key_encoding: _Named
-    codecs: list[_Named]
+    data_type: str | _Named
+    chunk_grid: str | _Named
+    chunk_key_encoding: str | _Named
+    codecs: list[str | _Named]
     fill_value: Any
     storage_transformers: list[Any] = msgspec.field(default_factory=list)
 
+
+_MEMBERS = {*_Version3.__struct_fields__, "zarr_format", "attributes", "dimension_names"}
 
 preload_decoders(_Version2, _Version3, _Chunks)
 
@@ -81,6 +79,7 @@ class Layout(NamedTuple):
     chunks: tuple[int, ...]  # the shape of what one key stores
     cells: tuple[int, ...]  # the shape that is read at a time: the inner chunks of a shard, or the chunk itself
     spec: Mapping[str, Any]
+    fill_value: Any  # in JSON; None if there is none
     start: str  # the first part of each chunk's key, "" for none
     separator: str
     plain: bool  # True if a chunk is stored as the bytes of its elements, uncompressed
@@ -120,10 +119,16 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
     """Parses a metadata file into the layout it describes.
 
     Raises `CorruptError` for contents that are no metadata, `UnsafeError` for absurd sizes, and `UnsupportedError` for
-    dtypes and codecs that Treering does not read.
+    dtypes, codecs and extensions that Treering does not read.
     """
     try:
-        made = _version_2(data, name) if driver == "zarr" else _version_3(data, name)
+        found = msgspec.json.decode(data, type=dict[str, Any])
+        version, expected = found.get("zarr_format"), 2 if driver == "zarr" else 3
+        if type(version) is int and version > expected:
+            raise UnsupportedError(f"{name}: expected zarr_format {expected}, found {version}, of a later release")
+        if version != expected:
+            raise CorruptError(f"{name}: expected zarr_format {expected}, found {version!r:.100}")
+        made = _version_2(found, name) if driver == "zarr" else _version_3(found, name)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{name}: expected the metadata of a zarr array: {error}") from None
     if not len(made.shape) == len(made.chunks) == len(made.cells):
@@ -135,8 +140,18 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
     return made
 
 
-def _version_2(data: bytes, name: str) -> Layout:
-    found = msgspec.json.decode(data, type=_Version2)
+def may_lack_zeros(data: bytes) -> bool:
+    """Returns True if TensorStore before 0.1.17 may have written this metadata of zarr 2.
+
+    TensorStore sorts the keys; Treering does not. The old releases did not have zstd.
+    """
+    found = msgspec.json.decode(data)
+    compressor = found.get("compressor") or {}
+    return list(found) == sorted(found) and compressor.get("id") != "zstd"
+
+
+def _version_2(data: Mapping[str, Any], name: str) -> Layout:
+    found = msgspec.convert(data, _Version2)
     kind = found.compressor and found.compressor.get("id")
     if found.compressor is not None and kind not in _COMPRESSORS:
         raise UnsupportedError(f"{name}: compressor {kind!r}; Treering reads {', '.join(_COMPRESSORS)}")
@@ -147,7 +162,8 @@ def _version_2(data: bytes, name: str) -> Layout:
         "shape": found.shape,
         "chunks": found.chunks,
         "dtype": found.dtype,
-        "compressor": found.compressor,
+        # Each of them stores in its chunks what decoding them takes. TensorStore refuses members that it does not know.
+        "compressor": found.compressor and {"id": kind},
         "order": found.order,
         "filters": None,
         "fill_value": None,
@@ -156,28 +172,36 @@ def _version_2(data: bytes, name: str) -> Layout:
     dtype = _dtype(found.dtype, name)
     plain, blosc = kind is None, kind == "blosc"
     shape, chunks = tuple(found.shape), tuple(found.chunks)
-    return Layout(shape, dtype, chunks, chunks, spec, "", found.dimension_separator, plain, blosc)
+    return Layout(shape, dtype, chunks, chunks, spec, found.fill_value, "", found.dimension_separator, plain, blosc)
 
 
-def _version_3(data: bytes, name: str) -> Layout:
-    found = msgspec.json.decode(data, type=_Version3)
-    names = [codec.name for codec in found.codecs]
+def _version_3(data: Mapping[str, Any], name: str) -> Layout:
+    found = msgspec.convert(data, _Version3)
+    for key in data.keys() - _MEMBERS:
+        if not isinstance(data[key], dict) or data[key].get("must_understand") is not False:
+            raise UnsupportedError(f"{name}: {key!r:.100}, an extension that Treering does not know")
+    codecs = [_named(codec) for codec in found.codecs]
+    names = [codec.name for codec in codecs]
     if unknown := [codec for codec in names if codec not in _CODECS]:
         raise UnsupportedError(f"{name}: codec {unknown[0]!r}; Treering reads {', '.join(_CODECS)}")
-    if found.chunk_grid.name != "regular" or found.storage_transformers:
+    grid, encoding, kind = map(_named, (found.chunk_grid, found.chunk_key_encoding, found.data_type))
+    if grid.name != "regular" or found.storage_transformers:
         raise UnsupportedError(f"{name}: expected a regular chunk grid and no storage transformers")
-    encoding = found.chunk_key_encoding
     if encoding.name not in ("default", "v2"):
         raise UnsupportedError(f"{name}: chunk key encoding {encoding.name!r}; Treering reads default, v2")
     separator = encoding.configuration.get("separator", "/" if encoding.name == "default" else ".")
     if separator not in (".", "/"):
         raise CorruptError(f"{name}: expected a separator '/' or '.', found {separator!r}")
-    dtype = _dtype(found.data_type, name)
-    if dtype != found.data_type:
-        raise CorruptError(f"{name}: expected a data type of zarr 3, found {found.data_type!r}")
-    chunks = cells = found.chunk_grid.configuration.chunk_shape
+    if kind.configuration:
+        raise UnsupportedError(
+            f"{name}: data type {kind.name!r:.100} with a configuration, which TensorStore cannot read"
+        )
+    dtype = _dtype(kind.name, name)
+    if dtype != kind.name:
+        raise CorruptError(f"{name}: expected a data type of zarr 3, found {kind.name!r}")
+    chunks = cells = msgspec.convert(grid.configuration, _Chunks).chunk_shape
     if names[:1] == ["sharding_indexed"]:
-        cells = msgspec.convert(found.codecs[0].configuration, _Chunks).chunk_shape
+        cells = msgspec.convert(codecs[0].configuration, _Chunks).chunk_shape
     spec = {
         "zarr_format": 3,
         "node_type": "array",
@@ -185,12 +209,27 @@ def _version_3(data: bytes, name: str) -> Layout:
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
         "chunk_key_encoding": {"name": encoding.name, "configuration": {"separator": separator}},
-        "codecs": [msgspec.to_builtins(codec) for codec in found.codecs],
+        "codecs": [_decoder(codec) for codec in codecs],
         "fill_value": found.fill_value,
     }
     start = "c" if encoding.name == "default" else ""
     plain, blosc = all(codec in _PLAIN for codec in names), names[-1:] == ["blosc"]
-    return Layout(tuple(found.shape), dtype, tuple(chunks), tuple(cells), spec, start, separator, plain, blosc)
+    shape = tuple(found.shape)
+    return Layout(shape, dtype, tuple(chunks), tuple(cells), spec, found.fill_value, start, separator, plain, blosc)
+
+
+def _named(found: str | _Named) -> _Named:
+    return _Named(found) if isinstance(found, str) else found
+
+
+def _decoder(codec: _Named) -> dict[str, Any]:
+    """Returns a codec as TensorStore takes it, also those within shards."""
+    configuration = dict(codec.configuration)
+    for key in ("codecs", "index_codecs"):
+        if key in configuration:
+            inner = msgspec.convert(configuration[key], list[str | _Named])
+            configuration[key] = [_decoder(_named(one)) for one in inner]
+    return {"name": codec.name, "configuration": configuration}
 
 
 def _dtype(found: Any, name: str) -> str:

@@ -22,9 +22,10 @@ from .._zarr import metadata
 from .._zarr.folder import DATABASE
 from .._zarr.leaves import add_array, add_number, chunks_of, parts_of_arrays
 from .._zarr.parallel_write import write_folder
+from .._zarr.tree import CHUNK
 from .._zarr.writer import Writer
 from ..orbax.schema import CHECKPOINT, TREE
-from .read import CHUNK, open_checkpoint
+from .read import open_checkpoint
 from .schema import FILE, NAME, Metadata, own_metadata
 
 _MAX_NAME_BYTES = 255  # bytes of a folder's name

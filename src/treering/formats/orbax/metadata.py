@@ -41,6 +41,7 @@ class TreeMetadata(msgspec.Struct):
     tree_metadata: dict[str, Leaf]
     use_ocdbt: bool | None = None
     use_zarr3: bool | None = None
+    store_array_data_equal_to_fill_value: bool | None = None  # True since 0.10
     custom_metadata: Any = None
 
 
@@ -78,7 +79,8 @@ def guess_metadata(store: Store, folder: str) -> TreeMetadata:
     leaves = {
         name: Leaf([_Key(key, DICT) for key in name.split(".")], _Kind(kind)) for name, kind in sorted(kinds.items())
     }
-    return TreeMetadata(leaves, ocdbt, bool(by_driver["zarr3"]))
+    # Without the list, nothing says that the writer left out chunks.
+    return TreeMetadata(leaves, ocdbt, bool(by_driver["zarr3"]), store_array_data_equal_to_fill_value=True)
 
 
 def read_texts(store: Store, folder: str) -> Mapping[str, Any]:

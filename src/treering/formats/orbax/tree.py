@@ -256,9 +256,10 @@ def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetada
     for place in places:
         if not ocdbt and place.name:
             check_inside(folder, place.name)
-    return zarr.find(
-        Folder(store, folder, ocdbt=ocdbt), [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
-    )
+    # The releases before 0.10 left that to TensorStore.
+    missing: zarr.Missing = "damage" if about.store_array_data_equal_to_fill_value else "metadata"
+    names, driver = [place.name for place in places], "zarr3" if about.use_zarr3 else "zarr"
+    return zarr.find(Folder(store, folder, ocdbt=ocdbt), names, driver, missing=missing)
 
 
 def _read_numbers(

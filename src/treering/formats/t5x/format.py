@@ -2,6 +2,9 @@
 
 Treering leaves out the level ``optimizer`` around the tree. It reads versions 0 (a plain state dict), 2 (bfloat16
 stored as uint16) and 3; it writes version 3.
+
+TensorStore before 0.1.17 stored no chunks of zeros, and nothing in most files tells its release. A missing chunk that
+may be zeros raises `UnsupportedError`; the format ``t5x-without-zeros`` reads it as zeros.
 """
 
 import itertools
@@ -33,6 +36,7 @@ class T5X(ZarrFolders):
     name = "t5x"
     suffixes = ()
     boxes = ("axis-metadata",)
+    without_zeros = False
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -64,7 +68,8 @@ class T5X(ZarrFolders):
         folder = there is not None and there.is_folder
         name = os.path.basename(path)
         found = _STEP.fullmatch(os.path.basename(os.path.dirname(path)) if name == FILE and not folder else name)
-        return open_state(store, path, posixpath.join(path, FILE) if folder else path, int(found[1]) if found else None)
+        file, step = posixpath.join(path, FILE) if folder else path, int(found[1]) if found else None
+        return open_state(store, path, file, step, without_zeros=self.without_zeros)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         steps: dict[int, str] = {}
@@ -137,4 +142,12 @@ def _is_optimizer(tokens: Sequence[tuple[int, Any]]) -> bool:
     return key == "optimizer" and kind == MAP and inner in _LEVELS
 
 
+class T5XWithoutZeros(T5X):
+    """Reads missing chunks as zeros, because the user has said that TensorStore before 0.1.17 wrote the checkpoint."""
+
+    name = "t5x-without-zeros"
+    without_zeros = True
+
+
 FORMAT = T5X()
+WITHOUT_ZEROS = T5XWithoutZeros()

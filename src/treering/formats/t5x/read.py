@@ -27,8 +27,11 @@ _STORES = ("file", "gfile", "gcs")  # different names of the same storage; the f
 _BFLOAT16 = {"uint16": "bfloat16"}  # how version 2 stores bfloat16
 
 
-def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrReader:
-    """Opens the state dict in the file `checkpoint`, or in a file of another name. `step` comes from the path."""
+def open_state(store: Store, path: str, file: str, step: int | None, *, without_zeros: bool = False) -> ZarrReader:
+    """Opens the state dict in the file `checkpoint`, or in a file of another name. `step` comes from the path.
+
+    without_zeros: True if missing chunks are zeros.
+    """
     opened, folder = open_fetched(store, file), os.path.dirname(file)
     arrays = functools.cache(lambda: Folder(store, folder, ocdbt=False))
     seen_as: dict[str, str] = {}
@@ -40,7 +43,9 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
             return None
         name = _name(value)
         check_inside(folder, name)
-        (array,) = zarr.find(arrays(), [name], "zarr")
+        # Specs before TensorStore 0.1.14 have the path outside.
+        missing: zarr.Missing = "fill" if without_zeros or "path" in value else "doubt"
+        (array,) = zarr.find(arrays(), [name], "zarr", missing=missing)
         if isinstance(array, CorruptError):
             return array
         if difference := _difference(value, array, seen_as):
@@ -64,7 +69,7 @@ def open_state(store: Store, path: str, file: str, step: int | None) -> ZarrRead
     step = own_step(leaves, "state/step") if step is None else step
     nbytes = opened.size + zarr_nbytes
     return _Reader(
-        "t5x",
+        "t5x-without-zeros" if without_zeros else "t5x",
         path,
         leaves.entries,
         leaves.arrays,
@@ -85,7 +90,7 @@ class _Reader(ZarrReader):
     ) -> list[np.ndarray]:
         try:
             found = super().read(wanted, verify=verify, mmap=mmap)
-        except CorruptError as error:
+        except (CorruptError, UnsupportedError) as error:
             raise type(error)(f"{self.path}: {self._leaf(str(error))}: {error}") from None
         return [array.view(dtypes.to_numpy(entry.dtype)) for array, (entry, _) in zip(found, wanted, strict=True)]
 
@@ -103,7 +108,7 @@ def _name(spec: Mapping[Any, Any]) -> str:
     if spec["driver"] != "zarr" or kvstore.get("driver") not in _STORES:
         drivers = f"{spec['driver']!r:.100} in {kvstore.get('driver')!r:.100}"
         raise UnsupportedError(f"expected a zarr array in {', '.join(_STORES)}, found {drivers}")
-    path = kvstore.get("path", spec.get("path"))  # specs before TensorStore 0.1.14 have the path outside
+    path = spec.get("path", kvstore.get("path"))
     if type(path) is not str or not path.strip("/"):
         raise CorruptError(f"expected the path of a zarr array, found {named(path)}")
     return path.removesuffix("/")

@@ -1,0 +1,1 @@
+"""Reads folders of zarr arrays that no checkpoint library describes."""
