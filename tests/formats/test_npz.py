@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -139,3 +141,40 @@ def test_it_is_only_read(tmp_path: Path) -> None:
         NotFoundError, match=r"params.npz in it is an archive of NumPy \(.npz\); open it by its own path"
     ):
         tr.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e8m0fnu", "int4", "int2"])
+def test_the_template_says_the_dtype_that_numpy_does_not_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Bytes never become numbers of another kind, with a template or without."""
+    path, dtype = tmp_path / "x.npz", np.dtype(getattr(ml_dtypes, name))
+    saved = np.array([1, -2, 0.5] if "float" in name else [1, -2, 0]).astype(dtype)
+    np.savez(path, **{"w": saved, "head/b": saved[:1], "n": np.arange(3, dtype=np.int8)})
+    like = {"w": np.zeros(3, dtype), "head": {"b": jnp.zeros(1, dtype)}, "n": np.zeros(3, np.int8)}
+    for found in (
+        tr.restore(path, like),
+        {**tr.restore(path, like), "head": tr.restore(path, like["head"], at="head")},
+        tr.restore(path, like, rules=[tr.rules.copy("w", "v"), tr.rules.drop("w"), tr.rules.rename("^v$", "w")]),
+    ):
+        assert found["w"].dtype == found["head"]["b"].dtype == dtype
+        assert found["w"].tobytes() == saved.tobytes() and np.asarray(found["head"]["b"])[0] == saved[0]
+        assert found["n"].tolist() == [0, 1, 2]
+    for other in (np.zeros(3, np.int8), np.zeros(3, bool), jnp.zeros(3), np.zeros(3, ml_dtypes.bfloat16)):
+        with pytest.raises(
+            MismatchError, match="w: expected .*, found bytes of a dtype .* put the dtype that was saved"
+        ):
+            tr.restore(path, {**like, "w": other})
+    caplog.clear()
+    assert tr.restore(path)["w"].tobytes() == saved.tobytes()
+    assert f"{path}: NumPy has stored head/b, w without the dtype" in caplog.text
+
+
+def test_a_number_in_the_template_takes_no_bytes(tmp_path: Path) -> None:
+    """A Python number does not become the code of a float8 number."""
+    np.savez(tmp_path / "x.npz", w=np.array(1, ml_dtypes.float8_e4m3fn))
+    eqx.tree_serialise_leaves(tmp_path / "x.eqx", {"w": jnp.ones((), jnp.float8_e4m3fn)})
+    for name in ("x.npz", "x.eqx"):
+        with pytest.raises(MismatchError, match="expected float, found bytes of a dtype"):
+            tr.restore(tmp_path / name, {"w": 0.0})
+        assert tr.restore(tmp_path / name, {"w": jnp.zeros((), jnp.float8_e4m3fn)})["w"] == 1

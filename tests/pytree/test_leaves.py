@@ -749,6 +749,29 @@ def test_unsupported_leaves_are_all_named(tmp_path: Path, save: Any) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_the_advice_about_arrays_keeps_their_values(tmp_path: Path) -> None:
+    """What the messages say to save instead has the values, the mask and the dtype."""
+
+    def advised(x: Any, *code: str, **names: Any) -> list[Any]:
+        with pytest.raises(UnsupportedError) as caught:
+            tr.save(tmp_path / "bad", {"x": x})
+        assert all(one in str(caught.value) for one in code), str(caught.value)
+        path = tmp_path / f"c{len(os.listdir(tmp_path))}"
+        tr.save(path, [eval(one, {"x": x, "numpy": np, **names}) for one in code])
+        return tr.restore(path)
+
+    masked = np.ma.masked_array([1.0, -999.0, 3.0], [False, True, False])
+    data, mask = advised(masked, "x.data", "numpy.ma.getmaskarray(x)")
+    assert np.ma.masked_array(data, mask).tolist() == [1.0, None, 3.0]
+    data, mask = advised(np.ma.masked_array([1.0, 2.0]), "x.data", "numpy.ma.getmaskarray(x)")
+    assert mask.tolist() == [False, False]
+    (plain,) = advised(np.arange(3.0).view(_Loose), "numpy.asarray(x)")
+    assert plain.tolist() == [0, 1, 2]
+    half = np.array([1, -2.5], ml_dtypes.bfloat16)
+    (found,) = advised(half.view("V2"), "x.view(ml_dtypes.bfloat16)", ml_dtypes=ml_dtypes)
+    assert found.dtype == half.dtype and (found == half).all()
+
+
 def test_an_unsavable_object_in_two_leaves_is_named_twice(tmp_path: Path) -> None:
     deleted, objects = _deleted(), np.array([object()])
     with pytest.raises(UnsupportedError) as caught:

@@ -102,8 +102,10 @@ def to_text(dtype: "np.dtype[Any]") -> str:
             return text
     except (UnsupportedError, TypeError):
         pass
-    hint = "; save its fields as arrays of their own" if dtype.names else "; pickled objects are never written"
-    raise UnsupportedError(f"dtype {dtype}{hint if dtype.names or dtype.hasobject else ''}")
+    hint = "save its fields as arrays of their own" if dtype.names else "pickled objects are never written"
+    if not dtype.names and not dtype.hasobject:
+        hint = "bytes without a dtype; where they are numbers of ml_dtypes, say which: x.view(ml_dtypes.bfloat16)"
+    raise UnsupportedError(f"dtype {dtype}; {hint}")
 
 
 def requested_dtype(dtype: Any) -> "np.dtype[Any]":

@@ -192,7 +192,11 @@ class View:
     ):
         self._reader, self.leaves = reader, leaves
         self.positional = positional
-        self.ambiguous_dtypes = reader.ambiguous_dtypes & leaves.keys() if positional else frozenset[str]()
+        self.ambiguous_dtypes = (
+            frozenset(path for path, leaf in leaves.items() if leaf.plain and leaf.source in reader.ambiguous_dtypes)
+            if reader.ambiguous_dtypes
+            else frozenset[str]()
+        )
         self.entries: dict[str, Entry] = {path: leaf.entry for path, leaf in leaves.items()}
         self.format, self.path, self.nbytes = reader.format, reader.path, reader.nbytes
         self.identity = reader.identity

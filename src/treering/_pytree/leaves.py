@@ -303,8 +303,13 @@ def leaf_kind(leaf_type: type) -> str:
         return "numpy-scalar"
     if issubclass(leaf_type, np.ndarray):
         if leaf_type is not np.ndarray:
+            if issubclass(leaf_type, np.ma.MaskedArray):
+                raise UnsupportedError(
+                    f"{name}; save x.filled(…), or x.data and numpy.ma.getmaskarray(x) as two leaves"
+                )
             raise UnsupportedError(
-                f"{name}, a subclass of numpy.ndarray, which would be restored as a plain array; use numpy.asarray"
+                f"{name}, a subclass of numpy.ndarray, which would be restored as a plain array; save that array, "
+                "numpy.asarray(x), and what the class adds (such as a unit) as leaves of their own"
             )
         return "numpy"
     if leaf_type is LazyArray:

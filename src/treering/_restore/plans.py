@@ -90,6 +90,8 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     skeleton, elsewhere = source.skeleton, functools.partial(OutsideState.of, source)
     if source.positional:
         source = positional.name_leaves(source, flat_tree, name)
+    elif source.ambiguous_dtypes:
+        source = positional.name_dtypes(source, flat_tree, name)
     entries = source.entries
     level = getattr(source, "level", "")
     if level and skeleton and _has_level(flat_tree.paths, entries, level):

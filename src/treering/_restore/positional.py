@@ -1,4 +1,4 @@
-"""Gives names to the leaves of a checkpoint that has none: they are those of the template, in the same order."""
+"""Takes from the template what a checkpoint does not record: names, in the same order, and dtypes."""
 
 import logging
 from typing import Any
@@ -11,13 +11,15 @@ from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.leaf_paths import join_names
 from .._core.source import Source
-from .._core.subtree import full_source
+from .._core.subtree import full_source, subtree_of, subtree_path
 from .._core.values import encode
+from .._pytree import variable_levels
 from .._pytree.walk import FlatTree
 from ..errors import MismatchError
 
 _log = logging.getLogger("treering")
 _SCALARS = (bool, int, float, complex)
+_OF_ANOTHER_PACKAGE = 2  # the value of `numpy.dtype.isbuiltin` for dtypes of ml_dtypes
 
 
 def name_leaves(source: Source, flat_tree: FlatTree, name: str) -> views.View:
@@ -45,7 +47,8 @@ def name_leaves(source: Source, flat_tree: FlatTree, name: str) -> views.View:
         )
     leaves: dict[str, views.Leaf] = {}
     for (path, leaf), entry, record in zip(wanted, entries.values(), views.plain_leaves(entries).values(), strict=True):
-        leaves[path] = _like(reader, record, leaf, ambiguous=entry.path in reader.ambiguous_dtypes).at(path)
+        ambiguous = entry.path in reader.ambiguous_dtypes
+        leaves[path] = _like(reader, record, leaf, f"{name}: {path}", ambiguous=ambiguous).at(path)
     rest = {path: leaf for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if path not in leaves}
     for path, leaf in rest.items():
         value = leaf if type(leaf) in (str, bytes) else None
@@ -55,19 +58,52 @@ def name_leaves(source: Source, flat_tree: FlatTree, name: str) -> views.View:
     return views.View(reader, {path: leaves[path] for path in flat_tree.paths})
 
 
+def name_dtypes(source: Source, flat_tree: FlatTree, name: str) -> Source:
+    """Returns a source whose arrays without a recorded dtype have that of the template.
+
+    Raises `MismatchError` for a dtype of the template that they cannot have been saved with.
+    """
+    full = full_source(source)
+    leaves = views.plain_leaves(full.entries)
+    named = variable_levels.rename_to_tree(flat_tree, source.entries)
+    for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
+        if path in named and named[path].path in full.ambiguous_dtypes and _has_record(leaf):
+            leaves[named[path].path] = _typed(leaves[named[path].path], leaf, f"{name}: {path}")
+    view = views.View(full, leaves, full.skeleton)
+    entries = {key: view.entries[entry.path] for key, entry in source.entries.items()}
+    return subtree_of(view, entries, source.skeleton, subtree_path(source))
+
+
+def _typed(record: views.Leaf, leaf: Any, where: str) -> views.Leaf:
+    """Returns an array without a recorded dtype as the template's. NumPy records its own dtypes, so it is none of these.
+
+    Bytes stay bytes.
+    """
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.itemsize == dtypes.itemsize(record.array.dtype):
+        if dtype == np.uint8:
+            return record
+        if dtype.isbuiltin == _OF_ANOTHER_PACKAGE:
+            return views.reinterpreted(record, dtypes.to_text(dtype))
+    raise MismatchError(
+        f"{where}: expected {type(leaf).__name__ if dtype is None else dtype}, found bytes of a dtype that the file "
+        "does not record (float8, int4 or others); put the dtype that was saved into the template, and convert the "
+        "restored array"
+    )
+
+
 def _has_record(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, *_SCALARS))
 
 
-def _like(reader: Source, record: views.Leaf, leaf: Any, *, ambiguous: bool) -> views.Leaf:
+def _like(reader: Source, record: views.Leaf, leaf: Any, where: str, *, ambiguous: bool) -> views.Leaf:
     entry = record.array
+    if ambiguous:
+        return _typed(record, leaf, where)
     if type(leaf) in _SCALARS and entry.shape == ():
         plan = record.plan_of(())
         value = plan.make(reader.read(plan.needs)).item()
         return views.Leaf(ValueEntry(entry.path, *encode(value)))
-    dtype = getattr(leaf, "dtype", None)
-    if ambiguous and isinstance(dtype, np.dtype) and dtype.itemsize == dtypes.itemsize(entry.dtype):
-        return views.reinterpreted(record, dtypes.to_text(dtype))
     return record
 
 

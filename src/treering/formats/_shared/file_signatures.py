@@ -14,6 +14,10 @@ from ...stores.store import Store
 _TORCH_ADVICE = (
     "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
 )
+_HDF5_ADVICE = (
+    "load weights of Keras into their model with model.load_weights, and save that; load other arrays with h5py, those "
+    "of bfloat16 by dataset[...].view('bfloat16') after `import ml_dtypes`"
+)
 NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
 _UNPACK_ADVICE = "unpack it first"
@@ -23,7 +27,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
         (0, bytes([0x80, n]), f"{_PICKLE_ADVICE}; load it in the program that wrote it; save its arrays")
         for n in range(2, 6)
     ),
-    (0, b"\x89HDF\r\n\x1a\n", "HDF5 (Keras, h5py); load it with h5py, and save its arrays"),
+    (0, b"\x89HDF\r\n\x1a\n", f"HDF5; {_HDF5_ADVICE}"),
     (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
     (0, b"\x0c\xdb\x3a\x2a", "a file of an OCDBT database of TensorStore; open the folder that it is in"),
     (0, b"GGUF", "GGUF, the format of llama.cpp; open the model that it was made from"),

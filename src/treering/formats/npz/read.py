@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import math
 import struct
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, byte_ranges
 from ..._core.entries import ArrayEntry
+from ..._core.leaf_paths import join_names
 from ..._threads.forks import free_in_children
 from ...errors import CorruptError, TreeringError, UnsupportedError
 from ...stores.file_io import open_fetched
@@ -27,6 +29,7 @@ from .._shared.safety import check_distinct
 from ..safetensors.schema import path_of
 
 _SUFFIX = ".npy"
+_log = logging.getLogger("treering")
 _BUFFER_BYTES = 1 << 16  # bytes of the file that are read at a time
 _UNPACK_BYTES = 1 << 20  # bytes of an array that are unpacked at a time
 
@@ -49,6 +52,13 @@ class NpzReader(ForeignReader):
         check_distinct([entry.path for entry in entries], path)
         stored: dict[str, Stored] = {paths[name]: array for name, array in arrays.items()}
         self.ambiguous_dtypes = frozenset(paths[name] for name, array in arrays.items() if not array.certain)
+        if self.ambiguous_dtypes:
+            _log.warning(
+                "%s: NumPy has stored %s without the dtype (float8, int4 or others); restored as that of the template, "
+                "or otherwise as bytes (uint8)",
+                path,
+                join_names(tuple(sorted(self.ambiguous_dtypes))),
+            )
         others = [m.filename for m in members if m.filename not in arrays]
         super().__init__("npz", path, entries, stored, nbytes=file.size, left_out=others)
 
