@@ -5,15 +5,13 @@ import posixpath
 from ...errors import TreeringError
 from ...stores.file_io import opened
 from ...stores.store import Store
+from ..torch.schema import PICKLE, RESAVE
 
-_TORCH_ADVICE = (
-    "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
-)
 NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
 _UNPACK_ADVICE = "unpack it first"
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE_ADVICE}; {_TORCH_ADVICE}"),
+    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE_ADVICE}; {RESAVE}"),
     *(
         (0, bytes([0x80, n]), f"{_PICKLE_ADVICE}; load it in the program that wrote it; save its arrays")
         for n in range(2, 6)
@@ -32,8 +30,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 )
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_OTHER_SUFFIXES = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
+_OTHER_SUFFIXES = (*(".bin", ".pt", ".pth", ".ckpt"), ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
 
 
 def describe(store: Store, path: str) -> str | None:
@@ -80,8 +77,8 @@ def _describe_zip(begin: bytes, path: str) -> str:
     first = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); open it by its own path"
-    if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
-        return f"a zip archive of PyTorch's with {_PICKLE_ADVICE}; {_TORCH_ADVICE}"
+    if first.endswith(PICKLE.encode()):
+        return "a file of PyTorch; open it by its own path"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
         return "a model of Keras; load it with Keras, and save its arrays"
     return f"a zip archive; {_UNPACK_ADVICE}"

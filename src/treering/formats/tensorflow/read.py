@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, Cells, box_shape, intersect, slices
+from ..._core.boxes import Box, Cells, box_shape
 from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
 from ..._core.values import encode
 from ...errors import CorruptError, UnsupportedError
-from ...stores.buffers import empty_aligned_array
 from ...stores.file_io import open_fetched
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
 from .._shared.extents import Runs, check_shape
+from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, beginning_within, check_file
 from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
 from .schema import INDEX, NAME
@@ -127,24 +127,6 @@ class TensorFlowReader(ForeignReader):
             )
 
 
-class _Partitioned:
-    """Reads an array from parts that are stored separately."""
-
-    def __init__(self, parts: Sequence[tuple[Box, Runs]], dtype: np.dtype):
-        self._parts, self._dtype = parts, dtype
-
-    def can_map(self) -> bool:
-        return False
-
-    def read(self, box: Box, mmap: bool) -> np.ndarray:
-        out = empty_aligned_array(box_shape(box), self._dtype)
-        for place, runs in self._parts:
-            if common := intersect(place, box):
-                inner = tuple((a - o, b - o) for (a, b), (o, _) in zip(common, place, strict=True))
-                out[slices(common, box)] = runs.read(inner, False)
-        return out
-
-
 def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[str], list[Tensor]]:
     """Opens an array, or returns why it cannot be read; also returns the entries with its bytes."""
     check_shape(tensor.shape, bundle.index)
@@ -166,7 +148,7 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[
     if reasons := [str(runs) for _, runs in found if isinstance(runs, CorruptError)]:
         return reasons, parts
     own = [(box, runs) for box, runs in found if isinstance(runs, Runs)]
-    return _Partitioned(own, dtypes.to_numpy(DTYPES[tensor.dtype])), parts
+    return Pieces(own, dtypes.to_numpy(DTYPES[tensor.dtype])), parts
 
 
 def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:

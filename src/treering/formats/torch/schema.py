@@ -1,0 +1,8 @@
+"""Names in the files of PyTorch, and what to do with a file that Treering does not read."""
+
+NAME = "torch"
+PICKLE = "/data.pkl"  # ends the name of the pickle in an archive
+RESAVE = (
+    "save it anew where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
+)
+SAVE_STATE = "where PyTorch is, save its tensors, and open that file: torch.save(object.state_dict(), 'model.pt')"
