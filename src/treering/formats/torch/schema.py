@@ -5,4 +5,7 @@ PICKLE = "/data.pkl"  # ends the name of the pickle in an archive
 RESAVE = (
     "save it anew where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
 )
-SAVE_STATE = "where PyTorch is, save its tensors, and open that file: torch.save(object.state_dict(), 'model.pt')"
+SAVE_STATE = (
+    "if you trust it, save its tensors where that program is, and open the new file: "
+    "torch.save(torch.load(path, weights_only=False).state_dict(), 'model.pt')"
+)
