@@ -351,6 +351,11 @@ def change_range(**change: Any) -> Callable[[Distributed], None]:
     return lambda saved: [call.state.update(change) for call in saved.ranges.values()][0]
 
 
+def overlapping(saved: Distributed) -> None:
+    saved.add_value(["lr"], 0.5)
+    saved.ranges[list(saved.ranges)[-1]].state["offset"] = 10
+
+
 def without_ranges(saved: Distributed) -> None:
     saved.ranges.clear()
 
@@ -360,6 +365,7 @@ def other_tensor(saved: Distributed) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Distributed], None], type[TreeringError], str]] = {
+    "chunks that share bytes": (overlapping, UnsafeError, "two chunks overlap in __0_0.distcp, at 10"),
     "a name that leads out": (change_range(relative_path="../x"), UnsafeError, "something in this folder"),
     "an absolute name": (change_range(relative_path="/etc/passwd"), UnsafeError, "something in this folder"),
     "an offset beyond the file": (change_range(offset=1 << 40), CorruptError, "it is cut short"),

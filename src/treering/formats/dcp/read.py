@@ -1,6 +1,7 @@
 """Reads distributed checkpoints of PyTorch: the metadata when one is opened, each chunk when it is first needed."""
 
 import functools
+import itertools
 import posixpath
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box, intersect
 from ..._core.source import Source
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched, read_file
 from ...stores.store import Blob, Store
 from .._shared.extents import check_shape
@@ -89,14 +90,17 @@ class _Metadata:
                 raise CorruptError(f"{index}: expected the names and descriptions of leaves, found another object")
         self.leaves: dict[str, Made] = leaves
         self._planner = state.get("planner_data")
-        self._ranges: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+        self._ranges: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
         for key, info in ranges.items():
             about = self.state(key, "MetadataIndex")
             offset = about.get("offset")
             place = about.get("fqn"), None if offset is None else sizes(offset)
             if type(place[0]) is not str or place in self._ranges:
                 raise CorruptError(f"{index}: expected one place for each chunk, found another one")
-            self._ranges[place] = info
+            self._ranges[place] = self._range(place[0], info)
+        for one, following in itertools.pairwise(sorted(self._ranges.values())):
+            if one.file == following.file and one.begin + one.nbytes > following.begin:
+                raise UnsafeError(f"{index}: two chunks overlap in {one.file[:200]}, at {following.begin}")
 
     def state(self, value: Any, kind: str) -> dict[Any, Any]:
         """Returns the attributes of an object of DCP."""
@@ -118,11 +122,14 @@ class _Metadata:
 
     def range_of(self, name: str, offset: tuple[int, ...] | None) -> _Range:
         """Returns where a value is, or the chunk of a tensor that begins at an offset."""
-        if (info := self._ranges.get((name, offset))) is None:
+        if (name, offset) not in self._ranges:
             raise CorruptError(f"{self._index}: expected the place of {name[:200]!r} at {offset}, found none")
+        return self._ranges[name, offset]
+
+    def _range(self, name: str, info: Any) -> _Range:
         about = self.state(info, "_StorageInfo")
         if about.get("transform_descriptors"):
-            raise UnsupportedError(f"{self._index}: {name[:200]} was saved with extensions, such as compression; {_RESAVE}")
+            raise UnsupportedError(f"{self._index}: {name[:200]} was saved with extensions, such as compression")
         file, numbers = about.get("relative_path"), (about.get("offset"), about.get("length"))
         if type(file) is not str:
             raise CorruptError(f"{self._index}: expected the name of a file, found a {type(file).__name__}")
