@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from torch_files import CHECKPOINT, FILESYSTEM, Call, Distributed, Name, View, archive, pickled, size, tensor
+from torch_files import Call, Distributed, Name, View, archive, tensor
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
 
 REAL = Path(__file__).parent.parent / "real" / "torch"
@@ -31,7 +31,10 @@ def test_real_checkpoints(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ckpt = tr.open(REAL / name)
     expected = json.loads((REAL / "expected.json").read_text())[name]
     assert ckpt.format == ("torch" if name.endswith(".pt") else "dcp") and set(ckpt) == set(expected)
-    assert name == "two" or f"{name}: left out, because it cannot be read here: arguments (argparse.Namespace)" in caplog.text
+    assert (
+        name == "two"
+        or f"{name}: left out, because it cannot be read here: arguments (argparse.Namespace)" in caplog.text
+    )
     for path, about in expected.items():
         leaf: Any = ckpt[path]
         if not isinstance(about, dict):
@@ -48,7 +51,10 @@ def test_the_tree_is_that_of_the_program(tmp_path: Path) -> None:
     """Without a template, dicts, lists and tuples come back as they were, with the types of their keys."""
     tree = tr.restore(REAL / "training.pt")
     assert tree["plain"] == [1.5, None, True, "text", b"bytes", (2**70, {}), (2, 3)]
-    assert list(tree["optimizer"]["state"]) == [0, 1, 2, 3] and tree["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert list(tree["optimizer"]["state"]) == [0, 1, 2, 3] and tree["optimizer"]["param_groups"][0]["betas"] == (
+        0.9,
+        0.999,
+    )
     assert tr.restore(REAL / "one")["plain"] == tree["plain"]
     tr.convert(REAL / "two", tmp_path / "native")
     assert not tr.diff(REAL / "two", tmp_path / "native")
@@ -68,7 +74,9 @@ def test_chunks_go_to_the_devices_that_need_them(tmp_path: Path) -> None:
     (path / "__1_0.distcp").write_bytes(damaged)
     lazy: Any = tr.open(path)["w"]
     assert np.array_equal(lazy[:2], ROWS[:2]) and np.array_equal(lazy[4:], ROWS[4:])
-    with pytest.raises(CorruptError, match=r"__1_0.distcp: the archive at 0: the storage '0': the bytes are not what was"):
+    with pytest.raises(
+        CorruptError, match=r"__1_0.distcp: the archive at 0: the storage '0': the bytes are not what was"
+    ):
         lazy[1:3]
     assert not tr.verify(path).ok
 
@@ -133,18 +141,22 @@ def test_no_code_is_run_and_the_rest_is_read(tmp_path: Path, caplog: pytest.LogC
     tree = tr.restore(path)
     assert list(tree) == ["w", "extra"] and list(tree["extra"]) == [1] and np.array_equal(tree["extra"][1], ROWS)
     assert (
-        "left out, because it cannot be read here: dtype (torch.float32), text (a str that is not valid Unicode (a lone "
-        "surrogate)), extra/0 (argparse.Namespace), extra/2 (os.system)"
+        "left out, because it cannot be read here: dtype (torch.float32), text (a str that is not valid Unicode (a "
+        "lone surrogate)), extra/0 (argparse.Namespace), extra/2 (os.system)"
     ) in caplog.text
     with zipfile.ZipFile(data, "w") as packed:
         packed.writestr("archive/data.pkl", pickle.dumps(_Touch(tmp_path / "was-run"), 2))
     path.write_bytes(data.getvalue())
-    with pytest.raises(UnsupportedError, match=r"x.pt: expected tensors .* found an object of posix.system, which only"):
+    with pytest.raises(
+        UnsupportedError, match=r"x.pt: expected tensors .* found an object of posix.system, which only"
+    ):
         tr.open(path)
     folder = tmp_path / "dcp"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(_Touch(tmp_path / "was-run")))
-    with pytest.raises(CorruptError, match=r"expected the Metadata of torch.distributed.checkpoint, found posix.system"):
+    with pytest.raises(
+        CorruptError, match=r"expected the Metadata of torch.distributed.checkpoint, found posix.system"
+    ):
         tr.open(folder)
     assert not (tmp_path / "was-run").exists()
 
@@ -250,13 +262,21 @@ def of_storage(view: View, **files: bytes | None) -> bytes:
 
 FLAT = ROWS.reshape(-1)
 FILES: dict[str, tuple[bytes, type[TreeringError], str]] = {
-    "a storage that is cut short": (of_storage(View(FLAT, (24,), (1,)), storage=bytes(95)), CorruptError, "96 bytes of the"),
+    "a storage that is cut short": (
+        of_storage(View(FLAT, (24,), (1,)), storage=bytes(95)),
+        CorruptError,
+        "96 bytes of the",
+    ),
     "no storage": (of_storage(View(FLAT, (24,), (1,)), storage=None), CorruptError, "expected the file 'data/0'"),
     "strides beyond the storage": (of_storage(View(FLAT, (3, 4), (8, 3))), CorruptError, "expected 104 bytes"),
     "an offset beyond the storage": (of_storage(View(FLAT, (4,), (1,), 21)), CorruptError, "expected 100 bytes"),
     "an offset below zero": (of_storage(View(FLAT, (4,), (1,), -4)), CorruptError, "expected an offset"),
     "a size below zero": (of_storage(View(FLAT, (-4,), (1,))), CorruptError, "expected the sizes of a tensor"),
-    "a size of 8,000 bits": (of_storage(View(FLAT, (1 << 8000,), (1,))), CorruptError, "expected the sizes of a tensor"),
+    "a size of 8,000 bits": (
+        of_storage(View(FLAT, (1 << 8000,), (1,))),
+        CorruptError,
+        "expected the sizes of a tensor",
+    ),
     "a shape of 2^60": (of_storage(View(FLAT, (1 << 60,), (0,))), UnsafeError, "no array can have the shape"),
     "another byte order": (of_storage(View(FLAT, (24,), (1,)), byteorder=b"middle"), CorruptError, "little or big"),
     "no pickle": (of_storage(View(FLAT, (24,), (1,)), **{"data.pkl": None}), UnsupportedError, "of no format"),
@@ -348,7 +368,7 @@ def test_a_missing_file_loses_its_tensors_only(tmp_path: Path) -> None:
 
 
 def change_range(**change: Any) -> Callable[[Distributed], None]:
-    return lambda saved: [call.state.update(change) for call in saved.ranges.values()][0]
+    return lambda saved: next(iter(saved.ranges.values())).state.update(change)
 
 
 def overlapping(saved: Distributed) -> None:
@@ -373,7 +393,11 @@ HARM: dict[str, tuple[Callable[[Distributed], None], type[TreeringError], str]] 
     "an offset of 8,000 bits": (change_range(offset=1 << 8000), CorruptError, "expected the sizes"),
     "an extension": (change_range(transform_descriptors=["zstd"]), UnsupportedError, "extensions.*dcp_to_torch"),
     "no places": (without_ranges, CorruptError, "expected the place of 'w'"),
-    "a tensor of another shape": (other_tensor, CorruptError, r"expected a tensor float32\[6, 4\], found float32\[4, 6\]"),
+    "a tensor of another shape": (
+        other_tensor,
+        CorruptError,
+        r"expected a tensor float32\[6, 4\], found float32\[4, 6\]",
+    ),
 }
 
 
@@ -421,7 +445,7 @@ def test_metadata_of_older_releases(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_advice_of_messages_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the messages tell users to do, done with PyTorch, leads to a file that opens."""
+    """Users get a file that opens if they run the lines in the messages with PyTorch."""
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     monkeypatch.chdir(tmp_path)
@@ -445,5 +469,3 @@ def test_advice_of_messages_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     command = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "converted.pt"]
     subprocess.run([sys.executable, *command], check=True, capture_output=True)
     assert not tr.diff("dcp", "converted.pt")
-
-

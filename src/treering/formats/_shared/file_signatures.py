@@ -30,7 +30,10 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 )
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
-_OTHER_SUFFIXES = (*(".bin", ".pt", ".pth", ".ckpt"), ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
+_OTHER_SUFFIXES = (
+    *(".bin", ".pt", ".pth", ".ckpt"),  # of PyTorch
+    *(".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz"),
+)
 
 
 def describe(store: Store, path: str) -> str | None:

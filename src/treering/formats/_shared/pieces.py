@@ -44,7 +44,7 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     except ValueError:
         pass  # They form no grid, but may make up the array in another way.
     if len(boxes) > _MAX_PIECES_OFF_GRID:
-        raise UnsupportedError(f"an array of {len(boxes)} pieces that form no grid; at most {_MAX_PIECES_OFF_GRID} are read")
+        raise UnsupportedError(f"expected at most {_MAX_PIECES_OFF_GRID} pieces that form no grid, found {len(boxes)}")
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), len(shape), 2)
     starts, stops = bounds[:, :, 0], bounds[:, :, 1]
     if not len(boxes) or not shape or (starts < 0).any() or (stops > np.array(shape)).any() or (starts > stops).any():

@@ -20,9 +20,8 @@ from ...stores.file_io import opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .. import is_damaged_step, is_step
+from .schema import METADATA, NAME
 
-NAME = "dcp"
-METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{1,18})")
 _PICKLE_MAGIC = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 

@@ -21,13 +21,9 @@ from .._shared.reader import attempt, check_file
 from .._shared.safety import check_inside
 from ..torch.archive import DTYPES, Archive, Tensor, sizes
 from ..torch.tree import Branch, Inside, Leaves, Placed, TorchReader
-from .format import NAME
+from .schema import CONVERT, NAME
 
 _MAX_VALUE_BYTES = 256 << 20  # bytes of the pickles of all values together; opening a checkpoint reads them
-_RESAVE = (
-    "convert it where PyTorch is, and open the new file: python -m torch.distributed.checkpoint.format_utils "
-    "dcp_to_torch FOLDER model.pt"
-)
 
 
 class _Range(NamedTuple):
@@ -44,7 +40,7 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
     try:
         metadata = _Metadata(read_pickle(data, index), index)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {_RESAVE}") from None
+        raise UnsupportedError(f"{error}; {CONVERT}") from None
     files = _Files(store, path, index)
     tree, places = Branch(), metadata.places()
     room = _MAX_VALUE_BYTES
@@ -94,10 +90,10 @@ class _Metadata:
         for key, info in ranges.items():
             about = self.state(key, "MetadataIndex")
             offset = about.get("offset")
-            place = about.get("fqn"), None if offset is None else sizes(offset)
-            if type(place[0]) is not str or place in self._ranges:
+            name, place = about.get("fqn"), None if offset is None else sizes(offset)
+            if type(name) is not str or (name, place) in self._ranges:
                 raise CorruptError(f"{index}: expected one place for each chunk, found another one")
-            self._ranges[place] = self._range(place[0], info)
+            self._ranges[name, place] = self._range(name, info)
         for one, following in itertools.pairwise(sorted(self._ranges.values())):
             if one.file == following.file and one.begin + one.nbytes > following.begin:
                 raise UnsafeError(f"{index}: two chunks overlap in {one.file[:200]}, at {following.begin}")
@@ -212,7 +208,7 @@ def _tensor(metadata: _Metadata, files: _Files, name: str, about: Made) -> Place
     if type(kind) is not Global or type(chunks) is not list:
         raise CorruptError(f"{files.index}: {name[:200]}: expected the dtype and the chunks of a tensor, found none")
     if kind.name not in DTYPES:
-        raise UnsupportedError(f"{files.index}: {name[:200]} has the dtype {kind.name:.100}; {_RESAVE}")
+        raise UnsupportedError(f"{files.index}: {name[:200]} has the dtype {kind.name:.100}; {CONVERT}")
     shape = sizes(state.get("size"))
     check_shape(shape, f"{files.index}: {name[:200]}")
     found: dict[Box, _Chunk] = {}

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Archive:
         if len(found) != 1:
             raise CorruptError(f"{name}: expected one archive of PyTorch, with a data.pkl, found {len(found)}")
         self._prefix = found[0].removesuffix(PICKLE) + "/"
-        self._order = "<"
+        self._order: Literal["<", ">"] = "<"
         if f"{self._prefix}byteorder" in self._members:
             order = self._read("byteorder")
             if order not in (b"little", b"big"):
@@ -235,8 +235,8 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def sizes(value: Any) -> tuple[int, ...]:
     """Returns the sizes or strides of a tensor, given as a tuple or as `torch.Size`."""
-    if type(value) is Made and value.what == ("torch", "Size") and len(value.arguments) == 1:
-        value = value.arguments[0]
-    if type(value) in (tuple, list) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in value):
-        return tuple(value)
+    is_size = isinstance(value, Made) and value.what == ("torch", "Size") and len(value.arguments) == 1
+    given: Any = value.arguments[0] if is_size else value
+    if type(given) in (tuple, list) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in given):
+        return tuple(given)
     raise CorruptError("expected the sizes of a tensor")

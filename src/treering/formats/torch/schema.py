@@ -3,7 +3,7 @@
 NAME = "torch"
 PICKLE = "/data.pkl"  # ends the name of the pickle in an archive
 RESAVE = (
-    "save it anew where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
+    "save it again where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
 )
 SAVE_STATE = (
     "if you trust it, save its tensors where that program is, and open the new file: "
