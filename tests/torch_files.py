@@ -59,7 +59,10 @@ class View:
     metadata: dict[str, bool] | None = None
 
 
-class _Pickler(pickle._Pickler):  # pyright: ignore[reportAttributeAccessIssue] (the one that is written in Python)
+_InPython: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] (the pickler that is written in Python)
+
+
+class _Pickler(_InPython):
     def __init__(self, file: Any, protocol: int, storages: list[np.ndarray]):
         super().__init__(file, protocol)
         self.storages = storages

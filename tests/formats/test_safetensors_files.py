@@ -520,9 +520,7 @@ def test_none_and_functions_are_left_out_in_one_line_of_the_log(
 
 @pytest.mark.long
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "format", [name for name in formats.names() if name not in ("npz", "tensorflow", "torch", "dcp")]
-)
+@pytest.mark.parametrize("format", [name for name in formats.names() if name not in READ_ONLY])
 def test_no_format_refuses_a_tree_for_its_none(tmp_path: Path, format: str) -> None:
     layer = {"l": eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))}
     tr.save(tmp_path / "native", layer)

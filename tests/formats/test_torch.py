@@ -68,7 +68,7 @@ def test_chunks_go_to_the_devices_that_need_them(tmp_path: Path) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
     like = {"w": jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=spec)}
-    assert np.array_equal(tr.restore(path, like)["w"], ROWS)
+    assert np.asarray(tr.restore(path, like)["w"]).tolist() == ROWS.tolist()
     damaged = bytearray((path / "__1_0.distcp").read_bytes())
     damaged[damaged.index(ROWS[2:4].tobytes())] ^= 1
     (path / "__1_0.distcp").write_bytes(damaged)
