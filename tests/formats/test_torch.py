@@ -223,7 +223,11 @@ PICKLES: dict[str, tuple[bytes, type[TreeringError], str]] = {
     "a list in itself": (b"\x80\x02]q\0h\0a.", UnsafeError, "objects contain each other"),
     "20,000 levels": (b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b".", UnsafeError, "objects contain each other"),
     "a key of 100,000 levels": (b"\x80\x02})" + b"\x85" * 100_000 + b"Ns.", UnsupportedError, "a key of type tuple"),
-    "more objects than bytes allow": (b"\x80\x02" + b"}0" * 100_000 + b".", UnsafeError, "at most one object for"),
+    "more objects than bytes allow": (
+        b"\x80\x02" + b"(" + b"}" * 400_000 + b".",
+        UnsafeError,
+        "at most one object for",
+    ),
     "text of 4 GB": (b"\x80\x02X\xff\xff\xff\xff.", CorruptError, "4294967295 bytes at 7"),
     "a number of 2 GB": (b"\x80\x02\x8b\xff\xff\xff\x7f.", CorruptError, "2147483647 bytes at 7"),
     "no end": (b"\x80\x02N", CorruptError, "it is damaged"),

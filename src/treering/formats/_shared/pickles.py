@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 
 _FREE_OBJECTS = 1 << 20  # that any pickle may make; beyond that one for each `_BYTES_PER_OBJECT` bytes
-_BYTES_PER_OBJECT = 4
+_BYTES_PER_OBJECT = 2  # the fewest that a pickler writes, for an empty list in a list
 _SCALARS = {str, int, float, bool, bytes, type(None)}
 _ONE = 1  # the bytes of an opcode
 _HIGHEST_PROTOCOL = 5
@@ -37,11 +37,14 @@ class Persistent:
 class Made:
     """An object that a pickle would make: what it calls, the arguments, and what it then sets, appends and updates."""
 
+    __slots__ = ("arguments", "items", "pairs", "state", "what")
+
     def __init__(self, what: Global, arguments: tuple[Any, ...]):
         self.what, self.arguments = what, arguments
         self.state: Any = None
-        self.items: list[Any] = []
-        self.pairs: dict[Any, Any] = {}
+        # None instead of empty containers, because a checkpoint may have millions of objects.
+        self.items: list[Any] | None = None
+        self.pairs: dict[Any, Any] | None = None
 
 
 class _Invalid(Exception):
@@ -75,20 +78,20 @@ class _Machine:
 
     def run(self) -> Any:
         while (opcode := self._take(_ONE)) != b".":
-            if opcode in _SIZED:
-                width, decode = _SIZED[opcode]
-                self._stack.append(decode(self._take(int.from_bytes(self._take(width), "little"))))
+            if opcode == b"\x94":
+                self._memo[len(self._memo)] = self._stack[-1]
+            elif opcode in _GETS:
+                self._stack.append(self._memo[self._number(_GETS[opcode])])
             elif opcode in _FIXED:
                 code, nbytes = _FIXED[opcode]
                 self._stack.append(struct.unpack(code, self._take(nbytes))[0])
+            elif opcode in _SIZED:
+                width, decode = _SIZED[opcode]
+                self._stack.append(decode(self._take(self._number(width))))
             elif opcode in _CONSTANTS:
                 self._stack.append(_CONSTANTS[opcode])
             elif opcode in _PUTS:
                 self._memo[self._number(_PUTS[opcode])] = self._stack[-1]
-            elif opcode in _GETS:
-                self._stack.append(self._memo[self._number(_GETS[opcode])])
-            elif opcode == b"\x94":
-                self._memo[len(self._memo)] = self._stack[-1]
             else:
                 self._act(opcode)
         return self._stack.pop()
@@ -96,9 +99,10 @@ class _Machine:
     def _act(self, opcode: bytes) -> None:
         """Runs an opcode that makes or changes an object."""
         stack = self._stack
-        self._room -= 1
-        if self._room < 0:
-            raise UnsafeError(f"expected at most one object for {_BYTES_PER_OBJECT} bytes of a pickle, found more")
+        if opcode in _MAKERS:
+            self._room -= 1
+            if self._room < 0:
+                raise UnsafeError(f"expected at most one object for {_BYTES_PER_OBJECT} bytes of a pickle, found more")
         if opcode == b"(":
             self._marked.append(stack)
             self._stack = []
@@ -179,6 +183,8 @@ def _call(what: Any, arguments: Any) -> Any:
 def _append(stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is Made:
+        if target.items is None:
+            target.items = []
         target = target.items
     if type(target) is not list:
         raise _Invalid(f"items of a {type(target).__name__}")
@@ -188,6 +194,8 @@ def _append(stack: list[Any], items: list[Any]) -> None:
 def _update(stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is Made:
+        if target.pairs is None:
+            target.pairs = {}
         target = target.pairs
     if type(target) is not dict or len(items) % 2:
         raise _Invalid(f"entries of a {type(target).__name__}")
@@ -239,6 +247,7 @@ _CONSTANTS: dict[bytes, Any] = {b"N": None, b"\x88": True, b"\x89": False}
 _PUTS = {b"q": 1, b"r": 4}  # the bytes of the number
 _GETS = {b"h": 1, b"j": 4}
 _EMPTY: dict[bytes, Any] = {b"}": dict, b"]": list, b")": tuple, b"\x8f": lambda: _made_set("set")}
+_MAKERS = {bytes([code]) for code in b"(}]\x8f\x85\x86\x87tld\x91c\x93R\x81\x92Q"}
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _MARKED: dict[bytes, Any] = {
     b"t": lambda stack, items: stack.append(tuple(items)),

@@ -163,7 +163,7 @@ def _plain(made: Made) -> Any:
         if what.name == "bytes" and not arguments:
             return b""
     if what == ("collections", "defaultdict"):
-        return made.pairs
+        return made.pairs or {}
     return made
 
 
