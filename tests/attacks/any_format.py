@@ -105,6 +105,5 @@ for subject, patterns in FILES.items():
                 and pattern in ("d/*", ".data-*", ".index", "__*.distcp")
             )
             loose = loose or (subject, kind) == ("equinox", "nothing in it")  # a valid file: a tree without arrays
-            loose = loose or (subject, kind) == ("torch", "10 GB in the middle")  # zip files may follow other data
             name = f"{pattern or 'the file'}: {kind}"
             add(subject, name, tries, partial(_spoilt, subject, pattern, change), "right" if loose else verdict)

@@ -414,6 +414,25 @@ def test_metadata_that_no_program_writes(tmp_path: Path, name: str) -> None:
         tr.restore(saved.save(tmp_path / "c"))
 
 
+def test_a_file_of_a_checkpoint_is_not_one(tmp_path: Path) -> None:
+    """A file of chunks ends as an archive of its last tensor, which is not what the path means."""
+    path = sharded([((0, 3), (0, 4)), ((3, 6), (0, 4))]).save(tmp_path / "c")
+    with pytest.raises(UnsupportedError, match=r"it is a file of PyTorch; open its folder; of no format"):
+        tr.open(path / "__0_0.distcp")
+    shutil.copy(path / "__0_0.distcp", tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match="expected one archive of PyTorch, found other data before it"):
+        tr.open(tmp_path / "x.pt")
+
+
+def test_one_tensor_is_a_tree(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(archive(tensor(ROWS)))
+    assert np.array_equal(tr.restore(tmp_path / "x.pt"), ROWS)
+    (tmp_path / "x.pt").write_bytes(archive(7))
+    assert tr.restore(tmp_path / "x.pt") == 7
+    Distributed().save(tmp_path / "none")
+    assert tr.restore(tmp_path / "none") == {}
+
+
 def test_names_without_a_recorded_tree_are_keys(tmp_path: Path) -> None:
     saved = Distributed()
     saved.add(["model", "layers", 0, "w"], ROWS)

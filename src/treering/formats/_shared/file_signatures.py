@@ -5,7 +5,7 @@ import posixpath
 from ...errors import TreeringError
 from ...stores.file_io import opened
 from ...stores.store import Store
-from ..torch.schema import PICKLE, RESAVE
+from ..torch.schema import CHUNKS, PICKLE, RESAVE
 
 NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
@@ -81,7 +81,7 @@ def _describe_zip(begin: bytes, path: str) -> str:
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith(PICKLE.encode()):
-        return "a file of PyTorch; open it by its own path"
+        return f"a file of PyTorch; open {'its folder' if path.endswith(CHUNKS) else 'it by its own path'}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
         return "a model of Keras; load it with Keras, and save its arrays"
     return f"a zip archive; {_UNPACK_ADVICE}"

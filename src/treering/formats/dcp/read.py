@@ -11,7 +11,6 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box, intersect
 from ..._core.source import Source
-from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched, read_file
 from ...stores.store import Blob, Store
@@ -39,8 +38,7 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
     """Opens a checkpoint. Raises `CorruptError` and `UnsupportedError`."""
     data = read_file(store, index)
     try:
-        with gc_paused():
-            metadata = _Metadata(read_pickle(data, index), index)
+        metadata = _Metadata(read_pickle(data, index), index)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error}; {CONVERT}") from None
     files = _Files(store, path, index)

@@ -92,6 +92,8 @@ class Archive:
         self._members = {member.filename: member for member in members}
         if len(self._members) < len(members):
             raise CorruptError(f"{name}: two files in this archive have one name")
+        if min((member.header_offset for member in members), default=0) != 0:
+            raise CorruptError(f"{name}: expected one archive of PyTorch, found other data before it")
         found = [member for member in self._members if member.count("/") == 1 and member.endswith(PICKLE)]
         if len(found) != 1:
             raise CorruptError(f"{name}: expected one archive of PyTorch, with a data.pkl, found {len(found)}")

@@ -12,7 +12,7 @@ from ...errors import UnsupportedError
 from ...stores.file_io import open_fetched, opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
-from .schema import NAME, PICKLE
+from .schema import CHUNKS, NAME, PICKLE
 
 _MEMBER_MAGIC = b"PK\x03\x04"  # the beginning of the header before each member
 _HEADER_BYTES = 512  # bytes that are read: the header of the first member, with its name
@@ -35,6 +35,8 @@ class Torch:
             found = store.stat(path)
             if found is None or not found.is_file:
                 return "there is nothing" if found is None else "not a file"
+            if path.endswith(CHUNKS):
+                return "a file of a distributed checkpoint; open its folder"
             with opened(store, path) as blob:
                 begin = blob.read_up_to(_HEADER_BYTES)
         except OSError as error:

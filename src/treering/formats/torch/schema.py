@@ -2,6 +2,7 @@
 
 NAME = "torch"
 PICKLE = "/data.pkl"  # ends the name of the pickle in an archive
+CHUNKS = ".distcp"  # ends the names of files that have one archive after another
 RESAVE = (
     "save it again where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
 )
