@@ -117,7 +117,7 @@ def tarred() -> bytes:
 LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # the first bytes of torch.save before 1.6
 KINDS = [
     ("epoch=3.ckpt", LEGACY, "a file of PyTorch before 1.6, a pickle.*; save it again where PyTorch is"),
-    ("model.pt", zipped(a=b"b"), "a zip archive; unpack it"),
+    ("model.pt", zipped(**{"model/data/0": b""}), r"probably a program of TorchScript; .*torch.jit.load"),
     ("state.pkl", pickle.dumps({"w": [1.0]}), "a pickle, which is never opened"),
     ("old.pickle", pickle.dumps({"w": [1.0]}, 2), "a pickle, which is never opened"),
     ("model.zip", zipped(a=b"b"), "a zip archive; unpack it"),

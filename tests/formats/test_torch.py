@@ -466,7 +466,7 @@ def test_metadata_of_older_releases(tmp_path: Path) -> None:
 # Advice
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*torch.jit:DeprecationWarning")
 def test_advice_of_messages_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Users get a file that opens if they run the lines in the messages with PyTorch."""
     torch = pytest.importorskip("torch")
@@ -488,6 +488,9 @@ def test_advice_of_messages_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.save(torch.nn.Linear(2, 1), "object.pt")
     advised("object.pt")
     assert list(tr.open("model.pt")) == ["weight", "bias"]
+    torch.jit.save(torch.jit.script(torch.nn.Linear(3, 1)), "script.pt")
+    advised("script.pt")
+    assert tr.restore("model.pt")["weight"].shape == (1, 3)
     dcp.save(state, checkpoint_id="dcp", no_dist=True)
     command = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "converted.pt"]
     subprocess.run([sys.executable, *command], check=True, capture_output=True)

@@ -1,11 +1,12 @@
 """Recognizes common files that are not checkpoints, and says what to do with them."""
 
 import posixpath
+import re
 
 from ...errors import TreeringError
 from ...stores.file_io import opened
 from ...stores.store import Store
-from ..torch.schema import CHUNKS, PICKLE, RESAVE
+from ..torch.schema import CHUNKS, PICKLE, RESAVE, SAVE_SCRIPT
 
 NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
@@ -30,8 +31,9 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 )
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
 _MAX_NAMES = 1000  # files that are looked at in a folder
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (
-    *(".bin", ".pt", ".pth", ".ckpt"),  # of PyTorch
+    *_TORCH_SUFFIXES,
     *(".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz"),
 )
 
@@ -82,6 +84,8 @@ def _describe_zip(begin: bytes, path: str) -> str:
         return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith(PICKLE.encode()):
         return f"a file of PyTorch; open {'its folder' if path.endswith(CHUNKS) else 'it by its own path'}"
+    if re.fullmatch(rb"[^/]+/data/0", first) and path.endswith(_TORCH_SUFFIXES):
+        return f"probably a program of TorchScript; {SAVE_SCRIPT}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
         return "a model of Keras; load it with Keras, and save its arrays"
     return f"a zip archive; {_UNPACK_ADVICE}"

@@ -10,3 +10,7 @@ SAVE_STATE = (
     "if you trust it, save its tensors where that program is, and open the new file: "
     "torch.save(torch.load(path, weights_only=False).state_dict(), 'model.pt')"
 )
+SAVE_SCRIPT = (
+    "where PyTorch is, save its tensors, and open the new file: "
+    "torch.save(torch.jit.load(path).state_dict(), 'model.pt')"
+)
