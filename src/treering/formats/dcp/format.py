@@ -6,6 +6,7 @@
 
 Treering reads them without PyTorch, and runs nothing that is in their pickles. A tensor may have been saved in chunks
 by any number of processes. Where DCP has recorded the tree, paths are those of the tree; elsewhere each name is a key.
+DCP turns the integer keys of dicts into text when it saves, and so they stay text.
 """
 
 import os
