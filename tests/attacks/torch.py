@@ -89,7 +89,7 @@ def _off_grid(saved: Any) -> None:
 def _laughs(levels: int) -> bytes:
     made = b"]q\0Na"
     for n in range(levels):
-        made += b"]q" + bytes([n + 1]) + b"(" + (b"h" + bytes([n])) * 10 + b"e"
+        made += b"0]q" + bytes([n + 1]) + b"(" + (b"h" + bytes([n])) * 10 + b"e"
     return b"\x80\x02" + made + b"."
 
 

@@ -214,7 +214,7 @@ def laughs() -> bytes:
     """Returns the pickle of a list of ten lists, each of ten of the next, thirty levels deep, in 600 bytes."""
     level = b"]q\0N" + b"a"
     for n in range(30):
-        level += b"]q" + bytes([n + 1]) + b"(" + (b"h" + bytes([n])) * 10 + b"e"
+        level += b"0]q" + bytes([n + 1]) + b"(" + (b"h" + bytes([n])) * 10 + b"e"
     return b"\x80\x02" + level + b"."
 
 
@@ -231,6 +231,7 @@ PICKLES: dict[str, tuple[bytes, type[TreeringError], str]] = {
     "text of 4 GB": (b"\x80\x02X\xff\xff\xff\xff.", CorruptError, "4294967295 bytes at 7"),
     "a number of 2 GB": (b"\x80\x02\x8b\xff\xff\xff\x7f.", CorruptError, "2147483647 bytes at 7"),
     "no end": (b"\x80\x02N", CorruptError, "it is damaged"),
+    "two objects": (b"\x80\x02NN.", CorruptError, "one object, found another number"),
     "nothing on the stack": (b"\x80\x02.", CorruptError, "it is damaged"),
     "a mark that is missing": (b"\x80\x02Nt.", CorruptError, "it is damaged"),
     "a memo that is missing": (b"\x80\x02h\x09.", CorruptError, "it is damaged"),

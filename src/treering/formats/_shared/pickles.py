@@ -94,7 +94,9 @@ class _Machine:
                 self._memo[self._number(_PUTS[opcode])] = self._stack[-1]
             else:
                 self._act(opcode)
-        return self._stack.pop()
+        if len(self._stack) != 1 or self._marked:
+            raise _Invalid("one object, found another number")
+        return self._stack[0]
 
     def _act(self, opcode: bytes) -> None:
         """Runs an opcode that makes or changes an object."""
