@@ -86,7 +86,7 @@ damage: $(VENV)/test
 
 # Readers under a coverage-guided fuzzer, one after another. What it finds lies in .fuzz; crashes end it.
 fuzz: $(VENV)/test $(VENV)/fuzz
-	for target in manifest header flax stream records table block zarr; do \
+	for target in manifest header flax stream records table block zarr archive pickle; do \
 	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
 
 # What `make lowest` and `make newest` need.

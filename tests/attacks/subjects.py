@@ -87,6 +87,24 @@ def _tensorflow(folder: Path) -> Path:
     return folder / "model.ckpt-3"
 
 
+def _torch(folder: Path) -> Path:
+    from torch_files import archive, tensor
+
+    path, made = folder / "made.pt", tree()
+    path.write_bytes(archive({"weight": tensor(made["weight"]), "deep": {"bias": tensor(made["deep"]["bias"])}}))
+    return path
+
+
+def _dcp(folder: Path) -> Path:
+    """Saves a distributed checkpoint of two processes."""
+    from torch_files import Distributed
+
+    saved, made = Distributed(), tree()
+    saved.add(["weight"], made["weight"], [((0, 2), (0, 4)), ((2, 3), (0, 4))], ["__0_0.distcp", "__1_0.distcp"])
+    saved.add(["deep", "bias"], made["deep"]["bias"])
+    return saved.save(folder / "made")
+
+
 def write_zarr(path: Path, array: np.ndarray, **change: Any) -> None:
     """Writes an array of zarr 2 in one chunk, uncompressed, as files; `change` replaces entries of its metadata."""
     path.mkdir(parents=True)
@@ -110,6 +128,8 @@ SUBJECTS: dict[str, Callable[[Path], Path]] = {
     "levanter": _saved(format="levanter", step=3),
     "levanter, database": _levanter_database,
     "tensorflow": _tensorflow,
+    "torch": _torch,
+    "dcp": _dcp,
 }
 """Makers of checkpoints, by format and layout."""
 
@@ -128,6 +148,8 @@ FILES: dict[str, list[str]] = {
     "levanter": ["metadata.json", "weight/.zarray", "weight/0.0"],
     "levanter, database": ["metadata.json", "manifest.ocdbt", "d/*"],
     "tensorflow": [".index", ".data-*"],
+    "torch": [""],
+    "dcp": [".metadata", "__*.distcp"],
 }
 """Patterns of the files that a subject consists of, by its name."""
 

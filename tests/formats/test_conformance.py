@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorstore
 
+import torch_files
 import treering as tr
 from tensorflow_bundles import CODES, Bundle
 from treering._core.source import Source
@@ -227,6 +228,53 @@ class TestNpzCompressed(TestNpz):
     compression = zipfile.ZIP_DEFLATED
     test_any_size_is_copied_in_bounded_memory: Any = None  # Ones expand beyond the bound; see test_npz.py.
     test_opening_reads_no_arrays: Any = None  # It wipes the plain bytes of arrays, which a compressed file lacks.
+
+
+class TestTorch(FormatConformance):
+    format = "torch"
+    suffix = ".pt"
+    writes = False
+    dtypes = torch_files.DTYPES
+    keys = False
+    left_out = ("function",)
+    fields = ()
+    checksums = True
+
+    def make(self, path: Path, tree: Any, **options: Any) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(torch_files.archive(_with_tensors(tree)))
+
+
+def _with_tensors(tree: Any) -> Any:
+    """Returns a tree with tensors in place of arrays, dicts in place of named tuples, and without functions."""
+    if hasattr(tree, "_asdict"):
+        tree = tree._asdict()
+    if isinstance(tree, dict):
+        return {key: _with_tensors(child) for key, child in tree.items() if not callable(child)}
+    if isinstance(tree, list | tuple):
+        return (list if isinstance(tree, list) else tuple)(map(_with_tensors, tree))
+    return torch_files.tensor(tree) if hasattr(tree, "dtype") else tree
+
+
+class TestDcp(TestTorch):
+    format = "dcp"
+    suffix = ""
+    step_name = "step-{}"
+
+    def make(self, path: Path, tree: Any, **options: Any) -> None:
+        """Writes what `torch.distributed.checkpoint.save` would write."""
+        saved = torch_files.Distributed()
+        self._add(saved, (), tree)
+        saved.save(path)
+
+    def _add(self, saved: torch_files.Distributed, place: tuple[Any, ...], tree: Any) -> None:
+        if isinstance(tree, dict | list) and tree:
+            for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+                self._add(saved, (*place, key), child)
+        elif hasattr(tree, "dtype"):
+            saved.add(place, tree)
+        elif not callable(tree):
+            saved.add_value(place, _with_tensors(tree))
 
 
 INDEX = "index.json"

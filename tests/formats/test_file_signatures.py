@@ -103,15 +103,6 @@ def test_each_file_of_a_checkpoint_as_a_pointer(tmp_path: Path, format: str, opt
     assert pointed == files or (format == "orbax" and pointed >= 4)
 
 
-def torch_archive() -> bytes:
-    """Returns an archive with the files that `torch.save` writes."""
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in [("data.pkl", pickle.dumps({}, 2)), ("version", b"3\n"), ("data/0", bytes(16))]:
-            archive.writestr(f"archive/{name}", content)
-    return data.getvalue()
-
-
 def zipped(**files: bytes) -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
@@ -129,9 +120,8 @@ def tarred() -> bytes:
 
 LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # the first bytes of torch.save before 1.6
 KINDS = [
-    ("model.pt", torch_archive(), "a zip archive of PyTorch's with a pickle.*safetensors.torch.save_file"),
-    ("pytorch_model.bin", torch_archive(), "a zip archive of PyTorch's with a pickle"),
-    ("epoch=3.ckpt", LEGACY, "a file of PyTorch before 1.6, a pickle.*safetensors.torch.save_file"),
+    ("epoch=3.ckpt", LEGACY, "a file of PyTorch before 1.6, a pickle.*; save it again where PyTorch is"),
+    ("model.pt", zipped(**{"model/data/0": b""}), r"probably a program of TorchScript; .*torch.jit.load"),
     ("state.pkl", pickle.dumps({"w": [1.0]}), "a pickle, which is never opened"),
     ("old.pickle", pickle.dumps({"w": [1.0]}, 2), "a pickle, which is never opened"),
     ("model.zip", zipped(a=b"b"), "a zip archive; unpack it"),

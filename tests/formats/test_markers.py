@@ -14,12 +14,12 @@ import pytest
 from flax import serialization
 
 import treering as tr
-from helpers import assert_same
+from helpers import READ_ONLY, assert_same
 from treering import formats
 from treering._cli.main import main
 from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 
-WRITTEN = [name for name in formats.names() if name not in ("npz", "tensorflow")]
+WRITTEN = [name for name in formats.names() if name not in READ_ONLY]
 _SUFFIX = {"flax": ".msgpack", "safetensors": ".safetensors", "equinox": ".eqx"}
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 _MARKS = """

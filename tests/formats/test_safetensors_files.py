@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import deserialize
 
 import treering as tr
-from helpers import REAL
+from helpers import READ_ONLY, REAL
 from treering import formats, stores
 from treering._core.boxes import full_box
 from treering._core.dtypes import SAFETENSORS
@@ -540,7 +540,7 @@ def test_none_and_functions_are_left_out_in_one_line_of_the_log(
 
 @pytest.mark.long
 @pytest.mark.whole
-@pytest.mark.parametrize("format", [name for name in formats.names() if name not in ("npz", "tensorflow")])
+@pytest.mark.parametrize("format", [name for name in formats.names() if name not in READ_ONLY])
 def test_no_format_refuses_a_tree_for_its_none(tmp_path: Path, format: str) -> None:
     layer = {"l": eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))}
     tr.save(tmp_path / "native", layer)

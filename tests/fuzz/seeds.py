@@ -31,6 +31,8 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
         "records": [made["equinox"].read_bytes(), b'{"a": 1}\n' + made["equinox"].read_bytes()],
         "table": [Path(f"{made['tensorflow']}.index").read_bytes()],
         "block": [blocks, snappy(blocks) + bytes(len(snappy(blocks)))],
+        "archive": [made["torch"].read_bytes()],
+        "pickle": [(made["dcp"] / ".metadata").read_bytes()],
         "zarr": [
             (made["levanter"] / "weight" / ".zarray").read_bytes().replace(b'": ', b'":'),
             (

@@ -9,7 +9,9 @@ import numpy as np
 from treering import stores
 from treering._core.boxes import full_box
 from treering.errors import TreeringError
+from treering.formats._shared.pickles import read_pickle
 from treering.formats._zarr import metadata
+from treering.formats.dcp import format as dcp
 from treering.formats.equinox import format as equinox
 from treering.formats.fjformer import format as fjformer
 from treering.formats.flax import format as flax
@@ -18,6 +20,8 @@ from treering.formats.safetensors.read import open_files
 from treering.formats.safetensors.schema import read_sidecar
 from treering.formats.tensorflow import table
 from treering.formats.tensorflow.index import read_header, read_tensor
+from treering.formats.torch import format as torch
+from treering.formats.torch.tree import Leaves
 from treering.formats.treering import manifest
 from treering.formats.treering.read import Reader
 
@@ -78,6 +82,17 @@ def _block(data: bytes, folder: Path) -> None:
             (read_tensor if key else read_header)(value, "x")
 
 
+def _pickle(data: bytes, folder: Path) -> None:
+    """Reads a pickle as the metadata of a distributed checkpoint, and as what a file of PyTorch contains."""
+    (folder / "pickle").mkdir(exist_ok=True)
+    (folder / "pickle" / ".metadata").write_bytes(data)
+    try:
+        Leaves(read_pickle(data, "x"), None, "x")
+    except TreeringError:
+        pass
+    _all_of(dcp.FORMAT.open(stores.get(""), str(folder / "pickle")))
+
+
 def _zarr(data: bytes, folder: Path) -> None:
     metadata.parse(data, "zarr" if b'"zarr_format":2' in data else "zarr3", "x")
 
@@ -91,6 +106,8 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "table": _table,
     "block": _block,
     "zarr": _zarr,
+    "archive": _of_file(lambda path: torch.FORMAT.open(stores.get(""), path)),
+    "pickle": _pickle,
 }
 """Fuzzed readers by name: each takes bytes, and a folder to write them to."""
 

@@ -149,8 +149,10 @@ _MODULES = {
     "flax": "treering.formats.flax.format",
     "equinox": "treering.formats.equinox.format",
     "npz": "treering.formats.npz.format",
+    "torch": "treering.formats.torch.format",
     "tensorflow": "treering.formats.tensorflow.format",
     "orbax": "treering.formats.orbax.format",
+    "dcp": "treering.formats.dcp.format",
     "levanter": "treering.formats.levanter.format",
 }
 _registered: dict[str, Format] = {}

@@ -10,10 +10,8 @@ from ..._core.leaf_paths import join_names
 from ...errors import TreeringError
 from ...stores.file_io import is_folder, opened, read_file
 from ...stores.store import Store
+from ..torch.schema import CHUNKS, PICKLE, RESAVE, SAVE_SCRIPT
 
-_TORCH_ADVICE = (
-    "convert it where PyTorch is: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
-)
 _HDF5_ADVICE = (
     "load weights of Keras into their model with model.load_weights, and save that; load other arrays with h5py, those "
     "of bfloat16 by dataset[...].view('bfloat16') after `import ml_dtypes`"
@@ -22,7 +20,7 @@ NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
 _UNPACK_ADVICE = "unpack it first"
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE_ADVICE}; {_TORCH_ADVICE}"),
+    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE_ADVICE}; {RESAVE}"),
     *(
         (0, bytes([0x80, n]), f"{_PICKLE_ADVICE}; load it in the program that wrote it; save its arrays")
         for n in range(2, 6)
@@ -57,7 +55,10 @@ _NUMBERED = re.compile(r"checkpoint[-_](\d+)")  # by the Trainer of transformers
 _PIPELINE = "model_index.json"
 _MAX_ZARR_NAMES = 50  # files and folders that are looked at for zarr arrays in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_OTHER_SUFFIXES = (*_TORCH_SUFFIXES, ".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz")
+_OTHER_SUFFIXES = (
+    *_TORCH_SUFFIXES,
+    *(".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz"),
+)
 
 
 def describe(store: Store, path: str, opens: Callable[[str], bool]) -> str | None:
@@ -164,8 +165,10 @@ def _describe_zip(begin: bytes, path: str) -> str:
     first = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); open it by its own path"
-    if first.endswith((b"/data.pkl", b"/.format_version", b"/version")) or path.endswith(_TORCH_SUFFIXES):
-        return f"a zip archive of PyTorch's with {_PICKLE_ADVICE}; {_TORCH_ADVICE}"
+    if first.endswith(PICKLE.encode()):
+        return f"a file of PyTorch; open {'its folder' if path.endswith(CHUNKS) else 'it by its own path'}"
+    if re.fullmatch(rb"[^/]+/data/0", first) and path.endswith(_TORCH_SUFFIXES):
+        return f"probably a program of TorchScript; {SAVE_SCRIPT}"
     if posixpath.basename(first) in (b".zarray", b".zgroup", b".zattrs", b"zarr.json"):
         return f"a zip archive of zarr arrays; {_UNPACK_ADVICE}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):

@@ -1,14 +1,10 @@
 """Reads archives of NumPy: all headers when a file is opened, each array when it is requested."""
 
 import contextlib
-import io
 import logging
 import math
-import struct
 import threading
 import zipfile
-import zlib
-from collections.abc import Iterator
 from typing import IO
 
 import numpy as np
@@ -18,19 +14,19 @@ from ..._core.boxes import Box, box_shape, byte_ranges
 from ..._core.entries import ArrayEntry
 from ..._core.leaf_paths import join_names
 from ..._threads.forks import free_in_children
-from ...errors import CorruptError, TreeringError, UnsupportedError
+from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import open_fetched
 from ...stores.read_errors import reading
-from ...stores.store import Blob, Store
+from ...stores.store import Store
 from .._shared.extents import check_shape
 from .._shared.npy import read_header
 from .._shared.reader import ForeignReader, Stored
 from .._shared.safety import check_distinct
+from .._shared.zips import damage_of, open_zip
 from ..safetensors.schema import path_of
 
 _SUFFIX = ".npy"
 _log = logging.getLogger("treering")
-_BUFFER_BYTES = 1 << 16  # bytes of the file that are read at a time
 _UNPACK_BYTES = 1 << 20  # bytes of an array that are unpacked at a time
 
 
@@ -42,7 +38,7 @@ class NpzReader(ForeignReader):
     def __init__(self, store: Store, path: str):
         file = open_fetched(store, path)
         with reading(path), _damage_of(path):
-            archive = zipfile.ZipFile(io.BufferedReader(_Raw(file), _BUFFER_BYTES))
+            archive = open_zip(file)
             members = archive.infolist()
             arrays = {m.filename: _Array(archive, m, path) for m in members if m.filename.endswith(_SUFFIX)}
         paths = {name: path_of(name.removesuffix(_SUFFIX)) for name in arrays}
@@ -114,44 +110,5 @@ def _read(file: IO[bytes], nbytes: int, name: str) -> bytes:
     return data
 
 
-@contextlib.contextmanager
-def _damage_of(name: str) -> Iterator[None]:
-    """Turns errors of damaged zip files into `CorruptError`, those of files Python cannot unpack into others.
-
-    Raises `UnsupportedError` for files with a password or of a later version of the zip format.
-    """
-    try:
-        yield
-    except TreeringError:
-        raise
-    except RuntimeError as error:  # of a password or a later version
-        raise UnsupportedError(f"{name}: {error}; unpack it, and pack it with numpy.savez") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, OverflowError, struct.error) as error:
-        raise CorruptError(f"{name}: expected an archive of NumPy: {error}") from None
-
-
-class _Raw(io.RawIOBase):
-    """Presents a blob as a file that `zipfile` can read."""
-
-    def __init__(self, blob: Blob):
-        self._blob, self._position = blob, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + (0, self._position, self._blob.size)[whence]
-        if at < 0:
-            raise ValueError("an offset before the beginning")
-        self._position = at
-        return at
-
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] (parameter name)
-        nbytes = max(min(len(buffer), self._blob.size - self._position), 0)
-        if nbytes:
-            self._blob.read_into(memoryview(buffer)[:nbytes], self._position)
-        self._position += nbytes
-        return nbytes
+def _damage_of(name: str) -> contextlib.AbstractContextManager[None]:
+    return damage_of(name, "an archive of NumPy", "unpack it, and pack it with numpy.savez")

@@ -13,16 +13,18 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..._core.boxes import Box, Cells, intersect
+from ..._core.boxes import Box, intersect
 from ..._core.leaf_paths import join_names
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, UnsupportedError
 from .._shared import strict_json
+from .._shared.pieces import tile
 from .header import Header
 
 INFO, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 BOOKKEEPING = (INFO, _VERSION)  # describe files, not the checkpoint
 _log = logging.getLogger("treering")
+_MAX_COMPARED_PIECES = 1000  # to name two that overlap
 
 
 class _Place(msgspec.Struct):
@@ -83,22 +85,17 @@ def shape_of(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
     filled = [one for one in pieces if all(start < stop for start, stop in one.box)]
     if not math.prod(shape):
         return shape
-    try:
-        if Cells.of([one.box for one in filled])[0].shape == shape:
-            return shape
-    except ValueError:  # They are no grid, which does not rule out that they have each element once.
-        pass
-    for one, other in itertools.combinations(filled, 2):
+    if tile(shape, [one.box for one in filled]):
+        return shape
+    for one, other in itertools.combinations(filled[:_MAX_COMPARED_PIECES], 2):
         if intersect(one.box, other.box) is not None:
             raise _mixed(name, "without overlaps", one, other)
     count = sum(math.prod(stop - start for start, stop in one.box) for one in filled)
-    if count < math.prod(shape):
-        files = join_names(tuple(posixpath.basename(one.file) for one in filled))
-        raise CorruptError(
-            f"{name}: expected pieces with all {math.prod(shape)} elements of {list(shape)}, found {count} in {files}; "
-            "fetch the files of the other ranks"
-        )
-    return shape
+    files = join_names(tuple(posixpath.basename(one.file) for one in filled))
+    raise CorruptError(
+        f"{name}: expected pieces with each of the {math.prod(shape)} elements of {list(shape)} once, found {count} in "
+        f"{files}; fetch the files of the other ranks"
+    )
 
 
 def refuse_pieces(pieces: Mapping[str, Piece], others: Collection[str], advice: str) -> None:

@@ -21,7 +21,7 @@ from ...stores.file_io import open_fetched
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
 from .._shared.extents import Layout, Runs, check_shape, layout
-from .._shared.partitioned import Partitioned
+from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from . import nibbles
 from .folder import candidates, index_of, log_others, rank_of
@@ -250,7 +250,7 @@ def _join(name: str, place: str, pieces: Sequence[tuple[Piece, Stored]]) -> tupl
     entry = ArrayEntry(place, "numpy", _NAMES[pieces[0][0].dtype], shape)
     if complete := [array for piece, array in pieces if piece.box == full_box(shape)]:
         return entry, complete[0]
-    return entry, Partitioned([(piece.box, array) for piece, array in pieces], dtypes.to_numpy(entry.dtype))
+    return entry, Pieces([(piece.box, array) for piece, array in pieces], dtypes.to_numpy(entry.dtype))
 
 
 def _metadata(path: str, files: Sequence[_Opened], index: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ...stores.file_io import open_fetched
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
 from .._shared.extents import Runs, check_shape
-from .._shared.partitioned import Partitioned
+from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, beginning_within, check_file
 from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
 from .schema import INDEX, NAME
@@ -148,7 +148,7 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[
     if reasons := [str(runs) for _, runs in found if isinstance(runs, CorruptError)]:
         return reasons, parts
     own = [(box, runs) for box, runs in found if isinstance(runs, Runs)]
-    return Partitioned(own, dtypes.to_numpy(DTYPES[tensor.dtype])), parts
+    return Pieces(own, dtypes.to_numpy(DTYPES[tensor.dtype])), parts
 
 
 def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:

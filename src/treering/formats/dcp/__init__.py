@@ -1,0 +1,1 @@
+"""Reads PyTorch's distributed checkpoints (DCP)."""

@@ -1,0 +1,218 @@
+"""Finds the leaves of what PyTorch has pickled."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..._core.boxes import Box, full_box
+from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
+from ..._core.leaf_paths import key_texts
+from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
+from ..._core.values import encode
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.read_errors import raise_if_momentary
+from .._shared.pickles import Global, Made, Persistent
+from .._shared.reader import ForeignReader, Stored
+from .archive import Archive, Tensor, sizes
+from .schema import SAVE_STATE
+
+_MAX_NODE_CHARACTERS = 64 << 20  # of all paths together; each node also counts as `_NODE_CHARACTERS`
+_NODE_CHARACTERS = 64
+_SCALARS = (str, int, float, bool, complex, bytes, type(None))
+
+
+class Inside(NamedTuple):
+    """A value of another archive than the one around it."""
+
+    archive: Archive
+    value: Any
+
+
+class Branch(dict[Any, Any]):
+    """A container of which only the keys of its children are known. It is a list if they are the numbers from 0."""
+
+
+class Placed(NamedTuple):
+    """A tensor whose contents are found when they are read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: Stored
+    check: Callable[[Box], None]
+
+
+class _Container(NamedTuple):
+    node: Node
+    names: Sequence[str]
+    children: Sequence[Any]
+
+
+class _LeftOut(NamedTuple):
+    what: str
+
+
+class Leaves:
+    """The leaves of a tree, in order. `left_out` describes objects that only their own program can make."""
+
+    def __init__(self, tree: Any, archive: Archive | None, where: str):
+        self.entries: list[Entry] = []
+        self.arrays: dict[str, Stored] = {}
+        self.checks: dict[str, Callable[[Box], None]] = {}
+        self.left_out: list[str] = []
+        self.skeleton: Skeleton = []
+        self._where, self._room = where, _MAX_NODE_CHARACTERS
+        nodes: list[Node | int] = []
+        root = self._converted("", tree, archive)
+        if isinstance(root[0], _LeftOut):
+            raise UnsupportedError(
+                f"{where}: expected tensors in dicts and lists, found an object of {root[0].what}, which only its own "
+                f"program can make; {SAVE_STATE}"
+            )
+        # A stack of iterators replaces recursion, because a tree may be deeper than Python's recursion limit.
+        pending: list[Iterator[tuple[str, tuple[Any, Archive | None]]]] = [iter([("", root)])]
+        while pending:
+            for path, (value, inside) in pending[-1]:
+                if isinstance(value, _Container):
+                    node, children = self._children(f"{path}/" if nodes else "", value, inside)
+                    nodes.append(node)
+                    pending.append(iter(children))
+                    break
+                nodes.append(LEAF)
+                self._add(path, value)
+            else:
+                pending.pop()
+        self.skeleton = nodes
+
+    def _add(self, path: str, value: Any) -> None:
+        if isinstance(value, CorruptError):
+            self.entries.append(lost_entry(path, str(value), tree=True))
+        elif isinstance(value, Tensor | Placed):
+            self.entries.append(ArrayEntry(path, "numpy", value.dtype, value.shape))
+            self.arrays[path], self.checks[path] = value.stored, value.check
+        else:
+            self.entries.append(ValueEntry(path, *value))
+
+    def _children(
+        self, prefix: str, container: _Container, archive: Archive | None
+    ) -> tuple[Node, list[tuple[str, tuple[Any, Archive | None]]]]:
+        """Returns the node of a container and its children, without those that are left out."""
+        found: list[tuple[str, tuple[Any, Archive | None]]] = []
+        kept: list[int] = []
+        for n, (name, child) in enumerate(zip(container.names, container.children, strict=True)):
+            place = prefix + name
+            self._room -= len(place) + _NODE_CHARACTERS
+            if self._room < 0:
+                raise UnsafeError(f"{self._where}: expected fewer leaves or shorter paths; objects contain each other")
+            value = self._converted(place, child, archive)
+            if isinstance(value[0], _LeftOut):
+                self.left_out.append(f"{place} ({value[0].what})")
+                continue
+            kept.append(n)
+            found.append((place, value))
+        node = container.node
+        if len(kept) < len(container.names):  # A list that lacks an item becomes a dict with its numbers.
+            keys = range(node.keys) if isinstance(node.keys, int) else node.keys
+            node = Node("dict", "", [keys[n] for n in kept])
+        return node, found
+
+    def _converted(self, path: str, value: Any, archive: Archive | None) -> tuple[Any, Archive | None]:
+        if type(value) is Inside:
+            archive, value = value
+        try:
+            return _convert(value, archive), archive
+        except TreeringError as error:
+            text = str(error).removeprefix(f"{self._where}: ")
+            raise type(error)(f"{self._where}: {path[:200] or '(root)'}: {text}") from None
+
+
+def _convert(value: Any, archive: Archive | None) -> Any:
+    """Returns what a value of a tree is: a container, a tensor, the type and JSON of a plain value, or left out."""
+    if type(value) is Made:
+        if archive is not None and (tensor := archive.tensor(value)) is not None:
+            return tensor
+        value = _plain(value)
+    if type(value) in _SCALARS:
+        try:
+            return encode(value)
+        except UnsupportedError as error:
+            return _LeftOut(str(error))
+    if type(value) in (dict, Branch):
+        return _dict(value)
+    if type(value) in (list, tuple):
+        return _numbered("tuple" if type(value) is tuple else "list", value)
+    if isinstance(value, Tensor | Placed | CorruptError):
+        return value
+    if isinstance(value, Persistent):
+        return _LeftOut("a storage without a tensor")
+    what = value.what if type(value) is Made else value
+    return _LeftOut(str(what)[:200] if type(what) is Global else type(what).__name__)
+
+
+def _plain(made: Made) -> Any:
+    """Returns the plain value that an object of a few well-known names stands for, or the object itself."""
+    what, arguments = made.what, made.arguments
+    if what == ("torch", "Size"):
+        return sizes(made)
+    if what == ("_codecs", "encode") and len(arguments) == 2 and arguments[1] == "latin1" and type(arguments[0]) is str:
+        try:
+            return arguments[0].encode("latin1")
+        except UnicodeEncodeError:
+            raise CorruptError("expected bytes as text in Latin-1") from None
+    if what.module in ("builtins", "__builtin__"):
+        if what.name == "complex" and len(arguments) == 2 and {*map(type, arguments)} == {float}:
+            return complex(*arguments)
+        if what.name == "bytes" and not arguments:
+            return b""
+    if what == ("collections", "defaultdict"):
+        return made.pairs or {}
+    return made
+
+
+def _dict(value: dict[Any, Any]) -> _Container:
+    keys = list(value)
+    if type(value) is Branch and {*map(type, keys)} == {int} and sorted(keys) == list(range(len(keys))):
+        return _numbered("list", [value[n] for n in range(len(keys))])
+    if bad := next((key for key in keys if type(key) in (Made, Global)), None):
+        raise UnsupportedError(f"a dict with a key of the type {bad.what if type(bad) is Made else bad}")
+    names = key_texts(keys)
+    if len(set(names)) < len(names):
+        raise UnsupportedError("two keys of a dict read the same")
+    return _Container(Node("dict", "", [encode_key(key) for key in keys]), names, list(value.values()))
+
+
+def _numbered(kind: Any, items: Sequence[Any]) -> _Container:
+    return _Container(Node(kind, "", len(items)), [str(n) for n in range(len(items))], items)
+
+
+class TorchReader(ForeignReader):
+    """Reads the tensors of a tree. With `verify`, the first read of a tensor compares the checksums of its bytes."""
+
+    expands = True  # several tensors may share bytes, and one may repeat them
+
+    def __init__(self, format: str, path: str, leaves: Leaves, *, nbytes: int, step: int | None = None):
+        self._checks = leaves.checks
+        super().__init__(
+            format,
+            path,
+            leaves.entries,
+            leaves.arrays,
+            skeleton=leaves.skeleton,
+            step=step,
+            nbytes=nbytes,
+            left_out=leaves.left_out,
+        )
+
+    def read(self, wanted: Any, *, verify: bool = True, mmap: bool | None = None) -> Any:
+        for entry, box in wanted if verify else ():
+            if check := self._checks.get(entry.path):  # a lost array has none
+                check(box)
+        return super().read(wanted, verify=verify, mmap=mmap)
+
+    def _damage_of(self, entry: ArrayEntry, begin: int, end: int) -> Iterator[str]:
+        if begin <= 0 < end:
+            try:
+                self._checks[entry.path](full_box(entry.shape))
+            except PermissionError:  # This is a fact about the user, not damage.
+                raise
+            except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
+                yield str(error)
