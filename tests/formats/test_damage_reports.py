@@ -1,5 +1,6 @@
 """Tests that every format names exactly the missing or damaged files, and reads all leaves that do not need them."""
 
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from helpers import assert_same
 from tensorflow_bundles import Bundle
 from treering import rules
 from treering.errors import CorruptError
+from treering.stores.posix import Disk
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -304,13 +306,22 @@ def test_an_earlier_step_is_taken(tmp_path: Path, name: str, caplog: pytest.LogC
             attempt(tmp_path / "run")
 
 
-def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_sectors_in_the_middle_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`problems` names each slice of an array that cannot be read."""
     monkeypatch.setattr("treering.formats._shared.reader._CHECK_SLICE_BYTES", 64)
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.ones((8, 16), np.float32), "b": np.ones(3, np.float32)}, path)
     reader: Any = tr.open(path)._source
-    os.truncate(path, path.stat().st_size - 12 - 64 * 3)
+    good = path.stat().st_size - 12 - 64 * 3
+
+    read = Disk.read
+
+    def fail(disk: Disk, fd: int, buffer: memoryview, offset: int) -> int:
+        if offset + len(buffer) > good:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(disk, fd, buffer, offset)
+
+    monkeypatch.setattr(Disk, "read", fail)
     problems = list(reader.problems())
     assert [problem.leaves for problem in problems] == [("a",)] * 3 + [("b",)]
     assert all(f"in [{row}:{row + 1}, 0:16]" in p.what for row, p in zip((5, 6, 7), problems, strict=False))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import torch_files
 import treering as tr
 from treering import formats, stores
 from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
@@ -159,17 +160,17 @@ def folders(path: Path, **files: str) -> None:
 def test_the_output_of_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     """The advice names the checkpoints, and not how to read `training_args.bin`, which is a pickle."""
     folders(tmp_path, checkpoint_500="model.safetensors", checkpoint_1000="adapter_model.safetensors", checkpoint_9="")
-    (tmp_path / "training_args.bin").write_bytes(torch_archive())
+    (tmp_path / "training_args.bin").write_bytes(torch_files.archive({"w": torch_files.tensor(np.ones(3))}))
     text = "as the Trainer of Hugging Face writes it; open one by its own path: checkpoint-1000, checkpoint-500; of no"
     for read in (tr.open, tr.restore, tr.verify):
         with pytest.raises(NotFoundError, match=text):
             read(tmp_path)
     assert tr.restore(tmp_path / "checkpoint-1000")["w"].tolist() == [1, 1, 1]
     for file in tmp_path.glob("*/*.safetensors"):
-        file.with_name("pytorch_model.bin").write_bytes(torch_archive())
+        file.with_name("pytorch_model.bin").write_bytes(torch_files.archive({"w": torch_files.tensor(np.ones(3))}))
         file.unlink()
     with pytest.raises(
-        NotFoundError, match=r"in its checkpoint checkpoint-1000, pytorch_model.bin in it is a zip archi"
+        NotFoundError, match=r"in its checkpoint checkpoint-1000, pytorch_model.bin in it is a file of PyTorch"
     ):
         tr.open(tmp_path)
 
@@ -222,7 +223,7 @@ def test_the_advice_about_hdf5_keeps_bfloat16(tmp_path: Path) -> None:
     array, path = np.array([[1, -2.5]], ml_dtypes.bfloat16), tmp_path / "m.weights.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("layers/dense/vars/0", data=array.view("V2")).attrs["dtype"] = "bfloat16"
-    with pytest.raises(UnsupportedError, match="it is HDF5; load weights of Keras .* model.load_weights") as caught:
+    with pytest.raises(UnsupportedError, match=r"it is HDF5; load weights of Keras .* model.load_weights") as caught:
         tr.open(path)
     with h5py.File(path) as file:
         (code,) = re.findall(r"dataset\[...\]\S+", str(caught.value))

@@ -162,7 +162,7 @@ def test_the_template_says_the_dtype_that_numpy_does_not_record(
         assert found["n"].tolist() == [0, 1, 2]
     for other in (np.zeros(3, np.int8), np.zeros(3, bool), jnp.zeros(3), np.zeros(3, ml_dtypes.bfloat16)):
         with pytest.raises(
-            MismatchError, match="w: expected .*, found bytes of a dtype .* put the dtype that was saved"
+            MismatchError, match=r"w: expected .*, found bytes of a dtype .* put the dtype that was saved"
         ):
             tr.restore(path, {**like, "w": other})
     caplog.clear()

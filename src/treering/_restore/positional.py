@@ -75,9 +75,9 @@ def name_dtypes(source: Source, flat_tree: FlatTree, name: str) -> Source:
 
 
 def _typed(record: views.Leaf, leaf: Any, where: str) -> views.Leaf:
-    """Returns an array without a recorded dtype as the template's. NumPy records its own dtypes, so it is none of these.
+    """Returns an array without a recorded dtype as the template's. Bytes stay bytes.
 
-    Bytes stay bytes.
+    NumPy records its own dtypes, so it has none of these.
     """
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype) and dtype.itemsize == dtypes.itemsize(record.array.dtype):

@@ -178,6 +178,8 @@ def _check_one(
             problems.extend(
                 problem._replace(file=posixpath.join(below, problem.file)) for problem in _problems(reader, share)
             )
+        except ReplacedError:
+            continue
         except (UnsupportedError, PermissionError) as error:
             unchecked_error = error
         # Missing files are no damage if the checkpoint was replaced while it was read: then it is read again.

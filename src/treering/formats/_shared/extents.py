@@ -121,21 +121,8 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
 
     def fill(self, out: np.ndarray, box: Box) -> None:
         """Reads a box into memory from `room`."""
-        for part in self.parts(out, box):
+        for part in fill_parts(self, out, box):
             part()
-
-    def parts(self, out: np.ndarray, box: Box) -> Iterator[Callable[[], None]]:
-        """Yields the parts of `fill`, which several threads may call."""
-        if out.size and box == self.layout.box:
-            data = out.reshape(-1).view(np.uint8).data
-            file = self.runs[0][0]
-            step = file.read_bytes * file.readers  # a bucket requests so many bytes at once
-            for begin in range(0, len(data), step):
-                yield functools.partial(self._read_bytes, begin, data[begin : begin + step])
-        elif out.size:
-            for part in self._spans(box):
-                # The ellipsis makes this a view even of an array without axes, where indexing would copy the element.
-                yield functools.partial(self._read_span, part, out[(*slices(part, box), ...)])
 
     def made(self, out: np.ndarray) -> np.ndarray:
         """Returns memory that `fill` has filled, as an array in this machine's byte order."""
@@ -180,6 +167,20 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
             if first < last:
                 file.read_into(target[first - begin : last - begin], offset + first - position)
             position += size
+
+
+def fill_parts(array: Runs, out: np.ndarray, box: Box) -> Iterator[Callable[[], None]]:
+    """Yields the parts of `Runs.fill`, which several threads may call."""
+    if out.size and box == array.layout.box:
+        data = out.reshape(-1).view(np.uint8).data
+        file = array.runs[0][0]
+        step = file.read_bytes * file.readers  # a bucket requests so many bytes at once
+        for begin in range(0, len(data), step):
+            yield functools.partial(array._read_bytes, begin, data[begin : begin + step])
+    elif out.size:
+        for part in array._spans(box):
+            # The ellipsis makes this a view even of an array without axes, where indexing would copy the element.
+            yield functools.partial(array._read_span, part, out[(*slices(part, box), ...)])
 
 
 Wanted = Sequence[tuple[int, Runs, Box]]  # boxes of arrays, numbered

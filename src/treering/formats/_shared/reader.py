@@ -19,9 +19,9 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import EVERYTHING, Problem, Share
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsafeError
-from ...stores.read_errors import raise_if_momentary, reading
+from ...stores.read_errors import ReplacedError, raise_if_momentary, reading
 from ...stores.store import Store
-from .extents import Runs, fill_mapped, fill_small
+from .extents import Runs, fill_mapped, fill_parts, fill_small
 
 _CHECK_SLICE_BYTES = 64 << 20  # of an array that are checked at a time
 _MAX_PARALLEL_OPENS = 16  # files, in stores with slow replies
@@ -182,7 +182,7 @@ class ForeignReader:
         fill_mapped(views, found)
         plain += [one for one in views if found[one[0]] is None]  # These files cannot be mapped.
         copied = [(n, array, box, array.room(box)) for n, array, box in fill_small(plain, found)]
-        parts = [part for _, array, box, memory in copied for part in array.parts(memory, box)]
+        parts = [part for _, array, box, memory in copied for part in fill_parts(array, memory, box)]
         in_parallel(parts, lambda part: part())
         for n, array, _, memory in copied:
             found[n] = array.made(memory)
@@ -211,7 +211,7 @@ class ForeignReader:
         for box in beginning_within(begin, end, ((box, size * math.prod(box_shape(box))) for box in boxes)):
             try:
                 self._arrays[entry.path].read(box, False)
-            except PermissionError:  # This is a fact about the user, not damage.
+            except (PermissionError, ReplacedError):  # These are facts about the user or another program, not damage.
                 raise
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)  # An error that may pass is not damage.

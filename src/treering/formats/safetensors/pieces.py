@@ -93,8 +93,8 @@ def shape_of(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
     count = sum(math.prod(stop - start for start, stop in one.box) for one in filled)
     files = join_names(tuple(posixpath.basename(one.file) for one in filled))
     raise CorruptError(
-        f"{name}: expected pieces with each of the {math.prod(shape)} elements of {list(shape)} once, found {count} in "
-        f"{files}; fetch the files of the other ranks"
+        f"{name}: expected pieces with all {math.prod(shape)} elements of {list(shape)}, found {count} in {files}; "
+        " fetch the files of the other ranks"
     )
 
 

@@ -12,7 +12,7 @@ from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
 from ..._core.values import encode
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import open_fetched
-from ...stores.read_errors import raise_if_momentary
+from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Blob, Store
 from .._shared.extents import Runs, check_shape
 from .._shared.pieces import Pieces
@@ -103,6 +103,8 @@ class TensorFlowReader(ForeignReader):
         for part in beginning_within(begin, end, ((part, part.size) for part in self._parts[entry.path])):
             try:
                 self._verify_part(part, entry.path)
+            except ReplacedError:
+                raise
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
                 yield str(error)
