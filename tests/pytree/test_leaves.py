@@ -750,7 +750,7 @@ def test_unsupported_leaves_are_all_named(tmp_path: Path, save: Any) -> None:
 
 
 def test_the_advice_about_arrays_keeps_their_values(tmp_path: Path) -> None:
-    """What the messages say to save instead has the values, the mask and the dtype."""
+    """Keeps the values, the mask and the dtype by saving what each message says."""
 
     def advised(x: Any, *code: str, **names: Any) -> list[Any]:
         with pytest.raises(UnsupportedError) as caught:

@@ -266,7 +266,7 @@ def test_a_program_writes_into_a_file_in_place(tmp_path: pathlib.Path, name: str
         assert (tr.restore(path, **given)["w"] == 7).all()
 
 
-def test_a_file_that_is_written_while_it_is_restored_is_opened_again(tmp_path: pathlib.Path, use_disk: Any) -> None:
+def test_a_file_that_is_written_during_a_restore_is_opened_again(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """The restore returns the arrays of one version."""
     path, other = tmp_path / "x.safetensors", tmp_path / "other.safetensors"
     for place, value in ((path, 1.0), (other, 7.0)):
