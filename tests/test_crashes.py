@@ -243,6 +243,7 @@ def test_all_that_changes_the_disk_is_recorded() -> None:
         "same_file",
         "size",
         "has_holes",
+        "version",
         "open_dir",
         "read",
         "map",

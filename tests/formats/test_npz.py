@@ -165,6 +165,13 @@ def test_the_template_says_the_dtype_that_numpy_does_not_record(
             MismatchError, match=r"w: expected .*, found bytes of a dtype .* put the dtype that was saved"
         ):
             tr.restore(path, {**like, "w": other})
+    for rule in (tr.rules.cast("w", name), tr.rules.reshape("w", (3, 1)), tr.rules.concat(["w", "w"], "w")):
+        with pytest.raises(MismatchError, match="expected rules for arrays of a known dtype, found w") as caught:
+            tr.restore(path, like, rules=[tr.rules.rename("^head/b$", "b"), rule])
+    assert "restore it without these rules into a template" in str(caught.value)
+    tr.save(tmp_path / "copy", tr.restore(path, like))
+    turned = tr.restore(tmp_path / "copy", rules=[tr.rules.reshape("w", (3, 1))])["w"]
+    np.testing.assert_array_equal(turned[:, 0].astype(float), saved.astype(float))
     caplog.clear()
     assert tr.restore(path)["w"].tobytes() == saved.tobytes()
     assert f"{path}: NumPy has stored head/b, w without the dtype" in caplog.text

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import treering as tr
-from torch_files import Call, Distributed, Name, View, archive, tensor
+from torch_files import Call, Distributed, Name, View, archive, size, tensor
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
 
 REAL = Path(__file__).parent.parent / "real" / "torch"
@@ -276,7 +278,11 @@ FILES: dict[str, tuple[bytes, type[TreeringError], str]] = {
     "strides beyond the storage": (of_storage(View(FLAT, (3, 4), (8, 3))), CorruptError, "expected 104 bytes"),
     "an offset beyond the storage": (of_storage(View(FLAT, (4,), (1,), 21)), CorruptError, "expected 100 bytes"),
     "an offset below zero": (of_storage(View(FLAT, (4,), (1,), -4)), CorruptError, "expected an offset"),
-    "a size below zero": (of_storage(View(FLAT, (-4,), (1,))), CorruptError, "expected the sizes of a tensor"),
+    "a size below zero": (
+        of_storage(View(FLAT, (-4,), (1,))),
+        CorruptError,
+        "expected the sizes of a tensor",
+    ),
     "a size of 8,000 bits": (
         of_storage(View(FLAT, (1 << 8000,), (1,))),
         CorruptError,
@@ -394,8 +400,8 @@ HARM: dict[str, tuple[Callable[[Distributed], None], type[TreeringError], str]] 
     "a name that leads out": (change_range(relative_path="../x"), UnsafeError, "something in this folder"),
     "an absolute name": (change_range(relative_path="/etc/passwd"), UnsafeError, "something in this folder"),
     "an offset beyond the file": (change_range(offset=1 << 40), CorruptError, "it is cut short"),
-    "an offset below zero": (change_range(offset=-1), CorruptError, "expected the sizes"),
-    "an offset of 8,000 bits": (change_range(offset=1 << 8000), CorruptError, "expected the sizes"),
+    "an offset below zero": (change_range(offset=-1), CorruptError, "expected the place of 'w' in __0_0"),
+    "an offset of 8,000 bits": (change_range(offset=1 << 8000), CorruptError, "expected the place of 'w' in __0_0"),
     "an extension": (change_range(transform_descriptors=["zstd"]), UnsupportedError, "extensions.*dcp_to_torch"),
     "no places": (without_ranges, CorruptError, "expected the place of 'w'"),
     "a tensor of another shape": (
@@ -496,3 +502,72 @@ def test_advice_of_messages_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     command = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "converted.pt"]
     subprocess.run([sys.executable, *command], check=True, capture_output=True)
     assert not tr.diff("dcp", "converted.pt")
+
+
+def test_two_saves_are_never_mixed(tmp_path: Path) -> None:
+    """After a checkpoint was opened, files of another save at its path raise; nothing is read from both."""
+    first, second = Distributed(), Distributed()
+    for saved, value in ((first, 1.0), (second, 2.0)):
+        saved.add(["a"], np.full(4, value), files=["__0_0.distcp"])
+        saved.add(["b"], np.full(4, value), [((0, 4),)], ["__1_0.distcp"])
+        saved.add_value(["epoch"], int(value), "__0_0.distcp")
+    for removed in (True, False):
+        opened = tr.open(first.save(tmp_path / f"c{removed}"))
+        assert opened["a"][0] == 1
+        if removed:
+            shutil.rmtree(tmp_path / f"c{removed}")
+        time.sleep(0.02)  # Two writes within a few milliseconds may have one time.
+        second.save(tmp_path / f"c{removed}")
+        with pytest.raises(NotFoundError, match=r"another (program wrote|save has)"):
+            opened.restore()
+        found = tr.restore(tmp_path / f"c{removed}")
+        assert found["a"][0] == found["b"][0] == found["epoch"] == 2
+
+
+def test_a_nested_class_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Protocol 2 gets a nested class by `getattr`, and calls what that returns. This is no damage."""
+    body = b"(X\x04\0\0\0modec__builtin__\ngetattr\nc__main__\nCfg\nX\x04\0\0\0Mode\x86RK\x01\x85RX\x01\0\0\0aK\x05"
+    path = tmp_path / "x.pt"
+    path.write_bytes(archive({}, change=lambda files: files.update({"data.pkl": b"\x80\x02}" + body + b"u."})))
+    assert tr.restore(path) == {"a": 5} and tr.verify(path).ok
+    assert "mode (__main__.Cfg.Mode)" in caplog.text
+
+
+def test_distributed_files_in_safetensors_are_unsupported(tmp_path: Path) -> None:
+    saved = Distributed()
+    saved.add(["a"], np.ones(4))
+    saved.files["__0_0.distcp"] = bytearray(safetensors.numpy.save({"a": np.ones(4)}).ljust(4096))
+    with pytest.raises(UnsupportedError, match=r"expected the archives of torch\.save, found safetensors"):
+        tr.open(saved.save(tmp_path / "c"))
+
+
+def test_claims_of_a_sparse_archive(tmp_path: Path) -> None:
+    """A file of a few bytes with a hole of gigabytes takes no memory."""
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("archive/data.pkl", b"")
+        (member,) = packed.infolist()
+        hole = 3 << 30
+        packed.fp.seek(hole, os.SEEK_CUR)
+        member.file_size = member.compress_size = hole
+        packed.start_dir = packed.fp.tell()
+    with pytest.raises(UnsafeError, match=r"x.pt: 'data.pkl' has \d+ bytes, too many to be read at once"):
+        tr.open(path)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_of_thousands_of_digits_as_a_key(tmp_path: Path, sign: int) -> None:
+    (tmp_path / "x.pt").write_bytes(archive({sign * 10**5000: 1}))
+    with pytest.raises(UnsupportedError, match="a whole number of 16610 bits as a key"):
+        tr.open(tmp_path / "x.pt")
+
+
+def test_offsets_beyond_64_bits(tmp_path: Path) -> None:
+    saved = Distributed()
+    saved.add(["a"], np.ones(4), [((0, 2),), ((2, 4),)], ["__0_0.distcp"] * 2)
+    (about,) = saved.leaves.values()
+    about.state["chunks"][1].state["offsets"] = size([(1 << 63) - 1])
+    (*_, key) = saved.ranges
+    key.state["offset"] = size([(1 << 63) - 1])
+    with pytest.raises(CorruptError, match="the chunks do not make up its shape"):
+        tr.restore(saved.save(tmp_path / "c"))

@@ -218,11 +218,11 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._rules.base import apply
 
         leaves = apply(rules, views.plain_leaves(self._source.entries))
-        # Leaves without names are matched by their order, until rules name or reorder them. Once a rule changes bytes
-        # whose dtype the format does not record, the template can no longer say the dtype of these bytes.
+        # Leaves without names are matched by their order, until rules name or reorder them.
         numbered = self._source.positional and [path for path in self._source.entries if path in leaves] == list(leaves)
-        known = all(leaf.plain for path, leaf in leaves.items() if path in self._source.ambiguous_dtypes)
-        view = views.View(full_source(self._source), leaves, positional=numbered and known)
+        view = views.View(full_source(self._source), leaves, positional=numbered)
+        if self._source.ambiguous_dtypes:
+            _check_dtypes_known(view, full_source(self._source).ambiguous_dtypes, self.path)
         same = list(leaves) == list(self._source.entries)
         skeleton = self._source.skeleton if same else None
         source = subtree_of(view, view.entries, skeleton, subtree_path(self._source))
@@ -366,3 +366,19 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._core import printing
 
         return printing.text(self._source, len(self))
+
+
+def _check_dtypes_known(view: Any, ambiguous: frozenset[str], name: str) -> None:
+    """Raises `MismatchError` for a leaf that rules make of bytes whose dtype the format does not record."""
+    from .._core.boxes import full_box
+
+    for path, leaf in view.leaves.items():
+        if leaf.plan is None or leaf.plain:
+            continue
+        needs = leaf.plan_of(full_box(leaf.array.shape)).needs
+        if unknown := next((entry.path for entry, _ in needs if entry.path in ambiguous), None):
+            raise MismatchError(
+                f"{name}: {path}: expected rules for arrays of a known dtype, found {unknown}, whose dtype the file "
+                "does not record (float8, int4 or others); restore it without these rules into a template with the "
+                "dtype that was saved, save that, and apply them to the copy"
+            )

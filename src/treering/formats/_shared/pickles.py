@@ -12,6 +12,7 @@ from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 
 _FREE_OBJECTS = 1 << 20  # that any pickle may make; beyond that one for each `_BYTES_PER_OBJECT` bytes
 _BYTES_PER_OBJECT = 2  # the fewest that a pickler writes, for an empty list in a list
+_MAX_KEY_BITS = 64
 _SCALARS = {str, int, float, bool, bytes, type(None)}
 _ONE = 1  # the bytes of an opcode
 _HIGHEST_PROTOCOL = 5
@@ -152,7 +153,7 @@ class _Machine:
         elif opcode == b"\x95":
             self._take(8)  # the size of a frame, which only helps to read ahead
         else:
-            raise UnsupportedError(f"the opcode {opcode!r} of a pickle, which PyTorch does not write")
+            raise UnsupportedError(f"the opcode {opcode!r} of a pickle, which is not read here")
 
     def _take(self, nbytes: int) -> bytes:
         found = self._data[self._at : self._at + nbytes]
@@ -177,9 +178,19 @@ class _Machine:
 
 
 def _call(what: Any, arguments: Any) -> Any:
+    if type(arguments) is tuple and type(what) is Made:  # protocol 2 gets a nested class by a call of `getattr`
+        return Made(_inner_name(what), arguments)
     if type(what) is not Global or type(arguments) is not tuple:
         raise _Invalid("a call of something that is no name")
     return {} if what == ("collections", "OrderedDict") and not arguments else Made(what, arguments)
+
+
+def _inner_name(made: Made) -> Global:
+    """Returns the name of what a call of `getattr` gets, which has a dot in it, and otherwise of what is called."""
+    owner, name, *_ = [*made.arguments, None, None]
+    if type(owner) is Global and type(name) is str:
+        return Global(owner.module, f"{owner.name}.{name}")
+    return Global(made.what.module, f"{made.what.name}()")
 
 
 def _append(stack: list[Any], items: list[Any]) -> None:
@@ -206,6 +217,9 @@ def _update(stack: list[Any], items: list[Any]) -> None:
         flat = type(key) in _SCALARS or type(key) is Made or (type(key) is tuple and {*map(type, key)} <= _SCALARS)
         if not flat:
             raise UnsupportedError(f"a dict with a key of type {type(key).__name__}; expected text or numbers")
+        for part in key if type(key) is tuple else (key,):
+            if type(part) is int and part.bit_length() > _MAX_KEY_BITS:
+                raise UnsupportedError(f"a dict with a whole number of {part.bit_length()} bits as a key")
         target[key] = value
 
 

@@ -12,6 +12,7 @@ from .reader import Stored
 
 _MAX_SERIAL_BYTES = 1 << 20  # up to this size one thread copies faster than several
 _READ_THREADS = 4  # pieces that are read at a time
+_MAX_SIZE = 1 << 62  # of an axis; bounds must fit into 64 bits
 _MAX_PIECES_OFF_GRID = 1 << 14  # all of which are compared with each other
 
 
@@ -47,6 +48,10 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
     Raises `UnsupportedError` for very many boxes that form no grid.
     """
+    if max(shape, default=0) > _MAX_SIZE:
+        return False
+    if any(not 0 <= start <= stop <= size for box in boxes for (start, stop), size in zip(box, shape, strict=True)):
+        return False
     try:
         return Cells.of(boxes)[0].shape == shape
     except ValueError:
@@ -55,7 +60,7 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
         raise UnsupportedError(f"expected at most {_MAX_PIECES_OFF_GRID} pieces that form no grid, found {len(boxes)}")
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), len(shape), 2)
     starts, stops = bounds[:, :, 0], bounds[:, :, 1]
-    if not len(boxes) or not shape or (starts < 0).any() or (stops > np.array(shape)).any() or (starts > stops).any():
+    if not len(boxes) or not shape:
         return False
     keep = (starts < stops).all(axis=1)
     starts, stops = starts[keep], stops[keep]

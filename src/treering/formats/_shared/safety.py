@@ -30,10 +30,11 @@ def problems_of_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _is_inside(name: str) -> bool:
     """Returns True for a relative path that stays in its folder."""
-    return all(
-        part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_NAME_BYTES
-        for part in name.split("/")
-    )
+    try:
+        parts = [(part, len(part.encode())) for part in name.split("/")]
+    except UnicodeEncodeError:
+        return False
+    return all(part not in ("", ".", "..") and "\0" not in part and size <= _MAX_NAME_BYTES for part, size in parts)
 
 
 def check_distinct(paths: Sequence[str], where: str) -> None:

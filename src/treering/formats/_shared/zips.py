@@ -8,10 +8,11 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...errors import CorruptError, TreeringError, UnsupportedError
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 
 _BUFFER_BYTES = 1 << 16  # bytes of the file that are read at a time; a smaller archive is read by one call
+_MAX_DIRECTORY_BYTES = 256 << 20  # of the names and places of all files in an archive
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, length of the name, length of the extra field
 _ENCRYPTED = 1
 
@@ -21,7 +22,7 @@ def open_zip(file: Blob, begin: int = 0, nbytes: int | None = None) -> zipfile.Z
     size = file.size - begin if nbytes is None else nbytes
     if size <= _BUFFER_BYTES:
         return zipfile.ZipFile(io.BytesIO(file.read(begin, size)))
-    return zipfile.ZipFile(io.BufferedReader(_Raw(file, begin, size), _BUFFER_BYTES))
+    return zipfile.ZipFile(_Buffered(_Raw(file, begin, size), _BUFFER_BYTES))
 
 
 class Member(NamedTuple):
@@ -55,12 +56,23 @@ def damage_of(name: str, kind: str, advice: str) -> Iterator[None]:
     """
     try:
         yield
+    except UnsafeError as error:
+        raise UnsafeError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
     except TreeringError:
         raise
     except RuntimeError as error:  # of a password or a later version
         raise UnsupportedError(f"{name}: {error}; {advice}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, LookupError, OverflowError, struct.error) as error:
         raise CorruptError(f"{name}: expected {kind}: {error}") from None
+
+
+class _Buffered(io.BufferedReader):
+    """Refuses to read very much at once, as for a directory of files whose claimed size has no bytes behind it."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY_BYTES:
+            raise UnsafeError(f"an archive with {size} bytes of names, too many to be read at once")
+        return super().read(size)
 
 
 class _Raw(io.RawIOBase):

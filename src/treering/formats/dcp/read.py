@@ -11,9 +11,10 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box, intersect
 from ..._core.source import Source
-from ...errors import CorruptError, UnsafeError, UnsupportedError
-from ...stores.file_io import open_fetched, read_file
-from ...stores.store import Blob, Store
+from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ...stores.file_io import open_fetched, opened, read_file
+from ...stores.read_errors import ReplacedError, reading
+from ...stores.store import Blob, Stat, Store
 from .._shared.extents import check_shape
 from .._shared.pickles import Global, Made, read_pickle
 from .._shared.pieces import Pieces, tile
@@ -23,6 +24,7 @@ from ..torch.archive import DTYPES, Archive, Tensor, sizes
 from ..torch.tree import Branch, Inside, Leaves, Placed, TorchReader
 from .schema import CONVERT, NAME
 
+_MAX_KEY = 1 << 63
 _MAX_VALUE_BYTES = 256 << 20  # bytes of the pickles of all values together; opening a checkpoint reads them
 
 
@@ -42,6 +44,8 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
     except UnsupportedError as error:
         raise UnsupportedError(f"{error}; {CONVERT}") from None
     files = _Files(store, path, index)
+    files.check_kind(metadata.first_file())
+    metadata.check_overlaps()
     tree, places = Branch(), metadata.places()
     room = _MAX_VALUE_BYTES
     for name, about in metadata.leaves.items():
@@ -51,7 +55,8 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
                 room -= archive.pickle_nbytes()
                 if room < 0:
                     raise UnsupportedError(f"{index}: expected values of at most {_MAX_VALUE_BYTES} bytes, found more")
-                found = Inside(archive, archive.value())
+                value = attempt(archive.value)
+                found = value if isinstance(value, CorruptError) else Inside(archive, value)
             else:
                 found = archive
         else:
@@ -94,9 +99,16 @@ class _Metadata:
             if type(name) is not str or (name, place) in self._ranges:
                 raise CorruptError(f"{index}: expected one place for each chunk, found another one")
             self._ranges[name, place] = self._range(name, info)
+
+    def first_file(self) -> str | None:
+        """Returns the name of a file, if there is any."""
+        return next((one.file for one in self._ranges.values()), None)
+
+    def check_overlaps(self) -> None:
+        """Raises `UnsafeError` if two chunks have common bytes."""
         for one, following in itertools.pairwise(sorted(self._ranges.values())):
             if one.file == following.file and one.begin + one.nbytes > following.begin:
-                raise UnsafeError(f"{index}: two chunks overlap in {one.file[:200]}, at {following.begin}")
+                raise UnsafeError(f"{self._index}: two chunks overlap in {one.file[:200]}, at {following.begin}")
 
     def state(self, value: Any, kind: str) -> dict[Any, Any]:
         """Returns the attributes of an object of DCP."""
@@ -113,7 +125,9 @@ class _Metadata:
         return {
             name: keys
             for name, keys in given.items()
-            if type(keys) in (tuple, list) and keys and {*map(type, keys)} <= {str, int}
+            if type(keys) in (tuple, list)
+            and keys
+            and all(type(key) is str or (type(key) is int and abs(key) < _MAX_KEY) for key in keys)
         }
 
     def range_of(self, name: str, offset: tuple[int, ...] | None) -> _Range:
@@ -129,7 +143,10 @@ class _Metadata:
         file, numbers = about.get("relative_path"), (about.get("offset"), about.get("length"))
         if type(file) is not str:
             raise CorruptError(f"{self._index}: expected the name of a file, found a {type(file).__name__}")
-        return _Range(file, *sizes(numbers))
+        try:
+            return _Range(file, *sizes(numbers))
+        except CorruptError:
+            raise CorruptError(f"{self._index}: expected the place of {name[:200]!r} in {file:.200}") from None
 
 
 class _Files:
@@ -138,8 +155,20 @@ class _Files:
     def __init__(self, store: Store, folder: str, index: str):
         self._store, self._folder, self.index = store, folder, index
         self.sizes: dict[str, int] = {}
+        self._found: dict[str, Stat] = {}  # as the files were when the checkpoint was opened
         self._missing: dict[str, CorruptError] = {}
         self._open: dict[str, Blob] = {}
+
+    def check_kind(self, name: str | None) -> None:
+        """Raises `UnsupportedError` if a file is one of safetensors, as DCP writes it on request."""
+        path = posixpath.join(self._folder, name or "")
+        if name and _is_file_inside(self._store, self._folder, name):
+            with reading(path), opened(self._store, path) as blob:
+                if blob.read_up_to(9)[8:] == b"{":
+                    raise UnsupportedError(
+                        f"{path}: expected the archives of torch.save, found safetensors; save without "
+                        "serialization_format=SerializationFormat.SAFETENSORS, or with HuggingFaceStorageWriter"
+                    )
 
     def check(self, place: _Range) -> None:
         """Raises `CorruptError` if a range is outside its file or if there is no file, and `UnsafeError` for a name."""
@@ -155,7 +184,9 @@ class _Files:
                 self._missing[name] = error
                 raise
             there = self._store.stat(path)
-            self.sizes[name] = 0 if there is None else there.nbytes
+            if there is None:
+                raise self._replaced(path)
+            self._found[name], self.sizes[name] = there, there.nbytes
         if place.begin + place.nbytes > self.sizes[name]:
             expected = place.begin + place.nbytes
             raise CorruptError(f"{path}: expected {expected} bytes, found {self.sizes[name]}; it is cut short")
@@ -166,11 +197,22 @@ class _Files:
         name, begin, nbytes = place
         path = posixpath.join(self._folder, name)
         if name not in self._open:
-            self._open[name] = open_fetched(self._store, path)
+            with reading(path):
+                file = open_fetched(self._store, path)
+            if self._store.stat(path) != self._found[name]:
+                raise self._replaced(path)
+            self._open[name] = file
         file = self._open[name]
-        if begin + nbytes > file.size:
-            raise CorruptError(f"{path}: expected {begin + nbytes} bytes, found {file.size}; it is cut short")
         return Archive(file, f"{path}: the archive at {begin}", begin, nbytes)
+
+    def _replaced(self, path: str) -> ReplacedError:
+        return ReplacedError(f"{path}: another save has replaced it since the checkpoint was opened; open it again")
+
+
+def _is_file_inside(store: Store, folder: str, name: str) -> bool:
+    check_inside(folder, name)
+    there = store.stat(posixpath.join(folder, name))
+    return there is not None and there.is_file
 
 
 class _Chunk:
@@ -183,7 +225,10 @@ class _Chunk:
     def _tensor(self) -> Tensor:
         archive = self._open()
         value = archive.value()
-        found = archive.tensor(value) if type(value) is Made else None
+        try:
+            found = archive.tensor(value) if type(value) is Made else None
+        except TreeringError as error:
+            raise type(error)(f"{archive.name}: {str(error).removeprefix(f'{archive.name}: ')}") from None
         if found is None or (found.dtype, found.shape) != (self._dtype, self._shape):
             what = "another object" if found is None else f"{found.dtype}{list(found.shape)}"
             raise CorruptError(f"{archive.name}: expected a tensor {self._dtype}{list(self._shape)}, found {what}")

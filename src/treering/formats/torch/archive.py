@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import Runs, check_shape
 from .._shared.pickles import Global, Made, Persistent, read_pickle
@@ -19,6 +19,8 @@ from .schema import PICKLE, RESAVE
 
 _SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed
 _MAX_SPAN_BYTES = 64 << 20  # that one call reads of an array whose elements are not side by side
+_MAX_READ_BYTES = 2 << 30  # far more than any pickle without its tensors has
+_MAX_SPARSE_BYTES = 16 << 20  # a file with holes may claim any size
 _MAX_SIZE = (1 << 63) - 1
 DTYPES = {
     *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
@@ -163,6 +165,7 @@ class Archive:
         storage = self._storage(key[2])
         stored = np.dtype(f"u{final.itemsize}") if final.kind == "V" else final  # ml_dtypes are native-endian only
         stored = stored.newbyteorder(self._order)
+        strides = tuple(stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         begin, nbytes, _ = storage.member
         if not math.prod(shape):
@@ -190,6 +193,8 @@ class Archive:
 
     def _read(self, name: str) -> bytes:
         offset, nbytes, crc = self._member(name)
+        if nbytes > _MAX_READ_BYTES or (nbytes > _MAX_SPARSE_BYTES and self._file.has_holes):
+            raise UnsafeError(f"{self.name}: {name!r} has {nbytes} bytes, too many to be read at once")
         data = self._file.read(offset, nbytes)
         if crc and zlib.crc32(data) != crc:
             raise CorruptError(f"{self.name}: the bytes of {name!r} are not what was saved; their checksum differs")

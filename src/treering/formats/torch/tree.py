@@ -9,7 +9,7 @@ from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.read_errors import raise_if_momentary
+from ...stores.read_errors import ReplacedError, raise_if_momentary
 from .._shared.pickles import Global, Made, Persistent
 from .._shared.reader import ForeignReader, Stored
 from .archive import Archive, Tensor, sizes
@@ -162,6 +162,8 @@ def _plain(made: Made) -> Any:
             return complex(*arguments)
         if what.name == "bytes" and not arguments:
             return b""
+    if what == ("collections", "Counter") and len(arguments) == 1 and type(arguments[0]) is dict:
+        return arguments[0]
     if what == ("collections", "defaultdict"):
         return made.pairs or {}
     return made
@@ -211,7 +213,7 @@ class TorchReader(ForeignReader):
         if begin <= 0 < end:
             try:
                 self._checks[entry.path](full_box(entry.shape))
-            except PermissionError:  # This is a fact about the user, not damage.
+            except (PermissionError, ReplacedError):  # These are facts about the user or another program, not damage.
                 raise
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
