@@ -116,7 +116,7 @@ class Array:
             # Opening reads no file, so the metadata is valid JSON that TensorStore refuses.
             except (ValueError, OverflowError) as error:
                 text = str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-                raise UnsupportedError(f"{self.path}: expected metadata that TensorStore reads: {text}") from None
+                raise UnsupportedError(f"{self.path}: expected metadata that TensorStore reads: {text:.300}") from None
             if stored.dtype.numpy_dtype != dtypes.to_numpy(self.dtype) or stored.shape != self.shape:
                 raise CorruptError(f"{self.path}: expected {self.dtype}{list(self.shape)}, found {stored.dtype.name}")
         # Only now: files of unknown codecs may look damaged.

@@ -125,7 +125,9 @@ def parse(data: bytes, driver: str, name: str) -> Layout:
         found = msgspec.json.decode(data, type=dict[str, Any])
         version, expected = found.get("zarr_format"), 2 if driver == "zarr" else 3
         if type(version) is int and version > expected:
-            raise UnsupportedError(f"{name}: expected zarr_format {expected}, found {version}, of a later release")
+            raise UnsupportedError(
+                f"{name}: expected zarr_format {expected}, found {str(version)[:100]}, of a later release"
+            )
         if version != expected:
             raise CorruptError(f"{name}: expected zarr_format {expected}, found {version!r:.100}")
         made = _version_2(found, name) if driver == "zarr" else _version_3(found, name)
@@ -154,7 +156,7 @@ def _version_2(data: Mapping[str, Any], name: str) -> Layout:
     found = msgspec.convert(data, _Version2)
     kind = found.compressor and found.compressor.get("id")
     if found.compressor is not None and kind not in _COMPRESSORS:
-        raise UnsupportedError(f"{name}: compressor {kind!r}; Treering reads {', '.join(_COMPRESSORS)}")
+        raise UnsupportedError(f"{name}: compressor {kind!r:.100}; Treering reads {', '.join(_COMPRESSORS)}")
     if found.filters:
         raise UnsupportedError(f"{name}: filters, which TensorStore does not support")
     spec = {
@@ -183,7 +185,7 @@ def _version_3(data: Mapping[str, Any], name: str) -> Layout:
     codecs = [_named(codec) for codec in found.codecs]
     names = [codec.name for codec in codecs]
     if unknown := [codec for codec in names if codec not in _CODECS]:
-        raise UnsupportedError(f"{name}: codec {unknown[0]!r}; Treering reads {', '.join(_CODECS)}")
+        raise UnsupportedError(f"{name}: codec {unknown[0]!r:.100}; Treering reads {', '.join(_CODECS)}")
     grid, encoding, kind = map(_named, (found.chunk_grid, found.chunk_key_encoding, found.data_type))
     if grid.name != "regular" or found.storage_transformers:
         raise UnsupportedError(f"{name}: expected a regular chunk grid and no storage transformers")
