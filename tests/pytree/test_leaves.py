@@ -668,7 +668,7 @@ def test_function_is_taken_from_template(tmp_path: Path) -> None:
         assert_same(from_others, others)
     assert tr.restore(next(tmp_path.glob("*/ckpt")))["f"] == [None] * len(FUNCTIONS)
     text = repr(tr.open(next(tmp_path.glob("*/ckpt"))))
-    assert "_a_function" in text and "bfloat16" in text and "ClosedJaxpr" in text
+    assert "_a_function" in text and "bfloat16" in text and "Jaxpr" in text
 
 
 def test_none_and_array_do_not_replace_each_other(tmp_path: Path) -> None:
