@@ -10,6 +10,9 @@ INSTALL := -m pip install --quiet --no-compile
 
 comma := ,
 
+# The pages of `treering view` and `treering report`. An installation builds them, too.
+PAGES := src/treering/_tools/view/viewer.html
+
 FUZZ_SECONDS ?= 120
 FAULTS_SECONDS ?= 600
 
@@ -34,7 +37,7 @@ durations: $(VENV)/compiled
 	TEST_DURATIONS=.durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
 # All of what `make test` takes a part of (tests/sampling.py).
-thorough: $(VENV)/test
+thorough: $(VENV)/test $(PAGES)
 	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
 
 quick: $(VENV)/compiled
@@ -51,14 +54,14 @@ lint: $(VENV)/lint
 	$(RUN) -m pyright
 
 # The documentation as a site that opens without a network: site/html/index.html. A link that leads nowhere is an error.
-docs: $(VENV)/docs
+docs: $(VENV)/docs $(PAGES)
 	rm -rf site && mkdir -p site/source/benchmarks && cp -r docs examples *.md LICENSE site/source
 	cp -r benchmarks/results site/source/benchmarks
 	mkdir site/source/js && cp js/README.md site/source/js
 	$(RUN) -m sphinx -q -W --keep-going -c docs/site -d site/doctrees site/source site/html
 
 # The wheel and the sdist, in dist: their contents, the bytes of a second build, and the demo with the wheel alone.
-dist: $(VENV)/dist
+dist: $(VENV)/dist $(PAGES)
 	PYTHONPATH=tests $(RUN) -m release.distributions dist
 
 bench: $(VENV)/bench
@@ -123,6 +126,9 @@ faults-process: $(VENV)/test
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz dist wheels
 
+$(PAGES): $(shell find js/pages js/src js/vendor -type f)
+	$(PYTHON) js/pages/build.py
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) $(INSTALL) --upgrade pip
@@ -145,7 +151,7 @@ $(VENV)/demo $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 # What tests import, compiled by one process; otherwise each process of the first run compiles all of it.
-$(VENV)/compiled: $(VENV)/test
+$(VENV)/compiled: $(VENV)/test $(PAGES)
 	-$(RUN) -m pytest --collect-only --quiet > /dev/null
 	@touch $@
 

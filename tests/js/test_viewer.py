@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import runpy
 import shutil
 import threading
+import types
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ import safetensors.numpy
 import treering as tr
 from js import chromium
 from js.range_server import serve
-from release import pages
 from treering._tools.view import ServedFiles, ViewServer
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+pages = types.SimpleNamespace(**runpy.run_path(str(ROOT / "js" / "pages" / "build.py")))
 PAGE = pages.TOOLS / "view" / "viewer.html"
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">\u202e\x07"
 
@@ -26,13 +29,13 @@ in_browser = pytest.mark.skipif(chromium.BROWSER is None, reason=chromium.MISSIN
 pytestmark = [pytest.mark.long, pytest.mark.whole]
 
 
-def test_the_committed_pages_are_a_fresh_build() -> None:
+def test_the_pages_are_a_fresh_build() -> None:
     stale = [path.name for path, content in pages.outputs().items() if path.read_text("utf-8") != content]
-    assert not stale, "run `PYTHONPATH=tests python -m release.pages`"
+    assert not stale, "run `python js/pages/build.py`"
 
 
 def test_the_builder_refuses_what_it_does_not_know() -> None:
-    module = pages.ROOT / "js" / "pages" / "viewer" / "sources.js"
+    module = ROOT / "js" / "pages" / "viewer" / "sources.js"
     for text in ('import x from "./a.js";\n', "export default 1;\n", 'export { a } from "./a.js";\n'):
         with pytest.raises(ValueError, match="expected imports and exports of names"):
             pages._body(module, text, lambda path: 0)

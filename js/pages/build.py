@@ -1,8 +1,7 @@
-"""Builds the pages of the package, the report and the viewer, from their modules in `js`: ``python -m release.pages``.
+"""Builds the pages of the package, the report and the viewer, from their modules in `js`: ``python js/pages/build.py``.
 
-The built files are committed, because users install from the repository with pip alone, which has no JavaScript tools.
-A general bundler would need npm on every machine that builds. These modules use few forms of import and export, and any
-other form is an error here.
+Every installation runs this (`hatch_build.py`), so Git has no built files. Users install with pip alone, and a general
+bundler would need npm. These modules use few forms of import and export, and any other form is an error here.
 """
 
 import base64
@@ -11,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "js" / "pages"
 TOOLS = ROOT / "src" / "treering" / "_tools"
 VENDORED = {"hash-wasm": ROOT / "js" / "vendor" / "hash-wasm.js"}
