@@ -6,7 +6,9 @@ Each limit is what it takes today; where a change lowers it, lower the limit.
 import itertools
 import os
 import pathlib
+import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from call_counts import BYTES, Counts, counted
 from sqlite_store import SqliteValues
 from treering import stores
 from treering._save import saved_arrays
+from treering._tools.listing import list_run
 from treering.stores.key_values import KeyValueStore
 from treering.stores.objects.upload import OBJECT_BYTES
 
@@ -177,6 +180,76 @@ def test_the_caller_of_a_loop_copies_no_bytes(paths: Iterator[str], monkeypatch:
     """A save in the background takes views of large arrays."""
     taken = stalling(paths, {f"w{n}": jnp.full(_LARGE // 4, n, jnp.float32) for n in range(2)}, monkeypatch)
     assert taken.copied == taken.hashed == 0 and taken.held < _LARGE // 50
+
+
+_SHORT, _LONG = 100, 300  # steps
+
+
+def run_of(run: str, count: int) -> str:
+    """Makes a run of steps that were saved an hour ago."""
+    tr.save(f"{run}/step-00000001", {"w": np.ones(4)}, step=1, metrics={"loss": 1.0})
+    for step in range(2, count + 1):
+        shutil.copytree(f"{run}/step-00000001", f"{run}/step-{step:08}", copy_function=os.link)
+        os.utime(f"{run}/step-{step:08}", (time.time() - 3600,) * 2)
+    return run
+
+
+def saving_on(**options: Any) -> Callable[[str], Callable[[], Any]]:
+    def make(run: str) -> Callable[[], Any]:
+        ckpts = tr.Checkpointer(run, **options)
+        assert ckpts.restore_or_init(lambda: {"w": np.ones(4)})[1] == len(os.listdir(run))
+        numbers = itertools.count(10**6)
+
+        def save() -> None:
+            pending = ckpts.save(next(numbers), {"w": np.ones(4)}, metrics={"loss": 2.0})
+            assert pending and pending.result()
+
+        return save
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        saving_on(),
+        saving_on(keep=tr.keep.best(10**5, "loss", "min")),
+        lambda run: lambda: tr.open(run),
+        lambda run: lambda: tr.open(run, step=3),
+        lambda run: lambda: tr.restore(run),
+        lambda run: lambda: tr.record(run, 3, {"late": 1.0}),
+        lambda run: lambda: tr.Checkpointer(run).latest_step,
+        lambda run: lambda: tr.Checkpointer(run).pin(3),
+        lambda run: lambda: tr.Checkpointer(run).restore_or_init(lambda: {"w": np.ones(4)}),
+    ],
+    ids=["save", "keep.best", "open", "open a step", "restore", "record", "latest_step", "pin", "resume"],
+)
+def test_a_long_run_takes_no_more_system_calls(paths: Iterator[str], make: Callable[[str], Callable[[], Any]]) -> None:
+    """Takes the same for a call, whatever the run has kept."""
+
+    def taken(count: int) -> Counter[str]:
+        call = make(run_of(next(paths), count))
+        call()  # Work that a job or a process does only once is then done.
+        return counted(call).system
+
+    assert taken(_SHORT) == taken(_LONG)
+
+
+def test_listing_a_run_is_linear(paths: Iterator[str]) -> None:
+    def calls(count: int) -> float:
+        run = run_of(next(paths), count)
+        return counted(lambda: list_run(run).latest).calls / count
+
+    assert calls(_LONG) <= 1.1 * calls(_SHORT)
+
+
+def test_what_each_folder_takes_that_is_no_step(paths: Iterator[str]) -> None:
+    """Each format looks for its own files, and yet a folder is listed once."""
+    run = run_of(next(paths), 1)
+    before = counted(lambda: tr.steps(run)).system.total()
+    for n in range(100):
+        os.mkdir(f"{run}/sample_{n}")
+    assert counted(lambda: tr.steps(run)).system.total() - before <= 3 * 100 + 10
 
 
 @pytest.mark.long

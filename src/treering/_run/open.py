@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .. import formats, stores
@@ -193,7 +193,7 @@ def _restore_collectively(
     def candidates() -> list[tuple[int, str, str | None]] | str:
         with reading(place), store.glance(place):
             found = find_step_copies(store, place, step, only)
-        if not isinstance(found, list):
+        if not isinstance(found, Iterator):
             return found.name
         return [(one.step, one.path, one.format) for one in found]
 
@@ -229,12 +229,12 @@ def _open_and_use(
         ckpt: Checkpoint | None = None
         with reading(place), store.glance(place):
             steps = find_step_copies(store, place, step, only, prefix)
-            if not isinstance(steps, list):
+            if not isinstance(steps, Iterator):
                 with contextlib.suppress(
                     ReplacedError
                 ):  # It was replaced meanwhile: `use_with_retries` opens it again.
                     ckpt = open_in_store(store, place, steps.name)
-        if isinstance(steps, list):
+        if isinstance(steps, Iterator):
             return first_valid(place, steps, use, fallback=fallback)[1]
         return use_with_retries(store, place, None, use, format, ckpt)
 

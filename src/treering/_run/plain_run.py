@@ -5,7 +5,8 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from .._core.entries import step_number
 from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
@@ -15,9 +16,10 @@ from ..keep import Saved
 from ..stores.file_io import read_file
 from . import links, new_run, run_layout
 from .step_catalog import StepCatalog
-from .step_fallback import StepCopy
+from .step_fallback import StepCopy, newest_first
 from .tiers.journal import invalidate_local_tiers
 
+T = TypeVar("T")
 _log = logging.getLogger("treering")
 
 
@@ -48,9 +50,9 @@ class PlainRun:
         self._acquire_run()
         return True
 
-    def readable_copies(self, step: int | None = None) -> list[StepCopy]:
+    def readable_copies(self, step: int | None = None) -> Iterable[StepCopy]:
         """Returns the candidates that can be read."""
-        return self.step_copies(step)
+        return newest_first(self._store, self.located_steps()) if step is None else self.step_copies(step)
 
     @property
     def is_held(self) -> bool:
@@ -62,24 +64,24 @@ class PlainRun:
         """True if another `Checkpointer` of this process has acquired the run."""
         return self._lock.lost
 
-    def all_steps(self) -> dict[int, str]:
+    def all_steps(self) -> run_layout.Steps[str]:
         """Returns the committed steps, ascending, and their paths, with those of other libraries."""
-        return {step: one.path for step, one in self.located_steps().items()}
+        return run_layout.all_steps(self._store, self._root, self._prefix, self.steps.layout.foreign_prefix)
 
-    def located_steps(self) -> dict[int, StepPath]:
+    def newest_step(self) -> int | None:
+        """Returns the newest of `all_steps`."""
+        return self.all_steps().newest
+
+    def located_steps(self) -> run_layout.Steps[StepPath]:
         """Returns the same as `all_steps`, with the formats."""
         return run_layout.located_steps(
             self._store, self._root, self._prefix, foreign_prefix=self.steps.layout.foreign_prefix
         )
 
-    def step_copies(self, step: int | None = None) -> list[StepCopy]:
-        """Returns the copies of a step, or of all, newest first. Raises `NotFoundError` if there is no such step."""
-        found = self.located_steps()
-        if step is not None:
-            number = step_number(step)
-            self._find_path(number, {one: located.path for one, located in found.items()})
-            return [self.copy_at(number, *found[number])]
-        return [self.copy_at(number, *one) for number, one in reversed(found.items())]
+    def step_copies(self, step: int) -> list[StepCopy]:
+        """Returns the copies of a step. Raises `NotFoundError` if there is no such step."""
+        number = step_number(step)
+        return [self.copy_at(number, *self._find(number, self.located_steps()))]
 
     def copy_at(self, step: int, path: str, format: str | None = None) -> StepCopy:
         """Returns the copy of a step at a path."""
@@ -105,11 +107,12 @@ class PlainRun:
 
     def committed_path(self, step: int) -> str:
         """Returns the path of a committed step. Raises `NotFoundError` if there is none."""
-        return self._find_path(step, self.all_steps())
+        return self._find(step, self.all_steps())
 
     def pinned(self) -> list[int]:
         """Returns the pinned steps, ascending."""
-        return [step for step, path in self.steps.committed().items() if pins.is_pinned(self._store, path)]
+        with self._store.glance(self._root):
+            return [step for step, path in self.steps.committed().items() if pins.is_pinned(self._store, path)]
 
     def pin(self, step: int, wanted: bool) -> None:
         """Marks a step never to be deleted, or removes the mark."""
@@ -185,16 +188,19 @@ class PlainRun:
         An existing step may belong to another job that writes the run. The error then names that job, whatever
         `on_exists` says. `elsewhere`: steps that the run's other tier has.
         """
-        committed = self.steps.committed()
-        if (back_to := self.back_to) is not None:
+        committed = self.steps.lookup()
+        back_to = run_layout.MAX_STEP if self.back_to is None else self.back_to
+        if self.back_to is not None:
             self.check_movable_after(back_to)
-            committed = {number: path for number, path in committed.items() if number <= back_to}
-        self._warn_of_later(step, {*committed, *elsewhere})
-        path = committed.get(step) or self.step_path(step)
+        is_there = step <= back_to and step in committed
+        if not (self._has_warned_of_later or is_there or step in elsewhere):
+            own = (one for one in committed.after(step) if one <= back_to)
+            self._warn_of_later(step, sorted({*own, *(one for one in elsewhere if one > step)}))
+        path = committed[step] if is_there else self.step_path(step)
         overwrite = on_exists == "overwrite"
-        if step in pending_steps or step in committed:
+        if step in pending_steps or is_there:
             self._lock.check_free()
-            overwrite = overwrite or (step in committed and self.steps.is_damaged(step, path))
+            overwrite = overwrite or (is_there and self.steps.is_damaged(step, path))
             if overwrite and pins.is_pinned(self._store, path):
                 raise ExistsError(f"{path}: step {step} is pinned; unpin it before it is overwritten")
             if not overwrite and on_exists == "skip":
@@ -204,15 +210,12 @@ class PlainRun:
                     f"{path}: step {step} is saved already; pass on_exists='skip' or 'overwrite', "
                     "or continue from ckpts.latest_step"
                 )
-            if step in committed:
+            if is_there:
                 self._check_removable({step: path})
         return path, overwrite
 
-    def _warn_of_later(self, step: int, steps: Collection[int]) -> None:
+    def _warn_of_later(self, step: int, later: list[int]) -> None:
         """Logs, once, that a new step is not going to be the latest of the run."""
-        if self._has_warned_of_later or step in steps:
-            return
-        later = sorted(one for one in steps if one > step)
         while later and self.steps.is_damaged(later[-1], self.step_path(later[-1])):
             later.pop()
         if later:
@@ -286,7 +289,7 @@ class PlainRun:
         if step > 0:
             self.committed_path(step)
         self.check_movable_after(step)
-        return [number for number in self.steps.committed() if number > step]
+        return list(self.steps.lookup().after(step))
 
     def rewind(self, step: int) -> None:
         """Archives the steps after a step, or all: with 0, if step 0 is not saved, or with `BEFORE_FIRST_STEP`.
@@ -305,25 +308,25 @@ class PlainRun:
     def archive_after(self, step: int) -> None:
         """Archives the steps after a number. The caller has the lease."""
         run_layout.sync_archived(self._store, self._root)
-        later = {number: path for number, path in self.steps.committed().items() if number > step}
+        later = self.steps.lookup().after(step)
         self._check_removable(later)  # Checked again: no other process can write the run now.
         if later:
             place = run_layout.archive_steps(self._store, self._root, list(reversed(later.values())))
-            self._starts_over = not self.steps.committed()
+            self._starts_over = not self.steps.lookup()
             where = "the run starts over" if self._starts_over else f"continuing from step {step}"
             _log.warning("%s; %d later steps were archived in %s", where, len(later), place)
 
     def check_movable_after(self, step: int) -> None:
         """Raises `UnsupportedError` if steps after a number cannot be moved."""
-        own = self.steps.committed()
-        foreign = [path for number, path in self.all_steps().items() if number > step and number not in own]
+        own = self.steps.lookup().after(step)
+        foreign = [path for number, path in self.all_steps().after(step).items() if number not in own]
         if foreign:
             after = f"step {step}" if step >= 0 else "the beginning"
             raise UnsupportedError(
                 f"{foreign[0]}: after {after}, and written by another library, so it is not moved; move it out "
                 "of the run yourself, or use another directory"
             )
-        self._check_removable({number: path for number, path in own.items() if number > step})
+        self._check_removable(own)
 
     def _check_removable(self, steps: Mapping[int, str]) -> None:
         """Raises `UnsupportedError` for steps of a later release."""
@@ -340,7 +343,7 @@ class PlainRun:
         self._own_step_path(step)
 
     def _own_step_path(self, step: int) -> str:
-        own, number = self.steps.committed(), step_number(step)
+        own, number = self.steps.lookup(), step_number(step)
         others = {} if number in own else self.located_steps()
         if number in others:
             raise NotFoundError(
@@ -350,13 +353,13 @@ class PlainRun:
         if others and not own:
             found = ", ".join(map(str, list(others)[-5:]))
             raise NotFoundError(f"{self._root}: expected step {number}, found only steps of another library: {found}")
-        return self._find_path(number, own)
+        return self._find(number, own)
 
     def step_path(self, step: int) -> str:
         """Returns the directory in which Treering saves a step."""
         return posixpath.join(self._root, self.steps.layout.step_name(step))
 
-    def _find_path(self, step: int, committed: Mapping[int, str]) -> str:
+    def _find(self, step: int, committed: Mapping[int, T]) -> T:
         if (number := step_number(step)) not in committed:
             run_layout.check_step_readable(self._store, self.step_path(number), NotFoundError)
             shown = ("… " if len(committed) > 5 else "") + (", ".join(map(str, list(committed)[-5:])) or "no steps")

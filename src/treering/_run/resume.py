@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from .. import stores
@@ -19,7 +19,7 @@ from ..stores.nfs import refresh_dir_cache
 from ..stores.read_errors import reading
 from .collective import CollectiveCalls
 from .run_directory import RunDirectory
-from .step_fallback import first_valid, retry_if_replaced
+from .step_fallback import StepCopy, first_valid, retry_if_replaced
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
@@ -69,9 +69,9 @@ def seconds_since_commit(directory: RunDirectory) -> float | None:
     """Returns how long ago the last step was committed, by the times of its files, or None if that is unknown."""
     with contextlib.suppress(TreeringError, OSError):  # The next save raises the error if it is still there.
         with reading(directory.root):
-            if not (steps := directory.all_steps()):
+            if (step := directory.newest_step()) is None:
                 return None
-            step, path = steps.popitem()
+            path = directory.all_steps()[step]
             store = stores.get(path)
             found = summary.stat_manifest(store, path) or store.stat(path)
         if found and found.modified > 0:  # A folder in a bucket may have no time.
@@ -152,14 +152,19 @@ def _use_valid(
     def list_copies() -> list[tuple[int, str, str | None]]:
         return [(place.step, place.path, place.format) for place in directory.readable_copies(step)]
 
-    def attempt() -> tuple[int, tuple[str, T]]:
-        directories = [directory.copy_at(*one) for one in call.broadcast(list_copies)]
+    def find_copies() -> Iterable[StepCopy]:
+        if call.count == 1:
+            return directory.readable_copies(step)
+        found = [directory.copy_at(*one) for one in call.broadcast(list_copies)]
         # A network file system may show another host's new step late: refresh its cache.
-        if directories and call.index and summary.stat_manifest(directories[0].store, directories[0].path) is None:
-            refresh_dir_cache(directories[0].store, directories[0].path)
+        if found and call.index and summary.stat_manifest(found[0].store, found[0].path) is None:
+            refresh_dir_cache(found[0].store, found[0].path)
+        return found
+
+    def attempt() -> tuple[int, tuple[str, T]]:
         return first_valid(
             directory.root,
-            directories,
+            find_copies(),
             lambda ckpt: (ckpt._source.identity, use(ckpt, call)),
             fallback=fallback and step is None,
             on_damaged=directory.mark_damaged,

@@ -216,7 +216,7 @@ class Retention:
         except Exception:  # A policy may be the user's code, and the step is committed.
             _log.exception("deleting old steps failed; it is tried again after the next save")
 
-    def _list_steps(self, *, events: bool = True) -> tuple[Sequence[SavedStep], dict[int, str]]:
+    def _list_steps(self, *, events: bool = True) -> tuple[Sequence[SavedStep], Mapping[int, str]]:
         """Returns the valid steps, see `StepCatalog.valid_steps`, and the paths of the committed ones."""
         with self._steps.store.glance(self._steps.root):
             return self._steps.valid_steps(events=events), self._steps.committed()
@@ -283,6 +283,14 @@ class Retention:
             return
         # `protected` has steps that this job has saved, uploaded or restored.
         self._has_valid_step = self._has_valid_step or any(step is not None for step in protected)
+        for step in protected:
+            if step is not None:
+                self._steps.forget(step)
+        # What is known decides whether anything has to be deleted. Before a deletion, all steps are looked at.
+        recalled = self._steps.recall_valid_steps()
+        if recalled and {one.step for one in recalled} <= self._steps_to_keep(self._keep, recalled, protected):
+            self._warn_of_unknown_metrics(recalled, self._keep.metrics)
+            return
         saved, committed = self._list_steps()
         self._warn_of_unknown_metrics(saved, self._keep.metrics)
         unwanted = self._steps_to_delete(saved, committed, self._steps_to_keep(self._keep, saved, protected))

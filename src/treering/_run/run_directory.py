@@ -1,6 +1,6 @@
 """The directory of a run as the calls of a `Checkpointer` see it: a plain directory, or a local and a remote tier."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .._processes.calls import Call
@@ -49,16 +49,20 @@ class RunDirectory(Protocol):
 
     # Reading
 
-    def all_steps(self) -> dict[int, str]:
+    def all_steps(self) -> Mapping[int, str]:
         """Returns the committed steps, ascending, and their paths, with those of other libraries."""
         ...
 
-    def step_copies(self, step: int | None = None) -> list[StepCopy]:
-        """Returns the copies of a step, or of all, newest first. Raises `NotFoundError` if there is no such step."""
+    def newest_step(self) -> int | None:
+        """Returns the newest of `all_steps`; None without steps."""
         ...
 
-    def readable_copies(self, step: int | None = None) -> list[StepCopy]:
-        """Returns those copies that can be read."""
+    def step_copies(self, step: int) -> list[StepCopy]:
+        """Returns the copies of a step. Raises `NotFoundError` if there is no such step."""
+        ...
+
+    def readable_copies(self, step: int | None = None) -> Iterable[StepCopy]:
+        """Returns the copies of a step, or of all, newest first, that can be read."""
         ...
 
     def copy_at(self, step: int, path: str, format: str | None = None) -> StepCopy:

@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from .. import formats, stores
 from .._core.leaf_paths import join_names
@@ -21,6 +22,7 @@ from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
 from . import links
 
+T = TypeVar("T")
 _log = logging.getLogger("treering")
 DEFAULT_PREFIX = "step-"  # of the names of a run's steps, unless `prefix=` gives another
 _ANY_STEP_NAME = re.compile(r"(.*[^0-9])([0-9]{8,})", re.DOTALL)
@@ -80,12 +82,12 @@ def list_step_names(store: Store, run: str, prefix: str | None = None) -> list[t
     Raises `MismatchError` if the long names have several prefixes.
     """
     with store.glance(run):
-        return _list_step_names(store, run, prefix)
+        with reading(run):
+            names = store.list(run)
+        return _committed_names(store, run, names, prefix)
 
 
-def _list_step_names(store: Store, run: str, prefix: str | None) -> list[tuple[int, str]]:
-    with reading(run):
-        names = store.list(run)
+def _committed_names(store: Store, run: str, names: Sequence[str], prefix: str | None) -> list[tuple[int, str]]:
     if prefix is not None:
         return _filter_committed(store, run, names, prefix)
     if found := _filter_committed(store, run, names, DEFAULT_PREFIX):
@@ -130,8 +132,12 @@ def find_prefix(store: Store, run: str) -> str:
 
 
 def _filter_committed(store: Store, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
-    found = ((step, name) for name in names if (step := parse_step_name(name, prefix)) is not None)
-    return sorted((step, name) for step, name in found if is_committed(store, run, name))
+    return [(step, name) for step, name in _named_steps(names, prefix) if is_committed(store, run, name)]
+
+
+def _named_steps(names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
+    """Returns the names that are those of steps, ascending. Nothing is looked at."""
+    return sorted((step, name) for name in names if (step := parse_step_name(name, prefix)) is not None)
 
 
 def is_committed(store: Store, run: str, name: str) -> bool:
@@ -148,21 +154,133 @@ def is_committed(store: Store, run: str, name: str) -> bool:
     return found is not None and found.is_file
 
 
-def committed_names(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
-    """Returns the committed steps and the names of their directories. Raises `MismatchError` if two claim one step."""
-    found = list_step_names(store, run, prefix)
-    steps = dict(found)
-    if len(steps) != len(found):
-        step, name = next((step, name) for step, name in found if steps[step] != name)
-        raise MismatchError(
-            f"{run}: {name} and {steps[step]} both claim step {step}; open them by their own paths, or keep runs apart"
-        )
-    return steps
+class Steps(Mapping[int, T]):
+    """The committed steps of a run, ascending, and what `made` makes of the names of their directories.
+
+    It lists the run once. Whether a name in the list is that of a committed step is looked up on request, and
+    remembered. So one step, the newest, and the steps after another are found at the same cost in a run of any length;
+    only iteration looks at all. A store without folders answers from one listing, and is asked at once.
+
+    others: returns the steps of other libraries among the names that are not given; None to leave them out. If both
+        have a step, Treering's counts.
+    are_own_left_out: True to have only those of other libraries.
+
+    Raises `MismatchError` if two names claim one step.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        prefix: str | None,
+        made: Callable[[str], T],
+        others: Callable[[Container[str]], Mapping[int, T]] | None = None,
+        *,
+        are_own_left_out: bool = False,
+    ):
+        self._store, self._run, self._made, self._others = store, run, made, others
+        self._looked: dict[str, bool] = {}
+        with store.glance(run):
+            with reading(run):
+                names = store.list(run)
+            found = _named_steps(names, DEFAULT_PREFIX if prefix is None else prefix)
+            if prefix is None and not any(self._is_committed(name) for _, name in reversed(found)):
+                found = _committed_names(store, run, names, None)
+                self._looked = {name: True for _, name in found}
+            self._names: dict[int, str] = {}
+            for step, name in found:
+                other = self._names.get(step)
+                if other is not None and self._is_committed(other):
+                    if self._is_committed(name):
+                        raise MismatchError(
+                            f"{run}: {other} and {name} both claim step {step}; open them by their own paths, or keep "
+                            "runs apart"
+                        )
+                else:
+                    self._names[step] = name
+            if are_own_left_out and others:
+                ours = {name for name in self._names.values() if self._is_committed(name)}
+                self._names, self._others = {}, lambda _: others(ours)
+            if not store.has_folders:
+                len(self)
+
+    @property
+    def listed(self) -> Mapping[int, str]:
+        """The steps in the listing, and the names of their directories. Some may not be committed."""
+        return self._names
+
+    def _is_committed(self, name: str) -> bool:
+        if name not in self._looked:
+            self._looked[name] = is_committed(self._store, self._run, name)
+        return self._looked[name]
+
+    def _has(self, step: int) -> bool:
+        return step in self._names and self._is_committed(self._names[step])
+
+    @functools.cached_property
+    def _complete(self) -> dict[int, T]:
+        own = {step: name for step, name in self._names.items() if self._is_committed(name)}
+        found = {step: self._made(name) for step, name in own.items()}
+        if not self._others:
+            return found
+        return dict(sorted({**self._others(set(own.values())), **found}.items()))
+
+    def _other_steps(self, is_asked: Callable[[int], bool]) -> bool:
+        """Returns True if another library has a step that is asked for, without a look at those that are not."""
+        if not self._others or "_complete" in self.__dict__:
+            return self._others is not None
+        passed = {name for step, name in self._names.items() if not is_asked(step) or self._looked.get(name)}
+        return any(map(is_asked, self._others(passed)))
+
+    def __getitem__(self, step: int) -> T:
+        if self._has(step):
+            return self._made(self._names[step])
+        if self._other_steps(lambda one: one == step):
+            return self._complete[step]
+        raise KeyError(step)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._complete)
+
+    def __len__(self) -> int:
+        return len(self._complete)
+
+    def __reversed__(self) -> Iterator[int]:
+        if (newest := self.newest) is not None:
+            yield newest
+            yield from (step for step in reversed(self._complete) if step < newest)
+
+    def __bool__(self) -> bool:
+        return self.newest is not None
+
+    @property
+    def newest(self) -> int | None:
+        """The number of the newest step; None without steps."""
+        own = next((step for step in reversed(self._names) if self._has(step)), None)
+        if own is None or self._other_steps(lambda one: one > own):
+            return max(self._complete, default=None)
+        return own
+
+    def after(self, step: int) -> dict[int, T]:
+        """Returns the steps after one."""
+        later = [one for one in self._names if one > step]
+        if self._other_steps(lambda one: one > step):
+            return {one: made for one, made in self._complete.items() if one > step}
+        return {one: self._made(self._names[one]) for one in later if self._has(one)}
 
 
-def all_steps(store: Store, run: str, prefix: str | None = None) -> dict[int, str]:
+def own_steps(store: Store, run: str, prefix: str | None = None) -> Steps[str]:
+    """Returns the committed steps that Treering wrote, and the names of their directories."""
+    return Steps(store, run, prefix, str)
+
+
+def all_steps(store: Store, run: str, prefix: str | None = None, foreign_prefix: str | None = None) -> Steps[str]:
     """Returns the committed steps, ascending, and their paths; see `located_steps`."""
-    return {step: one.path for step, one in located_steps(store, run, prefix).items()}
+
+    def others(ours: Container[str]) -> dict[int, str]:
+        return {step: one.path for step, one in formats.foreign_steps(store, run, ours, None, foreign_prefix).items()}
+
+    return Steps(store, run, prefix, functools.partial(posixpath.join, run), others)
 
 
 def located_steps(
@@ -171,19 +289,22 @@ def located_steps(
     prefix: str | None = None,
     only: formats.Format | None = None,
     foreign_prefix: str | None = None,
-) -> dict[int, formats.StepPath]:
+) -> Steps[formats.StepPath]:
     """Returns the committed steps, ascending, with those that other libraries have left in the directory.
 
     If both have a step, Treering's is returned. only: returns just the steps of this format. foreign_prefix: returns
     just the steps of other libraries whose names have this prefix.
     """
-    with store.glance(run):
-        names = committed_names(store, run, prefix)
-        own = {step: formats.StepPath(posixpath.join(run, name)) for step, name in names.items()}
-        if only is not None and only.name == "treering":
-            return own
-        foreign = formats.foreign_steps(store, run, set(names.values()), only, foreign_prefix)
-        return dict(sorted({**foreign, **({} if only else own)}.items()))
+
+    def others(ours: Container[str]) -> dict[int, formats.StepPath]:
+        return formats.foreign_steps(store, run, ours, only, foreign_prefix)
+
+    made = lambda name: formats.StepPath(posixpath.join(run, name))  # noqa: E731
+    if only is None:
+        return Steps(store, run, prefix, made, others)
+    if only.name == "treering":
+        return Steps(store, run, prefix, made)
+    return Steps(store, run, prefix, made, others, are_own_left_out=True)
 
 
 @hide_internal_frames

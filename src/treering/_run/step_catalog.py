@@ -1,6 +1,7 @@
 """The steps of a run: finds which are committed and which are valid, and caches what their manifests say."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -24,6 +25,7 @@ from . import run_layout, step_fallback
 from . import tensorboard as _tensorboard
 
 _log = logging.getLogger("treering")
+_RECALLS_PER_STEP = 1 / 64  # how often a catalog answers from memory between two looks at all of so many steps
 _MTIME_SETTLE_SECONDS = 2.0  # A later change of a directory surely shows in its time after these seconds.
 
 
@@ -40,10 +42,12 @@ def unwanted_emptied(
     """Returns the emptied steps before the newest valid one that a policy would not keep; see `read_emptied`.
 
     The commit of a deleted step may arrive a second time, after its deletion. An emptied step that the policy keeps
-    stays, because another program may have removed its arrays: then it is damaged, which must be reported.
+    stays, because another program may have removed its arrays: then it is damaged, which must be reported. The policy
+    judges all of them together, as if they were valid.
     """
     before = [one for one in emptied if saved and one.step < saved[-1].step]
-    return [one.step for one in before if one.step not in kept(sorted([*saved, one], key=lambda each: each.step))]
+    wanted = kept(sorted([*saved, *before], key=lambda one: one.step)) if before else ()
+    return [one.step for one in before if one.step not in wanted]
 
 
 # The version and time of a step's directory. It changes when a file is replaced or added.
@@ -66,6 +70,7 @@ class StepCatalog:
     ):
         self.store, self.root, self.layout, self.prefix = store, root, layout, layout.prefix
         self._may_lack_files = False
+        self._recalls = 0  # since all steps were looked at
         self._lock = free_in_children(threading.RLock())
         self._cached_status: dict[int, tuple[_Signature, StepStatus]] = {}
         self._damaged_manifests: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
@@ -82,10 +87,13 @@ class StepCatalog:
 
     def committed(self) -> dict[int, str]:
         """Returns the committed steps, ascending, and their directories. Only these may be changed."""
-        names = run_layout.committed_names(self.store, self.root, self.prefix)
-        own = {step: posixpath.join(self.root, name) for step, name in names.items()}
-        shared = self._shared(set(names.values())) if self.layout.shared_with_orbax else {}
-        return dict(sorted({**shared, **own}.items()))
+        return dict(self.lookup())
+
+    def lookup(self) -> run_layout.Steps[str]:
+        """Returns the same as `committed`, and looks at a step only on request."""
+        others = self._shared if self.layout.shared_with_orbax else None
+        made = functools.partial(posixpath.join, self.root)
+        return run_layout.Steps(self.store, self.root, self.prefix, made, others)
 
     def unpublish(self, path: str, check: Callable[[], None]) -> Callable[[], bool]:
         """Removes a step from the run, after `check`. Returns a function that removes its files."""
@@ -127,7 +135,8 @@ class StepCatalog:
             return self._valid_steps(foreign, events)
 
     def _valid_steps(self, foreign: bool, events: bool) -> list[SavedStep]:
-        own_names = run_layout.committed_names(self.store, self.root, self.prefix)
+        self._recalls = 0
+        own_names = run_layout.own_steps(self.store, self.root, self.prefix)
         own = {step: posixpath.join(self.root, name) for step, name in own_names.items()}
         with self._lock:
             for step in self._cached_status.keys() - own.keys():  # Forget deleted steps: a long run deletes most.
@@ -150,6 +159,32 @@ class StepCatalog:
             late_metrics = one.late_metrics.union(others)
             found.append(dataclasses.replace(one, metrics={**others, **one.metrics}, late_metrics=late_metrics))
         return found
+
+    def recall_valid_steps(self) -> list[SavedStep] | None:
+        """Returns the valid steps as they were when they were looked at last; looks only at those that are not known.
+
+        So what another process has done since to a step that is still there does not show: metrics that came late,
+        files that are gone. Returns None if this has been the answer too often, or never may be. Then look at all.
+        """
+        is_simple = self._tensorboard_scalars is None and not (self.layout.shared_with_orbax or self._may_lack_files)
+        if not (is_simple and self.store.has_folders and self._recalls < len(self._cached_status) * _RECALLS_PER_STEP):
+            return None
+        self._recalls += 1
+        found: list[SavedStep] = []
+        for step, name in run_layout.own_steps(self.store, self.root, self.prefix).listed.items():
+            with self._lock:
+                known = self._cached_status.get(step)
+            status = known[1] if known else None
+            if not isinstance(status, SavedStep):
+                status = self.status_of(step, posixpath.join(self.root, name))
+            if isinstance(status, SavedStep):
+                found.append(status)
+        return found
+
+    def forget(self, step: int) -> None:
+        """Notes that a step was written again."""
+        with self._lock:
+            self._cached_status.pop(step, None)
 
     def is_damaged(self, step: int, path: str) -> bool:
         """Returns True if a committed step is damaged."""

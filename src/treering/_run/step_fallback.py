@@ -6,7 +6,7 @@ Opens a step again if it is overwritten while it is read.
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from .. import formats, stores
@@ -17,7 +17,7 @@ from ..formats.treering import summary
 from ..stores.read_errors import ReplacedError, reading
 from ..stores.store import Store
 from . import new_run
-from .run_layout import located_steps
+from .run_layout import Steps, located_steps
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
@@ -70,15 +70,20 @@ def _detect_format(store: Store, path: str) -> formats.Format:
         return formats.get("treering")
 
 
+def newest_first(store: Store, steps: Steps[formats.StepPath]) -> Iterator[StepCopy]:
+    """Yields the steps, the newest first. Looks at the others only when it is asked for them."""
+    return (StepCopy(number, store, *steps[number]) for number in reversed(steps))
+
+
 def find_step_copies(
     store: Store, place: str, step: int | None, format: formats.Format | None = None, prefix: str | None = None
-) -> list[StepCopy] | formats.Format:
+) -> Iterator[StepCopy] | formats.Format:
     """Returns the steps at a path that may be read, newest first, or the format if the path is one checkpoint.
 
     format: reads the path in this format, and ignores steps of other formats. prefix: the beginning of the names of a
         run's steps; with a prefix the path must be a run.
     """
-    found = {} if summary.stat_manifest(store, place) else located_steps(store, place, prefix, only=format)
+    found = None if summary.stat_manifest(store, place) else located_steps(store, place, prefix, only=format)
     if not found:
         if prefix is not None:
             meant = new_run.suggest_run(store, place)
@@ -91,11 +96,11 @@ def find_step_copies(
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run{meant}")
         return format
     if step is None:
-        return [StepCopy(number, store, *one) for number, one in reversed(found.items())]
+        return newest_first(store, found)
     number = step_number(step)
     if number not in found:
         raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
-    return [StepCopy(number, store, *found[number])]
+    return iter([StepCopy(number, store, *found[number])])
 
 
 def check_exists(store: Store, place: str, format: formats.Format) -> formats.Format:
@@ -128,7 +133,7 @@ def detect_or_explain(store: Store, place: str) -> formats.Format:
 
 def first_valid(
     run: str,
-    places: Sequence[StepCopy],
+    places: Iterable[StepCopy],
     use: Callable[[Checkpoint], T],
     *,
     fallback: bool = True,
@@ -144,28 +149,37 @@ def first_valid(
     """
     first: CorruptError | None = None
     deleted = 0
-    for n, place in enumerate(places):
-        if n:
-            _log_fallback(places[n - 1], place)
-        last = not fallback and not any(other.step == place.step for other in places[n + 1 :])
+    rest = iter(places)
+    place = next(rest, None)
+    while place:
         attempt = functools.partial(use_with_retries, place.store, place.path, place.step, use, place.format)
         try:
             return place.step, on_all_processes(attempt)
         except CorruptError as error:
             on_damaged(place)
-            if last:
+            following = _following(place, rest, fallback)
+            if not (following or fallback):
                 raise
             _log.error("step %d is damaged: %s", place.step, error)
             first = first or error.with_traceback(None)  # Its frames would keep partly restored arrays alive.
         except ReplacedError:
             is_there = summary.stat_manifest(place.store, place.path) or formats.is_foreign(place.store, place.path)
-            if last or is_there:
+            if is_there or not ((following := _following(place, rest, fallback)) or fallback):
                 raise
             _log.warning("%s: step %d was deleted meanwhile", place.path, place.step)
             deleted += 1
+        if following:
+            _log_fallback(place, following)
+        place = following
     if deleted and not first:
         raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
     raise first or NotFoundError(f"{run}: expected a step, found none{new_run.suggest_run(stores.get(run), run)}")
+
+
+def _following(place: StepCopy, rest: Iterator[StepCopy], fallback: bool) -> StepCopy | None:
+    """Returns the next copy to try; without `fallback` only another copy of the same step."""
+    found = next(rest, None)
+    return found if fallback or (found and found.step == place.step) else None
 
 
 def _log_fallback(passed: StepCopy, place: StepCopy) -> None:

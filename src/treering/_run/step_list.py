@@ -33,7 +33,8 @@ class StepList:
     @property
     def latest_step(self) -> int | None:
         """The newest of `steps`, or None if there is none."""
-        return max(self.steps, default=None)
+        newest = self._directory.newest_step()
+        return max([*self._pending_saves.pending_steps(), *(() if newest is None else (newest,))], default=None)
 
     @property
     def restored_step(self) -> int | None:

@@ -155,7 +155,7 @@ def _join_names(paths: Sequence[str]) -> str:
 
 def _names_to_copy(store: Store, path: str, steps: Sequence[range], prefix: str | None, done: CopyResult) -> list[str]:
     """Returns the directories of the steps to copy, ascending. Notes wanted steps that cannot be copied in `done`."""
-    names = _run.committed_names(store, path, prefix)
+    names = _run.own_steps(store, path, prefix)
     if prefix is not None and not names:
         raise NotFoundError(f"{path}: expected a run with steps whose names begin with {prefix!r}, found none")
     foreign = formats.foreign_steps(store, path, set(names.values()))

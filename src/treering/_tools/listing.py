@@ -1,6 +1,7 @@
 """Lists the steps of a run with their states, and marks those that a policy would delete."""
 
 import dataclasses
+import functools
 import logging
 import os
 import posixpath
@@ -66,7 +67,7 @@ class Listing:
     tier: Literal["local", "remote"] | None = None
     survives: str | None = None
 
-    @property
+    @functools.cached_property  # asked for each row
     def latest(self) -> int | None:
         """The newest valid step."""
         return max((row.step for row in self.rows if row.state == "good"), default=None)

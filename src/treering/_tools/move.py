@@ -32,7 +32,7 @@ def check_target_run(run: PlainRun, paths: Iterable[str], to: str) -> None:
         raise ExistsError(f"{to}: expected a run, or nothing, found a file")
     check_target(target_store, to, prefix)
     external_writes.check_no_writer(target_store, to)
-    names = _run.committed_names(target_store, to, prefix)
+    names = _run.own_steps(target_store, to, prefix)
     for path in paths:
         name = posixpath.basename(path)
         step = _run.parse_step_name(name, prefix)

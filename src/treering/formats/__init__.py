@@ -19,7 +19,7 @@ from ..stores import git_lfs
 from ..stores.file_io import is_folder, opened
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import UnreadableError, reading
-from ..stores.store import Store
+from ..stores.store import Stat, Store
 from ._shared import file_signatures
 
 if TYPE_CHECKING:
@@ -367,6 +367,7 @@ def foreign_steps(
     """
     found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
+        store = store if only else _LookedOnce(store, folder)  # type: ignore[assignment]
         listed = [name for name in store.list(folder) if name not in ours]
         if prefix is not None:
             listed = [name for name in listed if name.rstrip("0123456789") == prefix]
@@ -379,6 +380,45 @@ def foreign_steps(
         for step, damaged in damaged_steps(store, folder, [name for name in listed if name not in good], only):
             found.setdefault(step, damaged)
     return found
+
+
+class _LookedOnce:
+    """A store in which a folder is listed once, although each format looks for files of its own in it.
+
+    It is for what is in one folder and refused by most formats, within one operation.
+    """
+
+    def __init__(self, store: Store, folder: str):
+        self._store = store
+        self._stats: dict[str, Stat | None] = {}
+        # The names in a folder; None if it cannot be listed.
+        self._names: dict[str, Sequence[str] | None] = {folder: store.list(folder)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def stat(self, path: str) -> Stat | None:
+        if path not in self._stats:
+            folder, name = posixpath.split(path)
+            is_known = folder in self._names or folder in self._stats
+            names = self._names_in(folder) if is_known and name not in ("", ".", "..") else None
+            self._stats[path] = self._store.stat(path) if names is None or name in names else None
+        return self._stats[path]
+
+    def list(self, path: str) -> Sequence[str]:
+        if path not in self._names:
+            self.stat(path)
+        names = self._names_in(path)
+        return self._store.list(path) if names is None else names
+
+    def _names_in(self, folder: str) -> Sequence[str] | None:
+        if folder not in self._names:
+            found = self._stats[folder]
+            try:
+                self._names[folder] = self._store.list(folder) if found and found.is_folder else ()
+            except OSError:  # It may still be allowed to look names up.
+                self._names[folder] = None
+        return self._names[folder]
 
 
 def damaged_steps(

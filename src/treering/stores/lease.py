@@ -38,6 +38,7 @@ class _HeldLock(NamedTuple):
     fd: int
     path: str
     made: list[str]  # directories that were made for it
+    file: tuple[int, int]  # the device and the number of the file, which no other file has while this one is open
 
 
 class _Entry(NamedTuple):
@@ -121,7 +122,7 @@ class WriterLock:
         """Raises an `ExistsError` that names another process which holds the lock. Acquires nothing."""
         path = os.path.join(self._run, LOCK_NAME)
         # Else a lock that this process is just acquiring would look like that of another process.
-        if any(one._is_held_on(path) for one in _existing_locks()):
+        if self._holders(path):
             return
         try:
             fd = self._disk.open(path)
@@ -139,9 +140,8 @@ class WriterLock:
 
     def _take_from_this_process(self) -> None:
         """Releases the lock of an idle owner in this process. Raises `ExistsError` if that owner is saving."""
-        path = os.path.join(self._run, LOCK_NAME)
-        for other in _existing_locks():
-            if other is self or not other._is_held_on(path):
+        for other in self._holders(os.path.join(self._run, LOCK_NAME)):
+            if other is self:
                 continue
             if other._busy():
                 raise lease_registry.busy_error(self._run)
@@ -149,11 +149,13 @@ class WriterLock:
             other.lost = True
             other.release()
 
-    def _is_held_on(self, path: str) -> bool:
-        """Returns True if this object holds the lock of the file at a path."""
+    def _holders(self, path: str) -> list["WriterLock"]:
+        """Returns the locks of this process that hold the file at a path. Looks at that file alone."""
+        locks = _existing_locks()  # also if there is no file: this releases what was dropped
         with contextlib.suppress(OSError):
-            return any(self._disk.same_file(held.fd, path) for held in self._held)
-        return False
+            if found := self._disk.stat(path):
+                return [one for one in locks if any(held.file == _identity(found) for held in one._held)]
+        return []
 
     def _acquire(self) -> None:
         path = os.path.join(self._run, LOCK_NAME)
@@ -185,7 +187,7 @@ class WriterLock:
                         "locked on this file system; mount it with locks (Lustre: -o flock)",
                         self._run,
                     )
-                self._held.append(_HeldLock(fd, path, made))
+                self._held.append(_HeldLock(fd, path, made, _identity(os.fstat(fd))))
                 if self._disk.same_file(fd, path):
                     _check_version(self._disk, fd, path)
                     # A file with another hard link may be in a backup of the run, which writing to it would change
@@ -241,6 +243,10 @@ class WriterLock:
         _release(self._disk, self._held)
 
 
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
 def _existing_locks() -> list[WriterLock]:
     """Returns the locks of this process, and releases what dropped ones hold. The caller has `_acquire_lock`."""
     # List before releasing. In the other order, one that is dropped in between would be neither listed nor released.
@@ -283,7 +289,7 @@ def _release(disk: Disk, held: list[_HeldLock]) -> None:
     """Releases what is held and removes the lock's file, and the directories that were made for nothing."""
     while True:
         try:  # Two threads may release it: the one that pops it does.
-            fd, path, made = held.pop()  # before the close, else a second call could close a reused number
+            fd, path, made, _ = held.pop()  # before the close, else a second call could close a reused number
         except IndexError:
             return
         with contextlib.suppress(OSError):

@@ -105,8 +105,11 @@ class TierReads:
     def all_steps(self) -> dict[int, str]:
         return dict(sorted({**self.remote.all_steps(), **self.local_steps()}.items()))
 
+    def newest_step(self) -> int | None:
+        return max(self.all_steps(), default=None)
+
     def step_copies(self, step: int | None = None) -> list[StepCopy]:
-        local, remote = self.local_steps(), self.remote.located_steps()
+        local, remote = self.local_steps(), dict(self.remote.located_steps())
         if step is not None and (number := step_number(step)) not in local:
             return self.remote.step_copies(number)
         places: list[StepCopy] = []
