@@ -147,7 +147,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a later kind": ({"use_something": True}, "use_something.*merge_and_unload"),
     "biases": ({"lora_bias": True}, "lora_bias.*merge_and_unload"),
     "parameters": ({"target_parameters": ["experts.w"]}, "target_parameters.*merge_and_unload"),
-    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights.*path_initial_model_for_weight_conversion"),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights.*merge_and_unload"),
     "rank pattern": ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern.*q_proj.*positive integer, found '8'"),
     "alpha pattern": ({"alpha_pattern": [1]}, "alpha_pattern.*found \\[1\\]"),
     "no regular expression": ({"alpha_pattern": {"(": 1}}, "'\\('.*not a regular expression"),

@@ -15,7 +15,7 @@ from .base import Leaves, check_any, check_known, collect_leaves, compile_patter
 
 _PREFIX = "base_model.model."
 # Initializations that leave the base weights as they are. After others an adapter fits only the weights that they made.
-_HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal")
+_HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # Options with which a layer computes more than x A B, besides all that begin with "use_".
 _VARIANTS = ("lora_bias", "target_parameters", "alora_invocation_tokens", "arrow_config", "kasa_config")
 _VARIANTS += ("monteclora_config", "velora_config")
@@ -158,8 +158,8 @@ def read_config(given: Any, text: str) -> Config:
             )
     if (init := given.get("init_lora_weights")) not in _HARMLESS:
         raise MismatchError(
-            f"{text}: init_lora_weights is {init!r}, which changes the base weights too; save the adapter by PEFT's "
-            "save_pretrained with path_initial_model_for_weight_conversion"
+            f"{text}: init_lora_weights is {init!r}, which may change the base weights too; merge the adapter into the "
+            "base model by PEFT's merge_and_unload"
         )
     if not isinstance(stabilized := given.get("use_rslora", False), bool):
         raise MismatchError(f"{text}: expected use_rslora, True or False, found {stabilized!r}")
