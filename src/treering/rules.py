@@ -17,7 +17,7 @@ values refuse them. Paths and globs are those of `treering.Checkpoint`: ``*`` an
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._core import dtypes
@@ -30,6 +30,7 @@ from ._core.views_reshaped import reshaped
 from ._rules.base import Rule, axis_of, compile_pattern, dtype_text, fill_value, require_integers, require_texts
 from ._rules.each import Copy, Drop, Each, Rename
 from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
+from ._rules.peft import Peft, check_alpha, read_config
 from .errors import MismatchError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "concat",
     "copy",
     "drop",
+    "from_peft",
     "pad",
     "rename",
     "reshape",
@@ -50,6 +52,7 @@ __all__ = [
     "stack",
     "take",
     "tile",
+    "to_peft",
     "transpose",
     "unstack",
     "wrap_key_data",
@@ -291,6 +294,41 @@ def scale(pattern: str, scale: str, dtype: Any, block: Sequence[int] | None = No
         raise MismatchError(f"{text}: expected a floating-point dtype, found {dtype!r}")
     sizes = None if block is None else require_integers(block, (), 1, text)
     return Scale(compile_pattern(pattern), scale, new, sizes, optional)
+
+
+def from_peft(config: Mapping[str, Any], alpha: float | None = None, *, optional: bool = False) -> Rule:
+    """Translates the LoRA of a PEFT adapter for layers in JAX: names, axes and scaling.
+
+    ``base_model.model.X.lora_A.weight`` and ``….lora_B.weight`` become ``X/lora_a`` [in, rank] and ``X/lora_b``
+    [rank, out], those of embeddings ``X/lora_embedding_a`` and ``…_b``. Other leaves only lose ``base_model.model.``.
+
+    config: the contents of ``adapter_config.json``, which an open adapter has in its metadata under that name. `lora_b`
+        is multiplied by ``lora_alpha / r``, or as its patterns and `use_rslora` say, and rounded to its dtype once.
+    alpha: that of layers which multiply by ``alpha / rank`` themselves, as qwix's do. `lora_b` is divided by that.
+        Flax's `nnx.LoRA` multiplies by nothing: None.
+
+    Raises `MismatchError` for other kinds of adapters such as DoRA, and for arrays that do not fit the config.
+
+    >>> from_peft(tr.open("adapter").metadata["adapter_config.json"])
+    """
+    return _peft("from_peft", config, alpha, back=False, optional=optional)
+
+
+def to_peft(config: Mapping[str, Any], alpha: float | None = None, *, optional: bool = False) -> Rule:
+    """Translates LoRA of layers in JAX to the names, axes and scaling of PEFT: undoes `from_peft`.
+
+    Slashes in names become dots. If the config's scaling is a power of two, all values are exact.
+
+    config: the ``adapter_config.json`` of the new adapter; save it with ``metadata={"adapter_config.json": config}``.
+
+    Raises `MismatchError` also for modules that the config's `target_modules` do not match, as PEFT would skip them.
+    """
+    return _peft("to_peft", config, alpha, back=True, optional=optional)
+
+
+def _peft(name: str, config: Mapping[str, Any], alpha: float | None, *, back: bool, optional: bool) -> Rule:
+    own = None if alpha is None else check_alpha(alpha, f"{name}(…, alpha={alpha!r}): expected alpha")
+    return Peft(read_config(config, f"{name}(…)"), own, back, optional)
 
 
 def map(

@@ -445,3 +445,91 @@ def test_pytorch_reads_what_is_written(tmp_path: Path) -> None:
         assert same(tr.restore(folder), arrays)
         (file,) = folder.glob("*.safetensors")
         assert same(tr.restore(file), arrays)
+
+
+PEFT, CONFIG = REAL / "peft", "adapter_config.json"
+
+
+@pytest.mark.parametrize("name", ["plain", "patterns", "dora"])
+def test_every_copy_keeps_the_config_of_an_adapter(tmp_path: Path, name: str) -> None:
+    source = PEFT / name
+    expected = {"format": "pt", CONFIG: json.loads((source / CONFIG).read_text())}
+    assert tr.open(source).metadata == tr.open(source / "adapter_model.safetensors").metadata == expected
+    tr.convert(source, tmp_path / "native")
+    tr.convert(tmp_path / "native", tmp_path / "one.safetensors")
+    tr.convert(tmp_path / "one.safetensors", tmp_path / "adapter", format="safetensors", max_shard_size="1GB")
+    assert sorted(os.listdir(tmp_path / "adapter")) == [CONFIG, "adapter_model.safetensors"]
+    for copy in ("native", "one.safetensors", "adapter"):
+        assert tr.open(tmp_path / copy).metadata == expected
+        assert not tr.diff(source, tmp_path / copy)
+    # The files of other names cannot have one next to them.
+    options: dict[str, Any] = {"format": "safetensors", "filename_pattern": "model{suffix}.safetensors"}
+    tr.convert(source, tmp_path / "model", **options)
+    assert os.listdir(tmp_path / "model") == ["model.safetensors"]
+    assert tr.open(tmp_path / "model").metadata == expected
+
+
+def test_an_adapter_in_several_files_has_one_config(tmp_path: Path) -> None:
+    expected = tr.open(PEFT / "plain").metadata
+    tr.convert(PEFT / "plain", tmp_path / "a", format="safetensors", max_shard_size=500)
+    names = os.listdir(tmp_path / "a")
+    assert CONFIG in names and "adapter_model.safetensors.index.json" in names and len(names) > 4
+    assert tr.open(tmp_path / "a").metadata == expected and not tr.diff(PEFT / "plain", tmp_path / "a")
+
+
+def test_a_new_adapter_replaces_the_config_and_keeps_other_files(tmp_path: Path) -> None:
+    shutil.copytree(PEFT / "plain", tmp_path / "a")
+    (tmp_path / "a" / "README.md").write_text("x")
+    with pytest.raises(ExistsError):
+        tr.convert(PEFT / "patterns", tmp_path / "a", format="safetensors", max_shard_size="1GB")
+    tr.convert(PEFT / "patterns", tmp_path / "a", format="safetensors", max_shard_size="1GB", overwrite=True)
+    assert tr.open(tmp_path / "a").metadata == tr.open(PEFT / "patterns").metadata
+    tr.save(tmp_path / "a", NEW, format="safetensors", max_shard_size="1GB", overwrite=True)
+    # The config of the arrays that are gone would scale the new ones.
+    assert sorted(os.listdir(tmp_path / "a")) == ["README.md", "model.safetensors"]
+    assert tr.open(tmp_path / "a").metadata is None
+
+
+def test_an_adapter_joins_a_folder_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "README.md").write_text("x")
+    tr.convert(PEFT / "plain", tmp_path / "a", format="safetensors", max_shard_size="1GB")
+    assert tr.open(tmp_path / "a").metadata == tr.open(PEFT / "plain").metadata
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ExistsError, match=f"{CONFIG}.*move it out of the folder"):
+        tr.convert(PEFT / "plain", tmp_path / "a", format="safetensors", max_shard_size="1GB")
+    (tmp_path / "a" / CONFIG).rename(tmp_path / "elsewhere.json")
+    tr.convert(PEFT / "plain", tmp_path / "a", format="safetensors", max_shard_size="1GB")
+
+
+def test_the_config_of_an_adapter_belongs_to_no_other_model(tmp_path: Path) -> None:
+    shutil.copytree(PEFT / "plain", tmp_path / "a")
+    single(tmp_path / "a", NEW)
+    assert tr.open(tmp_path / "a").metadata == {"format": "pt"}
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"r": 1, "r": 2}', '{"lora_alpha": NaN}', ""])
+def test_a_damaged_config_of_an_adapter(tmp_path: Path, text: str) -> None:
+    shutil.copytree(PEFT / "plain", tmp_path / "a")
+    (tmp_path / "a" / CONFIG).write_text(text)
+    with pytest.raises(CorruptError, match=f"{CONFIG}: expected a JSON object"):
+        tr.open(tmp_path / "a")
+    (tmp_path / "a" / CONFIG).rename(tmp_path / "elsewhere.json")  # what the message advises
+    assert tr.open(tmp_path / "a").metadata == {"format": "pt"}
+
+
+def test_a_config_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    metadata = {CONFIG: {"lora_alpha": float("inf")}}
+    with pytest.raises(UnsupportedError, match=CONFIG):
+        tr.save(tmp_path / "a", NEW, format="safetensors", max_shard_size="1GB", metadata=metadata)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_config_next_to_a_file_counts_more_than_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT reads only the file next to it."""
+    tr.save(tmp_path / "adapter_model.safetensors", NEW, metadata={CONFIG: {"r": 4}, "note": "x"})
+    assert tr.open(tmp_path).metadata == {CONFIG: {"r": 4}, "note": "x"}
+    (tmp_path / CONFIG).write_text('{"r": 4}')
+    assert tr.open(tmp_path).metadata == {CONFIG: {"r": 4}, "note": "x"} and not warnings(caplog)
+    (tmp_path / CONFIG).write_text('{"r": 8}')
+    assert tr.open(tmp_path).metadata == {CONFIG: {"r": 8}, "note": "x"} and CONFIG in warnings(caplog)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ..errors import MismatchError
 from . import dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
@@ -100,6 +101,32 @@ def cast(leaf: Leaf, dtype: str) -> Leaf:
         return ReadPlan(inner.needs, lambda arrays: dtypes.cast(inner.make(arrays), dtypes.to_numpy(dtype)))
 
     return leaf.made(plan, in_place=True, dtype=dtype)
+
+
+def multiplied(leaf: Leaf, factor: float, divisor: float) -> Leaf:
+    """Returns the leaf times a factor and over a divisor, computed in float64 and rounded to the leaf's dtype.
+
+    Reading it raises `MismatchError` if a product is beyond the range of the dtype.
+    """
+    path, dtype = leaf.entry.path, dtypes.to_numpy(leaf.array.dtype)
+
+    def plan(box: Box) -> ReadPlan:
+        inner = leaf.plan_of(box)
+
+        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
+            import numpy as np
+
+            array = dtypes.cast(inner.make(arrays), np.dtype(np.float64))
+            product = dtypes.cast(array * factor / divisor, dtype)
+            if not (np.isfinite(product) == np.isfinite(array)).all():
+                raise MismatchError(
+                    f"{path}: times {factor / divisor} it is beyond the range of {dtype}; cast it by a rule before"
+                )
+            return product
+
+        return ReadPlan(inner.needs, make)
+
+    return leaf.made(plan, in_place=True)
 
 
 def reinterpreted(leaf: Leaf, dtype: str) -> Leaf:

@@ -17,6 +17,7 @@ from .._shared import strict_json
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"  # the stem of PEFT's files, and what describes them
 # transformers and diffusers name the index of a variant model.safetensors.index.fp16.json, and its files model.fp16-….
 _INDEX = re.compile(r"(.+)\.safetensors\.index(?:\.([^.]+))?\.json", re.DOTALL)
 _NATIVE = re.compile(r"arrays-[0-9a-f]{6}-\d{5,}-of-\d{5,}\.safetensors")  # without a manifest: leftovers
@@ -180,15 +181,44 @@ def index_of(store: Store, path: str) -> Index:
     return Index(weights, metadata if isinstance(metadata, dict) else {})
 
 
+def adapter_config(store: Store, path: str) -> dict[str, Any]:
+    """Returns the contents of PEFT's ``adapter_config.json`` next to a file, by that name; nothing for other files.
+
+    Raises `CorruptError` if it is not a JSON object.
+    """
+    folder, name = posixpath.split(path)
+    if stem_of(name) != ADAPTER:
+        return {}
+    place = posixpath.join(folder, ADAPTER_CONFIG)
+    try:
+        found = strict_json.parse(read_file(store, place))
+        if not isinstance(found, dict):
+            raise ValueError(f"found a {type(found).__name__}")
+    except FileNotFoundError:
+        return {}
+    except strict_json.MALFORMED as error:
+        raise CorruptError(
+            f"{place}: expected a JSON object, which says how to scale the adapter: {error}; repair it, or move it out "
+            "of the folder to read the arrays alone"
+        ) from None
+    return {ADAPTER_CONFIG: found}
+
+
 def written_names(store: Store, folder: str) -> set[str]:
     """Returns the names of a folder's checkpoint: the index and its files, or the files that are opened without one.
 
-    Returns nothing if the folder has several checkpoints. If the index cannot be read, its files are those of its stem.
+    The config of an adapter is part of it. Returns nothing if the folder has several checkpoints. If the index cannot
+    be read, its files are those of its stem.
     """
     names = store.list(folder)
     main = chosen(names)
     if isinstance(main, str):
         return set()
+    config = {ADAPTER_CONFIG}.intersection(names) if stem_of(main.names[0]) == ADAPTER else set[str]()
+    return config | _files_of(store, folder, names, main)
+
+
+def _files_of(store: Store, folder: str, names: Sequence[str], main: Chosen) -> set[str]:
     (index, *_) = main.names
     if not is_index(index):
         return set(main.names)

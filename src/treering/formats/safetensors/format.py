@@ -27,6 +27,9 @@ class Safetensors:
     ``"format": "pt"`` into every file, because the loaders of Hugging Face need it. Metadata with its own ``"format"``
     keeps that. Reading leaves out the one that Treering added.
 
+    The ``adapter_config.json`` next to ``adapter_model.safetensors``, an adapter of PEFT, is part of the metadata under
+    its own name. A folder with such metadata gets both files.
+
     Two options write a folder as Hugging Face lays it out. `max_shard_size`, in bytes or as ``"5GB"`` (of 10^9) or
     ``"2GiB"`` (of 2^30), limits the size of a file. A larger array gets its own file, and several files get an index.
     `filename_pattern` names the files differently from ``"model{suffix}.safetensors"``. An existing folder that is not

@@ -61,8 +61,10 @@ def read_sidecar(text: Mapping[str, Any]) -> Sidecar:
         del rest["format"]
     if rest and sidecar.metadata is None:
         sidecar.metadata = rest
-    elif rest and isinstance(sidecar.metadata, dict):  # another program has added text
-        sidecar.metadata = {**rest, **sidecar.metadata}
+    elif rest and isinstance(sidecar.metadata, dict):  # another program has added text, or the config of an adapter
+        if differ := sorted(key for key in rest if sidecar.metadata.get(key, rest[key]) != rest[key]):
+            _log.warning("newer metadata than Treering recorded are used, those of %s", ", ".join(differ))
+        sidecar.metadata = {**sidecar.metadata, **rest}
     elif rest:
         _log.warning(
             "text in `__metadata__` is left out, because the metadata is not a dict: %s", ", ".join(sorted(rest))

@@ -36,10 +36,10 @@ def limit_of(size: Any) -> int | None:
     return limit
 
 
-def checked(pattern: Any) -> str:
-    """Returns a pattern of file names after checking it; the default for None. Raises `MismatchError`."""
+def checked(pattern: Any, stem: str) -> str:
+    """Returns a pattern of file names after checking it; for None, that of a stem. Raises `MismatchError`."""
     if pattern is None:
-        return f"model{_FIELD}{SUFFIX}"
+        return f"{stem}{_FIELD}{SUFFIX}"
     rest = pattern.replace(_FIELD, "", 1) if isinstance(pattern, str) else ""
     if rest == pattern or not rest.endswith(SUFFIX) or rest[0] == "." or set(rest) & set("/\\\0{}"):
         raise MismatchError(
@@ -105,10 +105,11 @@ def _check_neighbors(store: Store, folder: str, names: Sequence[str]) -> None:
     """Raises `ExistsError` unless an existing folder has no checkpoint that the new files would replace or join."""
     there = store.list(folder)
     if taken := [name for name in names if name in there] or candidates(there):
+        # The config of an adapter alone makes no checkpoint, which `overwrite` could replace.
+        hint = "pass overwrite=True to replace them" if candidates(there) else "move it out of the folder"
         raise ExistsError(
             f"{folder}: expected a folder without safetensors files, found {join_names(tuple(taken))}; choose "
-            "another, or "
-            "pass overwrite=True to replace them"
+            f"another, or {hint}"
         )
     known = next((name for name in format_names() if get(name).refuses(store, folder) is None), "flax")
     if known != "flax":  # Hugging Face's folders may contain both formats

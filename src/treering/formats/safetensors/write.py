@@ -18,6 +18,7 @@ from ...errors import MismatchError, UnsupportedError
 from ...stores.store import Store, Writer
 from .._shared.recognition import new_file
 from . import nibbles
+from .folder import ADAPTER, ADAPTER_CONFIG, stem_of
 from .header import Tensor, encode_header
 from .pieces import INFO
 from .schema import FORMAT, OWN, Sidecar, key_of
@@ -50,17 +51,29 @@ def write(
             f"safetensors: expected no options but max_shard_size and filename_pattern, found {', '.join(unknown)}"
         )
     folder = max_shard_size is not None or filename_pattern is not None
-    limit, pattern = limit_of(max_shard_size), checked(filename_pattern)
-    entries, metadata = _holdable(path, contents), _metadata(contents)
+    about = contents.metadata
+    config = about.get(ADAPTER_CONFIG) if isinstance(about, dict) else None
+    stem = ADAPTER if isinstance(config, dict) else "model"
+    limit, pattern = limit_of(max_shard_size), checked(filename_pattern, stem)
+    entries = _holdable(path, contents)
     if not folder:
         with new_file(store, path, "safetensors", overwrite=overwrite) as file:
-            _write_tensors(file, *_lay_out(entries, metadata), contents)
+            _write_tensors(file, *_lay_out(entries, _metadata(contents, about)), contents)
         return file.size
     shards = cut(entries, limit)
     names = names_of(pattern, len(shards))
+    companions: dict[str, bytes] = {}  # PEFT reads the config of an adapter from a file of its own
+    if isinstance(config, dict) and stem_of(names[0]) == ADAPTER:
+        companions[ADAPTER_CONFIG] = _encode_config(path, config)
+        about = {key: value for key, value in about.items() if key != ADAPTER_CONFIG} or None
+    metadata = _metadata(contents, about)
     plans = [_lay_out(shard, metadata) for shard in shards]
-    with created(store, path, names, overwrite=overwrite) as create:
+    with created(store, path, [*companions, *names], overwrite=overwrite) as create:
         total = 0
+        for name, text in companions.items():
+            with create(name) as file:
+                file.write(text)
+            total += file.size
         for name, plan in zip(names, plans, strict=False):
             with create(name) as file:
                 _write_tensors(file, *plan, contents)
@@ -113,9 +126,16 @@ def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
     return arrays
 
 
-def _metadata(contents: Source) -> dict[str, str]:
+def _encode_config(path: str, config: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(config, indent=2, allow_nan=False).encode()
+    except ValueError as error:
+        raise UnsupportedError(f"{path}: metadata[{ADAPTER_CONFIG!r}] cannot be a file of JSON: {error}") from None
+
+
+def _metadata(contents: Source, metadata: Any) -> dict[str, str]:
     """Returns `__metadata__`, text by name. Loaders of Hugging Face need its "format" in every file."""
-    metadata, text = contents.metadata, {}
+    text: dict[str, str] = {}
     pairs = metadata.items() if isinstance(metadata, dict) and metadata.keys().isdisjoint((OWN, INFO)) else ()
     if pairs and all(type(part) is str for pair in pairs for part in pair):
         metadata, text = None, dict(pairs)
