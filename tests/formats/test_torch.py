@@ -303,7 +303,7 @@ def test_archives_that_no_program_writes(tmp_path: Path, name: str) -> None:
 
 
 def test_a_small_file_of_a_large_tensor(tmp_path: Path) -> None:
-    """A tensor that repeats its bytes may be larger than the file; it is read in part, or if it is trusted."""
+    """A tensor that repeats its bytes may be larger than the file; a part of it is read."""
     (tmp_path / "x.pt").write_bytes(archive({"w": View(FLAT, (1 << 40, 4), (0, 1))}))
     lazy: Any = tr.open(tmp_path / "x.pt")["w"]
     assert lazy[5:7].tolist() == [[0, 1, 2, 3]] * 2
