@@ -144,7 +144,7 @@ def arrays_of(source: Source) -> Iterator[ArrayEntry]:
     return (entry for entry in source.entries.values() if isinstance(entry, ArrayEntry))
 
 
-def whole_arrays(source: Source) -> Iterator[tuple[ArrayEntry, Box]]:
+def complete_arrays(source: Source) -> Iterator[tuple[ArrayEntry, Box]]:
     """Yields the entries of the arrays of a source, each with the box of all of it."""
     return ((entry, full_box(entry.shape)) for entry in arrays_of(source))
 
