@@ -275,7 +275,7 @@ def test_real_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: s
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pieces_of_numbers_of_four_bits(tmp_path: Path, axis: int) -> None:
-    """PyTorch has two such numbers as an element, so its offsets on the last axis count bytes; those of others do not."""
+    """PyTorch has two such numbers as an element, so its offsets on the last axis count bytes."""
     (tmp_path / "m").mkdir()
     packed = np.arange(32, dtype=np.uint8).reshape(4, 8)
     for n, half in enumerate(np.split(packed, 2, axis)):
