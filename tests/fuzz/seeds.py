@@ -13,7 +13,6 @@ from attacks.subjects import SUBJECTS
 
 from .targets import CORPUS
 
-
 _ARRAYS = {"a": np.arange(4).reshape(2, 2).T, "b": [np.float32(1), np.array(["2020"], "M8[25s]")], "c": {b"x": 1}}
 
 
