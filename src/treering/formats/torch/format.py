@@ -14,10 +14,10 @@ from .schema import CHUNKS, NAME, PICKLE
 class Torch(ReadOnly):
     """Implements `treering.formats.Format` for files of PyTorch (.pt, .pth, .bin, .ckpt).
 
-    An object of any other class than those of tensors and containers is left out by name, because only its own program
-    could make it. A list that lacks such an item is a dict with its numbers. Attributes that a program has set on a
-    tensor or an ordered dict are left out too. With `verify`, the first read of a tensor compares the checksum of its
-    storage.
+    An object of any other class than those of tensors, containers and NumPy's arrays is left out by name, because only
+    its own program could make it. A list that lacks such an item is a dict with its numbers. Attributes that a program
+    has set on a tensor or an ordered dict are left out too. With `verify`, the first read of a tensor compares the
+    checksum of its storage.
     """
 
     name = NAME
