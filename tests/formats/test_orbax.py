@@ -568,7 +568,7 @@ def test_what_cannot_be_an_item(tmp_path: Path) -> None:
     expected = {str(key) if key else "''" for key in wrong} - {"bytes", "digits", "nan", "deep"}
     assert set(named) == expected | {"bytes/deep/0", "digits/n", "nan/n", "deep/x" + "/0" * 300}
     assert len(named) == len(expected) + 4
-    assert "rules.rename('step', 'loop/step')" in str(caught.value)
+    assert "tr.rules.rename('^step$', 'group/step')" in str(caught.value)
     for tree in (np.ones(3), [one], (), {}, None):
         with pytest.raises(UnsupportedError, match=r"\(root\): composite=True makes an item of each key"):
             tr.save(tmp_path / "ckpt", tree, format="orbax", composite=True)
@@ -584,8 +584,8 @@ def test_what_cannot_be_an_item(tmp_path: Path) -> None:
             tr.save(tmp_path / "ckpt", {name: one}, format="orbax", composite=True)
     assert not os.listdir(tmp_path)
     tr.save(tmp_path / "ckpt", {"step": 3, "params": one}, format="orbax", composite=True,
-            rules=[rules.rename("step", "loop/step")])  # fmt: skip
-    assert_same(tr.restore(tmp_path / "ckpt"), {"loop": {"step": 3}, "params": one})
+            rules=[rules.rename("^step$", "group/step")])  # fmt: skip
+    assert_same(tr.restore(tmp_path / "ckpt"), {"group": {"step": 3}, "params": one})
 
 
 def nan_with_bits() -> np.float64:

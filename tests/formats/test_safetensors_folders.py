@@ -273,6 +273,26 @@ def test_real_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: s
         assert same({key: np.asarray(array) for key, array in found.items()}, expected)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_pieces_of_numbers_of_four_bits(tmp_path: Path, axis: int) -> None:
+    """PyTorch has two such numbers as an element, so its offsets on the last axis count bytes."""
+    (tmp_path / "m").mkdir()
+    packed = np.arange(32, dtype=np.uint8).reshape(4, 8)
+    for n, half in enumerate(np.split(packed, 2, axis)):
+        begin = [0, 0]
+        begin[axis] = n * half.shape[axis]
+        about = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": begin}}), "DCP_VERSION": "1.0"}
+        shape = [half.shape[0], 2 * half.shape[1]]
+        tensor = {"dtype": "F4", "shape": shape, "data_offsets": [0, half.size]}
+        header = json.dumps({"__metadata__": about, "w": tensor}).encode()
+        data = len(header).to_bytes(8, "little") + header + half.tobytes()
+        (tmp_path / "m" / f"shard-0000{n + 1}-model-00001-of-00001.safetensors").write_bytes(data)
+    expected = np.stack([packed & 15, packed >> 4], axis=-1).reshape(4, 16)
+    found: Any = tr.open(tmp_path / "m")["w"]
+    assert np.array_equal(found[...].view(np.uint8), expected) and found.dtype == ml_dtypes.float4_e2m1fn
+    assert np.array_equal(found[1:, 3:11].view(np.uint8), expected[1:, 3:11])
+
+
 class Counting(Disk):
     nbytes = 0
 

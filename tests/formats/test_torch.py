@@ -126,6 +126,95 @@ def test_large_views_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
 # What is not read
 
 
+def arrays() -> dict[str, Any]:
+    """Returns what training programs put in files together with tensors: states of generators, and values of NumPy."""
+    text = np.array([["ab", ""], ["c", "\u00e4"]])
+    return {
+        "legacy": np.random.RandomState(3).get_state(),
+        "generator": np.random.default_rng(3).bit_generator.state,
+        "arrays": [np.arange(6.0).reshape(2, 3), np.arange(6, dtype=">i2").reshape(2, 3).T, np.zeros((0, 2)), text],
+        "turned": np.asfortranarray(ROWS),
+        "dates": np.array(["2020-01-01", "NaT"], "M8[25s]"),
+        "scalars": [np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2020", "ns"), np.str_("x")],
+        "half": np.arange(3).astype(jax.numpy.bfloat16),
+        "without axes": np.array(7, np.uint8),
+        "bytes": {b"key": b"value", b"": b""},
+    }
+
+
+@pytest.mark.parametrize(
+    ("protocol", "numpy"), [(2, "numpy._core"), (2, "numpy.core"), (4, "numpy._core"), (5, "numpy._core")]
+)
+def test_values_of_numpy(tmp_path: Path, protocol: int, numpy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Arrays and scalars of NumPy 1 and 2 are leaves, without a call of what their pickles name."""
+    data, path, given = pickle.dumps(arrays(), protocol), tmp_path / "x.pt", arrays()
+    if protocol == 2:  # whose names end with a line, and need no lengths
+        data = data.replace(b"numpy._core", numpy.encode())
+    path.write_bytes(with_pickle(data))
+    tree = tr.restore(path)
+    assert jax.tree.structure(tree) == jax.tree.structure(given) and "left out" not in caplog.text
+    for (where, found), expected in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(given), strict=True):
+        assert type(found) is type(expected), where
+        if isinstance(expected, np.ndarray | np.generic):
+            little = expected.dtype.newbyteorder("=")
+            assert (found.dtype, found.shape) == (little, expected.shape), where
+            assert found.tobytes() == expected.astype(little).tobytes(), where
+    half: Any = tr.open(path)["turned"]
+    assert np.array_equal(half[1:3, 2:], ROWS[1:3, 2:]) and tree["turned"].flags.writeable
+    tr.convert(path, tmp_path / "native")
+    assert not tr.diff(path, tmp_path / "native") and tr.verify(path).ok
+    np.random.RandomState().set_state(tree["legacy"])
+
+
+def test_other_arrays_of_numpy_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = np.zeros(2, [("a", "i4"), ("b", "f4")])
+    others = {"object": np.array([1, "x"], object), "fields": fields, "long": np.zeros(2, np.longdouble), "w": ROWS}
+    masked = np.ma.array([1.0], mask=[True])
+    (tmp_path / "x.pt").write_bytes(with_pickle(pickle.dumps({**others, "masked": masked, "set": {1}}, 2)))
+    assert list(tr.restore(tmp_path / "x.pt")) == ["w"]
+    for name, what in (("object", "_reconstruct"), ("masked", "_mareconstruct"), ("set", "set")):
+        assert re.search(rf"{name} \(\S+{what}\)", caplog.text), name
+    damaged = pickle.dumps({"w": ROWS}, 4).replace(b"K\x06K\x04", b"K\x07K\x04")
+    (tmp_path / "x.pt").write_bytes(with_pickle(damaged))
+    with pytest.raises(CorruptError, match="w: expected 112 bytes of an array of NumPy, found 96"):
+        tr.open(tmp_path / "x.pt")
+
+
+KEYS = {
+    "the key None,": {None: 1},
+    r"the key torch\.float32,": {Name("torch", "float32"): 1},
+    r"the key __main__\.Color,": {Call("__main__", "Color", 1): 1},
+    "the keys 1 and '1', which read the same": {1: 1, "1": 2},
+}
+
+
+@pytest.mark.parametrize("text", KEYS)
+def test_keys_that_no_path_can_have(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.pt").write_bytes(archive({"a": KEYS[text]}))
+    with pytest.raises(UnsupportedError, match=rf"^{tmp_path}/x.pt: a: a dict with {text}.*; rename it where PyTorch"):
+        tr.open(tmp_path / "x.pt")
+
+
+def test_attributes_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Attributes are lost, except those that PyTorch itself sets: on every `state_dict`, and on every buffer."""
+    one, call = tensor(ROWS), Name("torch._utils", "_rebuild_tensor_v2")
+    ordered, none = Call("collections", "OrderedDict"), Call("collections", "OrderedDict")
+    usual = [of_type(Name("torch.nn.parameter", "Buffer"), one), rebuilt("_rebuild_parameter", one, True, none)]
+    usual[0].arguments = (*usual[0].arguments[:3], {"persistent": True, "_is_buffer": True})
+    ordered.state = {"_metadata": {"": {"version": 1}}}
+    (tmp_path / "x.pt").write_bytes(archive([*usual, ordered]))
+    tr.open(tmp_path / "x.pt")
+    assert not caplog.text
+    ordered.state["note"] = 1
+    own = (call, Name("torch", "Tensor"), (one.flat, 0, one.shape, one.strides, False, none), {"tag": 1})
+    odd = [Call("torch._tensor", "_rebuild_from_type_v2", *own), ordered]
+    odd.append(rebuilt("_rebuild_parameter_with_state", one, True, none, ({}, {"slot": 2})))
+    (tmp_path / "x.pt").write_bytes(archive(odd))
+    assert list(tr.open(tmp_path / "x.pt")) == ["0", "2"]
+    assert "x.pt: attributes of ordered dicts are left out: note" in caplog.text
+    assert "here: 0.tag (an attribute), 2.slot (an attribute)" in caplog.text
+
+
 class _Touch:
     def __init__(self, path: Path):
         self.path = path
@@ -220,9 +309,20 @@ def laughs() -> bytes:
     return b"\x80\x02" + level + b"."
 
 
+def repeated(value: bytes) -> bytes:
+    return b"\x80\x02](" + value + b"q\0" + b"h\0" * 20 + b"e."
+
+
 PICKLES: dict[str, tuple[bytes, type[TreeringError], str]] = {
     "objects that share objects": (laughs(), UnsafeError, "objects contain each other"),
     "a list in itself": (b"\x80\x02]q\0h\0a.", UnsafeError, "objects contain each other"),
+    "a text many times": (repeated(b"X\0\0\1\0" + b"x" * (1 << 16)), UnsafeError, "objects contain each other"),
+    "bytes many times": (repeated(b"B\0\0\1\0" + b"x" * (1 << 16)), UnsafeError, "objects contain each other"),
+    "bytes that are no Latin-1": (
+        b"\x80\x02c_codecs\nencode\nX\3\0\0\0\xe2\x82\xacX\6\0\0\0latin1\x86R.",
+        CorruptError,
+        "it is damaged",
+    ),
     "20,000 levels": (b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b".", UnsafeError, "objects contain each other"),
     "a key of 100,000 levels": (b"\x80\x02})" + b"\x85" * 100_000 + b"Ns.", UnsupportedError, "a key of type tuple"),
     "more objects than bytes allow": (
@@ -303,7 +403,7 @@ def test_archives_that_no_program_writes(tmp_path: Path, name: str) -> None:
 
 
 def test_a_small_file_of_a_large_tensor(tmp_path: Path) -> None:
-    """A tensor that repeats its bytes may be larger than the file; it is read in part, or if it is trusted."""
+    """A tensor that repeats its bytes may be larger than the file; a part of it is read."""
     (tmp_path / "x.pt").write_bytes(archive({"w": View(FLAT, (1 << 40, 4), (0, 1))}))
     lazy: Any = tr.open(tmp_path / "x.pt")["w"]
     assert lazy[5:7].tolist() == [[0, 1, 2, 3]] * 2

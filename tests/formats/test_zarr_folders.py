@@ -49,9 +49,9 @@ def test_a_group_of_zarr_python(tmp_path: Path, version: str) -> None:
     assert_same(tr.restore(path, TREE["params"], at="params", format="zarr"), TREE["params"])
     tr.convert(path, tmp_path / "ours", source_format="zarr")
     assert_same(tr.restore(tmp_path / "ours"), TREE)
-    with pytest.raises(UnsupportedError, match="zarr is only read"):
+    with pytest.raises(UnsupportedError, match="zarr arrays are only read"):
         tr.save(tmp_path / "x", TREE, format="zarr")
-    with pytest.raises(NotFoundError, match=r"it is a zarr .*; open it with format='zarr' if it is complete; of no"):
+    with pytest.raises(NotFoundError, match=r"it is a zarr .*; open it with format='zarr' .* if it is complete; of no"):
         tr.open(path)
 
 

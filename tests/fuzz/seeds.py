@@ -1,5 +1,6 @@
 """`python -m fuzz.seeds`: writes the small files that a fuzzer starts from into the corpus."""
 
+import pickle
 import struct
 import tempfile
 from pathlib import Path
@@ -11,6 +12,8 @@ import treering as tr
 from attacks.subjects import SUBJECTS
 
 from .targets import CORPUS
+
+_ARRAYS = {"a": np.arange(4).reshape(2, 2).T, "b": [np.float32(1), np.array(["2020"], "M8[25s]")], "c": {b"x": 1}}
 
 
 def seeds(folder: Path) -> dict[str, list[bytes]]:
@@ -32,7 +35,7 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
         "table": [Path(f"{made['tensorflow']}.index").read_bytes()],
         "block": [blocks, snappy(blocks) + bytes(len(snappy(blocks)))],
         "archive": [made["torch"].read_bytes()],
-        "pickle": [(made["dcp"] / ".metadata").read_bytes()],
+        "pickle": [(made["dcp"] / ".metadata").read_bytes(), *(pickle.dumps(_ARRAYS, protocol) for protocol in (2, 5))],
         "zarr": [
             (made["levanter"] / "weight" / ".zarray").read_bytes().replace(b'": ', b'":'),
             (

@@ -14,7 +14,8 @@ import logging, threading
 import pytest
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 import accelerator
-from treering._pytree import host_memory, staged_supply
+from treering._core import host_memory
+from treering._pytree import staged_supply
 from treering.testing._doubles import HeldDisk
 
 accelerator.install(pytest.MonkeyPatch())

@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -10,8 +13,10 @@ import pytest
 import xxhash
 
 import treering as tr
+from torch_files import View, archive
 from treering._cli.main import main
 from treering._tools.report import gather
+from treering._tools.stats import stats
 from treering.errors import MismatchError
 
 _MANY = 130
@@ -83,6 +88,56 @@ def test_what_is_tied_and_what_is_small_is_read_as_before(tmp_path: Path) -> Non
     assert len(tr.restore(tmp_path / "tied")) == 48
     tr.save(tmp_path / "zeros", {"w": np.zeros(8 << 20, np.uint8)}, format="orbax")
     assert tr.restore(tmp_path / "zeros")["w"].nbytes == 8 << 20
+
+
+def with_zeros(path: Path) -> Path:
+    if path.suffix == ".npz":
+        np.savez_compressed(path, w=np.zeros(80 << 20, np.uint8))
+    else:
+        tr.save(path, {"w": np.zeros(80 << 20, np.uint8)}, format="t5x")
+    return path
+
+
+def repeated(path: Path) -> Path:
+    path.write_bytes(archive({"w": View(np.arange(4, dtype=np.float32), (1 << 40, 4), (0, 1))}))
+    return path
+
+
+READS: dict[str, Callable[[Path], object]] = {
+    "a slice": lambda path: tr.open(path)["w"][:],
+    "NumPy": lambda path: np.asarray(tr.open(path)["w"]),
+    "a rule": lambda path: tr.open(path).apply([tr.rules.rename("w", "v")])["v"][1:],
+    "diff": lambda path: tr.diff(path, path),
+    "stats": lambda path: stats(cast("tr.LazyArray", tr.open(path)["w"])),
+    "restore": lambda path: tr.restore(path, max_expansion=math.inf),
+    "restore in parts": lambda path: tr.restore(path, max_expansion=math.inf, memory_limit=1 << 20),
+    "a template": lambda path: tr.restore(path, tr.open(path).abstract(), max_expansion=math.inf),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("name", ["x.pt", "x.npz", "t5x"])
+def test_what_no_memory_can_hold_is_refused(
+    tmp_path: Path, name: str, read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, a few bytes that claim terabytes take hours, or end in a bare `MemoryError`."""
+    path = repeated(tmp_path / name) if name == "x.pt" else with_zeros(tmp_path / name)
+    if name != "x.pt":  # 16 TiB are too much anywhere
+        monkeypatch.setattr("treering._core.host_memory.total", lambda: 70 << 20)
+    with pytest.raises(MismatchError, match=rf"^{path}: expected arrays of at most the .* of memory here") as caught:
+        READS[read](path)
+    advice = re.search(r"In Python, (\S+) reads a part", str(caught.value))
+    assert advice and len(eval(advice[1], {"tr": tr, "path": path, "leaf": "w"})) == 10
+
+
+def test_what_no_memory_can_hold_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = one_array_many_times(tmp_path / "c")
+    assert not tr.diff(path, path)
+    monkeypatch.setattr("treering._core.host_memory.total", lambda: 70 << 20)
+    assert main(["stats", str(path)]) == main(["diff", str(path), str(path)]) == 3
+    with pytest.raises(MismatchError, match="of memory here"):
+        tr.restore(path, max_expansion=math.inf, mmap=False)
+    assert len(tr.restore(path, max_expansion=math.inf, mmap=True)) == _MANY  # A mapping takes no memory.
 
 
 @pytest.mark.parametrize("wrong", [0, 0.5, -1, math.nan, True, "100", None])

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import accelerator
 import treering as tr
-from treering._pytree import devices, host_memory
+from treering._core import host_memory
+from treering._pytree import devices
 from treering._restore import array_placement
 from treering.testing._doubles import HeldDisk
 

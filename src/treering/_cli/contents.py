@@ -160,14 +160,17 @@ def stats(
     GLOBs select leaves: * matches within one component of a path, ** any number of components. NaN and infinities are
     counted; the other numbers are those of the finite values.
     """
+    from .._core import expansion
     from .._core.entries import StatesEntry
     from .._core.lazy import LazyArray
+    from .._core.source import complete_arrays
     from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
 
     ckpt = _open(checkpoint, prefix, step, format)
     if globs:
         ckpt = ckpt.select(globs)
+    expansion.check_memory(ckpt._source, complete_arrays(ckpt._source), ckpt.path)
     found: dict[str, Stats] = {}
     others = 0
     for path, entry in ckpt._source.entries.items():

@@ -1,6 +1,8 @@
 """Rewrites messages of the library for the shell: they name Python arguments, but a command has options."""
 
+import ast
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 
 import click
@@ -17,7 +19,12 @@ _PYTHON_ADVICE = re.compile(
     r"| to continue from there"
     r"| to Checkpointer\b"
 )
-_PYTHON_RULE = re.compile(r"\b(?:treering\.rules\.(drop|rename)\b|(drop)\((?=['\"])('[^']*'|\"[^\"]*\")\))")
+_SOURCE_FORMAT = re.compile(r"\bformat=(?P<name>'[^']*') \(treering\.convert: source_format=\)")
+_TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_PYTHON_RULE = re.compile(
+    rf"\b(?:tr|treering)\.rules\.(?P<rule>drop|rename)\b(?:\((?P<old>{_TEXT})(?:, (?P<new>{_TEXT}))?\))?"
+    rf"|\b(?P<text>drop)\((?P<glob>{_TEXT})\)"  # as a rule is named in an error about it
+)
 
 
 def to_shell_wording(text: str, commands: Mapping[str, click.Command], arguments: Sequence[str]) -> str:
@@ -35,9 +42,14 @@ def to_shell_wording(text: str, commands: Mapping[str, click.Command], arguments
         return options[name].opts[-1] + ("" if value in ("", "True") else f" {value.removeprefix('math.')}")
 
     def rule(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        return f"--{name}" + (f" {match[3]}" if match[3] else "") if name in options else match[0]
+        name = match["rule"] or match["text"]
+        if name not in options:
+            return match[0]
+        values = [ast.literal_eval(value) for value in (match["old"], match["new"]) if value is not None]
+        return f"--{name} {match['glob'] or (shlex.quote('='.join(values)) if values else '')}".rstrip()
 
+    argument = "source_format" if "source_format" in options else "format"
+    text = _SOURCE_FORMAT.sub(rf"{argument}=\g<name>", text)
     parts = _MESSAGE_PATH.split(text)  # The pattern has one group, so every second part is a path.
     parts[::2] = (
         _PYTHON_ADVICE.sub("", _PYTHON_RULE.sub(rule, _PYTHON_ARGUMENT.sub(option, part))) for part in parts[::2]

@@ -40,6 +40,12 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
+def rename_code(old: str, new: str) -> str:
+    """Returns the rule that gives one leaf another path, as the user would write it."""
+    values = f"^{re.escape(old)}$", new.replace("\\", "\\\\")
+    return f"tr.rules.rename({', '.join(map(repr, values))})"
+
+
 def reshape_hint(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
     """Returns the hint for an array of shape `found` where the template has the shape `wanted`.
 
@@ -59,6 +65,8 @@ def reshape_hint(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, 
     elif len(found) == len(wanted) and all(a <= b for a, b in zip(found, wanted, strict=True)):
         widths = tuple((0, b - a) for a, b in zip(found, wanted, strict=True))
         change = f"tr.rules.pad({path!r}, {widths}) fills it up with zeros, "
+    if not path:  # Without its only leaf, nothing of the checkpoint would be left.
+        return f"shapes must be equal; {change}".removesuffix("; ").removesuffix(", ")
     own = f"tr.rules.drop({path!r}) with missing=[{path!r}] takes the template's"
     if not has_value:
         own += ", if it has an array and not only a shape, as init() has"
@@ -74,19 +82,29 @@ def mismatch_error(
     what: str = "does not fit the template",
 ) -> MismatchError:
     """Returns the error about the differences between a checkpoint and a template. `likely` is their likely cause."""
+    known = list(found)
+    everything = {*template, *known}
+    differences = [_without_shared_glob(one, everything) for one in differences]
     count = f"{len(differences):,} difference{'s' if len(differences) > 1 else ''}"
     lines = [f"{name}: the checkpoint {what}: {count}"]
     if likely:
         lines.append(f"  likely: {likely}")
     groups = list(_grouped(differences)) if len(differences) > _MAX_LINES else [[one] for one in differences]
-    known = list(found)
-    everything = {*template, *known}
     lines += [f"  {_line(group, known, everything)}" for group in groups[:_MAX_LINES]]
     if rest := sum(map(len, groups[_MAX_LINES:])):
         lines.append(f"  and {rest:,} more; the error's `differences` has all of them")
     error = MismatchError("\n".join(lines))
     error.differences = tuple(differences)
     return error
+
+
+def _without_shared_glob(one: Difference, everything: Iterable[str]) -> Difference:
+    """Returns a difference without the rules in its hint if its path, as a glob, would also match other paths."""
+    if repr(one.path) not in one.hint or not {*"*?"} & {*one.path}:
+        return one
+    if not any(path != one.path and matches(path, one.path) for path in everything):
+        return one
+    return one._replace(hint="the * or ? in its name is a wildcard, so no rule changes this leaf alone; rename it")
 
 
 def _grouped(differences: Iterable[Difference]) -> Iterator[list[Difference]]:

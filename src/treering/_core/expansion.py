@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import MismatchError
+from . import host_memory
+from .boxes import Box, box_shape
+from .dtypes import itemsize
 from .entries import ArrayEntry
 from .source import Source, expands
 from .units import nbytes
@@ -29,9 +32,29 @@ def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float)
     if not expands(source) or most == math.inf:
         return
     total = sum(entry.nbytes for entry in entries)
-    if total > max(most * source.nbytes, _EXEMPT_BYTES):
+    if total > _bound(source, most):
         raise MismatchError(
             f"{name}: expected arrays of at most {most:g} times the {nbytes(source.nbytes)} that are stored, found "
             f"{nbytes(total)}. Many leaves may share one array, or the arrays compress well. If you trust this "
             "checkpoint, pass max_expansion=math.inf"
         )
+
+
+def check_memory(source: Source, wanted: Iterable[tuple[ArrayEntry, Box]], name: str) -> None:
+    """Raises `MismatchError` if boxes of arrays that expand take more bytes than this machine has memory.
+
+    This bounds what is read without `max_expansion`, or beyond it. Nothing that is stored as it is read is refused.
+    """
+    if not expands(source):
+        return
+    total = sum(math.prod(box_shape(box)) * itemsize(entry.dtype) for entry, box in wanted)
+    if total > _bound(source, MAX_RATIO) and total > (room := host_memory.total() or total):
+        raise MismatchError(
+            f"{name}: expected arrays of at most the {nbytes(room)} of memory here, found {nbytes(total)}, of which "
+            f"{nbytes(source.nbytes)} are stored. Many leaves may share one array, or the arrays repeat their values. "
+            "In Python, tr.open(path)[leaf][:10] reads a part"
+        )
+
+
+def _bound(source: Source, ratio: float) -> float:
+    return max(ratio * source.nbytes, _EXEMPT_BYTES)

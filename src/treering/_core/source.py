@@ -144,6 +144,11 @@ def arrays_of(source: Source) -> Iterator[ArrayEntry]:
     return (entry for entry in source.entries.values() if isinstance(entry, ArrayEntry))
 
 
+def complete_arrays(source: Source) -> Iterator[tuple[ArrayEntry, Box]]:
+    """Yields the entries of the arrays of a source, each with the box of all of it."""
+    return ((entry, full_box(entry.shape)) for entry in arrays_of(source))
+
+
 def expands(source: Source) -> bool:
     """Returns True if the arrays of a source may take more bytes than are stored; see `expansion`.
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._core.describe import ABSENT
+from .._core.describe import ABSENT, rename_code
 from .._core.entries import Entry, is_absent
 from .._core.leaf_paths import join_names, relative_to
 from .._core.source import Source, left_out
@@ -91,8 +91,7 @@ def _missing(
     leaf, at = absent[path], f"{elsewhere.at}/{path}".strip("/")
     if free:
         hint = f"the checkpoint has the state of an iterator at {join_names(tuple(map(repr, free)))}"
-        old, new = f"^{re.escape(free[0])}$", path.replace("\\", "\\\\")
-        rule = f"rules=[tr.rules.rename({old!r}, {new!r})] restores it"
+        rule = f"rules=[{rename_code(free[0], path)}] restores it"
         return f"{hint}: {rule if len(free) == len(absent) == 1 else 'put the iterator there'}"
     if elsewhere.iterators:
         listed = join_names(tuple(map(repr, elsewhere.iterators)))
@@ -102,7 +101,7 @@ def _missing(
         count = f"{len(inside)} leaf" if len(inside) == 1 else f"{len(inside)} leaves"
         return (
             f"the checkpoint has {count} below it, which may be its state: put `...` in its place, and set it with "
-            f"{put}(tr.restore(…, at={at!r}))"
+            f"{put}(tr.restore(path, at={at!r}))"
         )
     if elsewhere.left_out:
         return (

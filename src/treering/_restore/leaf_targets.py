@@ -172,8 +172,8 @@ def _iterator_target(path: str, leaf: Any, entry: Entry) -> LeafTarget:
             f"the states of {count} iterators, one per process",
             f"those of {saved}",
             f"restore with that many processes, or put `...` in its place and set it yourself, to one of the states in "
-            f"tr.open(…)[{path!r}] (Grain's ElasticIterator has one state for any number of processes, and so has what "
-            "mixes or zips such iterators alone)",
+            f"tr.open(path)[{path!r}] (Grain's ElasticIterator has one state for any number of processes, and so has "
+            "what mixes or zips such iterators alone)",
         )
     return LeafTarget("value", value=leaf, state=(state, entry.info))
 

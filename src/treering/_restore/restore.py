@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -166,6 +167,9 @@ def _values(
     max_bytes = None if free else left if collective else budget // 2 if passing else budget
     with gc_paused():
         groups = [ReadGroup(targets, places, numbers) for numbers in group_targets(targets, max_bytes)]
+    if not free and not passing:
+        wanted = itertools.chain.from_iterable(group.wanted for group in groups)
+        expansion.check_memory(plan.source, wanted, source_name(plan.source))
     total = sum(target.entry.nbytes for target in targets if target.entry) if progress else 0
     read_group = devices.allow_transfers()(reader.read)  # in whichever thread reads; rules may compute with JAX
     jobs = [functools.partial(read_group, group.wanted, verify=verify, mmap=mmap) for group in groups]

@@ -105,7 +105,8 @@ def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
     for path, leaf in leaves.items():
         if is_unreadable_tree(entry := leaf.entry) and glob_fits(path, entry, glob):
             within = f"{path}/**" if path else "**"
-            why = f"{text}: it may change leaves of {within}, which cannot be read; drop({within!r}) leaves them out"
+            without = f"tr.rules.drop({within!r}) leaves them out"
+            why = f"{text}: it may change leaves of {within}, which cannot be read; {without}"
             check_readable([lost_entry(path, why, *entry.why)])
 
 

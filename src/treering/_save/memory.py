@@ -2,9 +2,8 @@
 
 import logging
 
-from .._core import units
+from .._core import host_memory, units
 from .._processes import coordinator
-from .._pytree import host_memory
 from .._pytree.leaves import Described
 from .._pytree.live_tree import LiveTree
 from .._pytree.staged_supply import StagedSupply

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .._core import dtypes, html, iterator_states
+from .._core import dtypes, expansion, html, iterator_states
 from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
+from .._core.source import complete_arrays
 from .._core.tracebacks import hide_internal_frames
 from .._core.units import count
 from .._printable import safe
@@ -122,6 +123,7 @@ def _leaves_of(source: Any) -> tuple[_Side, variable_levels.Boxes]:
     if isinstance(source, str | os.PathLike):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
+        expansion.check_memory(source._source, complete_arrays(source._source), source.path)
         return {path: (entry, source[path]) for path, entry in source._source.entries.items()}, {}
     flat_tree, _ = save_source.inline_checkpoints(walk.flatten_tree(flax.split(source).tree))
     entries = leaves.describe_leaves(flat_tree.paths, flat_tree.leaves)[0].entries

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._core import dtypes
-from .._core.boxes import slice_boxes
+from .._core import dtypes, expansion
+from .._core.boxes import full_box, slice_boxes
 from .._core.lazy import LazyArray
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def has_stats(array: LazyArray) -> bool:
 
 def stats(array: LazyArray, *, bins: int = 0) -> Stats:
     """Reads an array and describes its values. With `bins`, adds quantiles and a histogram of that many bins."""
+    expansion.check_memory(array._reader, [(array.entry, full_box(array.shape))], array._reader.path)
     found = _RunningStats()
     stride = max(1, math.ceil(array.size / _SAMPLE_VALUES))
     samples: list[NDArray[np.float64]] = []

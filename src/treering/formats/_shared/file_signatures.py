@@ -38,7 +38,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
     (0, b"<html", "a page of HTML, as a failed download leaves it; fetch the file again"),
 )
-_ZARR_ADVICE = "open it with format='zarr' if it is complete"
+_ZARR_ADVICE = "open it with format='zarr' (treering.convert: source_format=) if it is complete"
 _ZARR = {
     ".zarray": f"a zarr array (version 2); {_ZARR_ADVICE}",
     ".zgroup": f"a zarr group (version 2); {_ZARR_ADVICE}",

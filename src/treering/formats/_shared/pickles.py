@@ -5,17 +5,21 @@ becomes a `Global`, and a call becomes a `Made` that records the name and the ar
 names that it knows stand for.
 """
 
+import logging
 import struct
 from typing import Any, NamedTuple
 
+from ..._core.leaf_paths import join_names
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 
 _FREE_OBJECTS = 1 << 20  # that any pickle may make; beyond that one for each `_BYTES_PER_OBJECT` bytes
 _BYTES_PER_OBJECT = 2  # the fewest that a pickler writes, for an empty list in a list
 _MAX_KEY_BITS = 64
 _SCALARS = {str, int, float, bool, bytes, type(None)}
+_MODULE_VERSIONS = "_metadata"  # an attribute of every `state_dict` of a module: the versions of its layers' code
 _ONE = 1  # the bytes of an opcode
 _HIGHEST_PROTOCOL = 5
+_log = logging.getLogger("treering")
 
 
 class Global(NamedTuple):
@@ -48,6 +52,9 @@ class Made:
         self.pairs: dict[Any, Any] | None = None
 
 
+_FLAT_KEYS = {*_SCALARS, Made, Global}
+
+
 class _Invalid(Exception):
     """The bytes are no pickle."""
 
@@ -55,16 +62,20 @@ class _Invalid(Exception):
 def read_pickle(data: bytes, name: str) -> Any:
     """Returns what a pickle describes: plain values, lists, dicts, tuples, and the classes above.
 
-    An `OrderedDict` is a dict without its attributes. Objects may contain themselves.
+    An `OrderedDict` is a dict without its attributes, which are logged. Objects may contain themselves.
 
     Raises `CorruptError`, `UnsafeError` and `UnsupportedError`, whose messages begin with `name`.
     """
+    machine = _Machine(data)
     try:
-        return _Machine(data).run()
-    except (_Invalid, IndexError, KeyError, UnicodeDecodeError) as error:
+        found = machine.run()
+    except (_Invalid, IndexError, KeyError, UnicodeError) as error:
         raise CorruptError(f"{name}: expected a pickle: {error or type(error).__name__}; it is damaged") from None
     except TreeringError as error:
         raise type(error)(f"{name}: {error}") from None
+    if machine.lost:
+        _log.warning("%s: attributes of ordered dicts are left out: %s", name, join_names(tuple(machine.lost)))
+    return found
 
 
 class _Machine:
@@ -75,6 +86,8 @@ class _Machine:
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []  # the stacks below each mark
         self._memo: dict[int, Any] = {}
+        self._encoded: dict[int, tuple[str, bytes]] = {}  # texts by id, because a pickle may encode one many times
+        self.lost: dict[str, None] = {}  # the names of the attributes of ordered dicts, in order
         self._room = _FREE_OBJECTS + len(data) // _BYTES_PER_OBJECT
 
     def run(self) -> Any:
@@ -134,12 +147,14 @@ class _Machine:
             if opcode == b"\x92":
                 stack.pop()  # keyword arguments, which no object has that a caller knows
             arguments, what = stack.pop(), stack.pop()
-            stack.append(_call(what, arguments))
+            stack.append(self._called(what, arguments))
         elif opcode == b"b":
             state, target = stack.pop(), stack[-1]
             if type(target) is Made:
                 target.state = state
-            elif type(target) is not dict:  # the attributes of an OrderedDict are left out
+            elif type(target) is dict:
+                self.lost |= dict.fromkeys(name for name in attribute_names(state) if name != _MODULE_VERSIONS)
+            else:
                 raise _Invalid(f"attributes of a {type(target).__name__}")
         elif opcode == b"Q":
             stack.append(Persistent(stack.pop()))
@@ -154,6 +169,21 @@ class _Machine:
             self._take(8)  # the size of a frame, which only helps to read ahead
         else:
             raise UnsupportedError(f"the opcode {opcode!r} of a pickle, which is not read here")
+
+    def _called(self, what: Any, arguments: Any) -> Any:
+        """Returns what a call stands for: a `Made`, or a plain value for the calls that picklers write for those."""
+        if type(arguments) is tuple and type(what) is Made:  # protocol 2 gets a nested class by a call of `getattr`
+            return Made(_inner_name(what), arguments)
+        if type(what) is not Global or type(arguments) is not tuple:
+            raise _Invalid("a call of something that is no name")
+        if not arguments and what in _EMPTY_VALUES:
+            return _EMPTY_VALUES[what]()
+        if what == ("_codecs", "encode") and [*map(type, arguments)] == [str, str] and arguments[1] == "latin1":
+            text = arguments[0]
+            if id(text) not in self._encoded:
+                self._encoded[id(text)] = text, text.encode("latin1")
+            return self._encoded[id(text)][1]
+        return Made(what, arguments)
 
     def _take(self, nbytes: int) -> bytes:
         found = self._data[self._at : self._at + nbytes]
@@ -177,12 +207,10 @@ class _Machine:
         return own
 
 
-def _call(what: Any, arguments: Any) -> Any:
-    if type(arguments) is tuple and type(what) is Made:  # protocol 2 gets a nested class by a call of `getattr`
-        return Made(_inner_name(what), arguments)
-    if type(what) is not Global or type(arguments) is not tuple:
-        raise _Invalid("a call of something that is no name")
-    return {} if what == ("collections", "OrderedDict") and not arguments else Made(what, arguments)
+def attribute_names(state: Any) -> list[str]:
+    """Returns the names of the attributes in the state of an object: a dict, or a tuple of one and one of slots."""
+    dicts = state if type(state) is tuple else (state,)
+    return [name for one in dicts if type(one) is dict for name in one if type(name) is str]
 
 
 def _inner_name(made: Made) -> Global:
@@ -214,7 +242,11 @@ def _update(stack: list[Any], items: list[Any]) -> None:
         raise _Invalid(f"entries of a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
         # Only flat keys: hashing a deeply nested tuple would exhaust the stack of the interpreter.
-        flat = type(key) in _SCALARS or type(key) is Made or (type(key) is tuple and {*map(type, key)} <= _SCALARS)
+        flat = (
+            type(key) in _SCALARS
+            or type(key) in (Made, Global)
+            or (type(key) is tuple and {*map(type, key)} <= _SCALARS)
+        )
         if not flat:
             raise UnsupportedError(f"a dict with a key of type {type(key).__name__}; expected text or numbers")
         for part in key if type(key) is tuple else (key,):
@@ -255,10 +287,16 @@ _SIZED: dict[bytes, tuple[int, Any]] = {
     b"B": (4, bytes),
     b"C": (1, bytes),
     b"\x8e": (8, bytes),
+    b"\x96": (8, lambda data: Made(Global("builtins", "bytearray"), (data,))),
     b"\x8a": (1, _integer),
     b"\x8b": (4, _integer),
 }
 _FIXED = {b"J": ("<i", 4), b"K": ("<B", 1), b"M": ("<H", 2), b"G": (">d", 8)}
+_EMPTY_VALUES: dict[Any, Any] = {
+    Global("collections", "OrderedDict"): dict,
+    Global("builtins", "bytes"): bytes,
+    Global("__builtin__", "bytes"): bytes,
+}
 _CONSTANTS: dict[bytes, Any] = {b"N": None, b"\x88": True, b"\x89": False}
 _PUTS = {b"q": 1, b"r": 4}  # the bytes of the number
 _GETS = {b"h": 1, b"j": 4}

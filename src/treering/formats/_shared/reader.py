@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ..._core import expansion
 from ..._core.boxes import Box, box_shape, full_box, slice_boxes
 from ..._core.dtypes import itemsize
 from ..._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry
@@ -166,6 +167,7 @@ class ForeignReader:
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
+        expansion.check_memory(self, wanted, self.path)
         found: list[Any] = [None] * len(wanted)
         free = mmap is None and self._immutable
         every = self._can_map if free else bool(mmap)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._core import dtypes
+from ..._core import dtypes, expansion
 from ..._core.boxes import Box, box_shape, full_box, slice_boxes
 from ..._core.entries import ArrayEntry, Entry
 from ..._core.source import Source
@@ -71,6 +71,7 @@ class ZarrReader(ForeignReader):
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
+        expansion.check_memory(self, wanted, self.path)
         arrays = [self._arrays[entry.path] for entry, _ in wanted]
         boxes = [(array, box) for array, (_, box) in zip(arrays, wanted, strict=True) if isinstance(array, zarr.Array)]
         rest = [pair for array, pair in zip(arrays, wanted, strict=True) if not isinstance(array, zarr.Array)]

@@ -12,22 +12,21 @@ DCP turns the integer keys of dicts into text when it saves, and so they stay te
 import os
 import posixpath
 import re
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..._core.source import Source
-from ...errors import UnsupportedError
 from ...stores.file_io import opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .. import is_damaged_step, is_step
+from .._shared.format_parts import ReadOnly
 from .schema import METADATA, NAME
 
 _STEP = re.compile(r"step-(\d{1,18})")
 _PICKLE_MAGIC = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
-class Dcp:
+class Dcp(ReadOnly):
     """Implements `treering.formats.Format` for distributed checkpoints of PyTorch.
 
     Values are read as in `Torch`, which also says what is left out. A tensor whose file is missing is lost, and the
@@ -35,8 +34,7 @@ class Dcp:
     """
 
     name = NAME
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
+    contents = "checkpoints of PyTorch"
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -71,12 +69,6 @@ class Dcp:
             for name, path in paths.items()
             if is_damaged_step(store, path, posixpath.join(path, METADATA), lambda data: False)
         }
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
-
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(f"{path}: checkpoints of PyTorch are only read; choose another format")
 
 
 FORMAT = Dcp()

@@ -20,8 +20,8 @@ from .._shared.pickles import Global, Made, read_pickle
 from .._shared.pieces import Pieces, tile
 from .._shared.reader import attempt, check_file
 from .._shared.safety import check_inside
-from ..torch.archive import DTYPES, Archive, Tensor, sizes
-from ..torch.tree import Branch, Inside, Leaves, Placed, TorchReader
+from ..torch.archive import DTYPES, Archive, Placed, Tensor, sizes
+from ..torch.tree import Branch, Inside, Leaves, TorchReader
 from .schema import CONVERT, NAME
 
 _MAX_KEY = 1 << 63

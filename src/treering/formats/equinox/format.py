@@ -8,8 +8,8 @@ from typing import Any
 
 from ..._core.source import Source
 from ...errors import MismatchError
-from ...stores.read_errors import refusal
 from ...stores.store import Store
+from .._shared.format_parts import refuses_file
 from .schema import NAME, SUFFIX, line_before
 
 
@@ -27,16 +27,13 @@ class Equinox:
     boxes: tuple[str, ...] = ()
 
     def refuses(self, store: Store, path: str) -> str | None:
-        try:
-            found = store.stat(path)
-            if found is None or not found.is_file:
-                return "there is nothing" if found is None else "not a file"
-            line_before(store, path)
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            return refusal(error, path)
-        return None
+        def examine() -> str | None:
+            try:
+                line_before(store, path)
+            except ValueError as error:
+                return str(error)
+
+        return refuses_file(store, path, examine)
 
     def open(self, store: Store, path: str) -> Source:
         from .read import EquinoxReader

@@ -57,7 +57,7 @@ def _problem(entry: Entry) -> str | None:
     """Returns the reason why Equinox could not read a leaf back; None if it can."""
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "typed PRNG keys; store jax.random.key_data of it, or drop it by a rule"
+            return "typed PRNG keys; store jax.random.key_data(key), or drop it by a rule"
         dtype = dtypes.to_numpy(entry.dtype)
         known = dtype.kind in "biufcSUmM" and dtype.str != "<f1"
         return None if known or entry.dtype == "bfloat16" else f"{entry.dtype}, which Equinox cannot read; cast it"

@@ -124,10 +124,12 @@ class Orbax(ZarrFolders):
 
     def check_iterators(self, contents: Source, *, composite: Any = False, **_: Any) -> None:
         """Raises `UnsupportedError` for the iterators of a tree that cannot be items."""
-        from .iterators import NO_ITEM, refused
+        from .iterators import no_item, refused
 
         found = {path: entry for path, entry in contents.entries.items() if entry.type == "iterator"}
-        reasons = {path: refused(one) if composite and "/" not in path else NO_ITEM for path, one in found.items()}
+        reasons = {
+            path: refused(one) if composite and "/" not in path else no_item(path) for path, one in found.items()
+        }
         if lines := [f"  {path or '(root)'}: {reason}" for path, reason in reasons.items() if reason]:
             raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *lines]))
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..._core.describe import rename_code
 from ..._core.entries import ArrayEntry, Entry, IteratorEntry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
@@ -106,7 +107,8 @@ def _refused(name: str, part: Skeleton, *, is_one: bool) -> str | None:
     is_one: True if a leaf is an item, because it is the state of an iterator, or marked as JSON.
     """
     if not is_one and not isinstance(part[0], Node):
-        return "a leaf, and items are folders of leaves; move it into one, as rules.rename('step', 'loop/step') does"
+        own = rename_code(name, f"group/{name}")
+        return f"a leaf, and items are folders of leaves; move it into one: {own}"
     if not is_one and len(part) == 1 and not is_files(part):
         return "an empty item, which Orbax refuses; leave it out"
     if name in (*NAMES, METRICS) or UNFINISHED in name:

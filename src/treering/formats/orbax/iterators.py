@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..._core.describe import rename_code
 from ..._core.entries import Entry, IteratorEntry, IteratorInfo, StatesEntry
 from ..._core.iterator_states import Types, encode_state, per_process
 from ..._core.leaf_paths import join_names
@@ -22,12 +23,18 @@ from .._shared.reader import attempts
 
 STATE = re.compile(r"process_(\d{1,9})-of-(\d{1,9})(?:\.\w+)?")
 _GRAIN = "grain"  # the library whose handlers write such files
-NO_ITEM = (
-    "the state of an iterator, which Orbax holds as an item of its own: use composite=True (--composite), and move it "
-    "to the top of the tree, as rules.rename('loop/data', 'data') does; or leave it out with treering.rules.drop"
-)
 HANDLER = "grain._src.python.checkpoint.handler.CheckpointHandler"
 HANDLERS = ("CheckpointHandler", "PyGrainCheckpointHandler", "GrainCheckpointHandler")  # classes of Grain and MaxText
+
+
+def no_item(path: str) -> str:
+    """Returns the reason why the state of an iterator cannot be a leaf of a tree, and how it becomes an item."""
+    top = path.rpartition("/")[2]
+    move = f", and move it to the top of the tree: {rename_code(path, top)}" if top != path else ""
+    return (
+        f"the state of an iterator, which Orbax holds as an item of its own: use composite=True{move}; or leave it "
+        f"out: tr.rules.drop({path!r})"
+    )
 
 
 def state_files(store: Store, folder: str) -> list[str]:

@@ -17,7 +17,7 @@ from .._zarr import metadata
 from .._zarr.chunks import Chunks
 from .._zarr.leaves import add_array, add_number
 from .._zarr.writer import Writer
-from .iterators import NO_ITEM
+from .iterators import no_item
 from .metadata import DICT, SEQUENCE, STRINGS
 from .schema import ARRAY_META, ONE_DEVICE, SHARDINGS, TREE
 from .tree import KEY, MAX_LEVELS
@@ -115,20 +115,20 @@ def problems_of(leaves: Iterable[Leaf], at: str = "") -> Iterator[str]:
     names: dict[str, str] = {}
     for leaf in leaves:
         path = "/".join([*([at] if at else []), *(key for key, _ in leaf.keys)])
-        if reason := _refused(leaf):
+        if reason := _refused(leaf, path):
             yield f"  {path or '(root)'}: {reason}"
         if leaf.kind not in _EMPTY.values() and leaf.kind != "None" and names.setdefault(leaf.name, path) != path:
             yield f"  {path}: Orbax would store it under the same name as {names[leaf.name]}; rename one of them"
 
 
-def _refused(leaf: Leaf) -> str | None:
+def _refused(leaf: Leaf, path: str) -> str | None:
     if len(leaf.keys) > MAX_LEVELS:
         return f"it is more than {MAX_LEVELS} levels deep"
     if isinstance(leaf.entry, ArrayEntry):
         dtype = leaf.entry.dtype
         return None if metadata.can_hold(dtype) else f"dtype {dtype}, which zarr cannot hold"
     if isinstance(leaf.entry, IteratorEntry):
-        return NO_ITEM
+        return no_item(path)
     if leaf.kind != "scalar":
         return None
     value = _value(leaf)

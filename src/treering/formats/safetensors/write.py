@@ -29,9 +29,9 @@ _ALIGNMENT_BYTES = 64  # bytes; JAX uses memory aligned to this without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
-    "key": "store jax.random.key_data of it, or drop it by a rule",
-    "str": "pass it as metadata=, and drop it by a rule",
-    "bytes": "pass it as metadata=, and drop it by a rule",
+    "key": "store jax.random.key_data(key), or drop it by a rule",
+    "str": "save it as metadata, and drop it by a rule",
+    "bytes": "store numpy.frombuffer(data, 'uint8'), or drop it by a rule",
 }
 
 

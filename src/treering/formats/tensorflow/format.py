@@ -11,22 +11,22 @@ translates the names of T5 into those of T5X.
 import os
 import posixpath
 import re
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..._core.source import Source
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.file_io import opened
 from ...stores.read_errors import reading, refusal
 from ...stores.store import Store
 from .. import accepts, is_damaged_step
+from .._shared.format_parts import ReadOnly
 from .schema import NAME, index_of
 
 _MAGIC = bytes.fromhex("57fb808b247547db")
 _STEP = re.compile(r"(.+(?<!-of)-(\d{1,18}))\.index")  # not "train_ds-000-of-001": those are T5X's iterators over data
 
 
-class TensorFlow:
+class TensorFlow(ReadOnly):
     """Implements `treering.formats.Format` for TensorFlow's checkpoints.
 
     A checkpoint is named by its prefix, ``model.ckpt-1000``, or by its index. A folder stands for the checkpoint that
@@ -35,8 +35,7 @@ class TensorFlow:
     """
 
     name = NAME
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
+    contents = "checkpoints of TensorFlow"
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -64,12 +63,6 @@ class TensorFlow:
         steps = [step for name in names if (step := _STEP.fullmatch(name)) and step[1] in data]
         paths = {step: posixpath.join(folder, step[0]) for step in steps}
         return {int(step[2]): step[0] for step in steps if is_damaged_step(store, paths[step], paths[step], bool)}
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
-
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(f"{path}: checkpoints of TensorFlow are only read; choose another format")
 
 
 FORMAT = TensorFlow()

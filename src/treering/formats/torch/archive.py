@@ -2,17 +2,18 @@
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape
+from ..._core.entries import ArrayType
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import Runs, check_shape
-from .._shared.pickles import Global, Made, Persistent, read_pickle
+from .._shared.pickles import Global, Made, Persistent, attribute_names, read_pickle
 from .._shared.reader import Stored
 from .._shared.zips import Member, damage_of, locate, open_zip
 from .schema import PICKLE, RESAVE
@@ -44,6 +45,7 @@ _STORAGES = {
 _UNTYPED = "UntypedStorage"  # its size is in bytes, and the tensor has the dtype
 _TENSORS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}  # arguments, without metadata
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+_BUFFER_ATTRIBUTES = ("persistent", "_is_buffer")  # of every `torch.nn.Buffer`
 _PLAIN_TYPES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
 _MAKE_PLAIN = "save it as a plain tensor, such as tensor.to_dense(), .dequantize() or .full_tensor() returns"
 
@@ -70,13 +72,26 @@ class Storage:
         self._is_checked = True
 
 
+class Placed(NamedTuple):
+    """An array whose contents are found when they are read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: Stored
+    check: Callable[[Box], None]
+    type: ArrayType = "numpy"
+    attributes: Sequence[str] = ()
+
+
 class Tensor(NamedTuple):
-    """A tensor in an archive."""
+    """A tensor in an archive. `attributes` are the names of those that a program has set."""
 
     dtype: str
     shape: tuple[int, ...]
     stored: Stored
     storage: Storage
+    attributes: Sequence[str] = ()
+    type: ArrayType = "numpy"
 
     def check(self, box: Box) -> None:
         """Compares the checksum of the bytes. Raises `CorruptError`."""
@@ -127,12 +142,14 @@ class Archive:
             if kind not in _PLAIN_TYPES or type(call) is not Global or type(arguments) is not tuple:
                 name = str(kind) if type(kind) is Global else type(kind).__name__
                 raise UnsupportedError(f"a tensor of the class {name:.100}; {_MAKE_PLAIN}")
-            made, (module, name) = Made(call, arguments), call
+            found = self.tensor(Made(call, arguments)) if call.module == "torch._utils" else None
+            return found and found._replace(attributes=_own_attributes(made.arguments[3:4]))
         if module != "torch._utils":
             return None
         if name in _PARAMETERS and made.arguments:
             inner = made.arguments[0]
-            return self.tensor(inner) if type(inner) is Made and inner.what.name in _TENSORS else None
+            found = self.tensor(inner) if type(inner) is Made and inner.what.name in _TENSORS else None
+            return found and found._replace(attributes=_own_attributes(made.arguments[3:4]))
         if name not in _TENSORS:
             if name.startswith("_rebuild"):
                 raise UnsupportedError(f"a tensor that PyTorch makes by {name:.100}; {_MAKE_PLAIN}")
@@ -199,6 +216,11 @@ class Archive:
         if crc and zlib.crc32(data) != crc:
             raise CorruptError(f"{self.name}: the bytes of {name!r} are not what was saved; their checksum differs")
         return data
+
+
+def _own_attributes(states: Sequence[Any]) -> list[str]:
+    """Returns the names of the attributes that a program has set on a tensor."""
+    return [name for state in states for name in attribute_names(state) if name not in _BUFFER_ATTRIBUTES]
 
 
 class _Strided:

@@ -14,3 +14,4 @@ SAVE_SCRIPT = (
     "where PyTorch is, save its tensors, and open the new file: "
     "torch.save(torch.jit.load(path).state_dict(), 'model.pt')"
 )
+RENAME_KEY = "rename it where PyTorch is, save the dict again by torch.save, and open the new file"

@@ -1,22 +1,25 @@
 """Finds the leaves of what PyTorch has pickled."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, Entry, ValueEntry, lost_entry
-from ..._core.leaf_paths import key_texts
+from ..._core.leaf_paths import key_text
 from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from .._shared.pickles import Global, Made, Persistent
 from .._shared.reader import ForeignReader, Stored
-from .archive import Archive, Tensor, sizes
-from .schema import SAVE_STATE
+from .archive import Archive, Placed, Tensor, sizes
+from .numpy_arrays import array_of
+from .schema import RENAME_KEY, SAVE_STATE
 
 _MAX_NODE_CHARACTERS = 64 << 20  # of all paths together; each node also counts as `_NODE_CHARACTERS`
 _NODE_CHARACTERS = 64
+_COMPLEX = (("builtins", "complex"), ("__builtin__", "complex"))
 _SCALARS = (str, int, float, bool, complex, bytes, type(None))
 
 
@@ -29,15 +32,6 @@ class Inside(NamedTuple):
 
 class Branch(dict[Any, Any]):
     """A container of which only the keys of its children are known. It is a list if they are the numbers from 0."""
-
-
-class Placed(NamedTuple):
-    """A tensor whose contents are found when they are read."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    stored: Stored
-    check: Callable[[Box], None]
 
 
 class _Container(NamedTuple):
@@ -60,6 +54,7 @@ class Leaves:
         self.left_out: list[str] = []
         self.skeleton: Skeleton = []
         self._where, self._room = where, _MAX_NODE_CHARACTERS
+        self._large: set[int] = set()  # the ids of plain values that take memory
         nodes: list[Node | int] = []
         root = self._converted("", tree, archive)
         if isinstance(root[0], _LeftOut):
@@ -86,8 +81,9 @@ class Leaves:
         if isinstance(value, CorruptError):
             self.entries.append(lost_entry(path, str(value), tree=True))
         elif isinstance(value, Tensor | Placed):
-            self.entries.append(ArrayEntry(path, "numpy", value.dtype, value.shape))
+            self.entries.append(ArrayEntry(path, value.type, value.dtype, value.shape))
             self.arrays[path], self.checks[path] = value.stored, value.check
+            self.left_out += [f"{path or '(root)'}.{name} (an attribute)" for name in value.attributes]
         else:
             self.entries.append(ValueEntry(path, *value))
 
@@ -117,6 +113,10 @@ class Leaves:
     def _converted(self, path: str, value: Any, archive: Archive | None) -> tuple[Any, Archive | None]:
         if type(value) is Inside:
             archive, value = value
+        if type(value) in _SCALARS and (nbytes := sys.getsizeof(value)) > _NODE_CHARACTERS:
+            if id(value) in self._large:  # A few bytes of a pickle can repeat a text of megabytes.
+                self._room -= nbytes
+            self._large.add(id(value))
         try:
             return _convert(value, archive), archive
         except TreeringError as error:
@@ -129,6 +129,8 @@ def _convert(value: Any, archive: Archive | None) -> Any:
     if type(value) is Made:
         if archive is not None and (tensor := archive.tensor(value)) is not None:
             return tensor
+        if (array := array_of(value)) is not None:
+            return array
         value = _plain(value)
     if type(value) in _SCALARS:
         try:
@@ -152,16 +154,8 @@ def _plain(made: Made) -> Any:
     what, arguments = made.what, made.arguments
     if what == ("torch", "Size"):
         return sizes(made)
-    if what == ("_codecs", "encode") and len(arguments) == 2 and arguments[1] == "latin1" and type(arguments[0]) is str:
-        try:
-            return arguments[0].encode("latin1")
-        except UnicodeEncodeError:
-            raise CorruptError("expected bytes as text in Latin-1") from None
-    if what.module in ("builtins", "__builtin__"):
-        if what.name == "complex" and len(arguments) == 2 and {*map(type, arguments)} == {float}:
-            return complex(*arguments)
-        if what.name == "bytes" and not arguments:
-            return b""
+    if what in _COMPLEX and len(arguments) == 2 and {*map(type, arguments)} == {float}:
+        return complex(*arguments)
     if what == ("collections", "Counter") and len(arguments) == 1 and type(arguments[0]) is dict:
         return arguments[0]
     if what == ("collections", "defaultdict"):
@@ -173,11 +167,19 @@ def _dict(value: dict[Any, Any]) -> _Container:
     keys = list(value)
     if type(value) is Branch and {*map(type, keys)} == {int} and sorted(keys) == list(range(len(keys))):
         return _numbered("list", [value[n] for n in range(len(keys))])
-    if bad := next((key for key in keys if type(key) in (Made, Global)), None):
-        raise UnsupportedError(f"a dict with a key of the type {bad.what if type(bad) is Made else bad}")
-    names = key_texts(keys)
-    if len(set(names)) < len(names):
-        raise UnsupportedError("two keys of a dict read the same")
+    names: list[str] = []
+    for key in keys:
+        try:
+            names.append(key_text(key))
+        except UnsupportedError:
+            shown = key.what if type(key) is Made else key if type(key) is Global else repr(key)
+            why = f"a dict with the key {shown!s:.100}, which no path can have"
+            raise UnsupportedError(f"{why}; {RENAME_KEY}") from None
+    places = dict(zip(names, keys, strict=True))
+    for name, key in zip(names, keys, strict=True) if len(places) < len(names) else ():
+        if (other := places[name]) is not key:
+            why = f"a dict with the keys {key!r:.100} and {other!r:.100}, which read the same"
+            raise UnsupportedError(f"{why}; {RENAME_KEY}")
     return _Container(Node("dict", "", [encode_key(key) for key in keys]), names, list(value.values()))
 
 

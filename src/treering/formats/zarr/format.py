@@ -8,23 +8,20 @@ Only ``format="zarr"`` reads it: nothing in such a folder shows that it is compl
 Levanter that were never finished look like one.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
-
 from ..._core.source import Source
 from ...errors import UnsupportedError
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .. import accepts, get, names
 from .._shared.file_signatures import describe_zarr
+from .._shared.format_parts import ReadOnly
 
 
-class Zarr:
+class Zarr(ReadOnly):
     """Implements `treering.formats.Format` for zarr."""
 
     name = "zarr"
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
+    contents = "zarr arrays"
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -53,15 +50,6 @@ class Zarr:
         return ZarrReader(
             "zarr", path, tree.entries, tree.arrays, metadata=about, nbytes=nbytes, numbers_are_arrays=True
         )
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        return {}
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
-
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(f"{path}: zarr is only read; choose another format, such as levanter")
 
 
 FORMAT = Zarr()

@@ -1,4 +1,4 @@
-"""Decides how much of the host's memory copies may take if the caller sets no limit."""
+"""Says how much memory the host has, and how much of it copies may take if the caller sets no limit."""
 
 import contextlib
 import os
@@ -52,6 +52,11 @@ def available() -> int | None:
     Returns None if the system does not say.
     """
     return min((left for left, _ in _memory_pools()), default=None)
+
+
+def total() -> int | None:
+    """Returns the bytes of memory that the host, or the container of this process, has; None if it does not say."""
+    return min((most for _, most in _memory_pools()), default=None)
 
 
 def _memory_pools() -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from treering._pytree import host_memory
+from treering._core import host_memory
 
 pytestmark = pytest.mark.compat
 
