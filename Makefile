@@ -36,9 +36,9 @@ test: $(VENV)/compiled
 durations: $(VENV)/compiled
 	TEST_DURATIONS=.durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
-# All of what `make test` takes a part of (tests/sampling.py).
+# All of what `make test` takes a part of (tests/sampling.py). The summary names what was skipped, and why.
 thorough: $(VENV)/test $(PAGES)
-	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal
+	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal -rs
 
 quick: $(VENV)/compiled
 	TEST_QUICK=1 $(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal
@@ -89,7 +89,7 @@ damage: $(VENV)/test
 
 # Readers under a coverage-guided fuzzer, one after another. What it finds lies in .fuzz; crashes end it.
 fuzz: $(VENV)/test $(VENV)/fuzz
-	for target in manifest header flax stream records table block zarr archive pickle; do \
+	for target in manifest header flax stream records table block zarr archive pickle hdf5; do \
 	  mkdir -p .fuzz/$$target && PYTHONPATH=tests $(RUN) -m fuzz $$target $(FUZZ_SECONDS) .fuzz/$$target || exit 1; done
 
 # What `make lowest` and `make newest` need.

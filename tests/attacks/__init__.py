@@ -54,6 +54,6 @@ def attack(format: str, tries: str, verdict: Verdict = "refused", *, slow: bool 
 
 def load() -> dict[str, Attack]:
     """Returns the entire corpus."""
-    from . import any_format, equinox, msgpack, names, native, safetensors, tensorflow, torch, zarr  # noqa: F401
+    from . import any_format, equinox, keras, msgpack, names, native, safetensors, tensorflow, torch, zarr  # noqa: F401
 
     return ATTACKS

@@ -230,6 +230,33 @@ class TestNpzCompressed(TestNpz):
     test_opening_reads_no_arrays: Any = None  # It wipes the plain bytes of arrays, which a compressed file lacks.
 
 
+class TestKeras(FormatConformance):
+    format = "keras"
+    suffix = ".weights.h5"
+    writes = False
+    dtypes = (*(d for d in NUMPY if "complex" not in d), "bfloat16", "|S5")
+    values = ()
+    keys = False
+    names = tuple(name for name in NAMES if name.strip(".") and "\0" not in name)
+    empty = False
+    fields = ()
+    packing: ClassVar[Mapping[str, Any]] = {}
+
+    def make(self, path: Path, tree: Any, **options: Any) -> None:
+        h5py = pytest.importorskip("h5py", reason="h5py comes with Keras, for `make test` and not for `make lowest`")
+        flat_tree = walk.flatten_tree(tree)
+        path.parent.mkdir(exist_ok=True)
+        with h5py.File(path, "w") as file:
+            for name, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
+                file.create_dataset(name, data=np.asarray(leaf), **(self.packing if np.size(leaf) > 1 else {}))
+
+
+class TestKerasChunks(TestKeras):
+    packing: ClassVar[Mapping[str, Any]] = {"compression": "gzip", "shuffle": True, "fletcher32": True}
+    test_any_size_is_copied_in_bounded_memory: Any = None  # As in TestNpzCompressed.
+    test_opening_reads_no_arrays: Any = None
+
+
 class TestTorch(FormatConformance):
     format = "torch"
     suffix = ".pt"

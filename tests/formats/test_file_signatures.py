@@ -7,14 +7,12 @@ import json
 import lzma
 import os
 import pickle
-import re
 import shutil
 import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -131,7 +129,6 @@ KINDS = [
     ("model.safetensors.gz", gzip.compress(RANDOM), "compressed by gzip; unpack it"),
     ("model.bz2", bz2.compress(RANDOM), "compressed by bzip2"),
     ("model.xz", lzma.compress(RANDOM), "compressed by xz"),
-    ("weights.h5", b"\x89HDF\r\n\x1a\n" + bytes(500), "HDF5"),
     ("model.gguf", b"GGUF\x03\0\0\0" + bytes(500), "GGUF"),
     ("model.bin", b"<!DOCTYPE html><html><head>", "a page of HTML"),
     ("empty", b"", "empty"),
@@ -215,18 +212,3 @@ def test_log_names_a_fallback_only_if_one_exists(tmp_path: Path, caplog: pytest.
                 tr.open(tmp_path)
             expected = ["step 2 is damaged", "taking step 1, the one before step 2", "step 1 is damaged"]
         assert [record.getMessage().split(":")[0] for record in caplog.records] == expected
-
-
-def test_the_advice_about_hdf5_keeps_bfloat16(tmp_path: Path) -> None:
-    """Keras 3 stores an array of bfloat16 as opaque bytes, with the name of the dtype as an attribute."""
-    h5py = pytest.importorskip("h5py")
-    array, path = np.array([[1, -2.5]], ml_dtypes.bfloat16), tmp_path / "m.weights.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("layers/dense/vars/0", data=array.view("V2")).attrs["dtype"] = "bfloat16"
-    with pytest.raises(UnsupportedError, match=r"it is HDF5; load weights of Keras .* model.load_weights") as caught:
-        tr.open(path)
-    with h5py.File(path) as file:
-        (code,) = re.findall(r"dataset\[...\]\S+", str(caught.value))
-        tr.save(tmp_path / "c", {"w": eval(code, {"dataset": file["layers/dense/vars/0"]})})
-    found = tr.restore(tmp_path / "c")["w"]
-    assert found.dtype == "bfloat16" and (found == array).all()

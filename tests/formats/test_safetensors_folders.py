@@ -442,6 +442,7 @@ def test_bookkeeping_that_an_earlier_copy_has_kept(tmp_path: Path) -> None:
 
 @_TORCH
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_reads_what_is_written(tmp_path: Path) -> None:
     import torch  # type: ignore
     import torch.distributed.checkpoint as dcp  # type: ignore

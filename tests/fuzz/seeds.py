@@ -10,6 +10,7 @@ import numpy as np
 
 import treering as tr
 from attacks.subjects import SUBJECTS
+from helpers import REAL
 
 from .targets import CORPUS
 
@@ -35,6 +36,7 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
         "table": [Path(f"{made['tensorflow']}.index").read_bytes()],
         "block": [blocks, snappy(blocks) + bytes(len(snappy(blocks)))],
         "archive": [made["torch"].read_bytes()],
+        "hdf5": [(REAL / "keras" / f"{name}.weights.h5").read_bytes() for name in ("single", "half")],
         "pickle": [(made["dcp"] / ".metadata").read_bytes(), *(pickle.dumps(_ARRAYS, protocol) for protocol in (2, 5))],
         "zarr": [
             (made["levanter"] / "weight" / ".zarray").read_bytes().replace(b'": ', b'":'),

@@ -15,6 +15,7 @@ from treering.formats.dcp import format as dcp
 from treering.formats.equinox import format as equinox
 from treering.formats.fjformer import format as fjformer
 from treering.formats.flax import format as flax
+from treering.formats.keras import format as keras
 from treering.formats.safetensors import header as safetensors
 from treering.formats.safetensors.read import open_files
 from treering.formats.safetensors.schema import read_sidecar
@@ -108,6 +109,7 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "zarr": _zarr,
     "archive": _of_file(lambda path: torch.FORMAT.open(stores.get(""), path)),
     "pickle": _pickle,
+    "hdf5": _of_file(lambda path: keras.FORMAT.open(stores.get(""), path)),
 }
 """Fuzzed readers by name: each takes bytes, and a folder to write them to."""
 

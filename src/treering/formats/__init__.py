@@ -150,6 +150,7 @@ _MODULES = {
     "equinox": "treering.formats.equinox.format",
     "npz": "treering.formats.npz.format",
     "torch": "treering.formats.torch.format",
+    "keras": "treering.formats.keras.format",
     "tensorflow": "treering.formats.tensorflow.format",
     "orbax": "treering.formats.orbax.format",
     "dcp": "treering.formats.dcp.format",

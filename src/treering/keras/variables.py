@@ -47,6 +47,10 @@ def load(model: keras.Model, path: str | os.PathLike[str], **options: Any) -> No
     architecture, and changes nothing then.
     """
     ckpt = open_checkpoint(path, step=options.pop("step", None))
+    if ckpt.format == "keras":
+        raise MismatchError(
+            f"{path}: expected a checkpoint of Treering, found weights of Keras; use model.load_weights"
+        )
     saved = any(name.startswith("optimizer") for name in ckpt)
     wanted = getattr(model, "optimizer", None) is not None
     if saved != wanted:

@@ -12,10 +12,6 @@ from ...stores.file_io import is_folder, opened, read_file
 from ...stores.store import Store
 from ..torch.schema import CHUNKS, PICKLE, RESAVE, SAVE_SCRIPT
 
-_HDF5_ADVICE = (
-    "load weights of Keras into their model with model.load_weights, and save that; load other arrays with h5py, those "
-    "of bfloat16 by dataset[...].view('bfloat16') after `import ml_dtypes`"
-)
 NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
 _UNPACK_ADVICE = "unpack it first"
@@ -25,7 +21,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
         (0, bytes([0x80, n]), f"{_PICKLE_ADVICE}; load it in the program that wrote it; save its arrays")
         for n in range(2, 6)
     ),
-    (0, b"\x89HDF\r\n\x1a\n", f"HDF5; {_HDF5_ADVICE}"),
+    (0, b"\x89HDF\r\n\x1a\n", "HDF5, as Keras writes it; open it by its own path"),
     (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
     (0, b"\x0c\xdb\x3a\x2a", "a file of an OCDBT database of TensorStore; open the folder that it is in"),
     (0, b"GGUF", "GGUF, the format of llama.cpp; open the model that it was made from"),
@@ -172,5 +168,5 @@ def _describe_zip(begin: bytes, path: str) -> str:
     if posixpath.basename(first) in (b".zarray", b".zgroup", b".zattrs", b"zarr.json"):
         return f"a zip archive of zarr arrays; {_UNPACK_ADVICE}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):
-        return "a model of Keras; load it with Keras, and save its arrays"
+        return "a model of Keras; open it by its own path"
     return f"a zip archive; {_UNPACK_ADVICE}"

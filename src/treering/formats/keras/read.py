@@ -1,0 +1,220 @@
+"""Reads weights of Keras: HDF5 files, archives with one, and shards with their index."""
+
+import logging
+import math
+import posixpath
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box
+from ..._core.entries import ArrayEntry, Entry, lost_entry
+from ..._core.leaf_paths import join_names
+from ..._core.source import EVERYTHING, Problem, Share
+from ...errors import CorruptError, UnsafeError, UnsupportedError
+from ...stores.file_io import open_fetched, read_file
+from ...stores.store import Blob, Store
+from .._shared import strict_json
+from .._shared.extents import Runs
+from .._shared.reader import ForeignReader, Stored, attempts, check_file
+from .._shared.safety import check_distinct, check_inside
+from .._shared.zips import damage_of, locate, open_zip
+from ..safetensors.schema import path_of
+from ..torch.archive import Storage
+from .chunks import chunked
+from .hdf5 import UNDEFINED, Array, Section, parse
+from .schema import NAME, WEIGHTS
+
+_log = logging.getLogger("treering")
+_MAX_JSON_BYTES = 64 << 20
+
+
+class _Opened(NamedTuple):
+    """An HDF5 file: its leaves, what else it has, and its checksum if it has one."""
+
+    file: Blob
+    entries: Sequence[Entry]
+    arrays: Mapping[str, Stored]
+    uncertain: frozenset[str]
+    metadata: Mapping[str, Any]
+    left_out: Sequence[str]
+    storage: Storage | None = None
+
+
+class KerasReader(ForeignReader):
+    """Reads weights. `ambiguous_dtypes` lists arrays shown as uint8 whose dtype of one byte the file does not name.
+
+    With `verify`, the first read compares the checksum of an archive. HDF5 has none.
+    """
+
+    expands = True  # chunks may be compressed, and several arrays may share the same bytes
+
+    def __init__(self, path: str, opened: Sequence[_Opened], nbytes: int = 0):
+        self._storages = [one.storage for one in opened if one.storage]
+        self.ambiguous_dtypes = frozenset[str]().union(*(one.uncertain for one in opened))
+        if self.ambiguous_dtypes:
+            _log.warning(
+                "%s: Keras has stored %s without the dtype (float8 or others); restored as that of the template, or "
+                "otherwise as bytes (uint8)",
+                path,
+                join_names(tuple(sorted(self.ambiguous_dtypes))),
+            )
+        entries = [entry for one in opened for entry in one.entries]
+        check_distinct([entry.path for entry in entries], path)
+        metadata: dict[str, Any] = {}
+        for one in opened:
+            metadata |= one.metadata
+        super().__init__(
+            NAME,
+            path,
+            entries,
+            {name: array for one in opened for name, array in one.arrays.items()},
+            metadata=metadata or None,
+            nbytes=nbytes + sum(one.file.size for one in opened),
+            left_out=[what for one in opened for what in one.left_out],
+        )
+
+    def read(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
+    ) -> list[np.ndarray]:
+        for storage in self._storages if verify else ():
+            storage.check()
+        return super().read(wanted, verify=verify, mmap=mmap)
+
+    def problems(self, share: Share = EVERYTHING) -> Any:
+        for storage in self._storages:
+            try:
+                storage.check()
+            except CorruptError as error:
+                yield Problem(self.path, tuple(self.entries), None, str(error))
+                return
+        yield from super().problems(share)
+
+
+def open_file(store: Store, path: str) -> KerasReader:
+    """Opens a single HDF5 file."""
+    return KerasReader(path, [_open(store, path)])
+
+
+def open_archive(store: Store, path: str) -> KerasReader:
+    """Opens the weights in a model of Keras (.keras). Its configuration becomes metadata."""
+    file = open_fetched(store, path)
+    metadata: dict[str, Any] = {}
+    left_out: list[str] = []
+    advice = f"unpack it, and open the {WEIGHTS} in it"
+    with damage_of(path, "a model of Keras", advice):
+        archive = open_zip(file)
+        members = {member.filename: member for member in archive.infolist()}
+        if len(members) < len(archive.infolist()):
+            raise CorruptError(f"{path}: two files in this archive have one name")
+        for name, member in members.items():
+            if name.endswith(".json") and member.file_size <= _MAX_JSON_BYTES:
+                try:
+                    metadata[name] = strict_json.parse(archive.read(member))
+                    continue
+                except strict_json.MALFORMED:
+                    pass
+            if name != WEIGHTS:
+                left_out.append(name)
+        if WEIGHTS not in members:
+            raise UnsupportedError(
+                f"{path}: expected {WEIGHTS}, found {join_names((*members,))}; load it with Keras, and save it with "
+                "model.save_weights('NAME.weights.h5')"
+            )
+        if members[WEIGHTS].compress_type != zipfile.ZIP_STORED:
+            raise UnsupportedError(f"{path}: expected {WEIGHTS} uncompressed; {advice}")
+        place = locate(file, 0, file.size, members[WEIGHTS], path)
+    one = _parsed(file, Section(file, f"{path}: {WEIGHTS}", place.offset, place.nbytes))
+    storage = Storage(file, place, f"{path}: {WEIGHTS}")
+    found = one._replace(metadata={**metadata, **one.metadata}, left_out=[*left_out, *one.left_out], storage=storage)
+    return KerasReader(path, [found])
+
+
+def open_index(store: Store, path: str) -> KerasReader:
+    """Opens the files that an index (.weights.json) names. Raises `CorruptError` if one lacks what the index says."""
+    data = read_file(store, path)
+    try:
+        index = strict_json.parse_typed(data, {"weight_map": dict[str, str | list[str]], "metadata": Any})
+        places = {
+            group.strip("/"): [names] if isinstance(names, str) else names
+            for group, names in index["weight_map"].items()
+        }
+    except (KeyError, *strict_json.MALFORMED) as error:
+        raise CorruptError(f"{path}: expected an index of Keras's weights: {error}") from None
+    names = list(dict.fromkeys(name for some in places.values() for name in some))
+    folder = posixpath.dirname(path)
+    for name in names:
+        check_inside(folder, name)
+        if "/" in name:
+            raise UnsafeError(f"{path}: expected names of files in its folder, found {name!r:.100}")
+    files = [check_file(store, posixpath.join(folder, name), path) for name in names]
+    found = dict(zip(names, attempts(store, files, lambda file: _open(store, file)), strict=True))
+    opened: dict[str, _Opened] = {}
+    for name, one in found.items():
+        if isinstance(one, CorruptError):
+            raise one
+        opened[name] = one
+    for group, some in places.items():
+        for name in some:
+            if not any(entry.path.startswith(f"{path_of(group)}/") for entry in opened[name].entries):
+                raise CorruptError(
+                    f"{opened[name].file.path}: expected {group}, which {posixpath.basename(path)} places in this file"
+                )
+    _check_total(path, index.get("metadata"), list(opened.values()))
+    return KerasReader(path, list(opened.values()), len(data))
+
+
+def _check_total(path: str, metadata: Any, opened: Sequence[_Opened]) -> None:
+    """Logs a total size that the arrays do not have."""
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    arrays = [entry for one in opened for entry in one.entries if isinstance(entry, ArrayEntry)]
+    found = sum(entry.nbytes / (8 if entry.dtype == "bool" else 1) for entry in arrays)  # Keras counts bits.
+    if type(total) in (int, float) and total != found:
+        _log.warning(
+            "%s: its total_size is %d bytes, but the arrays in its files have %d; a file may be of another save",
+            path,
+            total,
+            found,
+        )
+
+
+def _open(store: Store, path: str) -> _Opened:
+    file = open_fetched(store, path)
+    return _parsed(file, Section(file, path, 0, file.size))
+
+
+def _parsed(file: Blob, section: Section) -> _Opened:
+    contents = parse(section)
+    entries: list[Entry] = []
+    arrays: dict[str, Stored] = {}
+    uncertain: list[str] = []
+    for name, array in contents.arrays.items():
+        path = path_of(name)
+        try:
+            arrays[path] = _stored(section, array, name)
+        except UnsafeError:
+            raise
+        except CorruptError as error:
+            entries.append(lost_entry(path, str(error)))
+            continue
+        entries.append(ArrayEntry(path, "numpy", array.kind.dtype, array.shape))
+        if not array.kind.certain:
+            uncertain.append(path)
+    return _Opened(file, entries, arrays, frozenset(uncertain), contents.attributes, contents.left_out)
+
+
+def _stored(file: Section, array: Array, name: str) -> Stored:
+    if array.chunks is not None:
+        return chunked(file, array, name)
+    nbytes = math.prod(array.shape) * array.kind.stored.itemsize
+    address = array.address if nbytes else 0
+    if address == UNDEFINED:
+        raise CorruptError(f"{file.name}: {name}: expected {nbytes} bytes, found none; HDF5 would show the fill value")
+    if array.nbytes != nbytes:
+        raise CorruptError(f"{file.name}: {name}: expected {nbytes} bytes, found {array.nbytes}")
+    file.check(address, nbytes)
+    dtype = dtypes.to_numpy(array.kind.dtype)
+    return Runs.of([(file.file, file.begin + address, nbytes)], array.shape, array.kind.stored, dtype)
