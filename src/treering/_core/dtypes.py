@@ -150,16 +150,19 @@ def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
     every = np.arange(1 << bits, dtype=f"u{old.itemsize}").view(old)
     with np.errstate(all="ignore"):
         before = every.astype(np.float64)
-        after = cast(every, new).astype(np.float64)
+        after = convert(every, new).astype(np.float64)
     same = (before == after) & (np.signbit(before) == np.signbit(after))
     return bool((same | (np.isnan(before) & np.isnan(after))).all())
 
 
-def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
-    """Returns the array in another dtype, C-ordered. It also converts between small dtypes, which `astype` cannot."""
+def convert(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
+    """Returns the array in another dtype, C-ordered. It also converts between small dtypes, which `astype` cannot.
+
+    Values that the dtype lacks are lost without an error; `casts.cast` refuses that.
+    """
     import numpy as np
 
-    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and the user asked for narrowing
+    with np.errstate(invalid="ignore", over="ignore"):
         if array.itemsize == 1 and dtype.itemsize == 1 and array.dtype != dtype:
             array = array.astype(np.int16 if is_integer(array.dtype) else np.float32)
         return array.astype(dtype, order="C")
