@@ -134,6 +134,19 @@ def test_a_checkpoint_without_a_record_of_dtypes_says_nothing(
         assert ("static values" in caplog.text) == (value is not None)
 
 
+def test_keys_in_init_take_their_saved_data_and_nothing_else(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init() -> Any:
+        return {"rng": jax.random.key(0)}
+
+    _, state = resumed(tmp_path / "data", init, {"rng": jax.random.PRNGKey(7)})
+    assert state["rng"].dtype == np.uint32 and "rng (init key<fry>, saved uint32)" in caplog.text
+    for n, dtype in enumerate((None, "template")):
+        with pytest.raises(MismatchError, match=r"rng: expected key<threefry2x32>.*, found float32"):
+            resumed(tmp_path / f"{n}", init, {"rng": jnp.float32(1)}, dtype=dtype)
+
+
 @pytest.mark.long
 def test_static_values_that_differ_are_named(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     def init() -> Any:

@@ -252,8 +252,7 @@ def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
-    layout = placements.layout_of(array) if array.ndim > 1 else None
-    at, committed = array.sharding, array.committed
+    own = array
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # three times as fast as asking the array for its shape and dtype
@@ -261,7 +260,10 @@ def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_
     if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
         _reject_unreduced(sharding)
     leaf = len(found.entries)
-    found.places[leaf] = placements.placement_to_json(at, committed, layout, cast is not None and stored != aval.dtype)
+    layout = placements.layout_of(own) if own.ndim > 1 else None
+    found.places[leaf] = placements.placement_to_json(
+        own.sharding, own.committed, layout, cast is not None and stored != aval.dtype
+    )
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # The buffer of a CPU array can be written as it is, unless JAX would have to unpack its elements.

@@ -69,7 +69,10 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
         _leaf_mismatch(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(path, leaf, entry)
-    want = np.dtype(leaf.dtype)
+    try:
+        want = np.dtype(leaf.dtype)
+    except TypeError:
+        _leaf_mismatch(_shape_text(leaf), entry, f"no array of that dtype is saved; {dtypes.EXTENDED_HINT}")
     shape = tuple(leaf.shape)
     if isinstance(entry, ValueEntry):
         dtype, value = _number(path, leaf, entry, want, asked), entry.decode()

@@ -155,6 +155,8 @@ def _cast(path: str, leaf: Any, save_args: Any) -> Any:
         raise MismatchError(f"save_args: {path or '(root)'}: expected SaveArgs, found {type(save_args).__name__}")
     if dtype is None or leaf is None or isinstance(leaf, str | bytes):
         return leaf
+    if not isinstance(getattr(leaf, "dtype", dtype), np.dtype | type):  # The save refuses what only JAX has.
+        return leaf
     dtype = np.dtype(dtype)
     if isinstance(leaf, bool | int | float | complex):
         return casts.cast(np.asarray(leaf), dtype, path, can_clip=False).item()
