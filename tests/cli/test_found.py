@@ -321,7 +321,7 @@ def test_a_checkpoint_instead_of_a_run_is_named_as_one(tmp_path: pathlib.Path, t
         ("report",), ("ls",), ("prune", "last:1"), ("pin", 1), ("unpin", 1), ("rewind", 1), ("delete", 1),
     ):  # fmt: skip
         done = treering(command, path, *arguments)
-        assert done.code == 3 and f"expected a run, found one checkpoint; `treering show {path}` and" in done.err
+        assert done.code == 3 and f"expected a run, found one checkpoint; `treering show {path}` reads" in done.err
         assert "arrays-" not in done.err
         assert "arrays-" not in treering(command, tmp_path / "leftover", *arguments).err
     assert "arrays-" not in treering("show", path, "--step", 3).err

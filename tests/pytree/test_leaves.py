@@ -779,7 +779,7 @@ def test_the_advice_about_arrays_keeps_their_values(tmp_path: Path) -> None:
     assert again.dtype == fp8_ops.fm32 and jax.lax.convert_element_type(again, "float32").tolist() == [3]
 
 
-def test_an_extended_dtype_is_refused_with_the_leaf_wherever_it_is(tmp_path: Path) -> None:
+def test_an_extended_dtype_is_refused_with_its_leaf(tmp_path: Path) -> None:
     """JAX has dtypes besides those of keys that are no dtypes of NumPy, such as Flax's fp32-max."""
     state = {"w": jnp.ones(2), "s": {"scale": jnp.ones((2, 3)).astype(fp8_ops.fm32)}}
     shapes = jax.eval_shape(lambda: state)

@@ -98,8 +98,8 @@ def _numbers(array: "np.ndarray[Any, Any]", new: "np.dtype[Any]") -> "np.ndarray
         return array
     import numpy as np
 
-    whole = array if array.dtype.kind == "c" else array.astype(np.complex64)
-    return np.stack([whole.real, whole.imag], -1) if new.name in _COMPONENTS else whole.real
+    pairs = array if array.dtype.kind == "c" else array.astype(np.complex64)
+    return np.stack([pairs.real, pairs.imag], -1) if new.name in _COMPONENTS else pairs.real
 
 
 def _check(array: "np.ndarray[Any, Any]", made: "np.ndarray[Any, Any]", path: str, can_clip: bool) -> None:
@@ -114,7 +114,10 @@ def _check(array: "np.ndarray[Any, Any]", made: "np.ndarray[Any, Any]", path: st
         if found := int(np.count_nonzero(lost)):
             count += found
             values = numbers[0][lost]
-            has_nan, has_infinity = has_nan or np.isnan(values).any(), has_infinity or np.isinf(values).any()
+            has_nan, has_infinity = (
+                has_nan or bool(np.isnan(values).any()),
+                has_infinity or bool(np.isinf(values).any()),
+            )
             if (finite := values[np.isfinite(values)]).size:
                 kind = int if dtypes.is_integer(values.dtype) else float
                 worst = max(worst or 0, kind(finite.min()), kind(finite.max()), key=abs)
@@ -154,8 +157,8 @@ def _lost(
     if dtypes.is_integer(dtype):
         if dtypes.is_integer(before.dtype):
             return (before < bounds.low) | (before > bounds.high)
-        whole = np.trunc(before.astype(np.float64))
-        return ~((whole >= bounds.low) & (whole < bounds.high + 1))  # The greatest integer may be no float.
+        cut = np.trunc(before.astype(np.float64))
+        return ~((cut >= bounds.low) & (cut < bounds.high + 1))  # The greatest integer may be no float.
     wide = before.astype(np.float64)
     if dtype.name.startswith(("float4", "float6")):  # They have no NaN: what does not fit becomes the greatest number.
         last_step = bounds.high - float(np.nextafter(dtype.type(bounds.high), dtype.type(0)))

@@ -84,7 +84,7 @@ def _dtype_name(value: Any) -> str | None:
             is_scalar = issubclass(value, np.generic) or isinstance(value, _JAX_SCALAR_META)
             return np.dtype(value).name if is_scalar else None
         if not hasattr(value, "shape"):
-            return str(value) if jax.dtypes.issubdtype(value, jax.dtypes.extended) else None
+            return str(value) if jax.numpy.issubdtype(value, jax.dtypes.extended) else None
     return None
 
 
@@ -93,7 +93,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
     if isinstance(value, dict | MappingProxyType):
         return {name: one for name, one in value.items() if isinstance(name, str)}
     if isinstance(value, tuple):
-        return value._asdict() if hasattr(value, "_asdict") else {}
+        return getattr(value, "_asdict", dict)()  # a named tuple
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen or not jax.tree_util.all_leaves([value]):
         return {}

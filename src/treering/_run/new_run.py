@@ -76,7 +76,7 @@ def suggest_run(store: Store, root: str) -> str:
     if formats.is_known(store, root) and (step := describe_step(store, root)):
         return f"; it is {step}"
     if formats.has_folder(store, root):
-        return f"; `treering show {root}` and treering.open read it"
+        return f"; `treering show {root}` reads it"
     found = [*_checkpoints_within(store, root), *_archived_steps(store, root), *_runs_within(store, root)]
     return "".join(f"; {one}" for one in found or _runs_around(store, root))
 
