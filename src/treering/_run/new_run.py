@@ -7,7 +7,7 @@ import re
 from .. import formats
 from .._core.leaf_paths import join_names
 from ..errors import MismatchError, TreeringError, UnsupportedError
-from ..formats.treering.schema import OWN_FILES
+from ..formats.treering import summary
 from ..stores.file_io import is_folder
 from ..stores.store import Store
 from . import run_layout
@@ -104,10 +104,8 @@ def _checkpoints_within(store: Store, root: str) -> list[str]:
         for prefix, steps in sorted(own.items())
     ]
     committed = {name for steps in own.values() for _, name in steps}
-    # Array files without a manifest are left over from a save that was interrupted.
-    rest = [
-        name for name in names if re.search("[0-9]", name) and name not in committed and not OWN_FILES.fullmatch(name)
-    ]
+    rest = [name for name in names if re.search("[0-9]", name) and name not in committed]
+    rest = [name for name in rest if not summary.is_own_file(name)]
     if foreign := tuple(name for name in rest if formats.is_foreign(store, posixpath.join(root, name))):
         found.append(f"there are checkpoints in it that are not steps: {join_names(foreign)}")
     return found
