@@ -82,7 +82,12 @@ def copy(src: str, dst: str, *, optional: bool = False) -> Rule:
 
 
 def cast(glob: str, dtype: Any, *, optional: bool = False) -> Rule:
-    """Changes dtypes, as `numpy.ndarray.astype` does."""
+    """Changes dtypes, as `numpy.ndarray.astype` does. But values that the dtype lacks are an error when they are read.
+
+    Clip such values before, if that is meant:
+
+    >>> [map("head/kernel", lambda x: x.clip(-448, 448)), cast("head/kernel", "float8_e4m3fn")]
+    """
     text = f"cast({glob!r}, {dtype!r})"
     new = dtype_text(dtype, text)
     return Each(text, glob, functools.partial(_cast, dtype=new), optional)

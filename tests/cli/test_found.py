@@ -308,3 +308,29 @@ def test_a_run_that_begins_says_so(tmp_path: pathlib.Path, caplog: pytest.LogCap
     with caplog.at_level("INFO", "treering"), tr.Checkpointer(tmp_path / "mistyped") as ckpts:
         ckpts.restore_or_init(lambda: {"x": 1})
     assert f"{tmp_path / 'mistyped'}: there is no step, so the run begins with init()" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["native", "file.safetensors", "orbax"])
+def test_a_checkpoint_instead_of_a_run_is_named_as_one(tmp_path: pathlib.Path, treering: Any, name: str) -> None:
+    """No message calls the files of a checkpoint checkpoints, and each says what reads a single one."""
+    path = tr.save(tmp_path / name, {"w": np.ones(3)}, format="orbax" if name == "orbax" else None).path
+    (tmp_path / "leftover").mkdir()
+    (tmp_path / "leftover" / "arrays-0a1b2c-00000-of-00001.safetensors").write_bytes(b"")
+    for command, *arguments in (
+        ("report",), ("ls",), ("prune", "last:1"), ("pin", 1), ("unpin", 1), ("rewind", 1), ("delete", 1),
+    ):  # fmt: skip
+        done = treering(command, path, *arguments)
+        assert done.code == 3 and f"expected a run, found one checkpoint; `treering show {path}` reads" in done.err
+        assert "arrays-" not in done.err
+        assert "arrays-" not in treering(command, tmp_path / "leftover", *arguments).err
+    assert "arrays-" not in treering("show", path, "--step", 3).err
+    for command in ("show", "verify", "du"):
+        assert treering(command, path).code == 0
+    with pytest.raises(tr.errors.TreeringError) as caught:
+        tr.Checkpointer(path).restore()
+    assert "arrays-" not in str(caught.value)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    (step,) = (tmp_path / "run").glob("step-*")
+    assert "it is step 1 of the run" in treering("report", step).err

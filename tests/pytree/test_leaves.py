@@ -20,11 +20,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from flax.linen import fp8_ops
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import treering as tr
+import treering.orbax as adapter
 from helpers import assert_same, assert_survives, assert_survives_plainly, every_way
 from treering.errors import MismatchError, UnsupportedError
 
@@ -733,6 +735,7 @@ UNSAVABLE = {
     "str subclass": type("Name", (str,), {})("x"),
     "path": Path("x"),
     "device": jax.devices()[0],
+    "extended": jnp.ones((2, 3)).astype(fp8_ops.fm32),
 }
 
 
@@ -770,6 +773,43 @@ def test_the_advice_about_arrays_keeps_their_values(tmp_path: Path) -> None:
     half = np.array([1, -2.5], ml_dtypes.bfloat16)
     (found,) = advised(half.view("V2"), "x.view(ml_dtypes.bfloat16)", ml_dtypes=ml_dtypes)
     assert found.dtype == half.dtype and (found == half).all()
+    scale = jnp.full(1, 3.0).astype(fp8_ops.fm32)
+    (found,) = advised(scale, "jax.lax.convert_element_type(x, 'float32')", jax=jax)
+    again = jax.lax.convert_element_type(found, scale.dtype)
+    assert again.dtype == fp8_ops.fm32 and jax.lax.convert_element_type(again, "float32").tolist() == [3]
+
+
+def test_an_extended_dtype_is_refused_with_its_leaf(tmp_path: Path) -> None:
+    """JAX has dtypes besides those of keys that are no dtypes of NumPy, such as Flax's fp32-max."""
+    state = {"w": jnp.ones(2), "s": {"scale": jnp.ones((2, 3)).astype(fp8_ops.fm32)}}
+    shapes = jax.eval_shape(lambda: state)
+    for n, name in enumerate(["a", "b.safetensors", "c.npz", "d.pt", "e.eqx", "f.msgpack"]):
+        with pytest.raises(UnsupportedError, match="s/scale: dtype fp8_meta32"):
+            tr.save(tmp_path / name, state, **({"dtype": "bfloat16"} if n % 2 else {}))
+    with tr.Checkpointer(tmp_path / "run") as ckpts, pytest.raises(UnsupportedError, match="s/scale: dtype fp8_meta32"):
+        ckpts.save(1, state).result()
+    args = {"w": adapter.SaveArgs(), "s": {"scale": adapter.SaveArgs(dtype=jnp.float32)}}
+    for options in ({}, {"save_args": args}):
+        with pytest.raises(UnsupportedError, match="s/scale: dtype fp8_meta32"):
+            adapter.PyTreeCheckpointer().save(tmp_path / "orbax", state, **options)
+    tr.save(tmp_path / "plain", {"w": jnp.ones(2), "s": {"scale": jnp.ones((2, 3))}})
+    with pytest.raises(UnsupportedError, match="s/scale: dtype fp8_meta32"):
+        tr.diff(tmp_path / "plain", state)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, tr.open(tmp_path / "plain"))
+    for like in (state, shapes):
+        for dtype in (None, "template"):
+            with pytest.raises(MismatchError, match=r"s/scale: expected fp8_meta32.2,3., found float32.2,3.; no array"):
+                tr.restore(tmp_path / "plain", like, dtype=dtype)
+            with (
+                tr.Checkpointer(tmp_path / "run") as ckpts,
+                pytest.raises(MismatchError, match="scale: expected fp8"),
+            ):
+                ckpts.restore_or_init(lambda like=like: like, dtype=dtype)
+    with pytest.raises(MismatchError, match="scale: expected fp8"):
+        adapter.StandardCheckpointer().restore(tmp_path / "plain", shapes)
+    with pytest.raises(UnsupportedError, match=r"metadata\['scale'\]"):
+        tr.save(tmp_path / "meta", {"w": 1}, metadata={"scale": jnp.float32(3).astype(fp8_ops.fm32)})
 
 
 def test_an_unsavable_object_in_two_leaves_is_named_twice(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+from flax.linen import fp8_ops
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,6 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "masked": (lambda: np.ma.masked_array([1], [True]), "MaskedArray"),
     "factory": (lambda: collections.defaultdict(lambda: 1), "a defaultdict that makes its values by .function"),
     "deleted": (deleted, "a jax.Array that was deleted"),
+    "extended": (lambda: jnp.ones(2).astype(fp8_ops.fm32), "dtype fp8_meta32, which only JAX has"),
     "sharded": (lambda: jax.device_put(np.ones(8), jax.NamedSharding(jax.make_mesh((8,), "x"), jax.P("x"))), "several"),
     "odd key": (lambda: {frozenset([1]): 1}, "the key frozenset"),
 }  # fmt: skip

@@ -105,7 +105,7 @@ def test_every_bit_arrives_wherever_it_goes(tmp_path: pathlib.Path) -> None:
             some = options[(which + number) % 2]  # each with each of the two others, not all three with one another
             check([saved, name], tr.restore(tmp / saved, entries, sharding=sharding, read="once", **some))
         check([saved, "NumPy"], tr.open(tmp / saved).restore(read="once"))
-    rules = [tr.rules.transpose("wide", (1, 0)), tr.rules.cast("odd", "float16"), tr.rules.rename("half", "named")]
+    rules = [tr.rules.transpose("wide", (1, 0)), tr.rules.cast("eighth", "float32"), tr.rules.rename("half", "named")]
     turned = tr.restore(tmp / "sharded", sharding=where(mesh(3, 2)), rules=rules, read="once")
     if not same(turned["wide"], tree["wide"].T) or not same(turned["named"], tree["half"]):
         wrong.append("rules")
@@ -574,3 +574,30 @@ def test_collective_read_makes_devices_only_if_needed(tmp_path: pathlib.Path) ->
     """
     for result in run(tmp_path, body, processes=2):
         assert result.report == [[True, 0], [True, 0], [True, 1]]
+
+
+def test_a_value_that_a_cast_would_lose_in_one_process_fails_all(tmp_path: pathlib.Path) -> None:
+    body = """
+    values = np.ones((24, 8), np.float32)
+    values[-1, 0] = 1e6  # in the last process
+    state = {"w": put(values, P("x"), mesh(6))}
+    tr.save(tmp / "c", state)
+    like = {"w": on(mesh(6), P("x"), values)}
+    errors = []
+    rules = [tr.rules.cast("w", "int8"), tr.rules.cast("w", "float32")]
+    for call in (
+        lambda: tr.restore(tmp / "c", like, dtype="float16", read="once"),
+        lambda: tr.restore(tmp / "c", like, rules=rules, read="once"),
+        lambda: tr.save(tmp / "d", state, dtype="float16"),
+        lambda: tr.save(tmp / "d", state, rules=[tr.rules.cast("w", "int8")]),
+    ):
+        try:
+            call()
+        except tr.errors.MismatchError as error:
+            errors.append(str(error))
+    report([errors, (tmp / "d" / "treering.json").exists()])
+    """
+    for result in run(tmp_path, body, processes=3):
+        errors, is_written = result.report
+        assert len(errors) == 4 and not is_written
+        assert all("w: expected values that fit" in error for error in errors)

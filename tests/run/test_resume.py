@@ -1,6 +1,7 @@
 """Tests of resumed jobs that differ from the interrupted one, such as by `init`. `test_resumed_job` has equal ones."""
 
 import dataclasses
+import enum
 import functools
 import gc
 import json
@@ -16,10 +17,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.linen import fp8_ops
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
@@ -27,6 +30,7 @@ import resumed_jobs
 import treering as tr
 from treering._restore import restore as restore_module
 from treering.errors import MismatchError, UnsupportedError
+from treering.formats.treering import manifest
 
 P = jax.P
 
@@ -63,6 +67,84 @@ class Net(nnx.Module):
     def __init__(self) -> None:
         self.w, self.epoch = nnx.Param(jnp.ones(3)), 0
         self.layers = nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
+
+
+class Kind(enum.Enum):
+    TRAIN, TEST = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    dtype: Any
+    activation: Any = jax.nn.relu
+    inner: Any = None
+
+
+STATIC = [
+    ("nf4", jnp.uint4, "saved 'nf4', now dtype uint4"),
+    (jnp.float8_e4m3fn, jnp.float8_e5m2, "saved dtype float8_e4m3fn, now dtype float8_e5m2"),
+    (np.dtype("int8"), np.dtype("int4"), "saved dtype int8, now dtype int4"),
+    (np.float32, ml_dtypes.bfloat16, "saved dtype float32, now dtype bfloat16"),
+    (None, jnp.bfloat16, "saved None, now dtype bfloat16"),
+    (float, int, "saved type float, now type int"),
+    (fp8_ops.fm32, jnp.float32, "saved dtype fp8_meta32, now dtype float32"),
+    (Kind.TRAIN, Kind.TEST, "saved enum Kind.TRAIN, now enum Kind.TEST"),
+    (("a", jnp.int8), ("a", jnp.int4), "saved ['a', {'dtype': 'int8'}]"),
+    (Config(jnp.int8), Config(jnp.int4), "sizes/dtype (saved dtype int8, now dtype int4)"),
+    (Config(1, inner=Config("a")), Config(1, inner=Config("b")), "sizes/inner/dtype (saved 'a', now 'b')"),
+    (jnp.uint4, "uint4", None),
+    ((np.dtype("uint4"),), ("uint4",), None),
+    (jnp.bfloat16, np.dtype("bfloat16"), None),
+    (jnp.float32, np.float32, None),
+    (Config(jnp.int8), Config(np.dtype("int8"), activation=jax.nn.gelu), None),
+    (jax.nn.relu, jax.nn.gelu, None),  # Functions have no value that could be compared.
+    (Config(1), jax.nn.gelu, None),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), STATIC, ids=lambda value: str(value)[:30])
+def test_static_values_that_say_what_leaves_mean_are_compared(
+    old: Any, new: Any, text: str | None, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.save(1, [Registered(jnp.ones(2), old)])
+    with tr.Checkpointer(tmp_path) as ckpts:
+        ckpts.restore_or_init(lambda: [Registered(jnp.ones(2), new)])
+    assert text in caplog.text if text else "static values" not in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        tr.restore(tmp_path, like=[Registered(jnp.ones(2), new)])
+    assert text in caplog.text if text else "static values" not in caplog.text
+
+
+def test_a_checkpoint_without_a_record_of_dtypes_says_nothing(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checkpoints of earlier releases record no dtypes, and those of later ones may record anything."""
+    path = pathlib.Path(tr.save(tmp_path / "c", [Registered(jnp.ones(2), (1, jnp.int8))]).path)
+    content = json.loads((path / "treering.json").read_text())
+    assert content["static"] == {"0": {"sizes": [1, {"dtype": "int8"}]}}
+    for value in (None, {"later": [1]}):
+        changed = {k: v for k, v in content.items() if k != "xxh3"}
+        changed["static"] = {} if value is None else {"0": {"sizes": value}}
+        (path / "treering.json").write_bytes(manifest.seal(changed))
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            tr.restore(path, like=[Registered(jnp.ones(2), (1, jnp.int8))])
+        assert ("static values" in caplog.text) == (value is not None)
+
+
+def test_keys_in_init_take_their_saved_data_and_nothing_else(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init() -> Any:
+        return {"rng": jax.random.key(0)}
+
+    _, state = resumed(tmp_path / "data", init, {"rng": jax.random.PRNGKey(7)})
+    assert state["rng"].dtype == np.uint32 and "rng (init key<fry>, saved uint32)" in caplog.text
+    for n, dtype in enumerate((None, "template")):
+        with pytest.raises(MismatchError, match=r"rng: expected key<threefry2x32>.*, found float32"):
+            resumed(tmp_path / f"{n}", init, {"rng": jnp.float32(1)}, dtype=dtype)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ _PYTHON_ADVICE = re.compile(
     r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
     r"|, or pass a store that is registered with [^;\n]*"
     r"| \(reading needs no Checkpointer: [^)]*\)"
+    r"|, or clip them with rules before the cast: \[[^\n]*\]"
     r"|\bsee best\(unscored=\): "
     r"| to continue from there"
     r"| to Checkpointer\b"

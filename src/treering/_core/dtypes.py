@@ -39,6 +39,7 @@ SAFETENSORS = {
 _ONE_BYTE = re.compile(r"u?int[124]|float8_e4m3|float8_e3m4|float8_e4m3b11fnuz|float6_e[23]m[23]fn|float4_e2m1fn")
 _COMPLEX_BYTES = {"complex128": 16, "complex32": 4, "bcomplex32": 4}
 _NUMPY_DTYPES = {name for name in SAFETENSORS if not name.startswith(("float8", "bfloat16"))} | {"complex128"}
+EXTENDED_HINT = "use plain numbers: for Flax's fm32, jax.lax.convert_element_type(x, 'float32')"
 _UNIT = r"\[(?:[2-9]|[1-9]\d{1,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"
 _SIZED = re.compile(rf"(datetime64|timedelta64)(?:{_UNIT})?|<U([1-9]\d{{0,7}})|\|S([1-9]\d{{0,7}})", re.ASCII)
 
@@ -91,6 +92,8 @@ def to_numpy(text: str) -> "np.dtype[Any]":
 @functools.lru_cache(maxsize=512)
 def to_text(dtype: "np.dtype[Any]") -> str:
     """Returns the text of a NumPy dtype of any byte order. Raises `UnsupportedError` if it cannot be stored."""
+    if not hasattr(dtype, "kind"):
+        raise UnsupportedError(f"dtype {dtype}, which only JAX has; {EXTENDED_HINT}")
     if dtype.kind == "T":
         raise UnsupportedError(f"dtype {dtype}; use fixed-width text (astype('U')) or bytes")
     little = dtype.newbyteorder("<")
@@ -150,16 +153,19 @@ def widens(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
     every = np.arange(1 << bits, dtype=f"u{old.itemsize}").view(old)
     with np.errstate(all="ignore"):
         before = every.astype(np.float64)
-        after = cast(every, new).astype(np.float64)
+        after = convert(every, new).astype(np.float64)
     same = (before == after) & (np.signbit(before) == np.signbit(after))
     return bool((same | (np.isnan(before) & np.isnan(after))).all())
 
 
-def cast(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
-    """Returns the array in another dtype, C-ordered. It also converts between small dtypes, which `astype` cannot."""
+def convert(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
+    """Returns the array in another dtype, C-ordered. It also converts between small dtypes, which `astype` cannot.
+
+    Values that the dtype lacks are lost without an error; `casts.cast` refuses that.
+    """
     import numpy as np
 
-    with np.errstate(invalid="ignore", over="ignore"):  # NaNs stay NaNs, and the user asked for narrowing
+    with np.errstate(invalid="ignore", over="ignore"):
         if array.itemsize == 1 and dtype.itemsize == 1 and array.dtype != dtype:
             array = array.astype(np.int16 if is_integer(array.dtype) else np.float32)
         return array.astype(dtype, order="C")

@@ -125,6 +125,7 @@ def _jax_to_numpy(jax: Any, array: Any) -> tuple[str, np.ndarray]:
         raise UnsupportedError("a jax.Array on several devices; use one on a single device, or save it as a leaf")
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         return f"{_KEY}{jax.random.key_impl(array)}", np.asarray(jax.random.key_data(array))
+    dtypes.to_text(array.dtype)  # It refuses a dtype that only JAX has.
     plain = np.asarray(array)
     if not array.weak_type:
         return _JAX, plain

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ..errors import MismatchError
-from . import dtypes
+from . import casts, dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .skeleton import Skeleton
@@ -95,10 +95,11 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
 
 def cast(leaf: Leaf, dtype: str) -> Leaf:
     """Returns the leaf with its values in another dtype."""
+    new = dtypes.to_numpy(dtype)
 
     def plan(box: Box) -> ReadPlan:
         inner = leaf.plan_of(box)
-        return ReadPlan(inner.needs, lambda arrays: dtypes.cast(inner.make(arrays), dtypes.to_numpy(dtype)))
+        return ReadPlan(inner.needs, lambda arrays: casts.cast(inner.make(arrays), new, leaf.entry.path))
 
     return leaf.made(plan, in_place=True, dtype=dtype)
 
@@ -116,8 +117,8 @@ def multiplied(leaf: Leaf, factor: float, divisor: float) -> Leaf:
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            array = dtypes.cast(inner.make(arrays), np.dtype(np.float64))
-            product = dtypes.cast(array * factor / divisor, dtype)
+            array = dtypes.convert(inner.make(arrays), np.dtype(np.float64))
+            product = dtypes.convert(array * factor / divisor, dtype)
             if not (np.isfinite(product) == np.isfinite(array)).all():
                 raise MismatchError(
                     f"{path}: times {factor / divisor} it is beyond the range of {dtype}; cast it by a rule before"
@@ -297,7 +298,14 @@ class View:
     ) -> "list[np.ndarray]":
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
         found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
-        arrays = list(make_all(plans, found))
+        rest, arrays, lost = iter(found), list["np.ndarray"](), list[MismatchError]()
+        for plan in plans:
+            parts = [next(rest) for _ in plan.needs]
+            try:
+                arrays.append(plan.make(parts))
+            except MismatchError as error:
+                lost.append(error)
+        casts.refuse(lost)
         owners: dict[str, str] = {}  # If a rule has copied a leaf, the two arrays must not share memory.
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import MismatchError
-from . import dtypes
+from . import casts, dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .views import Leaf, ReadPlan, empty, make_all
 
@@ -74,12 +74,21 @@ def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
         def make(arrays: "list[np.ndarray]") -> "np.ndarray":
             import numpy as np
 
-            product, factors = (dtypes.cast(array, np.dtype(np.float32)) for array in make_all(inner, arrays))
+            made = zip((leaf, scale), make_all(inner, arrays), strict=True)
+            product, factors = (casts.cast(array, np.dtype(np.float32), one.entry.path) for one, array in made)
             for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
                 if last - first > 1:  # a single factor is broadcast
                     factors = factors.take(np.arange(start, stop) // size - first, axis)
-            product *= factors
-            return dtypes.cast(product, dtypes.to_numpy(dtype))
+            try:
+                with np.errstate(over="raise"):
+                    product *= factors
+            except FloatingPointError:
+                path = leaf.entry.path
+                raise MismatchError(
+                    f"{path}: expected products with {scale.entry.path} within float32, found some beyond it; leave "
+                    "both as they are, and multiply them in float64"
+                ) from None
+            return casts.cast(product, dtypes.to_numpy(dtype), leaf.entry.path, can_clip=False)
 
         return ReadPlan([need for one in inner for need in one.needs], make)
 

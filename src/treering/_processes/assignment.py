@@ -294,7 +294,7 @@ def _part(shard: LocalShard, data: Any, box: Box) -> tuple[LocalShard, Any]:
     if data is not None:  # None stands for data that is read on demand.
         data = (data if shard.needs_copy else np.asarray(data))[slices(box, shard.box)]
     nbytes = math.prod(box_shape(box)) * shard.dtype.itemsize
-    return LocalShard(shard.leaf, box, shard.dtype, nbytes, shard.needs_copy), data
+    return LocalShard(shard.leaf, box, shard.dtype, nbytes, shard.needs_copy, path=shard.path), data
 
 
 def _offset(box: Box, origin: Box) -> int:

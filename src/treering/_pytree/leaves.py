@@ -14,7 +14,7 @@ from jax import core, export, stages
 from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
-from .._core import dtypes, migration_hints
+from .._core import casts, dtypes, migration_hints
 from .._core.boxes import Box, box_shape, full_box, local_shards, slice_boxes
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .._core.lazy import LazyArray
@@ -61,6 +61,7 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
         or dtype, or the caller may change them.
     piece: the piece that this shard is a part of, if the piece is too large to be read at once. All shards of a piece
         are next to each other in the list of shards.
+    path: the path of the leaf, for errors.
     for_second_copy: True if this process stages the shard only to write a second copy of the file of another process.
     """
 
@@ -70,6 +71,7 @@ class LocalShard(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
     needs_copy: bool
     piece: Box | None = None
+    path: str = ""
     for_second_copy: bool = False
 
 
@@ -211,7 +213,7 @@ def host_bytes(shard: LocalShard, data: Any, host_copy: Any = None) -> np.ndarra
     """
     array = fetch(data) if host_copy is None else np.asarray(host_copy)
     if array.dtype != shard.dtype or not array.flags.c_contiguous or isinstance(data, np.ndarray):
-        array = dtypes.cast(array, shard.dtype)
+        array = casts.cast(array, shard.dtype, shard.path)
     return dtypes.defined_bytes(array).reshape(-1).view(np.uint8)
 
 
@@ -224,7 +226,7 @@ def _add_lazy(found: _Draft, path: str, array: LazyArray, cast: Any, single_proc
     box = full_box(array.shape)
     for part in slice_boxes(array.shape, stored.itemsize, SLICE_BYTES) if single_process else (box,):
         nbytes = math.prod(box_shape(part)) * stored.itemsize
-        found.add(LocalShard(leaf, part, stored, nbytes, True, box), array.part(part))
+        found.add(LocalShard(leaf, part, stored, nbytes, True, box, path), array.part(part))
 
 
 def _add_iterator(found: _Draft, path: str, frozen: iterators.Frozen, collective: bool) -> None:
@@ -241,15 +243,16 @@ def _add_numpy(found: _Draft, path: str, kind: Any, array: np.ndarray, cast: Any
     found.places[leaf] = placements.CAST if cast is not None and stored != array.dtype else None
     found.entries.append(ArrayEntry(path, kind, text, array.shape))
     needs_copy = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    found.add(LocalShard(leaf, full_box(array.shape), stored, array.size * stored.itemsize, needs_copy), array)
+    found.add(
+        LocalShard(leaf, full_box(array.shape), stored, array.size * stored.itemsize, needs_copy, path=path), array
+    )
 
 
 def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_process: bool) -> None:
     impl = ""
     if array.is_deleted():
         raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
-    layout = placements.layout_of(array) if array.ndim > 1 else None
-    at, committed = array.sharding, array.committed
+    own = array
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
     aval, sharding = array.aval, array.sharding  # three times as fast as asking the array for its shape and dtype
@@ -257,20 +260,23 @@ def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_
     if not (single := isinstance(sharding, jax.sharding.SingleDeviceSharding)):
         _reject_unreduced(sharding)
     leaf = len(found.entries)
-    found.places[leaf] = placements.placement_to_json(at, committed, layout, cast is not None and stored != aval.dtype)
+    layout = placements.layout_of(own) if own.ndim > 1 else None
+    found.places[leaf] = placements.placement_to_json(
+        own.sharding, own.committed, layout, cast is not None and stored != aval.dtype
+    )
     kind = "jax-weak" if aval.weak_type else kind
     found.entries.append(ArrayEntry(path, kind, text, aval.shape, impl))
     # The buffer of a CPU array can be written as it is, unless JAX would have to unpack its elements.
     needs_copy = packed or aval.dtype != stored or not on_host(sharding)
     if single and (single_process or sharding.is_fully_addressable):
         nbytes = math.prod(aval.shape) * stored.itemsize
-        found.add(LocalShard(leaf, full_box(aval.shape), stored, nbytes, needs_copy), array)
+        found.add(LocalShard(leaf, full_box(aval.shape), stored, nbytes, needs_copy, path=path), array)
         return
     found.shardings[leaf] = sharding
     if not (single_process or array.is_fully_addressable):
         found.global_leaves.add(leaf)
     for box, data in local_shards(array):
-        found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, needs_copy), data)
+        found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, needs_copy, path=path), data)
 
 
 def _reject_unreduced(sharding: jax.sharding.Sharding) -> None:

@@ -5,18 +5,18 @@ import functools
 from typing import Any, Literal, NoReturn
 
 import jax
-import ml_dtypes
 import msgspec
 import numpy as np
 
-from .._core import dtypes, migration_hints
+from .._core import casts, dtypes, migration_hints
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, reshape_hint, shorten
 from .._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, ValueEntry, visible_shape
 from .._processes import coordinator
 from .._pytree import iterators, state_methods
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
+_A_NUMBER = {"bool": "a bool", "int": "an int", "float": "a float", "complex": "a complex"}
 _HOST_TYPES = (np.ndarray, np.generic)  # made once, because making a union of classes is slower than `isinstance`
 
 
@@ -69,10 +69,13 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
         _leaf_mismatch(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(path, leaf, entry)
-    want = np.dtype(leaf.dtype)
+    try:
+        want = np.dtype(leaf.dtype)
+    except TypeError:
+        _leaf_mismatch(_shape_text(leaf), entry, f"no array of that dtype is saved; {dtypes.EXTENDED_HINT}")
     shape = tuple(leaf.shape)
     if isinstance(entry, ValueEntry):
-        dtype, value = _number(leaf, entry, want, asked), entry.decode()
+        dtype, value = _number(path, leaf, entry, want, asked), entry.decode()
     else:
         if entry.type == "key" or shape != entry.shape:
             has_value = not isinstance(leaf, jax.ShapeDtypeStruct)
@@ -93,7 +96,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
     return LeafTarget(make, entry if isinstance(entry, ArrayEntry) else None, dtype, weak, value)
 
 
-def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np.dtype[Any]:
+def _number(path: str, leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np.dtype[Any]:
     """Returns the dtype of the 0-d array that a Python number becomes.
 
     A weak type in the template means that JAX made it of a Python number, so digits that JAX would drop may be lost.
@@ -104,12 +107,16 @@ def _number(leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked: Any) -> np
     of_kind = {"bool": want.kind == "b", "int": dtypes.is_integer(want), "complex": want.kind == "c"}
     if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and dtypes.is_float(want)):
         _leaf_mismatch(expected, entry, f"a template leaf of type {entry.type} would take it")
-    if entry.type == "int" and (np.array(value).dtype.hasobject or not fits_dtype(np.array(value), want)):
-        _leaf_mismatch(expected, f"int {shorten(value)}", "it does not fit; use an int in the template")
-    if entry.type == "float" and asked not in (None, "template"):
-        return np.dtype(asked)
+    made = np.dtype(asked) if entry.type == "float" and asked not in (None, "template") else want
+    try:
+        casts.cast(np.array(value), made, path)
+    except (MismatchError, TypeError, OverflowError):  # NumPy has no dtype for an integer of more than 64 bits.
+        found, hint = f"{entry.type} {shorten(value)}", f"use {_A_NUMBER[entry.type]} in the template"
+        _leaf_mismatch(expected, found, f"it does not fit {made.name}; {hint}")
+    if made is not want:
+        return made
     if entry.type in ("float", "complex") and not (entry.type == "float" and asked == "template"):
-        narrowed = type(value)(dtypes.cast(np.array(value), want))
+        narrowed = type(value)(dtypes.convert(np.array(value), want))
         rounded = _is_weak(leaf) and cmath.isfinite(narrowed) and narrowed != 0
         if narrowed != value and value == value and not rounded:
             allowed = "dtype='template' allows that" if entry.type == "float" else f"use {np.dtype(complex)}"
@@ -129,7 +136,7 @@ def _dtype_for(want: np.dtype[Any], found: str, asked: Any) -> np.dtype[Any] | s
     if have == want.newbyteorder("<") or dtypes.widens(have, want):
         return want
     if dtypes.is_integer(have) and dtypes.is_integer(want):
-        return want  # `read_groups._cast` tests the values when the array is read.
+        return want  # `casts.cast` tests the values when the array is read.
     if dtypes.is_float(have) and dtypes.is_float(want):
         return want if asked == "template" else "dtype='template' narrows floats to the template's"
     rule = f"tr.rules.cast({{path!r}}, {want.name!r})"
@@ -203,15 +210,6 @@ def _is_number(entry: ArrayEntry, kind: type) -> bool:
     if kind is int:
         return dtypes.is_integer(dtype)
     return (kind is bool and dtype.kind == "b") or (kind in (float, complex) and dtypes.widens(dtype, np.dtype(kind)))
-
-
-def fits_dtype(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Returns True if all values fit an integer dtype."""
-    if not values.size:
-        return True
-    wide = values.astype(np.int64) if values.dtype.kind == "V" else values
-    limits = ml_dtypes.iinfo(dtype)
-    return limits.min <= int(wide.min()) and int(wide.max()) <= limits.max
 
 
 def check_width(dtype: np.dtype[Any], found: Entry, why: str = "", leaf: Any = None) -> None:

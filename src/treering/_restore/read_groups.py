@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core import dtypes
+from .._core import casts, dtypes
 from .._core.boxes import Box, full_box
 from .._core.entries import ArrayEntry
 from .._pytree import devices
@@ -17,7 +17,7 @@ from .._threads.python_gc import gc_paused
 from ..errors import MismatchError, UnsupportedError
 from . import array_placement
 from .array_placement import ShardingOrNone
-from .leaf_targets import LeafTarget, fits_dtype
+from .leaf_targets import LeafTarget
 
 
 def group_targets(targets: Sequence[LeafTarget], limit: int | None) -> Iterator[list[int]]:
@@ -84,23 +84,25 @@ class ReadGroup:
         with gc_paused():
             arrays = iter(found)
             in_jax: list[int] = []
+            lost: list[MismatchError] = []
             items: list[array_placement.ArrayToPut] = []
             for n, count, place in zip(self.numbers, self._counts, self._data_places, strict=True):
                 target = self._targets[n]
-                if target.make in array_placement.JAX_MAKES:
-                    own = list(itertools.islice(arrays, count))
-                    dtype, entry = target.dtype, target.entry
-                    assert entry is not None
-                    # Most arrays have the right dtype, and this test is quicker than calls of `_cast`.
-                    if count != 1 or own[0].dtype is not dtype:
+                own = list(itertools.islice(arrays, count))
+                dtype, entry = target.dtype, target.entry
+                # Most arrays have the right dtype, and this test is quicker than calls of `_cast`.
+                if count != 1 or own[0].dtype is not dtype:
+                    try:
                         own = [_cast(array, target, paths[n]) for array in own]
+                    except MismatchError as error:
+                        lost.append(error)
+                if target.make in array_placement.JAX_MAKES:
+                    assert entry is not None
                     in_jax.append(n)
                     items.append(array_placement.ArrayToPut(place, entry.shape, dtype, target.weak, own))
                 else:
-                    array = next(arrays)
-                    if target.make != "numpy" or array.dtype is not target.dtype:
-                        array = host_value(_cast(array, target, paths[n]), target)
-                    values[n] = array
+                    values[n] = own[0] if target.make == "numpy" else host_value(own[0], target)
+            casts.refuse(lost)
             made = array_placement.put_arrays(items)
             for n, item, array in zip(in_jax, items, made, strict=True):
                 target = self._targets[n]
@@ -126,12 +128,7 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
 def _cast(array: np.ndarray, target: LeafTarget, path: str) -> np.ndarray:
     if target.dtype is None or array.dtype == target.dtype:
         return array
-    if dtypes.is_integer(array.dtype) and not fits_dtype(array, target.dtype):
-        raise MismatchError(
-            f"{path}: expected {target.dtype.name} (template), found values of {array.dtype.name} that do not fit it; "
-            f"use {array.dtype.name} in the template"
-        )
-    return dtypes.cast(array, target.dtype)
+    return casts.cast(array, target.dtype, path)
 
 
 def host_value(array: np.ndarray, target: LeafTarget) -> Any:

@@ -185,7 +185,7 @@ def _values(
                 moved(sum(target_entry(targets[n]).nbytes for n in group.numbers))
     for n, target in enumerate(targets):
         if target.entry is None and target.make != "value":  # a saved Python number where the template has a 0-d array
-            array = dtypes.cast(np.array(target.value), target.dtype)
+            array = dtypes.convert(np.array(target.value), target.dtype)
             if target.make == "jax":
                 (values[n],) = _place.put_arrays([_place.ArrayToPut(places[n], (), array.dtype, target.weak, [array])])
             else:

@@ -54,14 +54,16 @@ def _shape_of(leaf: Any) -> tuple[int, ...] | None:
     return tuple(shape) if shape is not None and hasattr(leaf, "dtype") else None
 
 
-def _shape_as(leaf: Any, entry: ArrayEntry) -> tuple[int, ...]:
-    """Returns the shape that a leaf must have for an entry.
+def _shape_as(leaf: Any, entry: ArrayEntry) -> tuple[int, ...] | None:
+    """Returns the shape that a leaf must have for an entry, or None if no array of its dtype takes the entry.
 
-    For typed keys it depends on the leaf: the data of keys has one more axis than the keys.
+    Typed keys take keys and their data, which has one more axis. Other extended dtypes of JAX are never saved.
     """
     dtype = getattr(leaf, "dtype", None)
-    keys = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
-    return entry.shape[:-1] if keys and (entry.type == "key" or entry.dtype == "uint32") else entry.shape
+    if dtype is None or not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        return entry.shape
+    keys = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return entry.shape[:-1] if keys and (entry.type == "key" or entry.dtype == "uint32") else None
 
 
 def log_changes(name: str, paths: Sequence[str], leaves: Sequence[Any], targets: Sequence[LeafTarget]) -> None:
@@ -121,7 +123,7 @@ def _change(own: _Kind, saved: _Kind) -> tuple[str, bool]:
     if own == saved or (saved[1] is None and saved[0] == "JAX"):  # `saved` is a key, which only needs the same shape
         return "", False
     both = own[1] is not None and saved[1] is not None
-    if both and np.dtype(own[1]) != saved[1]:
+    if both and own[1] != saved[1]:
         return f"init {own[1]}, saved {saved[1]}", True
     text = [f"{what}{' ' + str(dtype) if dtype is not None else ''}{', weakly typed' if weak else ''}"
             for what, dtype, weak in (own, saved)]  # fmt: skip

@@ -229,7 +229,7 @@ def fill_value(value: Any, leaf: Leaf, text: str) -> "np.ndarray":
         given = np.asarray([None])
     if not given.ndim and (given.dtype.kind != "c" or dtype.kind == "c"):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            found = dtypes.cast(given, dtype)
+            found = dtypes.convert(given, dtype)
             shown = f"would be {_scalar(found)!r}"
     if found is None or not _same(_scalar(found), _scalar(given)):
         raise MismatchError(f"{text}: {leaf.entry.path} is {leaf.array.dtype}, in which {value!r} {shown}")

@@ -7,6 +7,7 @@ import re
 from .. import formats
 from .._core.leaf_paths import join_names
 from ..errors import MismatchError, TreeringError, UnsupportedError
+from ..formats.treering import summary
 from ..stores.file_io import is_folder
 from ..stores.store import Store
 from . import run_layout
@@ -71,9 +72,11 @@ def describe_step(store: Store, path: str) -> str:
 
 
 def suggest_run(store: Store, root: str) -> str:
-    """Returns the end of a message that lists similar steps and runs; "" if there are none."""
+    """Returns the end of a message that lists similar steps and runs, or says what reads a single checkpoint."""
     if formats.is_known(store, root) and (step := describe_step(store, root)):
         return f"; it is {step}"
+    if formats.has_folder(store, root):
+        return f"; `treering show {root}` reads it"
     found = [*_checkpoints_within(store, root), *_archived_steps(store, root), *_runs_within(store, root)]
     return "".join(f"; {one}" for one in found or _runs_around(store, root))
 
@@ -102,6 +105,7 @@ def _checkpoints_within(store: Store, root: str) -> list[str]:
     ]
     committed = {name for steps in own.values() for _, name in steps}
     rest = [name for name in names if re.search("[0-9]", name) and name not in committed]
+    rest = [name for name in rest if not summary.is_own_file(name)]
     if foreign := tuple(name for name in rest if formats.is_foreign(store, posixpath.join(root, name))):
         found.append(f"there are checkpoints in it that are not steps: {join_names(foreign)}")
     return found

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .._core import skeleton
+from .._core import casts, skeleton
 from .._core.leaf_paths import join_names
 from .._pytree import flax, variable_levels, walk
 from ..errors import MismatchError, UnsupportedError
@@ -146,14 +146,23 @@ def _with_levels(item: Any, flat: walk.FlatTree) -> Any:
 
 
 def _cast(path: str, leaf: Any, save_args: Any) -> Any:
-    """Returns a leaf in the dtype of its `SaveArgs`."""
+    """Returns a leaf in the dtype of its `SaveArgs`. Raises `MismatchError` for values that the dtype lacks."""
+    import jax
+    import numpy as np
+
     dtype = getattr(save_args, "dtype", None)
     if save_args is not None and not hasattr(save_args, "aggregate"):
         raise MismatchError(f"save_args: {path or '(root)'}: expected SaveArgs, found {type(save_args).__name__}")
     if dtype is None or leaf is None or isinstance(leaf, str | bytes):
         return leaf
+    if not isinstance(getattr(leaf, "dtype", dtype), np.dtype | type):  # The save refuses what only JAX has.
+        return leaf
+    dtype = np.dtype(dtype)
     if isinstance(leaf, bool | int | float | complex):
-        import numpy as np
-
-        return np.asarray(leaf).astype(dtype).item()
-    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+        return casts.cast(np.asarray(leaf), dtype, path, can_clip=False).item()
+    if leaf.dtype == dtype:
+        return leaf
+    for part in [one.data for one in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf]:
+        if not casts.is_in_range(part, dtype):  # A device can tell, so that arrays need not leave it.
+            casts.cast(np.asarray(part), dtype, path, can_clip=False)
+    return leaf.astype(dtype)

@@ -247,7 +247,7 @@ class Reading(Subject):
         changed = ckpt.apply(
             [rules.transpose(name, (1, 0)), rules.rename(f"^{name}$", "new/w"), rules.cast("new/w", "float64")]
         )
-        expected = dtypes.cast(tree["deep"]["w"].T, np.dtype(np.float64))
+        expected = dtypes.convert(tree["deep"]["w"].T, np.dtype(np.float64))
         self.assert_same(changed["new/w"], expected, "new/w")
         assert identity(changed.restore(at="new")["w"]) == identity(expected)
         assert identity(changed["new/w"][2:4, 1]) == identity(expected[2:4, 1])

@@ -116,7 +116,7 @@ class Writing(Subject):
         save(tmp_path / "native", tree)
         path = self.place(tmp_path, "part")
         convert(tmp_path / "native", path, format=self.name, at="part", dtype=dtype, **self.options)
-        cast = dtypes.cast(tree["part"]["a"], dtypes.to_numpy(dtype))
+        cast = dtypes.convert(tree["part"]["a"], dtypes.to_numpy(dtype))
         self.assert_holds(path, {"a": cast, "b": tree["part"]["b"]})
 
     def test_unknown_options_are_refused(self, tmp_path: Path) -> None:

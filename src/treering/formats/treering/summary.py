@@ -14,7 +14,7 @@ from ...stores.file_io import read_file
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
 from . import manifest, metrics, validity
-from .schema import MANIFEST
+from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
 
@@ -35,6 +35,11 @@ class StepSummary(NamedTuple):
 def manifest_path(path: str) -> str:
     """Returns the path of the manifest of a checkpoint."""
     return posixpath.join(path, MANIFEST)
+
+
+def is_own_file(name: str) -> bool:
+    """Returns True for the name of a file within a checkpoint, or of one that an interrupted save has left."""
+    return bool(OWN_FILES.fullmatch(name))
 
 
 def stat_manifest(store: Store, path: str) -> Stat | None:
