@@ -5,10 +5,19 @@ names, dtypes and shapes are looked at, so that ordinary arrays named ``scale`` 
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeGuard
 
-from .entries import ArrayEntry, Entry
+from .entries import ArrayEntry, Entry, LostEntry
+from .leaf_paths import join_names
+from .source import Source
+from .subtree import full_source
+from .units import count
+from .views import View
+
+_log = logging.getLogger("treering")
 
 Members = Mapping[str, ArrayEntry]  # by role
 
@@ -65,16 +74,74 @@ class Group:
         return self.members["codes"]
 
 
+class Member(NamedTuple):
+    """A leaf of a quantized weight, and what it is there: ``codes``, ``scale`` and so on."""
+
+    group: Group
+    role: str
+
+
 def find_groups(entries: Mapping[str, Entry]) -> list[Group]:
     """Returns the quantized weights among the leaves of a checkpoint, in its order."""
     found = [
         group
         for path, entry in entries.items()
-        if type(entry) is ArrayEntry and entry.dtype in _CODES and entry.type != "key"
+        if _is_array(entry) and entry.dtype in _CODES
         if (group := _group_of(path, entries)) is not None
     ]
     others = {path for group in found for role, path in group.members.items() if role != "codes"}
     return [group for group in found if group.codes not in others]
+
+
+def find_members(source: Source, entries: Mapping[str, Entry]) -> dict[str, Member]:
+    """Returns the leaves of a source that are members of quantized weights, by their keys in `entries`.
+
+    entries: the leaves of the source under any names.
+
+    Rules may have renamed the leaves, or left out the rest of the weight. They are members of what the checkpoint has,
+    unless a rule has changed the dtype.
+    """
+    full = full_source(source)
+    base = full
+    while isinstance(base, View):
+        base = full_source(base._reader)
+    known = {path: Member(group, role) for group in find_groups(base.entries) for role, path in group.members.items()}
+    found: dict[str, Member] = {}
+    for key, entry in entries.items() if known else ():
+        origin = full.source(entry.path) if isinstance(full, View) else entry.path
+        member = known.get(origin)
+        if member is not None and isinstance(entry, ArrayEntry) and entry.dtype == dtype_of(base.entries[origin]):
+            found[key] = member
+    return found
+
+
+def has_small_codes(entries: Mapping[str, Entry]) -> bool:
+    """Returns True if some array has at most one byte per element. Other codes are never cast to floats unasked."""
+    return not _SMALL.isdisjoint(map(dtype_of, entries.values()))
+
+
+def dtype_of(entry: Entry) -> str:
+    """Returns the dtype of an array, and "" for another leaf."""
+    return entry.dtype if isinstance(entry, ArrayEntry) else ""
+
+
+def warn_of_kept(name: str, members: Iterable[Member], dtype: object) -> None:
+    """Logs the quantized weights whose codes and scales keep their dtypes although another one was asked for."""
+    groups = {member.group.path or "(root)": member.group.layout.name for member in members}
+    if groups:
+        _log.warning(
+            "%s: dtype=%s: codes and scales of %s (%s) keep their dtypes: %s; tr.rules.dequantize makes floats of them",
+            name,
+            dtype,
+            count(len(groups), "quantized weight"),
+            ", ".join(dict.fromkeys(groups.values())),
+            join_names(tuple(groups)),
+        )
+
+
+def _is_array(entry: Entry | None) -> TypeGuard[ArrayEntry]:
+    """Returns True for an array that can be read and is not a typed key."""
+    return isinstance(entry, ArrayEntry) and entry.type != "key" and not isinstance(entry, LostEntry)
 
 
 def _group_of(path: str, entries: Mapping[str, Entry]) -> Group | None:
@@ -84,7 +151,7 @@ def _group_of(path: str, entries: Mapping[str, Entry]) -> Group | None:
         for level in _LEVELS:
             for codes in dict.fromkeys((layout.codes, layout.codes.replace("/", "."))):
                 end = codes + level
-                if not path.endswith(end) or not (stem := path.removesuffix(end)) and not codes:
+                if not path.endswith(end) or (not (stem := path.removesuffix(end)) and not codes):
                     continue
                 if stem and codes and codes[0] != "_" and stem[-1] not in "/.":
                     continue
@@ -105,7 +172,7 @@ def _made(layout: Layout, path: str, stem: str, level: str, entries: Mapping[str
 
     members, missing = {"codes": path}, []
     for role, end in (*layout.needed.items(), *layout.optional.items()):
-        there = next((one for one in names(end) if type(entries.get(one)) is ArrayEntry), None)
+        there = next((one for one in names(end) if _is_array(entries.get(one))), None)
         if there is not None:
             members[role] = there
         elif role in layout.needed:
@@ -264,9 +331,7 @@ LAYOUTS = (
         True,
         _qwix_fits,
     ),
-    Layout(
-        "qwix", "qwix 0.1.8, qwix/_src/core/qarray.py", "qvalue", {"scale": "scale"}, _QWIX, "", True, _qwix_fits
-    ),
+    Layout("qwix", "qwix 0.1.8, qwix/_src/core/qarray.py", "qvalue", {"scale": "scale"}, _QWIX, "", True, _qwix_fits),
     Layout(
         "AQT",
         "aqtp 0.9.0, aqt/jax/v2/aqt_tensor.py",
