@@ -4,6 +4,7 @@ Each suggestion is tried first: its rules are applied to the checkpoint's names 
 with the template again. Of the suggestions that fix the differences, the error has the one that restores most leaves.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ from . import grown_parts, iterator_hints
 from .level_hints import level_suggestions
 from .optimizer_states import States
 from .policy import Policy
+from .quantized_hints import Mixture
 from .rename_hints import rename_suggestions
 from .subtree_hints import find_own_subtree
-from .suggestion import Suggestion
+from .suggestion import RuleCall, Suggestion, apply_calls
 
 _MAX_LEFT_FRACTION = 0.1  # of the differences; a suggestion that leaves more is not made
 
@@ -57,15 +59,63 @@ def suggest_fix(
     differences: Sequence[Difference],
     compare: Compare,
     grown: Callable[[Sequence[str]], grown_parts.Grown],
+    mixture: Mixture,
 ) -> str:
     """Returns the cause that explains most, as a sentence with the arguments that fix it; an empty text if none does.
 
     `differences` is empty if nothing differs only because missing leaves were allowed, yet no leaf matched. Arguments
-    that would lose the position of a data iterator are never suggested.
+    that would lose the position of a data iterator, or take a quantized weight apart, are never suggested.
+
+    mixture: the quantized weights of both sides.
+    """
+    if mixture.differs:
+        return _of_mixture(flat_tree, entries, policy, compare, grown, mixture)
+    best = _best(flat_tree, entries, skeleton, policy, differences, compare, grown)
+    return "" if best is None else ": ".join(best)
+
+
+def _of_mixture(
+    flat_tree: FlatTree,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    compare: Compare,
+    grown: Callable[[Sequence[str]], grown_parts.Grown],
+    mixture: Mixture,
+) -> str:
+    """Returns the cause if only one side is quantized: the rule that makes floats, and what else is needed then."""
+    if not mixture.only_saved:
+        return mixture.cause("", "")
+    call = RuleCall.of("dequantize", "**", mixture.dtype)
+    try:
+        entries = {path: leaf.entry for path, leaf in apply_calls((call,), entries).items()}
+        differences = compare(flat_tree, entries, None, policy)[2]
+    except TreeringError as error:
+        return mixture.cause("", str(error).partition("\n")[0])
+    fix = Suggestion("", rules=(call,)).arguments(policy)
+    if differences and not mixture.only_wanted:
+        best = _best(flat_tree, entries, None, policy, differences, compare, grown, (call,))
+        fix = f"{fix}, which leaves {len(differences):,} differences" if best is None else f"{best[1]} ({best[0]})"
+    return mixture.cause(fix, "")
+
+
+def _best(
+    flat_tree: FlatTree,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: Policy,
+    differences: Sequence[Difference],
+    compare: Compare,
+    grown: Callable[[Sequence[str]], grown_parts.Grown],
+    first: tuple[RuleCall, ...] = (),
+) -> tuple[str, str] | None:
+    """Returns the cause that explains most, and the arguments that fix it, or None.
+
+    first: rules that `entries` are already changed by.
     """
     most = len(differences) or len(flat_tree.paths)
     held = iterator_hints.iterator_paths(entries)
     known = set(flat_tree.paths)
+    quantized = Mixture.of(flat_tree, entries)
     states = States(flat_tree.paths, flat_tree.skeleton, entries, skeleton)
 
     def tried(cause: Suggestion, like: FlatTree) -> tuple[int, int]:
@@ -86,6 +136,11 @@ def suggest_fix(
         if dropped or iterator_hints.loses_position(flat_tree, now, policy, cause.policy(policy)):
             return 0, most
         filled = sum(target.filled for target in targets)  # leaves that keep the template's value
+        if quantized.saved:
+            outside = {path for path in entries if cause.at and relative_to(path, cause.at) is None}
+            left_out = outside.union(path for path, entry in entries.items() if policy.allows("extra", path, entry))
+            if quantized.takes_apart({there for path, there in sources.items() if path in known}, left_out):
+                return 0, most
         if not found:
             return len(targets) - filled, most
         # Without differences, a cause is also judged by the leaves that the template still fills.
@@ -114,17 +169,17 @@ def suggest_fix(
             if left <= most * _MAX_LEFT_FRACTION:
                 found[_Score(-kept if fixes_all else 0, kind, left, n)] = like, cause
     if not found:
-        return ""
+        return None
     best = min(found)
     like, cause = found[best]
     rest = f", which leaves {best.left:,} of the {most:,}" if best.left else ""
     outside = tuple(repr(path) for path in held if cause.at and relative_to(path, cause.at) is None)
     if outside:
         rest += f"; the state of an iterator is outside of that, at {join_names(outside)}: restore it, too"
-    arguments = cause.arguments(policy)
+    arguments = dataclasses.replace(cause, rules=(*first, *cause.rules)).arguments(policy)
     alike = [one.at for tried, (_, one) in found.items() if one.at not in ("", cause.at) and tried[:3] == best[:3]]
     text = f"{cause.text} ({alike[0]!r} would fit as well)" if cause.at and alike else cause.text
-    return f"{text}: {arguments if like is flat_tree else f'restore(like=init(), {arguments})'}{rest}"
+    return text, f"{arguments if like is flat_tree else f'restore(like=init(), {arguments})'}{rest}"
 
 
 def _with_placeholders(flat_tree: FlatTree) -> FlatTree:
