@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from .entries import ArrayEntry, Entry, LostEntry
 from .leaf_paths import join_names
@@ -22,9 +22,9 @@ _log = logging.getLogger("treering")
 Members = Mapping[str, ArrayEntry]  # by role
 
 _FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3"))
-_SMALL = _FLOAT8 | {"int8", "int4", "int2", "uint8", "uint4", "uint2", "float4_e2m1fn", "float8_e4m3b11fnuz"}
+SMALL_DTYPES = _FLOAT8 | {"int8", "int4", "int2", "uint8", "uint4", "uint2", "float4_e2m1fn", "float8_e4m3b11fnuz"}
 _SIGNED = _FLOAT8 | {"int8", "int4"}
-_CODES = _SMALL | {"int32", "uint32"}
+_CODES = SMALL_DTYPES | {"int32", "uint32"}
 _FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
 _SCALES = _FLOATS | {"float8_e8m0fnu", "float8_e4m3fn"}
 _LEVELS = ("", "/value", "/raw_value", ".value", ".raw_value")  # which some formats write for boxes of Flax
@@ -115,9 +115,13 @@ def find_members(source: Source, entries: Mapping[str, Entry]) -> dict[str, Memb
     return found
 
 
-def has_small_codes(entries: Mapping[str, Entry]) -> bool:
-    """Returns True if some array has at most one byte per element. Other codes are never cast to floats unasked."""
-    return not _SMALL.isdisjoint(map(dtype_of, entries.values()))
+def catalogue(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Entry]:
+    """Returns entries for the arrays of a live tree or a template."""
+    return {
+        path: ArrayEntry(path, "jax", leaf.dtype.name, tuple(leaf.shape))
+        for path, leaf in zip(paths, leaves, strict=True)
+        if hasattr(leaf, "shape") and hasattr(getattr(leaf, "dtype", None), "name")
+    }
 
 
 def dtype_of(entry: Entry) -> str:
@@ -125,17 +129,16 @@ def dtype_of(entry: Entry) -> str:
     return entry.dtype if isinstance(entry, ArrayEntry) else ""
 
 
-def warn_of_kept(name: str, members: Iterable[Member], dtype: object) -> None:
+def warn_of_kept(name: str, groups: Iterable[Group], dtype: object) -> None:
     """Logs the quantized weights whose codes and scales keep their dtypes although another one was asked for."""
-    groups = {member.group.path or "(root)": member.group.layout.name for member in members}
-    if groups:
+    if found := {group.path or "(root)": group.layout.name for group in groups}:
         _log.warning(
             "%s: dtype=%s: codes and scales of %s (%s) keep their dtypes: %s; tr.rules.dequantize makes floats of them",
             name,
             dtype,
-            count(len(groups), "quantized weight"),
-            ", ".join(dict.fromkeys(groups.values())),
-            join_names(tuple(groups)),
+            count(len(found), "quantized weight"),
+            ", ".join(dict.fromkeys(found.values())),
+            join_names(tuple(found)),
         )
 
 
@@ -219,7 +222,7 @@ def _fits(
 
 def _qwix_fits(members: Members) -> bool:
     codes = members["codes"]
-    return codes.dtype in _SMALL and all(
+    return codes.dtype in SMALL_DTYPES and all(
         _tiles(codes, entry) and entry.dtype in (_SCALES if role == "scale" else {codes.dtype})
         for role, entry in members.items()
         if role in ("scale", "zero")
@@ -340,7 +343,7 @@ LAYOUTS = (
         {**_AQT_MORE, "scale_t": "scale_t/0"},
         "",
         False,
-        _fits(_SMALL, shapes=_tiles),
+        _fits(SMALL_DTYPES, shapes=_tiles),
     ),
     Layout(
         "AQT with transposed scales",
@@ -350,7 +353,7 @@ LAYOUTS = (
         {"bias": "bias/0", "mask": "sparsity_mask"},
         "",
         False,
-        _fits(_SMALL, shapes=_any_shape),
+        _fits(SMALL_DTYPES, shapes=_any_shape),
     ),
     Layout(
         "GPTQ",

@@ -11,6 +11,7 @@ from .._core import dtypes
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, mismatch_error
 from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable, is_absent
 from .._core.leaf_paths import closest, join_names, matches, parent_paths, relative_to
+from .._core.quantized import SMALL_DTYPES
 from .._core.skeleton import Skeleton
 from .._pytree import variable_levels
 from .._pytree.leaves import is_function
@@ -73,7 +74,7 @@ def match(
     if differences or (filled and not found):
         differences = grown_parts.with_hints(differences, flat_tree, entries, policy.at, grown)
         differences = with_hints(differences, flat_tree, entries, elsewhere())
-        mixture = Mixture.of(flat_tree, entries)
+        mixture = Mixture.of(flat_tree, entries, as_written)
         differences = mixture.with_hints(differences)
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
 
@@ -114,18 +115,21 @@ def _compare(
     for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
         entry = entries.get(path)
         kind: tuple[Any, ...] | None = None
-        member = policy.quantized.get(path) if policy.quantized else None
+        member = None
+        array = entry if isinstance(entry, ArrayEntry) else None
+        if array is not None and (policy.dtype is not None or array.dtype in SMALL_DTYPES):
+            member = policy.quantized().get(path)
         if (
-            isinstance(entry, ArrayEntry)
-            and getattr(leaf, "shape", None) == entry.shape
-            and hasattr(leaf, "dtype")
+            array is not None
             and member is None
+            and getattr(leaf, "shape", None) == array.shape
+            and hasattr(leaf, "dtype")
         ):
-            kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), entry.type, entry.dtype
+            kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), array.type, array.dtype
             kind = (*kind, path in policy.cast_leaves) if policy.cast_leaves else kind
             if (like := alike.get(kind)) is not None:
                 used.add(path)
-                targets.append(LeafTarget(like.make, entry, like.dtype, like.weak))
+                targets.append(LeafTarget(like.make, array, like.dtype, like.weak))
                 continue
         if leaf is ...:
             skipped.append(path)
@@ -214,7 +218,9 @@ def match_without_template(
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry):
             targets.append(LeafTarget("value", value=entry.decode()))
-        elif like := alike.get(kind := (entry.type, entry.dtype, path in policy.quantized)):
+        elif like := alike.get(
+            kind := (entry.type, entry.dtype, policy.dtype is not None and path in policy.quantized())
+        ):
             targets.append(LeafTarget(like.make, entry, like.dtype, like.weak))
         else:
             try:

@@ -141,12 +141,10 @@ def _with_quantized(policy: Policy, source: Source, entries: Mapping[str, Entry]
 
     warn: True to log the weights to which the argument `dtype` would have applied otherwise.
     """
-    if policy.dtype is None and not quantized.has_small_codes(entries):
-        return policy  # No other codes become floats without being asked to.
-    members = quantized.find_members(source, entries)
+    members = functools.cache(lambda: quantized.find_members(source, entries))
     if warn and policy.dtype not in (None, "template"):
-        quantized.warn_of_kept(name, members.values(), np.dtype(policy.dtype))
-    return dataclasses.replace(policy, quantized=members) if members else policy
+        quantized.warn_of_kept(name, [group for group, _ in members().values()], np.dtype(policy.dtype))
+    return dataclasses.replace(policy, quantized=members)
 
 
 def _cast(source: Source, entries: Mapping[str, Entry]) -> frozenset[str]:

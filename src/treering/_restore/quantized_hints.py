@@ -14,8 +14,9 @@ import numpy as np
 from .._core import dtypes
 from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, Entry
-from .._core.quantized import Group, Member, find_groups
+from .._core.quantized import Group, Member, catalogue, find_groups
 from .._core.units import count
+from .._pytree.variable_levels import find_levels
 from .._pytree.walk import FlatTree
 from ..errors import Difference
 from .leaf_targets import LeafMismatch, leaf_text
@@ -32,8 +33,13 @@ def dtype_of_member(leaf: Any, entry: Entry, member: Member, asked: Any) -> Any:
     Raises `LeafMismatch` if the leaf has floats for codes, because only together with a scale they mean numbers.
     """
     want = getattr(leaf, "dtype", None)
-    is_array = isinstance(want, np.dtype) and isinstance(entry, ArrayEntry)
-    if member.role == "codes" and is_array and dtypes.is_float(want) and want.name != entry.dtype:
+    if (
+        member.role == "codes"
+        and isinstance(entry, ArrayEntry)
+        and isinstance(want, np.dtype)
+        and dtypes.is_float(want)
+        and want.name != entry.dtype
+    ):
         raise LeafMismatch(leaf_text(leaf), describe_entry(entry), _hint_for(member, want.name))
     return None if asked is None else "template"
 
@@ -71,10 +77,16 @@ class Mixture:
     dtype: str
 
     @classmethod
-    def of(cls, flat_tree: FlatTree, entries: Mapping[str, Entry]) -> "Mixture":
-        """Compares a template with the leaves of a checkpoint."""
-        template = _entries_of(flat_tree)
+    def of(cls, flat_tree: FlatTree, entries: Mapping[str, Entry], written: Iterable[str] = ()) -> "Mixture":
+        """Compares a template with the leaves of a checkpoint.
+
+        written: the paths of the leaves in the checkpoint, which may have levels for boxes that `entries` lack.
+        """
+        template = catalogue(flat_tree.paths, flat_tree.leaves)
         saved, wanted = find_groups(entries), find_groups(template)
+        levels = find_levels(flat_tree.paths, flat_tree.boxes, {*written, *(group.path for group in saved)})
+        names = {there: path for path, there in levels.items()}
+        saved = [dataclasses.replace(group, path=names.get(group.path, group.path)) for group in saved]
         found = Counter(entry.dtype for group in saved if (entry := _float_at(template, group)) is not None)
         return cls(
             saved,
@@ -168,15 +180,6 @@ def _float_at(entries: Mapping[str, Entry], group: Group) -> ArrayEntry | None:
     entry = entries.get(group.path)
     known = isinstance(entry, ArrayEntry) and entry.type != "key" and entry.dtype.startswith(("float", "bfloat"))
     return entry if known and isinstance(entry, ArrayEntry) else None
-
-
-def _entries_of(flat_tree: FlatTree) -> dict[str, ArrayEntry]:
-    """Returns entries for the arrays of a template."""
-    return {
-        path: ArrayEntry(path, "jax", leaf.dtype.name, tuple(leaf.shape))
-        for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True)
-        if hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), np.dtype)
-    }
 
 
 def _listed(groups: Sequence[Group]) -> str:

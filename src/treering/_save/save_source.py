@@ -76,7 +76,7 @@ def save_view(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info)
     if dtype is not None:
         text = dtypes.to_text(dtypes.requested_dtype(dtype))
         members = quantized.find_members(changed._source, changed._source.entries)
-        quantized.warn_of_kept(changed.path, members.values(), text)
+        quantized.warn_of_kept(changed.path, [group for group, _ in members.values()], text)
         floats = [
             path
             for path, leaf in leaves.items()
