@@ -352,7 +352,7 @@ def test_two_sets_of_codes_of_one_weight() -> None:
     both = {**FP8, **packed}
     with pytest.raises(MismatchError, match=r"l.weight and l.weight_packed would both be l.weight; drop one"):
         applied(both, rules.dequantize("**"))
-    with pytest.raises(MismatchError, match="two leaves would be called 'l.weight'"):
+    with pytest.raises(MismatchError, match=r"two leaves would be called 'l\.weight'"):
         applied({**packed, "l.weight": np.ones(3, np.float32)}, rules.dequantize("**"))
 
 

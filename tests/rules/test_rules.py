@@ -799,6 +799,9 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
         rules.scale("embed", "y", "float32", optional=True),
         rules.combine(["x9"], "y", np.negative, optional=True),
         rules.pad("x9", [], optional=True),
+        rules.dequantize("x9", optional=True),
+        rules.pack("x9", optional=True),
+        rules.unpack("x9", optional=True),
     ]
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
 

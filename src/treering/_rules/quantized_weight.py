@@ -329,7 +329,7 @@ class QuantizedWeight:
         steps = [Step("multiply", scale, block, order, axis)]
         if "zero" in self._leaves:  # Both are stored plus half of their range.
             rows = shape[-2] if len(shape) > 1 else 1
-            self._shape("zero", *shape[:-2], -(-rows * bits // 32), scale.array.shape[-1])
+            self._shape("zero", *shape[:-2], -(-rows * bits // 32), *scale.array.shape[axis:])
             zero = unpacked(self._leaves["zero"], Packing.of("int32", bits, axis - 1), size=rows)
             steps.insert(0, Step("subtract", zero, block, order, axis))
         else:

@@ -1,6 +1,5 @@
 """Reads safetensors files, single or in shards with an index."""
 
-import functools
 import logging
 import os
 import posixpath
@@ -44,6 +43,18 @@ class _Opened(NamedTuple):
 
 
 _Tensor = tuple[str, _Opened | str]  # a key, and its file or the reason why it is lost
+
+
+class _ModelReader(ForeignReader):
+    """Reads files of a model, whose configuration may lie in their folder."""
+
+    def __init__(self, store: Store, folder: str, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._store, self._folder = store, folder
+
+    def model_config(self) -> Mapping[str, Any]:
+        """Returns what is known of quantized weights; see `source.model_config`."""
+        return quantization_of(self._store, self._folder)
 
 
 def open_file(store: Store, path: str) -> Source:
@@ -233,7 +244,9 @@ def _reader(
             raise CorruptError(f"{path}: expected one leaf at {place}, found {_holders(place, files)}")
         entries[place], arrays[place] = _join(f"{path}: {key!r}", place, pieces)
     sidecar = read_sidecar(_metadata(path, files, index_metadata or {}))
-    return ForeignReader(
+    return _ModelReader(
+        store,
+        posixpath.dirname(files[0].file.path) if files else path,
         "safetensors",
         path,
         list(entries.values()),
@@ -242,9 +255,6 @@ def _reader(
         metrics={name: decode_float(value) for name, value in sidecar.metrics.items()},
         metadata=sidecar.metadata,
         nbytes=index_nbytes + sum(found.file.size for found in files),
-        model_config=functools.partial(
-            quantization_of, store, posixpath.dirname(files[0].file.path) if files else path
-        ),
     )
 
 
