@@ -224,7 +224,7 @@ def test_damaged_and_incomplete_groups() -> None:
             r"expected dtypes and shapes of GPTQ, found qweight int64\[8,32\]",
         ),
         ({"scales": GPTQ["scales"].astype(np.float64)}, "scales is float64, which float32 cannot hold exactly"),
-        ({"qzeros": GPTQ["qzeros"][:, :3]}, "3 bits"),
+        ({"qzeros": GPTQ["qzeros"][:, :3]}, "codes of 3 bits are not dequantized; expected codes of 2, 4 or 8 bits"),
         ({"g_idx": order[:40]}, r"qweight with 5 rows for 40 codes of 4 bits, found 8"),
         ({"g_idx": order.astype(np.float32)}, r"g_idx as 64 integers, found float32\[64\]"),
     ]
@@ -319,6 +319,57 @@ def test_layouts_without_known_arithmetic_are_refused() -> None:
     ):
         with pytest.raises(MismatchError, match=message):
             applied(arrays, rules.dequantize("**"))
+
+
+def test_what_could_mean_two_things_is_refused() -> None:
+    embedding = {key: np.asarray(tr.open(stored("gptq"))[f"bits4.{key}"]) for key in GPTQ}
+    for arrays, message in (
+        ({f"embed_tokens.{key}": value for key, value in embedding.items()}, "GPTQ stores embeddings the other way"),
+        ({**FP8, "l.weight": np.ones((256, 300), np.int8)}, "may be two float4 in a byte; expected float8"),
+    ):
+        with pytest.raises(MismatchError, match=message):
+            applied(arrays, rules.dequantize("**", config=NOT_SAID["gptq"]))
+    mlx = {key: np.asarray(value) for key, value in tr.open(stored("mlx4")).items() if key.startswith("layers.0.")}
+    for config, message in (
+        ({"bits": 4}, "pass .*config={'group_size': …}"),
+        ({"bits": "4", "group_size": 32}, "config={'bits': '4'}; expected a positive integer"),
+        ({"bits": 4, "group_size": 0}, "config={'group_size': 0}; expected a positive integer"),
+        ({"bits": 3, "group_size": 32}, "codes of 3 bits are not dequantized"),
+        ({"bits": 4, "group_size": 64}, r"expected a scale for each 64 codes of 4 bits, found float32\[8,4\]"),
+    ):
+        with pytest.raises(MismatchError, match=message):
+            applied(mlx, rules.dequantize("**", config=config))
+    narrow = {
+        "l.weight_packed": np.full((2, 1), 0x21, np.int32),
+        "l.weight_scale": np.ones((2, 1), np.float32),
+        "l.weight_shape": np.array([2, 2]),
+    }
+    with pytest.raises(MismatchError, match="do not say its bits"):
+        applied(narrow, rules.dequantize("**"))
+    assert (
+        np.asarray(applied(narrow, rules.dequantize("**", config={"bits": 4}))["l.weight"]).tolist() == [[-7, -6]] * 2
+    )
+
+
+def test_live_trees_and_parts(tmp_path: pathlib.Path) -> None:
+    tree = tr.restore(FILES / "qwix")["tiles"]
+    tr.save(tmp_path / "c", {"params": {"x": tree}}, rules=[rules.dequantize("**")])
+    expected = {"x": {"kernel": weights("qwix")["tiles/kernel"]}}
+    assert_same(tr.restore(tmp_path / "c"), {"params": expected})
+    tr.save(tmp_path / "q", {"params": {"x": tree}})
+    assert_same(tr.restore(tmp_path / "q", at="params", rules=[rules.dequantize("**")]), expected)
+    view = (
+        tr.open(FILES / "qwix")
+        .select("nf4/**")
+        .apply([rules.rename("^nf4/", "y/")])
+        .apply([rules.drop("y/**/zero_point")])
+    )
+    assert_same(
+        tr.open(FILES / "qwix").at("nf4").restore(rules=[rules.dequantize("**")])["kernel"],
+        weights("qwix")["nf4/kernel"],
+    )
+    with pytest.raises(MismatchError, match="do not say its qtype"):  # The static values have other paths.
+        view.apply([rules.dequantize("**")])
 
 
 def test_activation_scales_go_with_the_weight(caplog: pytest.LogCaptureFixture) -> None:

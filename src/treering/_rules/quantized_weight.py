@@ -24,6 +24,7 @@ from .base import Leaves, require_array
 if TYPE_CHECKING:
     import numpy as np
 
+_BITS = (2, 4, 8)  # of codes that never lie in two words
 _DEEPSEEK_BLOCK = 128  # rows and columns, in its own programs
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ_ORDER of awq/utils/packing_utils.py
 _LLM_INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it, in _ops.py
@@ -190,12 +191,11 @@ class QuantizedWeight:
             )
         return order, max(-(-size // max(groups, 1)), 1)
 
-    def _bits(self, words: int, codes: int, what: str) -> int:
-        """Returns the bits of codes in words of 32 bits."""
-        found = next((bits for bits in range(1, 9) if codes and -(-codes * bits // 32) == words), 0)
-        if found not in (2, 4, 8):
-            what = f"codes of {found} bits" if found else f"{words} words for {codes} codes"
-            self._fail(f"{what} are not dequantized", "expected codes of 2, 4 or 8 bits")
+    def _number(self, name: str) -> int:
+        """Returns a positive integer that only the caller or the model's configuration knows."""
+        found = self._known(name, "as in the model's config.json")
+        if type(found) is not int or found < 1:
+            self._fail(f"config={{{name!r}: {found!r}}}", "expected a positive integer")
         return found
 
     def qwix(self) -> Leaf:
@@ -231,6 +231,10 @@ class QuantizedWeight:
     def blocks(self) -> Leaf:
         codes = self._leaves["codes"]
         shape = codes.array.shape
+        if self._group.layout.name == "fp8" and "int" in codes.array.dtype:
+            self._fail(
+                f"{codes.entry.path} is {codes.array.dtype}, which may be two float4 in a byte", "expected float8"
+            )
         scale, block = self._blocks("scale", shape)
         if "order" in self._leaves:
             order, size = self._order(shape[-1], scale.array.shape[-1])
@@ -246,8 +250,20 @@ class QuantizedWeight:
 
     def gptq(self) -> Leaf:
         codes, scale, zero = self._leaves["codes"], self._float("scale"), self._leaves["zero"]
+        if "embed" in self._group.path:
+            self._fail(
+                "GPTQ stores embeddings the other way round, and the arrays do not say which they are",
+                "take a narrower glob",
+            )
         (words, outputs), (groups, columns) = codes.array.shape, scale.array.shape
-        bits = self._bits(zero.array.shape[-1], columns, "zeros")
+        bits = next((bits for bits in range(1, 9) if -(-columns * bits // 32) == zero.array.shape[-1]), 0)
+        if bits not in _BITS:
+            self._fail(
+                f"codes of {bits} bits are not dequantized"
+                if bits
+                else f"expected {zero.entry.path} for {columns} columns",
+                "expected codes of 2, 4 or 8 bits",
+            )
         per = 32 // bits
         self._shape("scale", groups, outputs)
         self._shape("zero", groups, -(-outputs // per))
@@ -315,11 +331,15 @@ class QuantizedWeight:
         if not shape or len(shape) != len(stored) or shape[:-1] != stored[:-1] or min(shape) < 0:
             self._corrupt("shape", f"expected the shape of {list(stored[:-1])} rows of codes, found {list(shape)}")
         words = stored[-1]
-        given = self._about("bits") or self._scheme().get("num_bits")
-        bits = given or next((b for b in range(1, 9) if -(-shape[-1] * b // 32) == words), 0)
-        if -(-shape[-1] * bits // 32) != words or not bits:
+        fitting = [bits for bits in range(1, 9) if -(-shape[-1] * bits // 32) == words]
+        if not fitting:
             self._corrupt("shape", f"expected a size for {words} words of 32 bits, found {shape[-1]}")
-        bits = self._bits(words, shape[-1], "codes")
+        if len(fitting) > 1:
+            given = self._scheme().get("num_bits") or self._known("bits", "those of a code")
+            fitting = [bits for bits in fitting if bits == given] or [0]
+        bits = fitting[0]
+        if bits not in _BITS:
+            self._fail(f"codes of {bits} bits are not dequantized", "expected codes of 2, 4 or 8 bits")
         scale, block = self._blocks("scale", shape)
         order = None
         if "order" in self._leaves:
@@ -385,9 +405,9 @@ class QuantizedWeight:
 
     def mlx(self) -> Leaf:
         codes, scale, bias = self._leaves["codes"], self._float("scale"), self._float("bias")
-        bits, each = (self._known(name, "as in the model's config.json") for name in ("bits", "group_size"))
-        if bits not in (2, 4, 8):
-            self._fail(f"codes of {bits!r} bits are not dequantized", "expected 2, 4 or 8")
+        bits, each = self._number("bits"), self._number("group_size")
+        if bits not in _BITS:
+            self._fail(f"codes of {bits} bits are not dequantized", "expected codes of 2, 4 or 8 bits")
         packing = Packing.of("uint32", bits, len(codes.array.shape) - 1)
         shape = packing.shape(codes.array.shape)
         if scale.array.shape != (*shape[:-1], shape[-1] // each) or shape[-1] % each:
