@@ -441,7 +441,7 @@ def test_packing_and_unpacking(into: str, dtype: str, axis: int, tmp_path: pathl
     expected = sum(nibbles[n::count] << (4 * n) for n in range(count))
     assert_same(words, np.moveaxis(np.asarray(expected).astype(f"u{words.itemsize}").view(into), 0, axis))
     ckpt = tr.open(tmp_path / "c.safetensors").apply([rules.unpack("w", dtype, axis)])
-    assert_same(np.asarray(ckpt["w"]), values)
+    assert_same(np.asarray(ckpt["w"]).view(np.int8), values.astype(np.int8))  # with defined upper bits
     box = (slice(3, 14), slice(1, 22), slice(5, 39))
     assert_same(np.asarray(ckpt["w"][box]), values[box])
     assert_same(np.asarray(ckpt.apply([rules.pack("w", into, axis)])["w"][1:2]), words[1:2])
