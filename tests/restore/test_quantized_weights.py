@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +192,56 @@ def test_an_error_says_first_that_the_checkpoint_is_quantized(tmp_path: pathlib.
         tr.restore(path, like=floats())
     likely = str(caught.value).splitlines()[1]
     assert "the checkpoint is quantized (" in likely
-    assert "dequantize('**'" in likely
+    _check_advice(str(caught.value))
+    restored = tr.restore(path, like=floats(), **_arguments(likely))
+    assert _dtypes(restored) == _dtypes(floats())
+    codes = np.asarray(jax.tree.leaves(quantized())[0 if trees == "dots" else -2], np.float32)
+    scale = 0.25 if trees in ("dicts", "layers in a list", "dots") else 1
+    weight = jax.tree.leaves(restored)[0 if trees == "dots" else -1]
+    assert (np.asarray(weight, np.float32) == codes * scale).all()
+
+
+def _arguments(likely: str) -> Any:
+    """Returns the arguments that an error advises to pass."""
+    advice = re.search(r"there: (.*?)(?: \(|$)", likely)
+    assert advice, likely
+    return eval(f"dict({advice[1]})", {"tr": tr})
+
+
+def test_the_advice_also_renames(tmp_path: pathlib.Path):
+    path = _saved(tmp_path, {"model": _qwix()["params"]}, "q")
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=_floats())
+    likely = str(caught.value).splitlines()[1]
+    assert "quantized" in likely
+    _check_advice("\n".join(line for line in str(caught.value).splitlines() if "kernel" in line))
+    restored = tr.restore(path, like=_floats(), **_arguments(likely))
+    want = np.asarray(_codes(), np.float32) * 0.25
+    assert all((np.asarray(layer["kernel"]) == want).all() for layer in restored["params"].values())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"m.0.kernel": np.zeros(_SHAPE, np.int8), "m.0.kernel_scale": np.ones(16, np.float32)}, "Keras"),
+        (
+            {
+                "m.0.qweight": np.zeros((4, 64), np.int32),
+                "m.0.scales": np.ones((1, 64), np.float16),
+                "m.0.qzeros": np.zeros((1, 8), np.int32),
+            },
+            "checkpoint_format",
+        ),
+    ],
+)
+def test_an_error_says_why_floats_cannot_be_made(tmp_path: pathlib.Path, arrays: Any, words: str):
+    path = _saved(tmp_path, arrays)
+    like = {"m.0.kernel" if words == "Keras" else "m.0.weight": jnp.ones(_SHAPE)}
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=like)
+    likely = str(caught.value).splitlines()[1]
+    assert "the checkpoint is quantized" in likely
+    assert words in likely
     _check_advice(str(caught.value))
 
 
@@ -230,7 +280,7 @@ def test_a_missing_scale_is_named(tmp_path: pathlib.Path):
     assert _dtypes(tr.restore(path, like=tree)) == _dtypes(tree)
     for like in ({"kernel": jnp.ones(_SHAPE)}, {"kernel": {"qvalue": _codes(), "scale": jnp.ones((1, 16))}}):
         with pytest.raises(
-            tr.errors.MismatchError, match=r"lacks 'kernel/scale'|codes in the checkpoint mean nothing"
+            tr.errors.MismatchError, match=r"lacks 'kernel/scale'|codes mean nothing without it"
         ) as caught:
             tr.restore(path, like=like)
         _check_advice(str(caught.value))
