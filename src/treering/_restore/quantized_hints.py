@@ -34,7 +34,7 @@ _QUANTIZE = "restore into the template of the float model, and quantize that as 
 
 
 def dtype_of_member(leaf: Any, entry: Entry, member: Member, asked: Any) -> Any:
-    """Returns the `dtype` argument that counts for a member of a quantized weight.
+    """Returns the `dtype` argument for a member of a quantized weight.
 
     asked: the argument of the restore. It does not apply to codes. Other members have the template's dtype then.
 
