@@ -203,7 +203,7 @@ def test_an_error_says_first_that_the_checkpoint_is_quantized(tmp_path: pathlib.
 
 def _arguments(likely: str) -> Any:
     """Returns the arguments that an error advises to pass."""
-    advice = re.search(r"there: (.*?)(?: \(|$)", likely)
+    advice = re.search(r"is not: (.*?)(?: \(|$)", likely)
     assert advice, likely
     return eval(f"dict({advice[1]})", {"tr": tr})
 
@@ -294,3 +294,20 @@ def test_names_may_differ_between_two_quantized_models(tmp_path: pathlib.Path):
     assert "drop" not in str(caught.value)
     renamed = tr.restore(path, like=like, rules=[rules.rename("^params/", "model/")])
     assert _dtypes(renamed) == _dtypes(like)
+
+
+def test_a_template_may_be_a_part_of_a_quantized_model(tmp_path: pathlib.Path):
+    path = _saved(tmp_path, _qwix(), "q")
+    floats = {"params": {"layer0": {"bias": jnp.ones(16)}}}
+    for like in (floats, {"params": {"layer0": _qwix()["params"]["layer0"]}}):
+        with pytest.raises(tr.errors.MismatchError, match=r"(?s)likely: .*extra='ignore' leaves out both") as caught:
+            tr.restore(path, like=like)
+        assert "missing=" not in str(caught.value)
+        assert _dtypes(tr.restore(path, like=like, extra="ignore")) == _dtypes(like)
+    # Without the scale, codes of the template would mean nothing.
+    codes = {"params": {"layer0": {"bias": jnp.ones(16), "kernel": {"array": {"qvalue": _codes()}}}}}
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=codes)
+    (scale,) = [line for line in str(caught.value).splitlines() if "layer0/kernel/array/scale:" in line]
+    assert "extra=" not in scale
+    assert "likely: the template is a part" not in str(caught.value)

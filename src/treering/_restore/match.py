@@ -77,7 +77,7 @@ def match(
     if differences or (filled and not found):
         differences = grown_parts.with_hints(differences, flat_tree, entries, policy.at, grown)
         differences = with_hints(differences, flat_tree, entries, elsewhere())
-        mixture = Mixture.of(flat_tree, entries, as_written)
+        mixture = Mixture.of(flat_tree, entries, as_written, differences)
         attempt = mixture.attempt(dequantized)
         differences = mixture.with_hints(differences, attempt)
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.

@@ -5,15 +5,17 @@ with the template again. Of the suggestions that fix the differences, the error 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 
+from .._core.describe import NOTHING
 from .._core.entries import Entry
 from .._core.leaf_paths import join_names, relative_to
 from .._core.quantized import find_groups
 from .._core.skeleton import Skeleton
+from .._core.units import count
 from .._pytree import variable_levels
 from .._pytree.walk import FlatTree
 from ..errors import Difference, TreeringError
@@ -72,9 +74,9 @@ def suggest_fix(
     attempt: the checkpoint with floats instead of them.
     """
     if mixture.differs:
-        weights = [group.path for group in find_groups(entries)]
+        weights = [{group.path} for group in find_groups(entries)]
         return _of_mixture(flat_tree, policy, compare, grown, mixture, attempt, weights)
-    members = [path for group in find_groups(entries) for path in group.members.values()]
+    members = [set(group.members.values()) for group in find_groups(entries)]
     best = _best(flat_tree, entries, skeleton, policy, differences, compare, grown, members)
     return "" if best is None else ": ".join(best)
 
@@ -86,7 +88,7 @@ def _of_mixture(
     grown: Callable[[Sequence[str]], grown_parts.Grown],
     mixture: Mixture,
     attempt: Attempt,
-    weights: Sequence[str],
+    weights: Sequence[Set[str]],
 ) -> str:
     """Returns the cause if only one side is quantized: the rule that makes floats, and what else is needed then."""
     call, made, refusal = attempt
@@ -96,7 +98,9 @@ def _of_mixture(
     fix = Suggestion("", rules=(call,)).arguments(policy)
     if differences and not mixture.only_wanted:
         best = _best(flat_tree, made, None, policy, differences, compare, grown, weights, (call,))
-        fix = f"{fix}, which leaves {len(differences):,} differences" if best is None else f"{best[1]} ({best[0]})"
+        fix = (
+            f"{fix}, which leaves {count(len(differences), 'difference')}" if best is None else f"{best[1]} ({best[0]})"
+        )
     return mixture.cause(fix, "")
 
 
@@ -108,12 +112,13 @@ def _best(
     differences: Sequence[Difference],
     compare: Compare,
     grown: Callable[[Sequence[str]], grown_parts.Grown],
-    needed: Sequence[str],
+    needed: Sequence[Set[str]],
     first: tuple[RuleCall, ...] = (),
 ) -> tuple[str, str] | None:
     """Returns the cause that explains most, and the arguments that fix it, or None.
 
-    needed: leaves of the checkpoint that the cause must not leave out, except with an entire part of the tree.
+    needed: groups of leaves of the checkpoint. The cause must not leave out a part of a group, nor an entire group
+        inside its `at` unless the template has all that it wants.
     first: rules that `entries` are already changed by.
     """
     most = len(differences) or len(flat_tree.paths)
@@ -140,19 +145,18 @@ def _best(
             return 0, most
         filled = sum(target.filled for target in targets)  # leaves that keep the template's value
         used = {there for path, there in sources.items() if path in known}
-        if any(
-            path not in used
-            and relative_to(path, cause.at) is not None
-            and not policy.allows("extra", path, entries.get(path))
-            for path in needed
-        ):
-            return 0, most
+        for group in needed:
+            left = {path for path in group - used if not policy.allows("extra", path, entries.get(path))}
+            inside = any(relative_to(path, cause.at) is not None for path in left)
+            if left and (group & used or (inside and not is_filled)):
+                return 0, most
         if not found:
             return len(targets) - filled, most
         # Without differences, a cause is also judged by the leaves that the template still fills.
         left = len(rest) if differences else len(rest) or filled
         return len(targets) - filled, left
 
+    is_filled = all(one.expected == NOTHING for one in differences)
     reordered = bool({one.path for one in differences}.difference(flat_tree.paths, entries))
     levels = level_suggestions(flat_tree, entries, policy)
     alone = list(find_own_subtree(flat_tree, entries, differences))

@@ -29,6 +29,7 @@ from .suggestion import RuleCall
 _COMPLETE = "get a complete copy of it"
 _LIBRARY = "the library that wrote it makes floats of both"
 _SAME_LAYOUT = "put the dtypes and shapes that were saved into the template"
+_LEAVES_OUT = "extra='ignore' leaves out both"
 _NARROWS = re.compile("dtype='template'")
 _QUANTIZE = "restore into the template of the float model, and quantize that as the program does"
 
@@ -97,6 +98,7 @@ class Mixture:
 
     saved, wanted: all of them.
     only_saved, only_wanted: those that the other side does not have in the same layout.
+    unused: those of the checkpoint that a template does not want, although all that it wants is there.
     dtype: that of the floats which the template has for them, or has at all; "" without any.
     """
 
@@ -104,26 +106,38 @@ class Mixture:
     wanted: Sequence[Group]
     only_saved: Sequence[Group]
     only_wanted: Sequence[Group]
+    unused: Sequence[Group]
     dtype: str
 
     @classmethod
-    def of(cls, flat_tree: FlatTree, entries: Mapping[str, Entry], written: Iterable[str] = ()) -> "Mixture":
+    def of(
+        cls,
+        flat_tree: FlatTree,
+        entries: Mapping[str, Entry],
+        written: Iterable[str],
+        differences: Sequence[Difference],
+    ) -> "Mixture":
         """Compares a template with the leaves of a checkpoint.
 
         written: the paths of the leaves in the checkpoint, which may have levels for boxes that `entries` lack.
         """
+        more = {one.path for one in differences if one.expected == NOTHING}
+        is_filled = len(more) == len(differences)
         template = catalogue(flat_tree.paths, flat_tree.leaves)
         saved, wanted = find_groups(entries), find_groups(template)
         levels = find_levels(flat_tree.paths, flat_tree.boxes, {*written, *(group.path for group in saved)})
         names = {there: path for path, there in levels.items()}
         saved = [dataclasses.replace(group, path=names.get(group.path, group.path)) for group in saved]
+        unused = [group for group in saved if is_filled and more.issuperset(group.members.values())]
+        rest = [group for group in saved if group not in unused]
         found = Counter(entry.dtype for group in saved if (entry := _float_at(template, group.path)) is not None)
         found = found or Counter(entry.dtype for path in template if (entry := _float_at(template, path)) is not None)
         return cls(
             saved,
             wanted,
-            _not_among(saved, wanted, template),
+            _not_among(rest, wanted, template),
             _not_among(wanted, saved, entries),
+            unused,
             found.most_common(1)[0][0] if found else "",
         )
 
@@ -135,11 +149,11 @@ class Mixture:
     def text(self) -> str:
         """Returns what differs, without what to do."""
         if not self.only_saved:
-            return f"the template is quantized ({_listed(self.only_wanted)}), and the checkpoint has floats there"
+            return f"the template is quantized ({_listed(self.only_wanted)}), and the checkpoint is not"
         own = f"the checkpoint is quantized ({_listed(self.only_saved)})"
         if self.only_wanted:
             return f"{own}, and the template in another layout ({_listed(self.only_wanted)})"
-        return f"{own}, and the template has floats there"
+        return f"{own}, and the template is not"
 
     def attempt(self, change: Callable[[Rule], Mapping[str, Entry]]) -> Attempt:
         """Tries to make floats of the weights that only the checkpoint has quantized."""
@@ -173,7 +187,10 @@ class Mixture:
             **{group.path: f"the checkpoint has it quantized; {fix}" for group in self.only_saved},
             **{path: f"codes mean nothing without it; {_COMPLETE}" for group in self.saved for path in group.missing},
             **{
-                path: _hint_for(Member(group, role), fix if group in self.only_saved else _SAME_LAYOUT)
+                path: _hint_for(
+                    Member(group, role),
+                    _LEAVES_OUT if group in self.unused else fix if group in self.only_saved else _SAME_LAYOUT,
+                )
                 for group in self.saved
                 for role, path in group.members.items()
             },
