@@ -147,10 +147,30 @@ def _is_array(entry: Entry | None) -> TypeGuard[ArrayEntry]:
     return isinstance(entry, ArrayEntry) and entry.type != "key" and not isinstance(entry, LostEntry)
 
 
-def _group_of(path: str, entries: Mapping[str, Entry]) -> Group | None:
+def find_misfits(entries: Mapping[str, Entry], groups: Iterable[Group]) -> list[Group]:
+    """Returns arrays that have all names of a layout, but not its dtypes or shapes.
+
+    groups: what `find_groups` has found. The misfits are none of them.
+    """
+    named = [
+        dataclasses.replace(layout, fits=lambda members: True, certain=False) for layout in LAYOUTS if layout.codes
+    ]
+    known = {path for group in groups for path in group.members.values()}
+    found = [
+        group
+        for path, entry in entries.items()
+        if _is_array(entry) and path not in known
+        if (group := _group_of(path, entries, named)) is not None and known.isdisjoint(group.members.values())
+    ]
+    # Arrays of other kinds have such names, too. They are misfits if they look like codes, or bear nobody else's names.
+    sure = {layout.name for layout in LAYOUTS if layout.certain}
+    return [one for one in found if one.layout.name in sure or dtype_of(entries[one.codes]) in _CODES]
+
+
+def _group_of(path: str, entries: Mapping[str, Entry], layouts: "Iterable[Layout] | None" = None) -> Group | None:
     """Returns the group of which a leaf is the codes, if it is. A group with all members is preferred."""
     incomplete: Group | None = None
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if layouts is None else layouts:
         for level in _LEVELS:
             for codes in dict.fromkeys((layout.codes, layout.codes.replace("/", "."))):
                 end = codes + level

@@ -1,6 +1,5 @@
 """Makes leaves of several other leaves."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -60,30 +59,6 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
         return ReadPlan([need for _, one in parts for need in one.needs], make)
 
     return leaves[0].made(plan, path=path, shape=new_shape)
-
-
-def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
-    """Returns the leaf times a scale for each block of it, computed in float32 and cast to `dtype`."""
-
-    def plan(box: Box) -> ReadPlan:
-        if not math.prod(box_shape(box)):
-            return ReadPlan([], lambda arrays: empty(box_shape(box), dtype))
-        cells = tuple((a // size, (b - 1) // size + 1) for (a, b), size in zip(box, block, strict=True))
-        inner = [leaf.plan_of(box), scale.plan_of(cells)]
-
-        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            import numpy as np
-
-            product, factors = (dtypes.cast(array, np.dtype(np.float32)) for array in make_all(inner, arrays))
-            for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
-                if last - first > 1:  # a single factor is broadcast
-                    factors = factors.take(np.arange(start, stop) // size - first, axis)
-            product *= factors
-            return dtypes.cast(product, dtypes.to_numpy(dtype))
-
-        return ReadPlan([need for one in inner for need in one.needs], make)
-
-    return leaf.made(plan, dtype=dtype, type="jax" if leaf.array.type == "jax-weak" else leaf.array.type)
 
 
 def mapped(

@@ -98,6 +98,7 @@ class ForeignReader:
     immutable: True if no program ever writes into the files in place. Only then they are mapped by default. Most
         libraries do: MLX, and `open(path, "wb")`.
     left_out: describes the contents of the checkpoint that this reader does not read. They are logged.
+    model_config: reads what a file next to the checkpoint says; see `source.model_config`.
     """
 
     expands = False  # True for a format that compresses arrays
@@ -121,8 +122,10 @@ class ForeignReader:
         immutable: bool = False,
         numbers_are_arrays: bool = False,
         left_out: Sequence[str] = (),
+        model_config: Callable[[], Mapping[str, Any]] = dict,
     ):
         self.format, self.path = format, path
+        self.model_config = model_config
         self.entries: dict[str, Entry] = {entry.path: entry for entry in entries}
         if len(self.entries) != len(entries):
             raise CorruptError(f"{path}: two leaves have one path")

@@ -1,5 +1,6 @@
 """Reads safetensors files, single or in shards with an index."""
 
+import functools
 import logging
 import os
 import posixpath
@@ -24,7 +25,7 @@ from .._shared.extents import Layout, Runs, check_shape, layout
 from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from . import nibbles
-from .folder import candidates, index_of, log_others, rank_of
+from .folder import candidates, index_of, log_others, quantization_of, rank_of
 from .header import Header, check_side_by_side, decode_header, header_size
 from .pieces import BOOKKEEPING, INFO, Piece, log_ranks, pieces_of, refuse_pieces, shape_of
 from .schema import OWN, path_of, read_sidecar
@@ -56,7 +57,7 @@ def open_file(store: Store, path: str) -> Source:
             refuse_pieces(one.pieces, others or (), f"open the folder with the files of all ranks: {folder or '.'}")
             if rank and others is None:
                 log_ranks(path, [rank])
-        return _reader(path, [one], ((key, one) for key in one.header.tensors))
+        return _reader(store, path, [one], ((key, one) for key in one.header.tensors))
 
 
 def _keys_of_other_ranks(store: Store, folder: str, rank: int) -> set[str] | None:
@@ -82,7 +83,7 @@ def open_files(store: Store, path: str, names: Sequence[str]) -> Source:
         ranks = [rank for name in names if (rank := rank_of(name))]
         if ranks and any(one.pieces for one in found):
             log_ranks(path, ranks)
-        return _reader(path, found, ((key, one) for one in found for key in one.header.tensors))
+        return _reader(store, path, found, ((key, one) for one in found for key in one.header.tensors))
 
 
 def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), listed: Sequence[str] = ()) -> Source:
@@ -121,7 +122,7 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
     lost = next((why for _, why in tensors if isinstance(why, str)), None)
     if not set(names).issuperset(rival) and (others := _complete_rival(store, path, index, rival, lost)):
         log_others(path, (*rival, posixpath.basename(index)), listed)
-        return _reader(path, others, ((key, one) for one in others for key in one.header.tensors))
+        return _reader(store, path, others, ((key, one) for one in others for key in one.header.tensors))
     elsewhere = set(candidates(listed)).difference(names, [posixpath.basename(index)])
     if names and elsewhere and all(isinstance(one, CorruptError) for one in there_are):
         raise CorruptError(
@@ -136,7 +137,7 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
     if lost is None:
         _check_total(index, about.get("total_size"), [*files.values()], weights)
     with gc_paused():
-        return _reader(path, list(files.values()), tensors, size, about)
+        return _reader(store, path, list(files.values()), tensors, size, about)
 
 
 def _complete_rival(
@@ -188,6 +189,7 @@ def _open(store: Store, path: str) -> _Opened:
 
 
 def _reader(
+    store: Store,
     path: str,
     files: Sequence[_Opened],
     tensors: Iterable[_Tensor],
@@ -240,6 +242,9 @@ def _reader(
         metrics={name: decode_float(value) for name, value in sidecar.metrics.items()},
         metadata=sidecar.metadata,
         nbytes=index_nbytes + sum(found.file.size for found in files),
+        model_config=functools.partial(
+            quantization_of, store, posixpath.dirname(files[0].file.path) if files else path
+        ),
     )
 
 
