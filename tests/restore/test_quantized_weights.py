@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx, struct
+from safetensors.numpy import load_file
 
 import treering as tr
+from helpers import REAL, assert_same
 from treering import rules
 
+FILES = REAL / "quantized"
 _SHAPE = (8, 16)
 
 
@@ -206,6 +209,17 @@ def _arguments(likely: str) -> Any:
     advice = re.search(r"is not: (.*?)(?: \(|$)", likely)
     assert advice, likely
     return eval(f"dict({advice[1]})", {"tr": tr})
+
+
+@pytest.mark.parametrize("name", ["aqt", "awq", "bitsandbytes", "compressed_tensors", "fp8", "mxfp4", "qwix"])
+def test_the_advice_makes_the_weights_of_the_library(name: str):
+    path = FILES / name if (FILES / name).is_dir() else FILES / f"{name}.safetensors"
+    weights = load_file(FILES / f"{name}.weights.safetensors")
+    like = {key: np.zeros_like(weight) for key, weight in weights.items()}
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=like)
+    _check_advice(str(caught.value))
+    assert_same(tr.restore(path, like=like, **_arguments(str(caught.value).splitlines()[1])), weights)
 
 
 def test_the_advice_also_renames(tmp_path: pathlib.Path):

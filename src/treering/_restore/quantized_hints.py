@@ -6,7 +6,6 @@ its own weights has random ones.
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from .leaf_targets import LeafMismatch, leaf_text
 from .suggestion import RuleCall
 
 _COMPLETE = "get a complete copy of it"
-_LIBRARY = "the library that wrote it makes floats of both"
+_APART = "make floats of it, or use the template of the quantized model"
 _SAME_LAYOUT = "put the dtypes and shapes that were saved into the template"
 _LEAVES_OUT = "extra='ignore' leaves out both"
 _NARROWS = re.compile("dtype='template'")
@@ -99,7 +98,7 @@ class Mixture:
     saved, wanted: all of them.
     only_saved, only_wanted: those that the other side does not have in the same layout.
     unused: those of the checkpoint that a template does not want, although all that it wants is there.
-    dtype: that of the floats which the template has for them, or has at all; "" without any.
+    dtype: that of the floats which the template has for them, or has at all; "" if there are none, or several dtypes.
     """
 
     saved: Sequence[Group]
@@ -130,15 +129,15 @@ class Mixture:
         saved = [dataclasses.replace(group, path=names.get(group.path, group.path)) for group in saved]
         unused = [group for group in saved if is_filled and more.issuperset(group.members.values())]
         rest = [group for group in saved if group not in unused]
-        found = Counter(entry.dtype for group in saved if (entry := _float_at(template, group.path)) is not None)
-        found = found or Counter(entry.dtype for path in template if (entry := _float_at(template, path)) is not None)
+        found = {entry.dtype for group in saved if (entry := _float_at(template, group.path)) is not None}
+        found = found or {entry.dtype for path in template if (entry := _float_at(template, path)) is not None}
         return cls(
             saved,
             wanted,
             _not_among(rest, wanted, template),
             _not_among(wanted, saved, entries),
             unused,
-            found.most_common(1)[0][0] if found else "",
+            next(iter(found)) if len(found) == 1 else "",
         )
 
     @property
@@ -176,12 +175,12 @@ class Mixture:
         if lacks := [path for group in self.only_saved for path in group.missing]:
             return f"{self.text()}; the checkpoint lacks {lacks[0]!r}, so the codes mean nothing: {_COMPLETE}"
         if refusal:
-            return f"{self.text()}: {refusal}"
+            return f"{self.text()}: tr.rules.{refusal}"
         return f"{self.text()}: {f'{_QUANTIZE}, with ' if self.only_wanted else ''}{fix}"
 
     def with_hints(self, differences: Iterable[Difference], attempt: Attempt) -> list[Difference]:
         """Returns the differences. The hints of those that concern quantized weights do not take them apart."""
-        fix = _LIBRARY if attempt.call is None or attempt.entries is None else _makes_floats(attempt.call)
+        fix = _APART if attempt.call is None or attempt.entries is None else _makes_floats(attempt.call)
         hints = {
             **{path: _QUANTIZE for group in self.wanted for path in (group.path, *group.members.values())},
             **{group.path: f"the checkpoint has it quantized; {fix}" for group in self.only_saved},
@@ -232,7 +231,7 @@ def _float_at(entries: Mapping[str, Entry], path: str) -> ArrayEntry | None:
 
 
 def _last_name(path: str) -> str:
-    return re.split("[/.]", path)[-1]
+    return re.split("[/.]|~1", path)[-1]
 
 
 def _listed(groups: Sequence[Group]) -> str:
