@@ -9,27 +9,71 @@ _F32, _F16, _BF16, _FP8 = "float32", "float16", "bfloat16", "float8_e4m3fn"
 # libraries that `LAYOUTS` names write for a matrix of 256 inputs and 512 outputs, or 512 experts.
 _KNOWN = {
     "qwix": ("params/l/kernel", {"array/qvalue": ("int8", (256, 512)), "array/scale": (_F32, (1, 512))}),
-    "qwix tiles": ("kernel", {"qvalue": ("uint4", (256, 512)), "scale": (_F32, (2, 512)), "zero_point": ("uint4", (2, 512))}),
+    "qwix tiles": (
+        "kernel",
+        {"qvalue": ("uint4", (256, 512)), "scale": (_F32, (2, 512)), "zero_point": ("uint4", (2, 512))},
+    ),
     "qwix layers": ("kernel", {"array/qvalue": (_FP8, (3, 256, 512)), "array/scale": (_BF16, (3, 1, 512))}),
     "qwix levels": ("l/kernel/value", {"array/qvalue": ("int8", (4, 4)), "array/scale": (_F32, (1, 4))}),
     "AQT": ("l/qrhs/frozen", {"qvalue": ("int8", (256, 512)), "scale/0": (_F32, (1, 512))}),
-    "GPTQ": ("m.0.q_proj.weight", {"-qweight": ("int32", (32, 512)), "-qzeros": ("int32", (2, 64)), "-scales": (_F16, (2, 512)), "-g_idx": ("int32", (256,))}),
-    "AWQ": ("m.0.q_proj.weight", {"-qweight": ("int32", (256, 64)), "-qzeros": ("int32", (2, 64)), "-scales": (_F16, (2, 512))}),
-    "compressed-tensors": ("m.0.weight", {"-weight_packed": ("int32", (512, 32)), "-weight_scale": (_BF16, (512, 2)), "-weight_shape": ("int64", (2,))}),
-    "NVFP4": ("m.0.weight", {"-weight_packed": ("uint8", (512, 128)), "-weight_scale": (_FP8, (512, 16)), "-weight_global_scale": (_F32, (1,))}),
-    "MXFP4 of compressed-tensors": ("m.0.weight", {"-weight_packed": ("uint8", (512, 128)), "-weight_scale": ("uint8", (512, 8))}),
+    "GPTQ": (
+        "m.0.q_proj.weight",
+        {
+            "-qweight": ("int32", (32, 512)),
+            "-qzeros": ("int32", (2, 64)),
+            "-scales": (_F16, (2, 512)),
+            "-g_idx": ("int32", (256,)),
+        },
+    ),
+    "AWQ": (
+        "m.0.q_proj.weight",
+        {"-qweight": ("int32", (256, 64)), "-qzeros": ("int32", (2, 64)), "-scales": (_F16, (2, 512))},
+    ),
+    "compressed-tensors": (
+        "m.0.weight",
+        {"-weight_packed": ("int32", (512, 32)), "-weight_scale": (_BF16, (512, 2)), "-weight_shape": ("int64", (2,))},
+    ),
+    "NVFP4": (
+        "m.0.weight",
+        {
+            "-weight_packed": ("uint8", (512, 128)),
+            "-weight_scale": (_FP8, (512, 16)),
+            "-weight_global_scale": (_F32, (1,)),
+        },
+    ),
+    "MXFP4 of compressed-tensors": (
+        "m.0.weight",
+        {"-weight_packed": ("uint8", (512, 128)), "-weight_scale": ("uint8", (512, 8))},
+    ),
     "MXFP8": ("m.0.weight", {"-weight": (_FP8, (512, 256)), "-weight_scale": ("uint8", (512, 8))}),
     "fp8": ("m.0.weight", {"-weight": (_FP8, (512, 200)), "-weight_scale_inv": (_F32, (4, 2))}),
     "fp8 experts": ("m.experts.gate_up_proj", {"+": (_FP8, (8, 512, 256)), "+_scale_inv": (_F32, (8, 4, 2))}),
-    "compressed-tensors int8": ("m.0.weight", {"-weight": ("int8", (512, 256)), "-weight_scale": (_BF16, (512, 1)), "-weight_zero_point": ("int8", (512, 1))}),
-    "compressed-tensors one scale": ("m.0.weight", {"-weight": (_FP8, (512, 256)), "-weight_scale": (_F32, ()), "-input_scale": (_F32, ())}),
+    "compressed-tensors int8": (
+        "m.0.weight",
+        {"-weight": ("int8", (512, 256)), "-weight_scale": (_BF16, (512, 1)), "-weight_zero_point": ("int8", (512, 1))},
+    ),
+    "compressed-tensors one scale": (
+        "m.0.weight",
+        {"-weight": (_FP8, (512, 256)), "-weight_scale": (_F32, ()), "-input_scale": (_F32, ())},
+    ),
     "quanto": ("m.0.weight", {"-weight._data": ("int8", (512, 256)), "-weight._scale": (_F32, (512, 1))}),
     "MXFP4": ("m.experts.gate_up_proj", {"+_blocks": ("uint8", (8, 512, 8, 16)), "+_scales": ("uint8", (8, 512, 8))}),
     "MLX": ("m.0.weight", {"-weight": ("uint32", (512, 32)), "-scales": (_F16, (512, 4)), "-biases": (_F16, (512, 4))}),
-    "bitsandbytes": ("m.0.weight", {"-weight": ("uint8", (65536, 1)), "-weight.absmax": (_F32, (2048,)), "-weight.quant_map": (_F32, (16,)), "-weight.quant_state.bitsandbytes__nf4": ("uint8", (72,))}),
-    "LLM.int8": ("m.0.weight", {"-weight": ("int8", (512, 256)), "-SCB": (_F32, (512,)), "-weight_format": ("uint8", ())}),
+    "bitsandbytes": (
+        "m.0.weight",
+        {
+            "-weight": ("uint8", (65536, 1)),
+            "-weight.absmax": (_F32, (2048,)),
+            "-weight.quant_map": (_F32, (16,)),
+            "-weight.quant_state.bitsandbytes__nf4": ("uint8", (72,)),
+        },
+    ),
+    "LLM.int8": (
+        "m.0.weight",
+        {"-weight": ("int8", (512, 256)), "-SCB": (_F32, (512,)), "-weight_format": ("uint8", ())},
+    ),
     "Keras": ("dense/kernel", {"kernel": ("int8", (256, 512)), "kernel_scale": (_F32, (512,))}),
-}  # fmt: skip
+}
 
 
 def _paths(weight: str, member: str) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx, struct
+from safetensors.numpy import load_file
 
 import treering as tr
+from helpers import REAL, assert_same
 from treering import rules
 
+FILES = REAL / "quantized"
 _SHAPE = (8, 16)
 
 
@@ -191,7 +195,67 @@ def test_an_error_says_first_that_the_checkpoint_is_quantized(tmp_path: pathlib.
         tr.restore(path, like=floats())
     likely = str(caught.value).splitlines()[1]
     assert "the checkpoint is quantized (" in likely
-    assert "dequantize('**'" in likely
+    _check_advice(str(caught.value))
+    restored = tr.restore(path, like=floats(), **_arguments(likely))
+    assert _dtypes(restored) == _dtypes(floats())
+    codes = np.asarray(jax.tree.leaves(quantized())[0 if trees == "dots" else -2], np.float32)
+    scale = 0.25 if trees in ("dicts", "layers in a list", "dots") else 1
+    weight = jax.tree.leaves(restored)[0 if trees == "dots" else -1]
+    assert (np.asarray(weight, np.float32) == codes * scale).all()
+
+
+def _arguments(likely: str) -> Any:
+    """Returns the arguments that an error advises to pass."""
+    advice = re.search(r"is not: (.*?)(?: \(|$)", likely)
+    assert advice, likely
+    return eval(f"dict({advice[1]})", {"tr": tr})
+
+
+@pytest.mark.parametrize("name", ["aqt", "awq", "bitsandbytes", "compressed_tensors", "fp8", "mxfp4", "qwix"])
+def test_the_advice_makes_the_weights_of_the_library(name: str):
+    path = FILES / name if (FILES / name).is_dir() else FILES / f"{name}.safetensors"
+    weights = load_file(FILES / f"{name}.weights.safetensors")
+    like = {key: np.zeros_like(weight) for key, weight in weights.items()}
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=like)
+    _check_advice(str(caught.value))
+    assert_same(tr.restore(path, like=like, **_arguments(str(caught.value).splitlines()[1])), weights)
+
+
+def test_the_advice_also_renames(tmp_path: pathlib.Path):
+    path = _saved(tmp_path, {"model": _qwix()["params"]}, "q")
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=_floats())
+    likely = str(caught.value).splitlines()[1]
+    assert "quantized" in likely
+    _check_advice("\n".join(line for line in str(caught.value).splitlines() if "kernel" in line))
+    restored = tr.restore(path, like=_floats(), **_arguments(likely))
+    want = np.asarray(_codes(), np.float32) * 0.25
+    assert all((np.asarray(layer["kernel"]) == want).all() for layer in restored["params"].values())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"m.0.kernel": np.zeros(_SHAPE, np.int8), "m.0.kernel_scale": np.ones(16, np.float32)}, "Keras"),
+        (
+            {
+                "m.0.qweight": np.zeros((4, 64), np.int32),
+                "m.0.scales": np.ones((1, 64), np.float16),
+                "m.0.qzeros": np.zeros((1, 8), np.int32),
+            },
+            "checkpoint_format",
+        ),
+    ],
+)
+def test_an_error_says_why_floats_cannot_be_made(tmp_path: pathlib.Path, arrays: Any, words: str):
+    path = _saved(tmp_path, arrays)
+    like = {"m.0.kernel" if words == "Keras" else "m.0.weight": jnp.ones(_SHAPE)}
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=like)
+    likely = str(caught.value).splitlines()[1]
+    assert "the checkpoint is quantized" in likely
+    assert words in likely
     _check_advice(str(caught.value))
 
 
@@ -230,7 +294,7 @@ def test_a_missing_scale_is_named(tmp_path: pathlib.Path):
     assert _dtypes(tr.restore(path, like=tree)) == _dtypes(tree)
     for like in ({"kernel": jnp.ones(_SHAPE)}, {"kernel": {"qvalue": _codes(), "scale": jnp.ones((1, 16))}}):
         with pytest.raises(
-            tr.errors.MismatchError, match=r"lacks 'kernel/scale'|codes in the checkpoint mean nothing"
+            tr.errors.MismatchError, match=r"lacks 'kernel/scale'|codes mean nothing without it"
         ) as caught:
             tr.restore(path, like=like)
         _check_advice(str(caught.value))
@@ -244,3 +308,20 @@ def test_names_may_differ_between_two_quantized_models(tmp_path: pathlib.Path):
     assert "drop" not in str(caught.value)
     renamed = tr.restore(path, like=like, rules=[rules.rename("^params/", "model/")])
     assert _dtypes(renamed) == _dtypes(like)
+
+
+def test_a_template_may_be_a_part_of_a_quantized_model(tmp_path: pathlib.Path):
+    path = _saved(tmp_path, _qwix(), "q")
+    floats = {"params": {"layer0": {"bias": jnp.ones(16)}}}
+    for like in (floats, {"params": {"layer0": _qwix()["params"]["layer0"]}}):
+        with pytest.raises(tr.errors.MismatchError, match=r"(?s)likely: .*extra='ignore' leaves out both") as caught:
+            tr.restore(path, like=like)
+        assert "missing=" not in str(caught.value)
+        assert _dtypes(tr.restore(path, like=like, extra="ignore")) == _dtypes(like)
+    # Without the scale, codes of the template would mean nothing.
+    codes = {"params": {"layer0": {"bias": jnp.ones(16), "kernel": {"array": {"qvalue": _codes()}}}}}
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore(path, like=codes)
+    (scale,) = [line for line in str(caught.value).splitlines() if "layer0/kernel/array/scale:" in line]
+    assert "extra=" not in scale
+    assert "likely: the template is a part" not in str(caught.value)

@@ -16,6 +16,7 @@ from .._core.skeleton import Skeleton
 from .._pytree import variable_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
+from .._rules.base import Rule
 from ..errors import Difference, MismatchError
 from . import grown_parts, named_tuples
 from .grown_parts import Grown
@@ -41,6 +42,7 @@ def match(
     elsewhere: Callable[[], OutsideState],
     problems: Sequence[Difference],
     grown: Callable[[Sequence[str]], Grown],
+    dequantized: Callable[[Rule], Mapping[str, Entry]],
 ) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
 
@@ -53,6 +55,7 @@ def match(
     elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
     problems: differences that are known already.
     grown: returns the template with the parts grown that globs match.
+    dequantized: returns `as_written` after a rule that makes floats of quantized weights.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
@@ -74,12 +77,13 @@ def match(
     if differences or (filled and not found):
         differences = grown_parts.with_hints(differences, flat_tree, entries, policy.at, grown)
         differences = with_hints(differences, flat_tree, entries, elsewhere())
-        mixture = Mixture.of(flat_tree, entries, as_written)
-        differences = mixture.with_hints(differences)
+        mixture = Mixture.of(flat_tree, entries, as_written, differences)
+        attempt = mixture.attempt(dequantized)
+        differences = mixture.with_hints(differences, attempt)
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
 
         try:
-            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown, mixture)
+            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown, mixture, attempt)
         except Exception:  # A defect in the suggestion must not hide the differences.
             _log.debug("%s: the likely cause could not be found", name, exc_info=True)
             cause = ""

@@ -5,14 +5,17 @@ with the template again. Of the suggestions that fix the differences, the error 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 
+from .._core.describe import NOTHING
 from .._core.entries import Entry
 from .._core.leaf_paths import join_names, relative_to
+from .._core.quantized import find_groups
 from .._core.skeleton import Skeleton
+from .._core.units import count
 from .._pytree import variable_levels
 from .._pytree.walk import FlatTree
 from ..errors import Difference, TreeringError
@@ -20,10 +23,10 @@ from . import grown_parts, iterator_hints
 from .level_hints import level_suggestions
 from .optimizer_states import States
 from .policy import Policy
-from .quantized_hints import Mixture
+from .quantized_hints import Attempt, Mixture
 from .rename_hints import rename_suggestions
 from .subtree_hints import find_own_subtree
-from .suggestion import RuleCall, Suggestion, apply_calls
+from .suggestion import RuleCall, Suggestion
 
 _MAX_LEFT_FRACTION = 0.1  # of the differences; a suggestion that leaves more is not made
 
@@ -60,6 +63,7 @@ def suggest_fix(
     compare: Compare,
     grown: Callable[[Sequence[str]], grown_parts.Grown],
     mixture: Mixture,
+    attempt: Attempt,
 ) -> str:
     """Returns the cause that explains most, as a sentence with the arguments that fix it; an empty text if none does.
 
@@ -67,34 +71,36 @@ def suggest_fix(
     that would lose the position of a data iterator, or take a quantized weight apart, are never suggested.
 
     mixture: the quantized weights of both sides.
+    attempt: the checkpoint with floats instead of them.
     """
     if mixture.differs:
-        return _of_mixture(flat_tree, entries, policy, compare, grown, mixture)
-    best = _best(flat_tree, entries, skeleton, policy, differences, compare, grown)
+        weights = [{group.path} for group in find_groups(entries)]
+        return _of_mixture(flat_tree, policy, compare, grown, mixture, attempt, weights)
+    members = [set(group.members.values()) for group in find_groups(entries)]
+    best = _best(flat_tree, entries, skeleton, policy, differences, compare, grown, members)
     return "" if best is None else ": ".join(best)
 
 
 def _of_mixture(
     flat_tree: FlatTree,
-    entries: Mapping[str, Entry],
     policy: Policy,
     compare: Compare,
     grown: Callable[[Sequence[str]], grown_parts.Grown],
     mixture: Mixture,
+    attempt: Attempt,
+    weights: Sequence[Set[str]],
 ) -> str:
     """Returns the cause if only one side is quantized: the rule that makes floats, and what else is needed then."""
-    if not mixture.only_saved:
-        return mixture.cause("", "")
-    call = RuleCall.of("dequantize", "**", mixture.dtype)
-    try:
-        entries = {path: leaf.entry for path, leaf in apply_calls((call,), entries).items()}
-        differences = compare(flat_tree, entries, None, policy)[2]
-    except TreeringError as error:
-        return mixture.cause("", str(error).partition("\n")[0])
+    call, made, refusal = attempt
+    if call is None or made is None:
+        return mixture.cause("", refusal)
+    differences = compare(flat_tree, made, None, policy)[2]
     fix = Suggestion("", rules=(call,)).arguments(policy)
     if differences and not mixture.only_wanted:
-        best = _best(flat_tree, entries, None, policy, differences, compare, grown, (call,))
-        fix = f"{fix}, which leaves {len(differences):,} differences" if best is None else f"{best[1]} ({best[0]})"
+        best = _best(flat_tree, made, None, policy, differences, compare, grown, weights, (call,))
+        fix = (
+            f"{fix}, which leaves {count(len(differences), 'difference')}" if best is None else f"{best[1]} ({best[0]})"
+        )
     return mixture.cause(fix, "")
 
 
@@ -106,16 +112,18 @@ def _best(
     differences: Sequence[Difference],
     compare: Compare,
     grown: Callable[[Sequence[str]], grown_parts.Grown],
+    needed: Sequence[Set[str]],
     first: tuple[RuleCall, ...] = (),
 ) -> tuple[str, str] | None:
     """Returns the cause that explains most, and the arguments that fix it, or None.
 
+    needed: groups of leaves of the checkpoint. The cause must not leave out a part of a group, nor an entire group
+        inside its `at` unless the template has all that it wants.
     first: rules that `entries` are already changed by.
     """
     most = len(differences) or len(flat_tree.paths)
     held = iterator_hints.iterator_paths(entries)
     known = set(flat_tree.paths)
-    quantized = Mixture.of(flat_tree, entries)
     states = States(flat_tree.paths, flat_tree.skeleton, entries, skeleton)
 
     def tried(cause: Suggestion, like: FlatTree) -> tuple[int, int]:
@@ -136,10 +144,11 @@ def _best(
         if dropped or iterator_hints.loses_position(flat_tree, now, policy, cause.policy(policy)):
             return 0, most
         filled = sum(target.filled for target in targets)  # leaves that keep the template's value
-        if quantized.saved:
-            outside = {path for path in entries if cause.at and relative_to(path, cause.at) is None}
-            left_out = outside.union(path for path, entry in entries.items() if policy.allows("extra", path, entry))
-            if quantized.takes_apart({there for path, there in sources.items() if path in known}, left_out):
+        used = {there for path, there in sources.items() if path in known}
+        for group in needed:
+            left = {path for path in group - used if not policy.allows("extra", path, entries.get(path))}
+            inside = any(relative_to(path, cause.at) is not None for path in left)
+            if left and (group & used or (inside and not is_filled)):
                 return 0, most
         if not found:
             return len(targets) - filled, most
@@ -147,6 +156,7 @@ def _best(
         left = len(rest) if differences else len(rest) or filled
         return len(targets) - filled, left
 
+    is_filled = all(one.expected == NOTHING for one in differences)
     reordered = bool({one.path for one in differences}.difference(flat_tree.paths, entries))
     levels = level_suggestions(flat_tree, entries, policy)
     alone = list(find_own_subtree(flat_tree, entries, differences))

@@ -22,7 +22,7 @@ from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function
 from ..errors import Difference
 from . import array_placement as _place
-from . import grown_parts, match, positional, saved_kinds, saved_shardings
+from . import grown_parts, match, positional, quantized_hints, saved_kinds, saved_shardings
 from .array_placement import ShardingOrNone
 from .initial import Initial
 from .iterator_hints import OutsideState
@@ -119,6 +119,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         elsewhere=elsewhere,
         problems=problems,
         grown=grown,
+        dequantized=functools.partial(quantized_hints.dequantized, source, as_written),
     )
     plan = RestorePlan(
         full_source(source),

@@ -24,7 +24,7 @@ from .base import Leaves, require_array
 if TYPE_CHECKING:
     import numpy as np
 
-_BITS = (2, 4, 8)  # of codes that never lie in two words
+_BITS = (2, 4, 8)  # of codes, none of which is in two words
 _DEEPSEEK_BLOCK = 128  # rows and columns, in its own programs
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ_ORDER of awq/utils/packing_utils.py
 _LLM_INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it, in _ops.py
@@ -371,10 +371,10 @@ class QuantizedWeight:
         if scale.array.dtype == "uint8":
             scale = reinterpreted(scale, "float8_e8m0fnu")
         if "global_scale" in self._leaves:
-            whole = self._float("global_scale")
-            if math.prod(whole.array.shape) != 1:
+            overall = self._float("global_scale")
+            if math.prod(overall.array.shape) != 1:
                 self._shape("global_scale", 1)
-            one = reshaped(whole, (1,) * (axis + 1))
+            one = reshaped(overall, (1,) * (axis + 1))
             scale = scaled(scale, [Step("divide", one, tuple(max(n, 1) for n in scale.array.shape))], "float32")
         dtype = self._wanted or "bfloat16"
         return scaled(codes, [Step("multiply", scale, block)], dtype, packing=packing, codes="float4_e2m1fn")

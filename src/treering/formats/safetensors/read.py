@@ -46,7 +46,7 @@ _Tensor = tuple[str, _Opened | str]  # a key, and its file or the reason why it 
 
 
 class _ModelReader(ForeignReader):
-    """Reads files of a model, whose configuration may lie in their folder."""
+    """Reads files of a model, whose configuration may be in their folder."""
 
     def __init__(self, store: Store, folder: str, *args: Any, **options: Any):
         super().__init__(*args, **options)
