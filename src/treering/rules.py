@@ -26,8 +26,10 @@ from ._core.entries import KEY_SIZES, visible_shape
 from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped
+from ._core.views_packed import Packing, packed, unpacked
 from ._core.views_reshaped import reshaped
 from ._rules.base import Rule, axis_of, compile_pattern, dtype_text, fill_value, require_integers, require_texts
+from ._rules.dequantize import Dequantize
 from ._rules.each import Copy, Drop, Each, Rename
 from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
 from ._rules.peft import Peft, check_alpha, read_config
@@ -42,8 +44,10 @@ __all__ = [
     "combine",
     "concat",
     "copy",
+    "dequantize",
     "drop",
     "from_peft",
+    "pack",
     "pad",
     "rename",
     "reshape",
@@ -54,6 +58,7 @@ __all__ = [
     "tile",
     "to_peft",
     "transpose",
+    "unpack",
     "unstack",
     "wrap_key_data",
 ]
@@ -334,6 +339,98 @@ def to_peft(config: Mapping[str, Any], alpha: float | None = None, *, optional: 
 def _peft(name: str, config: Mapping[str, Any], alpha: float | None, *, back: bool, optional: bool) -> Rule:
     own = None if alpha is None else check_alpha(alpha, f"{name}(…, alpha={alpha!r}): expected alpha")
     return Peft(read_config(config, f"{name}(…)"), own, back, optional)
+
+
+def dequantize(
+    glob: str, dtype: Any = None, *, config: Mapping[str, Any] | None = None, optional: bool = False
+) -> Rule:
+    """Makes float weights of the codes and scales that quantization libraries write, box by box.
+
+    glob: matches paths that the float model has, such as ``layers/0/kernel`` of ``layers/0/kernel/qvalue``.
+    dtype: the dtype of the weights. The default is that of their scales, or bfloat16 if the scales have 8 bits.
+    config: what neither the arrays nor a model's config.json next to them say, by the names in that file. Errors name
+        what is needed.
+
+    Weights are computed in float32 and rounded once, so with the default dtype they are what the library itself
+    computes, bit for bit. They have the axes that the float model has.
+
+    Raises `MismatchError` for arrays that do not fit together and for layouts whose arithmetic is not known, and on
+    reading `CorruptError` for numbers that no library writes.
+
+    >>> tr.open("gptq-model").apply([dequantize("**", "bfloat16")])
+    """
+    text = f"dequantize({glob!r})"
+    new = None if dtype is None else dtype_text(dtype, text)
+    if new is not None and not dtypes.is_float(dtypes.to_numpy(new)):
+        raise MismatchError(f"{text}: expected a floating-point dtype, found {dtype!r}")
+    if config is not None and not isinstance(config, Mapping):
+        raise MismatchError(f"{text}: config: expected a dict, found {config!r:.100}")
+    return Dequantize(glob, new, dict(config or {}), optional)
+
+
+def unpack(glob: str, dtype: Any = "int4", axis: int = -1, offset: int = 0, *, optional: bool = False) -> Rule:
+    """Takes numbers of four bits out of arrays with several in each element, the first in the lowest bits.
+
+    dtype: "int4" or "uint4".
+    axis: the axis along which neighbors share an element.
+    offset: what was added before they were packed: 8 for int4 numbers of compressed-tensors.
+
+    >>> unpack("*/weight_packed", offset=8)  # int32[4096, 512] becomes int4[4096, 4096]
+    """
+    text = f"unpack({glob!r}, {dtype!r})"
+    new = _four_bits(dtype, offset, text)
+    return Each(text, glob, functools.partial(_unpack, new, axis, offset, text), optional)
+
+
+def _unpack(dtype: str, axis: int, offset: int, text: str, leaf: Leaf) -> Leaf:
+    entry = leaf.array
+    if entry.dtype not in _WORDS:
+        raise MismatchError(f"{text}: {entry.path} is {describe_entry(entry)}; expected {' or '.join(_WORDS)}")
+    own = axis_of(axis, len(entry.shape), f"{text}: {entry.path}")
+    return unpacked(leaf, Packing.of(entry.dtype, 4, own), dtype, offset)
+
+
+def pack(glob: str, into: str = "int32", axis: int = -1, offset: int = 0, *, optional: bool = False) -> Rule:
+    """Packs int4 and uint4 arrays, several neighbors into each element, the first in the lowest bits: undoes `unpack`.
+
+    into: "int32" or "uint8", which have eight and two numbers.
+
+    >>> pack("**/qvalue", "uint8")  # int4[4096, 4096] becomes uint8[4096, 2048]
+    """
+    text = f"pack({glob!r}, {into!r})"
+    if into not in _WORDS:
+        raise MismatchError(f"{text}: expected {' or '.join(_WORDS)}, found {into!r}")
+    return Each(text, glob, functools.partial(_pack, into, axis, offset, text), optional)
+
+
+def _pack(into: str, axis: int, offset: int, text: str, leaf: Leaf) -> Leaf:
+    entry = leaf.array
+    if entry.dtype not in ("int4", "uint4"):
+        raise MismatchError(f"{text}: {entry.path} is {describe_entry(entry)}; expected int4 or uint4")
+    _four_bits(entry.dtype, offset, text)
+    own = axis_of(axis, len(entry.shape), f"{text}: {entry.path}")
+    packing = Packing.of(into, 4, own)
+    if entry.shape[own] % len(packing.places):
+        raise MismatchError(
+            f"{text}: {entry.path} has {entry.shape[own]} along axis {own}, expected a multiple of "
+            f"{len(packing.places)}; pad it by a rule before"
+        )
+    return packed(leaf, packing, into, offset)
+
+
+_WORDS = ("int32", "uint32", "uint8")
+
+
+def _four_bits(dtype: Any, offset: Any, text: str) -> str:
+    """Returns the name of a dtype of four bits. Raises `MismatchError` for others, and for an offset it cannot have."""
+    new = dtype_text(dtype, text)
+    if new not in ("int4", "uint4"):
+        raise MismatchError(f"{text}: expected int4 or uint4, found {dtype!r}")
+    if type(offset) is not int or offset not in ((0, 8) if new == "int4" else (0,)):
+        raise MismatchError(
+            f"{text}: expected the offset {'0 or 8' if new == 'int4' else '0'} for {new}, found {offset!r}"
+        )
+    return new
 
 
 def map(

@@ -410,6 +410,26 @@ def test_show_as_json_lists_every_leaf(run: str, treering: Any) -> None:
     assert found["leaves"]["step"] == {"type": "int", "value": 4}
 
 
+def test_show_names_the_parts_of_quantized_weights(tmp_path: pathlib.Path, treering: Any) -> None:
+    weight = {"qvalue": np.zeros((4, 4), np.int8), "scale": np.ones((1, 4), np.float32)}
+    layers = {"0": {"kernel": weight}, "1": {"kernel": weight}, "2": {"kernel": {"qvalue": weight["qvalue"]}}}
+    tr.save(tmp_path / "q", {"layers": layers, "norm": {"scale": np.ones(4, np.float32)}})
+    found = treering("show", tmp_path / "q").out
+    assert re.findall(r"(\S+) +\S+\[\S+  \d+ B(?:  (.*))?$", found, re.MULTILINE) == [
+        ("qvalue", "codes (qwix)"), ("scale", "scale (qwix)"), ("qvalue", "codes (qwix) without scale"), ("scale", ""),
+    ]  # fmt: skip
+    assert "codes (qwix) without scale" in treering("show", tmp_path / "q", "layers/2/kernel/qvalue").out
+
+
+def test_convert_keeps_quantized_weights(tmp_path: pathlib.Path, treering: Any) -> None:
+    tree = {"qvalue": np.ones((4, 4), np.int8), "scale": np.ones((1, 4), np.float32), "norm": np.ones(4, np.float32)}
+    tr.save(tmp_path / "q", tree)
+    found = treering("convert", tmp_path / "q", tmp_path / "c", "--dtype", "bfloat16")
+    assert found.code == 0 and "codes and scales of 1 quantized weight (qwix) keep their dtypes" in found.err
+    dtypes = {path: leaf.dtype.name for path, leaf in tr.open(tmp_path / "c").items()}
+    assert dtypes == {"qvalue": "int8", "scale": "float32", "norm": "bfloat16"}
+
+
 def test_only_what_is_the_same_is_joined() -> None:
     """show joins siblings in one line only if their leaves have the same shapes and values."""
     tree = {f"layers/{n}/w": np.ones(3 if n != 4 else 2, "float32") for n in range(7)}

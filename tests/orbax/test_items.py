@@ -180,6 +180,18 @@ def test_metadata_are_a_target(tmp_path: Path) -> None:
         ocp.args.PyTreeSave(meta)
 
 
+def test_codes_do_not_become_floats_without_their_scale(tmp_path: Path) -> None:
+    codes = jnp.ones((4, 4), jnp.float8_e4m3fn)
+    tree = {"kernel": {"qvalue": codes, "scale": jnp.full((1, 4), 2.0)}}
+    ckpt = _saved(tmp_path / "a", state=ocp.args.PyTreeSave(tree))
+    part = {"kernel": {"qvalue": jnp.ones((4, 4))}}
+    to_floats = {"kernel": {"qvalue": ocp.ArrayRestoreArgs(dtype=jnp.bfloat16)}}
+    with pytest.raises(ValueError, match="codes of a quantized weight"):
+        items.restore_item(ckpt, "state", ocp.args.PyTreeRestore(part, to_floats, partial_restore=True))
+    got = items.restore_item(ckpt, "state", ocp.args.PyTreeRestore(part, partial_restore=True))
+    assert got["kernel"]["qvalue"].dtype == codes.dtype
+
+
 def test_restore_args_say_the_kinds(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     made = {

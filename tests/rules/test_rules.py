@@ -431,6 +431,11 @@ def test_weights_with_a_scale_for_each_block_of_128(quantized: Any, tmp_path: pa
     ("rule", "most", "make"),
     [
         (SCALE, {"layers.0.weight": 64 * 256, "layers.0.weight_scale_inv": 2}, lambda w: w),
+        (
+            rules.dequantize("layers.0.*", "bfloat16"),
+            {"layers.0.weight": 64 * 256, "layers.0.weight_scale_inv": 2},
+            lambda w: w,
+        ),
         (rules.tile("layers.0.norm.weight", (8, 3)), {"layers.0.norm.weight": 512}, lambda w: np.tile(w, (8, 3))),
         (
             rules.pad("layers.0.norm.weight", [(512, 1024)], -1),
@@ -438,7 +443,7 @@ def test_weights_with_a_scale_for_each_block_of_128(quantized: Any, tmp_path: pa
             lambda w: np.concatenate([np.full(512, -1, w.dtype), w, np.full(1024, -1, w.dtype)]),
         ),
     ],
-    ids=["scale", "tile", "pad"],
+    ids=["scale", "dequantize", "tile", "pad"],
 )
 def test_each_of_eight_devices_reads_its_part(
     quantized: Any, rule: rules.Rule, most: dict[str, int], make: Any, monkeypatch: pytest.MonkeyPatch
@@ -807,6 +812,9 @@ def test_optional_rules_may_match_nothing(layers: pathlib.Path) -> None:
         rules.scale("embed", "y", "float32", optional=True),
         rules.combine(["x9"], "y", np.negative, optional=True),
         rules.pad("x9", [], optional=True),
+        rules.dequantize("x9", optional=True),
+        rules.pack("x9", optional=True),
+        rules.unpack("x9", optional=True),
     ]
     assert list(tr.open(layers).apply(nothing)) == list(tr.open(layers))
 

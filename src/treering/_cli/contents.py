@@ -10,7 +10,7 @@ from .._core.units import count, nbytes, number
 from .._core.units import sharding as sharding_text
 from .._printable import safe
 from .arguments import PREFIX, STEP, Format
-from .leaf_text import describe_node
+from .leaf_text import describe_node, quantized_roles
 from .output import PATH, as_json, local_time, say, say_json, table, terminal_columns, truncate, utc_time
 
 if TYPE_CHECKING:
@@ -75,8 +75,11 @@ def show(
     _show_head(ckpt, path)
     from .._core.outline import outline
 
+    roles = quantized_roles(ckpt)
     tree = outline(
-        ckpt._source.entries, collapse=not everything, about=lambda entry: sharding_text(ckpt._source.sharding(entry))
+        ckpt._source.entries,
+        collapse=not everything,
+        about=lambda entry: (sharding_text(ckpt._source.sharding(entry)), roles.get(entry.path)),
     )
     lines = [(level, node) for level, node in tree.walk() if depth is None or level < depth]
     most = max((2 * level + len(_name(node)) for level, node in lines), default=0)
@@ -84,7 +87,7 @@ def show(
     column = min(most, columns // 2) if columns else most
     for level, node in lines:
         name = f"{'  ' * level}{_name(node)}"
-        what = describe_node(ckpt, node)
+        what = describe_node(ckpt, node, roles)
         say(truncate(f"{name:{column}}  {what}".rstrip(), columns))
 
 

@@ -162,6 +162,15 @@ def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     return getattr(source, "static", {})
 
 
+def model_config(source: Source) -> Mapping[str, Any]:
+    """Returns what the model's configuration next to a checkpoint says about quantized weights.
+
+    A source without a method `model_config` has no such file.
+    """
+    own = getattr(source, "model_config", None)
+    return own() if own else {}
+
+
 def left_out(source: Source) -> Sequence[str]:
     """Returns descriptions of data besides the leaves that cannot be read here, such as a data iterator.
 

@@ -1,6 +1,7 @@
 """Makes leaves of other leaves when they are read, box by box, so that no more is read than is wanted."""
 
 import datetime
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,10 +12,23 @@ from . import casts, dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .skeleton import Skeleton
-from .source import EVERYTHING, Problem, Share, Source, expands, left_out, pieces, records_kinds, static_values
+from .source import (
+    EVERYTHING,
+    Problem,
+    Share,
+    Source,
+    expands,
+    left_out,
+    model_config,
+    pieces,
+    records_kinds,
+    static_values,
+)
 
 if TYPE_CHECKING:
     import numpy as np
+
+_BATCH_BYTES = 64 << 20  # of arrays in memory at a time that others are made of, unless a single one needs more
 
 
 class ReadPlan(NamedTuple):
@@ -277,6 +291,10 @@ class View:
     def check_present(self) -> None:
         self._reader.check_present()
 
+    def model_config(self) -> Mapping[str, Any]:
+        """Returns what is known of quantized weights; see `source.model_config`."""
+        return model_config(self._reader)
+
     def sharding(self, entry: ArrayEntry) -> Mapping[str, Any] | None:
         leaf = self.leaves[entry.path]
         if leaf.plan is None or not (leaf.plain or leaf.in_place):
@@ -297,20 +315,35 @@ class View:
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> "list[np.ndarray]":
         plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
-        found = self._reader.read([need for plan in plans for need in plan.needs], verify=verify, mmap=mmap)
-        rest, arrays, lost = iter(found), list["np.ndarray"](), list[MismatchError]()
-        for plan in plans:
-            parts = [next(rest) for _ in plan.needs]
-            try:
-                arrays.append(plan.make(parts))
-            except MismatchError as error:
-                lost.append(error)
+        arrays, lost = list["np.ndarray"](), list[MismatchError]()
+        for batch in self._batches(wanted, plans):
+            rest = iter(self._reader.read([need for plan in batch for need in plan.needs], verify=verify, mmap=mmap))
+            for plan in batch:
+                parts = [next(rest) for _ in plan.needs]
+                try:
+                    arrays.append(plan.make(parts))
+                except MismatchError as error:
+                    lost.append(error)
         casts.refuse(lost)
         owners: dict[str, str] = {}  # If a rule has copied a leaf, the two arrays must not share memory.
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):
                 arrays[n] = arrays[n].copy()
         return arrays
+
+    def _batches(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], plans: Sequence[ReadPlan]
+    ) -> Iterator[Sequence[ReadPlan]]:
+        """Yields plans whose arrays are read together: what other arrays are made of takes memory until then."""
+        begin = nbytes = 0
+        for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
+            if not self.leaves[entry.path].plain:
+                own = sum(math.prod(box_shape(box)) * dtypes.itemsize(need.dtype) for need, box in plan.needs)
+                if n > begin and nbytes + own > _BATCH_BYTES:
+                    yield plans[begin:n]
+                    begin, nbytes = n, 0
+                nbytes += own
+        yield plans[begin:]
 
     def pieces(self, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
         """Returns the pieces of an array; see `source.pieces`. An array made of other leaves counts as one piece."""

@@ -1,11 +1,10 @@
 """Makes leaves of several other leaves."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import MismatchError
-from . import casts, dtypes
+from . import dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .views import Leaf, ReadPlan, empty, make_all
 
@@ -60,39 +59,6 @@ def joined(leaves: Sequence[Leaf], path: str, axis: int) -> Leaf:
         return ReadPlan([need for _, one in parts for need in one.needs], make)
 
     return leaves[0].made(plan, path=path, shape=new_shape)
-
-
-def scaled(leaf: Leaf, scale: Leaf, block: Sequence[int], dtype: str) -> Leaf:
-    """Returns the leaf times a scale for each block of it, computed in float32 and cast to `dtype`."""
-
-    def plan(box: Box) -> ReadPlan:
-        if not math.prod(box_shape(box)):
-            return ReadPlan([], lambda arrays: empty(box_shape(box), dtype))
-        cells = tuple((a // size, (b - 1) // size + 1) for (a, b), size in zip(box, block, strict=True))
-        inner = [leaf.plan_of(box), scale.plan_of(cells)]
-
-        def make(arrays: "list[np.ndarray]") -> "np.ndarray":
-            import numpy as np
-
-            made = zip((leaf, scale), make_all(inner, arrays), strict=True)
-            product, factors = (casts.cast(array, np.dtype(np.float32), one.entry.path) for one, array in made)
-            for axis, ((start, stop), (first, last), size) in enumerate(zip(box, cells, block, strict=True)):
-                if last - first > 1:  # a single factor is broadcast
-                    factors = factors.take(np.arange(start, stop) // size - first, axis)
-            try:
-                with np.errstate(over="raise"):
-                    product *= factors
-            except FloatingPointError:
-                path = leaf.entry.path
-                raise MismatchError(
-                    f"{path}: expected products with {scale.entry.path} within float32, found some beyond it; leave "
-                    "both as they are, and multiply them in float64"
-                ) from None
-            return casts.cast(product, dtypes.to_numpy(dtype), leaf.entry.path, can_clip=False)
-
-        return ReadPlan([need for one in inner for need in one.needs], make)
-
-    return leaf.made(plan, dtype=dtype, type="jax" if leaf.array.type == "jax-weak" else leaf.array.type)
 
 
 def mapped(

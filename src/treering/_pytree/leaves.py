@@ -14,7 +14,7 @@ from jax import core, export, stages
 from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
-from .._core import casts, dtypes, migration_hints
+from .._core import casts, dtypes, migration_hints, quantized
 from .._core.boxes import Box, box_shape, full_box, local_shards, slice_boxes
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
 from .._core.lazy import LazyArray
@@ -131,14 +131,17 @@ def describe_leaves(
 ) -> Described:
     """Describes a flattened tree.
 
-    dtype: what floating-point arrays are cast to.
+    dtype: what floating-point arrays are cast to, except those of quantized weights.
     detach: True if NumPy arrays must be copied, because the caller continues while they are written.
     single_process: True if the job has only this process.
     collective: True if several processes save the tree.
 
     Raises one `UnsupportedError` that names every leaf that cannot be saved.
     """
-    cast = None if dtype is None else dtypes.requested_dtype(dtype)
+    wanted = cast = None if dtype is None else dtypes.requested_dtype(dtype)
+    groups = [] if wanted is None else quantized.find_groups(quantized.catalogue(paths, leaves))
+    kept = {path for group in groups for path in group.members.values()}
+    quantized.warn_of_kept("save", groups, wanted)
     found = _Draft([], {}, {}, set(), [None] * len(leaves), [], [])
     first_use: dict[int, int] = {}
     problems: list[str] = []
@@ -146,6 +149,7 @@ def describe_leaves(
     for n, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         try:
             kind = leaf_kind(type(leaf))
+            cast = None if path in kept else wanted
             if kind == "value":
                 found.entries.append(value_entry(path, leaf))
             elif kind == "entry":  # a value of an open checkpoint

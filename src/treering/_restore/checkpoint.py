@@ -217,7 +217,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .._core import views
         from .._rules.base import apply
 
-        leaves = apply(rules, views.plain_leaves(self._source.entries))
+        leaves = apply(rules, views.plain_leaves(self._source.entries), full_source(self._source))
         # Leaves without names are matched by their order, until rules name or reorder them.
         numbered = self._source.positional and [path for path in self._source.entries if path in leaves] == list(leaves)
         view = views.View(full_source(self._source), leaves, positional=numbered)

@@ -72,7 +72,7 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
     try:
         want = np.dtype(leaf.dtype)
     except TypeError:
-        _leaf_mismatch(_shape_text(leaf), entry, f"no array of that dtype is saved; {dtypes.EXTENDED_HINT}")
+        _leaf_mismatch(leaf_text(leaf), entry, f"no array of that dtype is saved; {dtypes.EXTENDED_HINT}")
     shape = tuple(leaf.shape)
     if isinstance(entry, ValueEntry):
         dtype, value = _number(path, leaf, entry, want, asked), entry.decode()
@@ -80,13 +80,13 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
         if entry.type == "key" or shape != entry.shape:
             has_value = not isinstance(leaf, jax.ShapeDtypeStruct)
             hint = reshape_hint(path, entry.shape, shape, has_value=has_value)
-            _leaf_mismatch(_shape_text(leaf), entry, "a typed key is no plain array" if entry.type == "key" else hint)
+            _leaf_mismatch(leaf_text(leaf), entry, "a typed key is no plain array" if entry.type == "key" else hint)
         if isinstance(leaf, np.character):
             found = dtypes.to_numpy(entry.dtype)
             want = found if found.kind == want.kind else want  # Texts may have any length.
         dtype, value = _dtype_for(want, entry.dtype, asked), None
         if isinstance(dtype, str):
-            _leaf_mismatch(_shape_text(leaf), entry, dtype.format(path=path))
+            _leaf_mismatch(leaf_text(leaf), entry, dtype.format(path=path))
     if not on_host:
         check_width(dtype, entry, "" if dtype == want else ", to which dtype= casts it", leaf)
     weak = not on_host and dtype == want and _is_weak(leaf)
@@ -103,7 +103,7 @@ def _number(path: str, leaf: Any, entry: ValueEntry, want: np.dtype[Any], asked:
 
     Raises `LeafMismatch` for another kind of number, and if it would lose digits otherwise, unless `dtype=` allows it.
     """
-    expected, value = _shape_text(leaf), entry.decode()
+    expected, value = leaf_text(leaf), entry.decode()
     of_kind = {"bool": want.kind == "b", "int": dtypes.is_integer(want), "complex": want.kind == "c"}
     if tuple(leaf.shape) or not of_kind.get(entry.type, entry.type == "float" and dtypes.is_float(want)):
         _leaf_mismatch(expected, entry, f"a template leaf of type {entry.type} would take it")
@@ -193,7 +193,7 @@ def missing_target(path: str, leaf: Any, entry: Entry | None, *, allowed: bool) 
     Raises `LeafMismatch` if it is not allowed, and for a leaf of the template that is only a shape.
     """
     found = NOTHING if entry is None else NONE if entry.type == "none" else FUNCTION
-    expected = type(leaf).__name__ if type(leaf) in _SCALARS else _shape_text(leaf)
+    expected = type(leaf).__name__ if type(leaf) in _SCALARS else leaf_text(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         hint = f"where the template has an array and not only a shape, as init() has, missing=[{path!r}] takes that"
         raise LeafMismatch(expected, found, hint)
@@ -253,7 +253,8 @@ def _is_weak(leaf: Any) -> bool:
     return bool(getattr(leaf, "weak_type", False))
 
 
-def _shape_text(leaf: Any) -> str:
+def leaf_text(leaf: Any) -> str:
+    """Returns what a template's leaf is: its dtype and shape, or its type."""
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     return type(leaf).__name__ if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
 

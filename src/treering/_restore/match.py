@@ -11,16 +11,19 @@ from .._core import dtypes
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, mismatch_error
 from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable, is_absent
 from .._core.leaf_paths import closest, join_names, matches, parent_paths, relative_to
+from .._core.quantized import SMALL_DTYPES
 from .._core.skeleton import Skeleton
 from .._pytree import variable_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
+from .._rules.base import Rule
 from ..errors import Difference, MismatchError
 from . import grown_parts, named_tuples
 from .grown_parts import Grown
 from .iterator_hints import OutsideState, with_hints
 from .leaf_targets import LeafMismatch, LeafTarget, check_width, missing_target, target_of
 from .policy import Policy
+from .quantized_hints import Mixture, dtype_of_member
 from .saved_kinds import saved_target
 
 _log = logging.getLogger("treering")
@@ -39,6 +42,7 @@ def match(
     elsewhere: Callable[[], OutsideState],
     problems: Sequence[Difference],
     grown: Callable[[Sequence[str]], Grown],
+    dequantized: Callable[[Rule], Mapping[str, Entry]],
 ) -> list[LeafTarget]:
     """Returns one target per template leaf, in order.
 
@@ -51,6 +55,7 @@ def match(
     elsewhere: returns the iterators and unreadable parts outside the restored part, for the hints of an error.
     problems: differences that are known already.
     grown: returns the template with the parts grown that globs match.
+    dequantized: returns `as_written` after a rule that makes floats of quantized weights.
 
     Raises `MismatchError` with the likely cause and every difference.
     """
@@ -72,10 +77,13 @@ def match(
     if differences or (filled and not found):
         differences = grown_parts.with_hints(differences, flat_tree, entries, policy.at, grown)
         differences = with_hints(differences, flat_tree, entries, elsewhere())
+        mixture = Mixture.of(flat_tree, entries, as_written, differences)
+        attempt = mixture.attempt(dequantized)
+        differences = mixture.with_hints(differences, attempt)
         from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
 
         try:
-            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown)
+            cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown, mixture, attempt)
         except Exception:  # A defect in the suggestion must not hide the differences.
             _log.debug("%s: the likely cause could not be found", name, exc_info=True)
             cause = ""
@@ -111,12 +119,21 @@ def _compare(
     for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True):
         entry = entries.get(path)
         kind: tuple[Any, ...] | None = None
-        if isinstance(entry, ArrayEntry) and getattr(leaf, "shape", None) == entry.shape and hasattr(leaf, "dtype"):
-            kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), entry.type, entry.dtype
+        member = None
+        array = entry if isinstance(entry, ArrayEntry) else None
+        if array is not None and (policy.dtype is not None or array.dtype in SMALL_DTYPES):
+            member = policy.quantized().get(path)
+        if (
+            array is not None
+            and member is None
+            and getattr(leaf, "shape", None) == array.shape
+            and hasattr(leaf, "dtype")
+        ):
+            kind = type(leaf), leaf.dtype, getattr(leaf, "weak_type", False), array.type, array.dtype
             kind = (*kind, path in policy.cast_leaves) if policy.cast_leaves else kind
             if (like := alike.get(kind)) is not None:
                 used.add(path)
-                targets.append(LeafTarget(like.make, entry, like.dtype, like.weak))
+                targets.append(LeafTarget(like.make, array, like.dtype, like.weak))
                 continue
         if leaf is ...:
             skipped.append(path)
@@ -138,7 +155,8 @@ def _compare(
                 assert entry is not None
                 found = True
                 make = saved_target if policy.kinds == "saved" and path not in policy.cast_leaves else target_of
-                targets.append(make(path, leaf, entry, policy.dtype, records_kinds))
+                asked = policy.dtype if member is None else dtype_of_member(leaf, entry, member, policy.dtype)
+                targets.append(make(path, leaf, entry, asked, records_kinds))
                 if kind is not None and targets[-1].make in _ARRAYS:
                     alike[kind] = targets[-1]
         except LeafMismatch as difference:
@@ -189,40 +207,43 @@ def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry
 
 
 def match_without_template(
-    entries: Sequence[Entry], policy: Policy, to_jax: Collection[str], name: str
+    entries: Mapping[str, Entry], policy: Policy, to_jax: Collection[str], name: str
 ) -> list[LeafTarget]:
     """Returns the targets of a restore without a template, in order.
 
     Arrays of the types `to_jax` become JAX arrays, other arrays NumPy arrays, and keys typed PRNG keys. Other values
     stay as they are. Raises `MismatchError` for arrays that cannot become JAX arrays.
     """
-    check_readable(entries)
+    check_readable(entries.values())
     targets: list[LeafTarget] = []
     differences: list[Difference] = []
     # The target of one array of each kind, to reuse for thousands like it
-    alike: dict[tuple[str, str], LeafTarget] = {}
-    for entry in entries:
+    alike: dict[tuple[str, str, bool], LeafTarget] = {}
+    for path, entry in entries.items():
         if isinstance(entry, ValueEntry):
             targets.append(LeafTarget("value", value=entry.decode()))
-        elif like := alike.get((entry.type, entry.dtype)):
+        elif like := alike.get(
+            kind := (entry.type, entry.dtype, policy.dtype is not None and path in policy.quantized())
+        ):
             targets.append(LeafTarget(like.make, entry, like.dtype, like.weak))
         else:
             try:
-                targets.append(_untemplated(entry, policy, in_jax=entry.type in to_jax))
-                alike[entry.type, entry.dtype] = targets[-1]
+                targets.append(_untemplated(path, entry, policy, in_jax=entry.type in to_jax))
+                alike[kind] = targets[-1]
             except LeafMismatch as difference:
                 differences.append(Difference(entry.path, *difference.args))
     if differences:
-        raise mismatch_error(name, differences, [entry.path for entry in entries], {}, what="cannot become JAX arrays")
+        paths = [entry.path for entry in entries.values()]
+        raise mismatch_error(name, differences, paths, {}, what="cannot become JAX arrays")
     return targets
 
 
-def _untemplated(entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> LeafTarget:
+def _untemplated(path: str, entry: ArrayEntry, policy: Policy, *, in_jax: bool) -> LeafTarget:
     """Returns the target of an array without a template. Raises `LeafMismatch` if JAX cannot have the dtype."""
     dtype = dtypes.to_numpy(entry.dtype)
     if entry.type == "key":
         return LeafTarget("key", entry, dtype)
-    dtype = policy.cast(dtype)
+    dtype = policy.cast(path, dtype)
     if in_jax:
         check_width(dtype, entry)
     make = "jax" if in_jax else "numpy-scalar" if entry.type == "numpy-scalar" else "numpy"

@@ -4,14 +4,18 @@ Each suggestion is tried first: its rules are applied to the checkpoint's names 
 with the template again. Of the suggestions that fix the differences, the error has the one that restores most leaves.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 
+from .._core.describe import NOTHING
 from .._core.entries import Entry
 from .._core.leaf_paths import join_names, relative_to
+from .._core.quantized import find_groups
 from .._core.skeleton import Skeleton
+from .._core.units import count
 from .._pytree import variable_levels
 from .._pytree.walk import FlatTree
 from ..errors import Difference, TreeringError
@@ -19,9 +23,10 @@ from . import grown_parts, iterator_hints
 from .level_hints import level_suggestions
 from .optimizer_states import States
 from .policy import Policy
+from .quantized_hints import Attempt, Mixture
 from .rename_hints import rename_suggestions
 from .subtree_hints import find_own_subtree
-from .suggestion import Suggestion
+from .suggestion import RuleCall, Suggestion
 
 _MAX_LEFT_FRACTION = 0.1  # of the differences; a suggestion that leaves more is not made
 
@@ -57,11 +62,64 @@ def suggest_fix(
     differences: Sequence[Difference],
     compare: Compare,
     grown: Callable[[Sequence[str]], grown_parts.Grown],
+    mixture: Mixture,
+    attempt: Attempt,
 ) -> str:
     """Returns the cause that explains most, as a sentence with the arguments that fix it; an empty text if none does.
 
     `differences` is empty if nothing differs only because missing leaves were allowed, yet no leaf matched. Arguments
-    that would lose the position of a data iterator are never suggested.
+    that would lose the position of a data iterator, or take a quantized weight apart, are never suggested.
+
+    mixture: the quantized weights of both sides.
+    attempt: the checkpoint with floats instead of them.
+    """
+    if mixture.differs:
+        weights = [{group.path} for group in find_groups(entries)]
+        return _of_mixture(flat_tree, policy, compare, grown, mixture, attempt, weights)
+    members = [set(group.members.values()) for group in find_groups(entries)]
+    best = _best(flat_tree, entries, skeleton, policy, differences, compare, grown, members)
+    return "" if best is None else ": ".join(best)
+
+
+def _of_mixture(
+    flat_tree: FlatTree,
+    policy: Policy,
+    compare: Compare,
+    grown: Callable[[Sequence[str]], grown_parts.Grown],
+    mixture: Mixture,
+    attempt: Attempt,
+    weights: Sequence[Set[str]],
+) -> str:
+    """Returns the cause if only one side is quantized: the rule that makes floats, and what else is needed then."""
+    call, made, refusal = attempt
+    if call is None or made is None:
+        return mixture.cause("", refusal)
+    differences = compare(flat_tree, made, None, policy)[2]
+    fix = Suggestion("", rules=(call,)).arguments(policy)
+    if differences and not mixture.only_wanted:
+        best = _best(flat_tree, made, None, policy, differences, compare, grown, weights, (call,))
+        fix = (
+            f"{fix}, which leaves {count(len(differences), 'difference')}" if best is None else f"{best[1]} ({best[0]})"
+        )
+    return mixture.cause(fix, "")
+
+
+def _best(
+    flat_tree: FlatTree,
+    entries: Mapping[str, Entry],
+    skeleton: Skeleton | None,
+    policy: Policy,
+    differences: Sequence[Difference],
+    compare: Compare,
+    grown: Callable[[Sequence[str]], grown_parts.Grown],
+    needed: Sequence[Set[str]],
+    first: tuple[RuleCall, ...] = (),
+) -> tuple[str, str] | None:
+    """Returns the cause that explains most, and the arguments that fix it, or None.
+
+    needed: groups of leaves of the checkpoint. The cause must not leave out a part of a group, nor an entire group
+        inside its `at` unless the template has all that it wants.
+    first: rules that `entries` are already changed by.
     """
     most = len(differences) or len(flat_tree.paths)
     held = iterator_hints.iterator_paths(entries)
@@ -86,12 +144,19 @@ def suggest_fix(
         if dropped or iterator_hints.loses_position(flat_tree, now, policy, cause.policy(policy)):
             return 0, most
         filled = sum(target.filled for target in targets)  # leaves that keep the template's value
+        used = {there for path, there in sources.items() if path in known}
+        for group in needed:
+            left = {path for path in group - used if not policy.allows("extra", path, entries.get(path))}
+            inside = any(relative_to(path, cause.at) is not None for path in left)
+            if left and (group & used or (inside and not is_filled)):
+                return 0, most
         if not found:
             return len(targets) - filled, most
         # Without differences, a cause is also judged by the leaves that the template still fills.
         left = len(rest) if differences else len(rest) or filled
         return len(targets) - filled, left
 
+    is_filled = all(one.expected == NOTHING for one in differences)
     reordered = bool({one.path for one in differences}.difference(flat_tree.paths, entries))
     levels = level_suggestions(flat_tree, entries, policy)
     alone = list(find_own_subtree(flat_tree, entries, differences))
@@ -114,17 +179,17 @@ def suggest_fix(
             if left <= most * _MAX_LEFT_FRACTION:
                 found[_Score(-kept if fixes_all else 0, kind, left, n)] = like, cause
     if not found:
-        return ""
+        return None
     best = min(found)
     like, cause = found[best]
     rest = f", which leaves {best.left:,} of the {most:,}" if best.left else ""
     outside = tuple(repr(path) for path in held if cause.at and relative_to(path, cause.at) is None)
     if outside:
         rest += f"; the state of an iterator is outside of that, at {join_names(outside)}: restore it, too"
-    arguments = cause.arguments(policy)
+    arguments = dataclasses.replace(cause, rules=(*first, *cause.rules)).arguments(policy)
     alike = [one.at for tried, (_, one) in found.items() if one.at not in ("", cause.at) and tried[:3] == best[:3]]
     text = f"{cause.text} ({alike[0]!r} would fit as well)" if cause.at and alike else cause.text
-    return f"{text}: {arguments if like is flat_tree else f'restore(like=init(), {arguments})'}{rest}"
+    return text, f"{arguments if like is flat_tree else f'restore(like=init(), {arguments})'}{rest}"
 
 
 def _with_placeholders(flat_tree: FlatTree) -> FlatTree:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import msgspec
+import numpy as np
 
-from .._core import dtypes
+from .._core import dtypes, quantized
 from .._core.describe import mismatch_error
 from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names, relative_to
@@ -21,7 +22,7 @@ from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function
 from ..errors import Difference
 from . import array_placement as _place
-from . import grown_parts, match, positional, saved_kinds, saved_shardings
+from . import grown_parts, match, positional, quantized_hints, saved_kinds, saved_shardings
 from .array_placement import ShardingOrNone
 from .initial import Initial
 from .iterator_hints import OutsideState
@@ -62,7 +63,8 @@ def without_template(source: Source, policy: Policy, name: str, sharding: Any) -
     as_saved = isinstance(sharding, str)
     to_jax: Collection[str] = () if sharding is None else _JAX_TYPES if as_saved else _ARRAY_TYPES
     listed, paths = list(entries.values()), list(entries)
-    targets = match.match_without_template(listed, policy, to_jax, name)
+    policy = _with_quantized(policy, source, entries, name, warn=True)
+    targets = match.match_without_template(entries, policy, to_jax, name)
     layouts: Mapping[int, tuple[int, ...]] = {}
     uncommitted: Collection[int] = ()
     if as_saved:
@@ -105,6 +107,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     template, join, flat_tree, problems = grown(policy.grow) if policy.grow else (template, join, flat_tree, ())
     if initial and records_kinds(source):
         policy = dataclasses.replace(policy, kinds="saved", cast_leaves=_cast(source, entries))
+    policy = _with_quantized(policy, source, entries, name, warn=policy.kinds == "saved")
     targets = match.match(
         flat_tree,
         entries,
@@ -116,6 +119,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         elsewhere=elsewhere,
         problems=problems,
         grown=grown,
+        dequantized=functools.partial(quantized_hints.dequantized, source, as_written),
     )
     plan = RestorePlan(
         full_source(source),
@@ -131,6 +135,17 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         saved_kinds.log_changes(name, flat_tree.paths, flat_tree.leaves, targets)
     plan = _with_places(plan, flat_tree, template, sharding, initial, name)
     return _with_aliases(plan) if policy.kinds == "saved" else plan
+
+
+def _with_quantized(policy: Policy, source: Source, entries: Mapping[str, Entry], name: str, *, warn: bool) -> Policy:
+    """Returns the policy that keeps the dtypes of quantized weights.
+
+    warn: True to log the weights to which the argument `dtype` would have applied otherwise.
+    """
+    members = functools.cache(lambda: quantized.find_members(source, entries))
+    if warn and policy.dtype not in (None, "template"):
+        quantized.warn_of_kept(name, [group for group, _ in members().values()], np.dtype(policy.dtype))
+    return dataclasses.replace(policy, quantized=members)
 
 
 def _cast(source: Source, entries: Mapping[str, Entry]) -> frozenset[str]:

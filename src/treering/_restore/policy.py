@@ -1,7 +1,7 @@
 """Holds the differences between a template and a checkpoint that the caller of a restore allows."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from .._core import dtypes
 from .._core.entries import Entry, glob_covers
 from .._core.leaf_paths import find_globs
+from .._core.quantized import Member
 from ..errors import MismatchError
 
 
@@ -24,6 +25,7 @@ class Policy:
     rules: bool = False  # True if the caller gave rules
     kinds: Literal["template", "saved"] = "template"  # decides the type and dtype of a leaf
     cast_leaves: frozenset[str] = frozenset()  # leaves whose type and dtype the template decides in any case
+    quantized: Callable[[], Mapping[str, Member]] = dict  # finds the members of quantized weights, whose dtypes stay
 
     def __post_init__(self) -> None:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
@@ -58,7 +60,7 @@ class Policy:
         value = self.missing if which == "missing" else self.extra
         return value != "error" if isinstance(value, str) else glob_covers(path, entry, value)
 
-    def cast(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def cast(self, path: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Returns the dtype that an array becomes in a restore without a template. Only floats are cast."""
-        asked = self.dtype not in (None, "template") and dtypes.is_float(dtype)
+        asked = self.dtype not in (None, "template") and dtypes.is_float(dtype) and path not in self.quantized()
         return np.dtype(self.dtype) if asked else dtype

@@ -6,11 +6,12 @@ In this package `text` is the rule as the user would write it, for errors.
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, check_readable, glob_fits, is_absent, is_unreadable_tree, lost_entry
 from .._core.leaf_paths import canonical, find_globs, join_names
+from .._core.source import Source
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
 
@@ -36,13 +37,22 @@ def check_list(rules: Any) -> None:
         raise MismatchError(f"rules: expected a list of rules, found {rules!r:.100}")
 
 
-def apply(rules: Sequence[Rule], leaves: Leaves) -> Leaves:
-    """Applies rules in order. Raises a `MismatchError` that says which rule failed."""
+@runtime_checkable
+class InformedRule(Protocol):
+    """A rule that also asks the checkpoint about what its arrays do not say."""
+
+    def apply_to(self, leaves: Leaves, source: Source | None) -> Leaves:
+        """Returns the leaves after the change, as `Rule.apply` does. `source` is None if there is only a catalogue."""
+        ...
+
+
+def apply(rules: Sequence[Rule], leaves: Leaves, source: Source | None = None) -> Leaves:
+    """Applies rules in order to leaves of a source. Raises a `MismatchError` that says which rule failed."""
     check_list(rules)
     for rule in rules:
         if not hasattr(rule, "apply"):
             raise MismatchError(f"rules: expected rules made by treering.rules, found {rule!r}")
-        leaves = rule.apply(leaves)
+        leaves = rule.apply_to(leaves, source) if isinstance(rule, InformedRule) else rule.apply(leaves)
     return leaves
 
 

@@ -11,8 +11,9 @@ from .._core import dtypes
 from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent, visible_shape
 from .._core.leaf_paths import has_wildcards, matches_exactly
 from .._core.views import Leaf, part
-from .._core.views_groups import joined, mapped, scaled, stacked
+from .._core.views_groups import joined, mapped, stacked
 from .._core.views_reshaped import reshaped
+from .._core.views_scaled import Step, scaled
 from ..errors import MismatchError
 from .base import (
     Leaves,
@@ -257,7 +258,7 @@ class Scale:
                 f"{text}: {leaf.entry.path} has the shape {list(shape)} and its scale, {scale.entry.path}, "
                 f"{list(found)}; expected {expected}: pass block=, or reshape the scale by a rule before"
             )
-        return scaled(leaf, scale, block, self.dtype)
+        return scaled(leaf, [Step("multiply", scale, block)], self.dtype)
 
 
 def _is_quantized(entry: Entry) -> bool:

@@ -114,7 +114,8 @@ def restore(
     missing: for leaves of the template that the checkpoint lacks: "error", "template" (take its value), or globs of
         the paths whose values to take from the template.
     extra: for leaves of the checkpoint that the template lacks: "error", "ignore", or globs of paths to leave out.
-    dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it.
+    dtype: "template" narrows floats to the template's dtypes; a floating-point dtype casts all floats to it, except
+        those of quantized weights. Their codes never become floats without a rule.
     grow: globs of the lists, tuples, dicts, arrays and `None` in the template that take the entries, shape or contents
         that the checkpoint has. What the template lacks in them comes back as the kind that was saved.
     sharding: replaces the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a function of

@@ -80,7 +80,7 @@ def save(
         one. A `Checkpoint` keeps its own unless you pass others. Passing one that the format cannot store is an error.
         One that the `Checkpoint` has and the format cannot store is left out and logged.
     rules: changes of names, shapes and values, see `treering.rules`.
-    dtype: the dtype to which floating-point arrays are cast.
+    dtype: the dtype to which floating-point arrays are cast, except those of quantized weights.
     base: a native checkpoint, or its path, on the same disk. Its array files whose bytes the new checkpoint has too get
         another name there (a hard link), and are not written. At least one array must have a megabyte, and the copies
         must fit the memory limit. Each checkpoint is complete, but damage to a shared file damages both.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .._core import dtypes, views
+from .._core import dtypes, quantized, views
 from .._core.boxes import Box, box_shape, full_box, slice_boxes
 from .._core.entries import ArrayEntry, StatesEntry, check_readable
 from .._core.json_floats import text_to_floats
@@ -75,10 +75,13 @@ def save_view(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info)
     leaves, skeleton, guessed = _in_tree_order(changed)
     if dtype is not None:
         text = dtypes.to_text(dtypes.requested_dtype(dtype))
+        members = quantized.find_members(changed._source, changed._source.entries)
+        quantized.warn_of_kept(changed.path, [group for group, _ in members.values()], text)
         floats = [
             path
             for path, leaf in leaves.items()
             if isinstance(leaf.entry, ArrayEntry) and dtypes.is_float(dtypes.to_numpy(leaf.entry.dtype))
+            if path not in members
         ]
         leaves.update({path: views.cast(leaves[path], text) for path in floats})
     view = views.View(full_source(changed._source), leaves, skeleton)

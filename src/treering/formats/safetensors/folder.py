@@ -204,6 +204,25 @@ def adapter_config(store: Store, path: str) -> dict[str, Any]:
     return {ADAPTER_CONFIG: found}
 
 
+def quantization_of(store: Store, folder: str) -> Mapping[str, Any]:
+    """Returns what the model's files next to its weights say about quantized ones; nothing if they do not mention them.
+
+    Hugging Face's libraries and MLX write it into the model's configuration, AutoGPTQ into a file of its own.
+    """
+    for name, keys in (("config.json", ("quantization_config", "quantization")), ("quantize_config.json", ())):
+        path = posixpath.join(folder, name)
+        try:
+            found = strict_json.parse(read_file(store, path))
+        except FileNotFoundError:
+            continue
+        except strict_json.MALFORMED as error:
+            raise CorruptError(f"{path}: expected JSON: {error}") from None
+        own = [found.get(key) for key in keys] if keys and isinstance(found, dict) else [found]
+        if said := next((one for one in own if isinstance(one, dict)), None):
+            return said
+    return {}
+
+
 def written_names(store: Store, folder: str) -> set[str]:
     """Returns the names of a folder's checkpoint: the index and its files, or the files that are opened without one.
 

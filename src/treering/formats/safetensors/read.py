@@ -24,7 +24,7 @@ from .._shared.extents import Layout, Runs, check_shape, layout
 from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from . import nibbles
-from .folder import adapter_config, candidates, index_of, log_others, rank_of
+from .folder import adapter_config, candidates, index_of, log_others, quantization_of, rank_of
 from .header import Header, check_side_by_side, decode_header, header_size
 from .pieces import BOOKKEEPING, INFO, Piece, log_ranks, pieces_of, refuse_pieces, shape_of
 from .schema import OWN, path_of, read_sidecar
@@ -43,6 +43,18 @@ class _Opened(NamedTuple):
 
 
 _Tensor = tuple[str, _Opened | str]  # a key, and its file or the reason why it is lost
+
+
+class _ModelReader(ForeignReader):
+    """Reads files of a model, whose configuration may be in their folder."""
+
+    def __init__(self, store: Store, folder: str, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._store, self._folder = store, folder
+
+    def model_config(self) -> Mapping[str, Any]:
+        """Returns what is known of quantized weights; see `source.model_config`."""
+        return quantization_of(self._store, self._folder)
 
 
 def open_file(store: Store, path: str) -> Source:
@@ -233,7 +245,9 @@ def _reader(
         entries[place], arrays[place] = _join(f"{path}: {key!r}", place, pieces)
     config = adapter_config(store, files[0].file.path) if files else {}
     sidecar = read_sidecar({**_metadata(path, files, index_metadata or {}), **config})
-    return ForeignReader(
+    return _ModelReader(
+        store,
+        posixpath.dirname(files[0].file.path) if files else path,
         "safetensors",
         path,
         list(entries.values()),
