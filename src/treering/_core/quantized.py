@@ -159,8 +159,8 @@ def find_misfits(entries: Mapping[str, Entry], groups: Iterable[Group]) -> list[
         if _is_array(entry) and path not in known
         if (group := _group_of(path, entries, by_name=True)) is not None and known.isdisjoint(group.members.values())
     ]
-    # Arrays of other kinds have such names, too. They are misfits if they look like codes, or if the names are of one
-    # library alone.
+    # Arrays of other kinds may have such names. They are misfits if they look like codes, or only one library has the
+    # names.
     sure = {layout.name for layout in LAYOUTS if layout.certain}
     return [one for one in found if one.layout.name in sure or dtype_of(entries[one.codes]) in _CODES]
 

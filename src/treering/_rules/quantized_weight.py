@@ -330,10 +330,10 @@ class QuantizedWeight:
         stored, shape = codes.array.shape, tuple(int(n) for n in self._values["shape"].reshape(-1))
         if not shape or len(shape) != len(stored) or shape[:-1] != stored[:-1] or min(shape) < 0:
             self._corrupt("shape", f"expected the shape of {list(stored[:-1])} rows of codes, found {list(shape)}")
-        words = stored[-1]
-        fitting = [bits for bits in range(1, 9) if -(-shape[-1] * bits // 32) == words]
+        words, columns = stored[-1], shape[-1]
+        fitting = [bits for bits in range(1, 9) if -(-columns * bits // 32) == words]
         if not fitting:
-            self._corrupt("shape", f"expected a size for {words} words of 32 bits, found {shape[-1]}")
+            self._corrupt("shape", f"expected a size for {words} words of 32 bits, found {columns}")
         if len(fitting) > 1:
             given = self._scheme().get("num_bits") or self._known("bits", "those of a code")
             fitting = [bits for bits in fitting if bits == given] or [0]
@@ -354,7 +354,7 @@ class QuantizedWeight:
             steps.insert(0, Step("subtract", zero, block, order, axis))
         else:
             steps.insert(0, Step("subtract", half))
-        return scaled(codes, steps, self._dtype(scale), packing=Packing.of("int32", bits, axis), size=shape[-1])
+        return scaled(codes, steps, self._dtype(scale), packing=Packing.of("int32", bits, axis), size=columns)
 
     def _scheme(self) -> Mapping[str, Any]:
         """Returns how all weights are quantized, if the model's config says so and they do not differ."""
