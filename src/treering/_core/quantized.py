@@ -152,15 +152,12 @@ def find_misfits(entries: Mapping[str, Entry], groups: Iterable[Group]) -> list[
 
     groups: what `find_groups` has found. The misfits are none of them.
     """
-    named = [
-        dataclasses.replace(layout, fits=lambda members: True, certain=False) for layout in LAYOUTS if layout.codes
-    ]
     known = {path for group in groups for path in group.members.values()}
     found = [
         group
         for path, entry in entries.items()
         if _is_array(entry) and path not in known
-        if (group := _group_of(path, entries, named)) is not None and known.isdisjoint(group.members.values())
+        if (group := _group_of(path, entries, by_name=True)) is not None and known.isdisjoint(group.members.values())
     ]
     # Arrays of other kinds may have such names. They are misfits if they look like codes, or only one library has the
     # names.
@@ -168,25 +165,36 @@ def find_misfits(entries: Mapping[str, Entry], groups: Iterable[Group]) -> list[
     return [one for one in found if one.layout.name in sure or dtype_of(entries[one.codes]) in _CODES]
 
 
-def _group_of(path: str, entries: Mapping[str, Entry], layouts: "Iterable[Layout] | None" = None) -> Group | None:
-    """Returns the group of which a leaf is the codes, if it is. A group with all members is preferred."""
+def _group_of(path: str, entries: Mapping[str, Entry], *, by_name: bool = False) -> Group | None:
+    """Returns the group of which a leaf is the codes, if it is. A group with all members is preferred.
+
+    by_name: True if only names count, and those of all members must be there.
+    """
     incomplete: Group | None = None
-    for layout in LAYOUTS if layouts is None else layouts:
-        for level in _LEVELS:
-            for codes in dict.fromkeys((layout.codes, layout.codes.replace("/", "."))):
-                end = codes + level
-                if not path.endswith(end) or (not (stem := path.removesuffix(end)) and not codes):
-                    continue
-                if stem and codes and codes[0] != "_" and stem[-1] not in "/.":
-                    continue
-                group = _made(layout, path, stem, level, entries)
-                if group is not None and not group.missing:
-                    return group
-                incomplete = incomplete or group
+    for level in _LEVELS:
+        if not path.endswith(level):
+            continue
+        below = path.removesuffix(level)
+        for layout, codes in _ROWS.get(_last_name(below), _ANY_NAME):
+            stem = below.removesuffix(codes)
+            if not below.endswith(codes) or (stem and codes and codes[0] != "_" and stem[-1] not in "/."):
+                continue
+            if not (codes or stem) or (by_name and not codes):
+                continue
+            group = _made(layout, path, stem, level, entries, by_name=by_name)
+            if group is not None and not group.missing:
+                return group
+            incomplete = incomplete or group
     return incomplete
 
 
-def _made(layout: Layout, path: str, stem: str, level: str, entries: Mapping[str, Entry]) -> Group | None:
+def _last_name(path: str) -> str:
+    return path[max(path.rfind("/"), path.rfind(".")) + 1 :]
+
+
+def _made(
+    layout: Layout, path: str, stem: str, level: str, entries: Mapping[str, Entry], *, by_name: bool
+) -> Group | None:
     """Returns the group of a layout with this stem, or None if dtypes or shapes differ, or too much is missing."""
 
     def names(end: str) -> Iterable[str]:
@@ -200,11 +208,11 @@ def _made(layout: Layout, path: str, stem: str, level: str, entries: Mapping[str
         if there is not None:
             members[role] = there
         elif role in layout.needed:
+            if by_name or not layout.certain:
+                return None
             missing.append(next(iter(names(end))))
-    if missing and not layout.certain:
-        return None
     found = {role: entry for role, there in members.items() if isinstance(entry := entries[there], ArrayEntry)}
-    if not layout.fits(found):
+    if not (by_name or layout.fits(found)):
         return None
     weight = stem + layout.weight if layout.weight else stem.rstrip("/.")
     return Group(layout, weight + level, members, tuple(missing))
@@ -571,3 +579,13 @@ LAYOUTS = (
     Layout("fp8", "transformers 4.57.1", "", {"scale": "_scale_inv"}, {}, "", False, _fits(_SIGNED)),
     Layout("unknown", "not read", "", {"scale": "_scale"}, {}, "", False, _fits(_SIGNED, _FLOATS)),
 )
+
+# The rows and spellings of codes that a name may be the last part of, in the order of `LAYOUTS`.
+_SPELLED = [
+    (layout, codes) for layout in LAYOUTS for codes in dict.fromkeys((layout.codes, layout.codes.replace("/", ".")))
+]
+_ANY_NAME = [(layout, codes) for layout, codes in _SPELLED if codes.startswith("_") or not codes]
+_ROWS = {
+    name: [(layout, codes) for layout, codes in _SPELLED if _last_name(codes) == name or (layout, codes) in _ANY_NAME]
+    for name in {_last_name(codes) for _, codes in _SPELLED}
+}

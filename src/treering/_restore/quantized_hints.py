@@ -26,7 +26,7 @@ from .leaf_targets import LeafMismatch, leaf_text
 from .suggestion import RuleCall
 
 _COMPLETE = "get a complete copy of it"
-_APART = "make floats of it, or use the template of the quantized model"
+_TOGETHER = "make floats of it, or use the template of the quantized model"
 _SAME_LAYOUT = "put the dtypes and shapes that were saved into the template"
 _LEAVES_OUT = "extra='ignore' leaves out both"
 _NARROWS = re.compile("dtype='template'")
@@ -180,7 +180,7 @@ class Mixture:
 
     def with_hints(self, differences: Iterable[Difference], attempt: Attempt) -> list[Difference]:
         """Returns the differences. The hints of those that concern quantized weights do not take them apart."""
-        fix = _APART if attempt.call is None or attempt.entries is None else _makes_floats(attempt.call)
+        fix = _TOGETHER if attempt.call is None or attempt.entries is None else _makes_floats(attempt.call)
         hints = {
             **{path: _QUANTIZE for group in self.wanted for path in (group.path, *group.members.values())},
             **{group.path: f"the checkpoint has it quantized; {fix}" for group in self.only_saved},
