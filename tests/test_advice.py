@@ -97,7 +97,7 @@ ELSEWHERE = {
     "x.view(ml_dtypes.bfloat16)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.asarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.ma.getmaskarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
-    "by dataset[...].view(": "formats/test_file_signatures.py::test_the_advice_about_hdf5_keeps_bfloat16",
+    "by dataset[...].view(": "formats/test_keras_files.py::test_the_advice_about_hdf5_keeps_bfloat16",
     "torch.save(": "formats/test_torch.py::test_advice_of_messages_works",
     "python -m torch.distributed": "formats/test_torch.py::test_advice_of_messages_works",
     "`state, step = (ckpts.restore(like=init())": "pytree/test_trace_effects.py::"
@@ -117,6 +117,19 @@ ELSEWHERE = {
     "format='t5x-without-zeros'": "formats/test_missing_chunks.py::test_t5x_before_tensorstore_0_1_17",
     "pass mode='min'": "test_keras.py::test_more_is_better_for_accuracies_and_a_threshold_counts",
     "pass force=True": "orbax/test_checkpointers.py::test_an_existing_checkpoint_is_replaced_only_by_force",
+    "tr.rules.cast(…, …), ": "core/test_casts.py::test_the_advice_works_as_it_is_written",
+    "tr.rules.map(…, lambda x:": "core/test_casts.py::test_the_advice_works_as_it_is_written",
+    "for Flax's fm32": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
+    "extra= leaves out scales": "restore/test_quantized_weights.py::test_a_scale_that_is_left_out_by_name_is_a_warning",
+    "tr.rules.dequantize makes floats of them": "restore/test_quantized_weights.py::"
+    "test_dtype_does_not_apply_to_quantized_weights",
+    "extra='ignore' leaves out both": "restore/test_quantized_weights.py::"
+    "test_a_template_may_be_a_part_of_a_quantized_model",
+    "rules=[…] makes floats of both": "restore/test_quantized_weights.py::"
+    "test_an_error_says_first_that_the_checkpoint_is_quantized",
+    "pass dequantize(…, config={…": "rules/test_dequantize.py::test_what_nothing_says_is_asked_for",
+    "pass the size of the blocks": "rules/test_dequantize.py::test_blocks_that_could_be_several",
+    "pass what the model's config.json": "rules/test_dequantize.py::test_what_could_mean_two_things_is_refused",
     "checkpoint_layout='auto'": "orbax/test_v1.py::test_safetensors_are_loaded_on_request",
 }
 # Why nothing is run.
@@ -132,6 +145,8 @@ NOTHING_TO_RUN = {
     "read_only=True, so": "it says what the caller has passed",
     "for_save=True or for_restore=True": "it says what may be passed",
     "handler for item=…": "it says what the caller has passed",
+    "…(…, alpha=…): expected alpha": "it says what may be passed",
+    "…: tr.rules.…": "it says why a rule fails",
     "tensor.to(…)": "any other dtype will do",
 }
 
@@ -270,7 +285,7 @@ def test_rules_and_a_damaged_part(tmp_path: Path) -> None:
 @case(
     "free path, found a checkpoint; pass overwrite",
     "free path, found a …; pass overwrite",
-    "choose another, or pass overwrite",
+    "pass overwrite=True to replace them",
 )
 @pytest.mark.parametrize("form", ["treering", "safetensors", "flax", "t5x", "shards"])
 def test_a_path_in_use(tmp_path: Path, form: str) -> None:
@@ -477,8 +492,9 @@ def test_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_names_of_the_library_exist() -> None:
+def test_names_of_the_library_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message names nothing of Treering that does not exist."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     for where, text in messages():
         for name in _NAME.findall(text):
             found: Any = tr

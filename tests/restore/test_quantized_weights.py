@@ -69,7 +69,7 @@ def _saved(tmp_path: pathlib.Path, tree: Any = _FP8, name: str = "m.safetensors"
 
 _WITHOUT_SCALE: dict[str, Callable[[str], Any]] = {
     "extra": lambda path: tr.restore(path, like=_fp8_floats(), extra="ignore"),
-    "extra glob": lambda path: tr.restore(path, like=_fp8_floats(), extra=["m.0.weight_scale_inv"]),
+    "extra glob": lambda path: tr.restore(path, like=_fp8_floats(), extra=["m.0.*_scale_inv"]),
     "float32": lambda path: tr.restore(path, like=_fp8_floats(jnp.float32), extra="ignore", dtype="template"),
     "dtype": lambda path: tr.restore(path, like=_fp8_floats(), extra="ignore", dtype="bfloat16"),
     "drop": lambda path: tr.restore(path, like=_fp8_floats(), rules=[rules.drop("*_inv")]),
@@ -120,6 +120,12 @@ def test_codes_stay_codes_and_rules_may_change_them(tmp_path: pathlib.Path):
     scale = rules.scale(r"(.*)\.weight", r"\1.weight_scale_inv", "float32", block=_SHAPE)
     scaled = tr.restore(path, like=_fp8_floats(jnp.float32), rules=[scale])
     assert (np.asarray(scaled["m.0.weight"]) == want.astype(np.float32) / 4).all()
+
+
+def test_a_scale_that_is_left_out_by_name_is_a_warning(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture):
+    got = tr.restore(_saved(tmp_path), like=_fp8_floats(jnp.float32), extra=["m.0.weight_scale_inv"])["m.0.weight"]
+    assert (np.asarray(got) == np.asarray(_FP8["m.0.weight"], np.float32)).all()
+    assert "restored as plain numbers: m.0.weight; tr.rules.dequantize multiplies them" in caplog.text
 
 
 def test_float8_without_a_scale_widens(tmp_path: pathlib.Path):

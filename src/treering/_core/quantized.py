@@ -7,7 +7,7 @@ names, dtypes and shapes are looked at, so that ordinary arrays named ``scale`` 
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from .entries import ArrayEntry, Entry, LostEntry
@@ -140,6 +140,16 @@ def warn_of_kept(name: str, groups: Iterable[Group], dtype: object) -> None:
             ", ".join(dict.fromkeys(found.values())),
             join_names(tuple(found)),
         )
+
+
+def warn_of_codes(name: str, codes: Collection[str]) -> None:
+    """Logs the codes that are restored as numbers because the caller leaves out what gives them their values."""
+    _log.warning(
+        "%s: extra= leaves out scales, so these codes of quantized weights are restored as plain numbers: %s; "
+        "tr.rules.dequantize multiplies them",
+        name,
+        join_names(tuple(sorted(codes))),
+    )
 
 
 def _is_array(entry: Entry | None) -> TypeGuard[ArrayEntry]:

@@ -124,14 +124,16 @@ def scaled(
     size: int | None = None,
     codes: str = "",
     table: "np.ndarray[Any, Any] | None" = None,
+    may_overflow: bool = True,
 ) -> Leaf:
     """Returns the results of steps with each element of a leaf, computed in float32 and cast to `dtype`.
 
-    Reading it raises `MismatchError` if finite numbers do not fit float32 or `dtype`.
+    Reading it raises `MismatchError` if finite numbers do not fit `dtype`.
 
     packing, size: how codes share the elements of the leaf; see `views_packed.unpacked`.
     codes: the dtype of the codes, if it is not that of the leaf.
     table: the float32 value of each code, if it is not the code itself.
+    may_overflow: True if products beyond float32 are infinities, as in the library that wrote the codes, and no error.
     """
     full = leaf.array.shape if packing is None else packing.shape(leaf.array.shape)
     if packing is not None and size is not None:
@@ -164,14 +166,14 @@ def scaled(
                 with np.errstate(all="ignore"):  # NaNs stay NaNs
                     values = values_of(array)
                     try:
-                        with np.errstate(over="raise"):
+                        with np.errstate(over="ignore" if may_overflow else "raise"):
                             for step in bound:
                                 step.apply(values, own)
                     except FloatingPointError:
-                        path = leaf.entry.path
+                        scales = " and ".join(s.operand.entry.path for s in steps if isinstance(s.operand, Leaf))
                         raise MismatchError(
-                            f"{path}: expected products with its scale within float32, found some beyond it; leave "
-                            "both as they are, and multiply them in float64"
+                            f"{leaf.entry.path}: expected products with {scales} within float32, found some beyond it; "
+                            "leave all as they are, and multiply them in float64"
                         ) from None
                     np.copyto(out[(*slices(own, box), ...)], values, casting="unsafe")
                 if not casts.is_in_range(values, out.dtype):

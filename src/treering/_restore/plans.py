@@ -140,9 +140,19 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
 def _with_quantized(policy: Policy, source: Source, entries: Mapping[str, Entry], name: str, *, warn: bool) -> Policy:
     """Returns the policy that keeps the dtypes of quantized weights.
 
+    A scale that `extra` names by its path, not by a glob or "ignore", is left out on purpose: then its codes are numbers.
+
     warn: True to log the weights to which the argument `dtype` would have applied otherwise.
     """
-    members = functools.cache(lambda: quantized.find_members(source, entries))
+
+    @functools.cache
+    def members() -> Mapping[str, quantized.Member]:
+        found = quantized.find_members(source, entries)
+        left_out = () if isinstance(policy.extra, str) else {path for path in policy.extra if path in found}
+        if apart := {found[path].group.codes for path in left_out if found[path].role != "codes"}:
+            quantized.warn_of_codes(name, apart)
+        return {path: one for path, one in found.items() if one.group.codes not in apart}
+
     if warn and policy.dtype not in (None, "template"):
         quantized.warn_of_kept(name, [group for group, _ in members().values()], np.dtype(policy.dtype))
     return dataclasses.replace(policy, quantized=members)

@@ -258,7 +258,7 @@ class Scale:
                 f"{text}: {leaf.entry.path} has the shape {list(shape)} and its scale, {scale.entry.path}, "
                 f"{list(found)}; expected {expected}: pass block=, or reshape the scale by a rule before"
             )
-        return scaled(leaf, [Step("multiply", scale, block)], self.dtype)
+        return scaled(leaf, [Step("multiply", scale, block)], self.dtype, may_overflow=False)
 
 
 def _is_quantized(entry: Entry) -> bool:
