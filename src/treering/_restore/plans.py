@@ -149,9 +149,9 @@ def _with_quantized(policy: Policy, source: Source, entries: Mapping[str, Entry]
     def members() -> Mapping[str, quantized.Member]:
         found = quantized.find_members(source, entries)
         left_out = () if isinstance(policy.extra, str) else {path for path in policy.extra if path in found}
-        if apart := {found[path].group.codes for path in left_out if found[path].role != "codes"}:
-            quantized.warn_of_codes(name, apart)
-        return {path: one for path, one in found.items() if one.group.codes not in apart}
+        if unscaled := {found[path].group.codes for path in left_out if found[path].role != "codes"}:
+            quantized.warn_of_codes(name, unscaled)
+        return {path: one for path, one in found.items() if one.group.codes not in unscaled}
 
     if warn and policy.dtype not in (None, "template"):
         quantized.warn_of_kept(name, [group for group, _ in members().values()], np.dtype(policy.dtype))
