@@ -3,10 +3,13 @@
 Each limit is what it takes today; where a change lowers it, lower the limit.
 """
 
+import contextlib
+import functools
 import itertools
 import os
 import pathlib
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,6 +24,7 @@ import treering as tr
 from call_counts import BYTES, Counts, counted
 from sqlite_store import SqliteValues
 from treering import stores
+from treering._cli.main import main
 from treering._save import saved_arrays
 from treering._tools.listing import list_run
 from treering.stores.key_values import KeyValueStore
@@ -243,6 +247,26 @@ def test_listing_a_run_is_linear(paths: Iterator[str]) -> None:
     assert calls(_LONG) <= 1.1 * calls(_SHORT)
 
 
+def test_the_error_for_a_deep_tree_is_quadratic(paths: Iterator[str]) -> None:
+    """Takes work for each pair of levels, as the texts of the paths do, and no more."""
+
+    def calls(levels: int) -> int:
+        tree: Any = {"w": np.ones(1)}
+        for _ in range(levels):
+            tree = {"c": tree, "w": np.ones(1)}
+        tr.save(path := next(paths), tree)
+        count = [0]
+        sys.setprofile(lambda frame, event, argument: count.__setitem__(0, count[0] + (event == "c_call")))
+        try:
+            with contextlib.suppress(tr.errors.MismatchError):
+                tr.restore(path, {"x": tree})
+        finally:
+            sys.setprofile(None)
+        return count[0]
+
+    assert calls(80) <= 4 * calls(40)
+
+
 def test_what_each_folder_takes_that_is_no_step(paths: Iterator[str]) -> None:
     """Each format looks for its own files, and yet a folder is listed once."""
     run = run_of(next(paths), 1)
@@ -299,6 +323,9 @@ def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> Non
         small = Counter(write=3, list=1, stat=3, delete=1), Counter(read=2)
         for count in (_SMALL, _MANY):
             assert make(f"small-{count}", {f"l{n:04}": np.full(4, n) for n in range(count)}) == small
+        for call in (lambda path: tr.diff(path, path), lambda path: main(["stats", path])):
+            few, many = (requests(functools.partial(call, f"counted://bucket/small-{n}")) for n in (_SMALL, _MANY))
+            assert few == many and few["read"] <= 4
         objects = [np.full(OBJECT_BYTES, n, np.uint8) for n in range(2)]
         one, two = make("one", objects[:1]), make("two", objects)
         assert [later - before for before, later in zip(one, two, strict=True)] == [Counter(write=1), Counter(read=1)]

@@ -45,10 +45,19 @@ def test_equality_is_bit_by_bit(tmp_path: pathlib.Path) -> None:
 def test_large_arrays_are_compared_in_slices(monkeypatch) -> None:
     from treering._tools import diff
 
-    monkeypatch.setattr(diff, "_SLICE_BYTES", 100)
-    a, b = np.zeros((40, 5)), np.zeros((40, 5))
-    b[39, 4] = b[0, 0] = 3
-    assert tr.diff({"x": a}, {"x": b}).changed == {"x": "2 of 200 values differ, at most by 3"}
+    a = np.linspace(-1, 1, 200).reshape(40, 5)
+    for places in ([(39, 4), (0, 0)], [(39, 4)], [(20, 1), (39, 4)]):  # The first slices may be equal.
+        b = a.copy()
+        b[tuple(zip(*places, strict=True))] += 3
+        for shape in ((40, 5), (1, 200), (2, 1, 100), (200,)):  # A row may be larger than a slice.
+            sides = {"x": a.reshape(shape)}, {"x": b.reshape(shape)}
+            monkeypatch.setattr(diff, "_SLICE_BYTES", 1 << 20)
+            at_once = tr.diff(*sides).values["x"]
+            monkeypatch.setattr(diff, "_SLICE_BYTES", 100)
+            found = tr.diff(*sides).values["x"]
+            assert (found.differing, found.size, found.largest, found.relative) == (len(places), 200, 3, 3 / 4)
+            assert found.cosine is not None and at_once.cosine is not None
+            assert abs(found.cosine - at_once.cosine) < 1e-12
 
 
 def test_parts_of_checkpoints(tmp_path: pathlib.Path) -> None:

@@ -165,7 +165,7 @@ def stats(
     """
     from .._core import expansion
     from .._core.entries import StatesEntry
-    from .._core.lazy import LazyArray
+    from .._core.lazy import LazyArray, read_ahead
     from .._core.source import complete_arrays
     from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
@@ -176,8 +176,9 @@ def stats(
     expansion.check_memory(ckpt._source, complete_arrays(ckpt._source), ckpt.path)
     found: dict[str, Stats] = {}
     others = 0
-    for path, entry in ckpt._source.entries.items():
-        leaf = None if isinstance(entry, StatesEntry) else ckpt[path]
+    entries = ckpt._source.entries
+    leaves = (None if isinstance(entry, StatesEntry) else ckpt[path] for path, entry in entries.items())
+    for path, leaf in zip(entries, read_ahead(leaves), strict=True):
         if isinstance(leaf, LazyArray) and has_stats(leaf):
             found[path] = describe(leaf)
         else:

@@ -144,7 +144,8 @@ class _Deletion:
         """Deletes or moves the chosen steps, and returns the exit code."""
         from .._tools.deletion import RemovalResult, listed_identities
 
-        known, rows = listed_identities(self._directory), choose()
+        known = {} if self._dry_run else listed_identities(self._directory)
+        rows = choose()
         self._freed = self._count_freed(rows)
         if self._dry_run:
             self._report(rows, RemovalResult(rows))

@@ -2,12 +2,12 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
 from . import dtypes
-from .boxes import Box, full_box
+from .boxes import Box, full_box, slices
 from .entries import ArrayEntry
 from .source import Source
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _COPIED_BYTES = 16 << 20  # slices of up to so many bytes are copied
+_AHEAD_BYTES = 16 << 20  # of arrays that are read together
 
 
 class LazyArray:
@@ -117,6 +118,52 @@ class LazyArray:
         from .describe import describe_entry
 
         return f"<LazyArray {self._entry.path!r} {describe_entry(self._entry)}>"
+
+
+def read_ahead(leaves: Iterable[Any]) -> Iterator[Any]:
+    """Yields the leaves, with `LazyArray` objects whose data are in memory in place of small ones.
+
+    Those that follow one another are read together, so that a store with slow requests gets few.
+    """
+    batch: list[Any] = []
+    nbytes = 0
+    for leaf in leaves:
+        batch.append(leaf)
+        nbytes += leaf.nbytes if isinstance(leaf, LazyArray) else 0
+        if nbytes >= _AHEAD_BYTES:
+            yield from _read_together(batch)
+            batch, nbytes = [], 0
+    yield from _read_together(batch)
+
+
+def _read_together(leaves: Sequence[Any]) -> Iterator[Any]:
+    groups: dict[int, list[LazyArray]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, LazyArray) and leaf.nbytes < _AHEAD_BYTES:
+            groups.setdefault(id(leaf._reader), []).append(leaf)
+    data: dict[int, np.ndarray] = {}
+    for group in groups.values():
+        found = group[0]._reader.read([(one.entry, full_box(one.shape)) for one in group])
+        data.update({id(one): array for one, array in zip(group, found, strict=True)})
+    for leaf in leaves:
+        if id(leaf) not in data:
+            yield leaf
+            continue
+        held: Any = _Held(leaf._reader, data.pop(id(leaf)))  # It has all methods of a source.
+        yield LazyArray(held, leaf.entry)
+
+
+class _Held:
+    """The reader of one array whose data are in memory."""
+
+    def __init__(self, reader: Source, data: "np.ndarray"):
+        self._reader, self._data = reader, data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, wanted: "Sequence[tuple[ArrayEntry, Box]]", **options: Any) -> "list[np.ndarray]":
+        return [self._data[(*slices(box, full_box(self._data.shape)), ...)] for _, box in wanted]
 
 
 def recorded_sharding(place: "Mapping[str, Any] | None") -> "jax.sharding.NamedSharding | None":

@@ -18,6 +18,7 @@ from ..errors import MismatchError, UnsupportedError
 # The second form is what `pathlib` and `os.path` make of a URL: they drop a slash. A single letter before the colon is
 # a drive of Windows and not a URL.
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+_COMPARED_CHARACTERS = 100  # of names, in a search for the closest one
 
 
 def key_text(key: object) -> str:
@@ -181,12 +182,18 @@ def _may_match_below(parts: Sequence[str], glob: str) -> bool:
 
 
 def closest(path: str, names: Sequence[str]) -> str | None:
-    """Returns the name that is most similar to `path`, for error messages, or None if none is similar enough."""
+    """Returns the name that is most similar to `path`, for error messages, or None if none is similar enough.
+
+    Of long names only the ends are compared, because the time grows with the square of what is compared.
+    """
     leaf = path.rsplit("/", 1)[-1]
     same_ending = [n for n in names if n.rsplit("/", 1)[-1] == leaf]
     pool = same_ending if 0 < len(same_ending) <= 2000 else names[:2000]
-    found = difflib.get_close_matches(path, pool, n=1, cutoff=0.5)
-    return found[0] if found else None
+    ends: dict[str, str] = {}
+    for name in pool:
+        ends.setdefault(name[-_COMPARED_CHARACTERS:], name)
+    found = difflib.get_close_matches(path[-_COMPARED_CHARACTERS:], ends, n=1, cutoff=0.5)
+    return ends[found[0]] if found else None
 
 
 def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str:

@@ -140,7 +140,7 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
 def _with_quantized(policy: Policy, source: Source, entries: Mapping[str, Entry], name: str, *, warn: bool) -> Policy:
     """Returns the policy that keeps the dtypes of quantized weights.
 
-    A scale that `extra` names by its path, not by a glob or "ignore", is left out on purpose: then its codes are numbers.
+    A scale that `extra` names by its path, not by a glob or "ignore", is left out on purpose.
 
     warn: True to log the weights to which the argument `dtype` would have applied otherwise.
     """

@@ -3,14 +3,16 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .._core import dtypes, expansion, html, iterator_states
+from .._core.boxes import Box, full_box, slice_boxes, slices
 from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
+from .._core.lazy import LazyArray, read_ahead
 from .._core.source import complete_arrays
 from .._core.tracebacks import hide_internal_frames
 from .._core.units import count
@@ -93,15 +95,18 @@ def diff(a: Any, b: Any) -> Diff:
     changed: dict[str, str] = {}
     values: dict[str, ValueChange] = {}
     equal = 0
-    for path in left:
-        if path in right:
-            what = _compare_leaves(*left[path], *right[path])
-            if isinstance(what, ValueChange):
-                values[path] = what
-            if what:
-                changed[path] = str(what)
-            else:
-                equal += 1
+    common = [path for path in left if path in right]
+    alike = {path for path in common if _are_alike(left[path][0], right[path][0])}
+    ahead = (read_ahead([side[path][1] if path in alike else None for path in common]) for side in (left, right))
+    for path, x, y in zip(common, *ahead, strict=True):
+        (a, own_x), (b, own_y) = left[path], right[path]
+        what = _compare_leaves(a, own_x if x is None else x, b, own_y if y is None else y)
+        if isinstance(what, ValueChange):
+            values[path] = what
+        if what:
+            changed[path] = str(what)
+        else:
+            equal += 1
     only_a = tuple(path for path in left if path not in right)
     return Diff(only_a, tuple(path for path in right if path not in left), changed, equal, values)
 
@@ -138,12 +143,33 @@ def _compare_leaves(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | N
         if not same and isinstance(a, ValueEntry) and isinstance(b, ValueEntry) and a.type == b.type == "iterator":
             return f"iterator{_first_difference(_states(a, x), _states(b, y), '')}"
         return None if same else f"{_leaf_text(a, x)} → {_leaf_text(b, y)}"
-    if (a.dtype, a.shape, a.impl) != (b.dtype, b.shape, b.impl):
+    if not _are_alike(a, b):
         return f"{describe_entry(a)} → {describe_entry(b)}"
-    difference = _Difference()
-    for part in _slices(a):
-        difference.add(_bits(x, part), _bits(y, part))
+    # Equal bytes are compared as bytes, and nothing is computed of them unless a part that follows differs.
+    difference, equal = _Difference(), list[Box]()
+    for box in slice_boxes(a.shape, dtypes.itemsize(a.dtype), _SLICE_BYTES):
+        p, q = _bits(x, box), _bits(y, box)
+        if difference.is_empty and np.array_equal(_as_bytes(p), _as_bytes(q)):
+            equal.append(box)
+            continue
+        for earlier in equal:
+            same = _bits(x, earlier)
+            difference.add(same, same)
+        equal.clear()
+        difference.add(p, q)
     return difference.change()
+
+
+def _are_alike(a: Entry, b: Entry) -> bool:
+    """Returns True for two arrays of one dtype and shape, whose values can be compared."""
+    if not (isinstance(a, ArrayEntry) and isinstance(b, ArrayEntry)):
+        return False
+    return (a.dtype, a.shape, a.impl) == (b.dtype, b.shape, b.impl)
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of a contiguous array in the largest units that fit."""
+    return array.view(np.uint8 if array.nbytes % 8 else np.uint64) if array.nbytes else array
 
 
 def _states(entry: Entry, leaf: Any) -> Any:
@@ -188,6 +214,11 @@ class _Difference:
         self._products = self._left = self._right = 0.0
         self._is_numeric = True
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was added."""
+        return not self._size
+
     def add(self, p: np.ndarray, q: np.ndarray) -> None:
         self._size += p.size
         unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
@@ -230,24 +261,17 @@ def _finite_max(values: np.ndarray) -> float:
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 
-def _slices(entry: ArrayEntry) -> Iterator[tuple[slice, ...]]:
-    if not entry.shape or not all(entry.shape):
-        yield ()
-        return
-    row = math.prod(entry.shape[1:]) * dtypes.itemsize(entry.dtype)
-    count = max(_SLICE_BYTES // max(row, 1), 1)
-    for start in range(0, entry.shape[0], count):
-        yield (slice(start, start + count),)
-
-
 @devices.allow_transfers()
-def _bits(source: Any, part: tuple[slice, ...]) -> np.ndarray:
-    """Returns the values of a slice as a contiguous little-endian array of one axis."""
+def _bits(source: Any, box: Box) -> np.ndarray:
+    """Returns the values of a box as a contiguous little-endian array of one axis."""
     import jax
 
     if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):
         source = jax.random.key_data(source)
-    array = np.asarray(source[part] if part else source)
+    if isinstance(source, LazyArray):
+        array = np.asarray(source.part(box))
+    else:
+        array = np.asarray(source[slices(box, full_box(source.shape))] if box else source)
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return np.ascontiguousarray(dtypes.defined_bytes(little)).reshape(-1)
 
