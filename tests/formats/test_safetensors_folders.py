@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from helpers import REAL
 from treering import stores
 from treering.errors import CorruptError, ExistsError, NotFoundError, TreeringError, UnsupportedError
 from treering.formats.safetensors.folder import written_names
+from treering.stores import open_file
 from treering.stores.posix import Disk
 
 Arrays = dict[str, np.ndarray]
@@ -554,3 +556,27 @@ def test_a_config_next_to_a_file_counts_more_than_its_own(tmp_path: Path, caplog
     assert tr.open(tmp_path).metadata == {CONFIG: {"r": 4}, "note": "x"} and not warnings(caplog)
     (tmp_path / CONFIG).write_text('{"r": 8}')
     assert tr.open(tmp_path).metadata == {CONFIG: {"r": 8}, "note": "x"} and CONFIG in warnings(caplog)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="it counts descriptors by /proc")
+def test_files_of_a_model_sleep_if_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may open 256 files by default on macOS. They are opened again when they are read."""
+    monkeypatch.setattr(open_file, "_max_awake", lambda: 3)
+    tree = {f"layer{n}": np.full((40, 2), n, np.float32) for n in range(12)}
+    tr.save(tmp_path / "m", tree, format="safetensors", max_shard_size="400B")
+    shards = sorted((tmp_path / "m").glob("*-of-*"))
+    assert len(shards) == 12
+    before = len(os.listdir("/proc/self/fd"))
+    ckpt = tr.open(tmp_path / "m")
+    assert len(os.listdir("/proc/self/fd")) - before <= 3
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: ckpt.restore(), range(24)):
+            assert all(np.array_equal(found[name], tree[name]) for name in tree)
+    assert all(np.array_equal(ckpt.restore(mmap=True)[name], tree[name]) for name in tree)
+    assert len(os.listdir("/proc/self/fd")) - before <= 3
+    os.replace(shutil.copy(shards[0], tmp_path / "copy"), shards[0])
+    shards[1].unlink()
+    for name, text in (("layer0", "another file has its name"), ("layer1", "deleted since it was opened")):
+        ckpt["layer11"][:], ckpt["layer10"][:], ckpt["layer9"][:]  # These are awake then.
+        with pytest.raises(NotFoundError, match=text):
+            ckpt[name][:]
