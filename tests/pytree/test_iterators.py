@@ -527,7 +527,7 @@ def test_an_iterator_of_tensorflow_goes_on(tmp_path: pathlib.Path) -> None:
     assert tr.restore(tmp_path / "c", like={"data": other, "w": np.ones(3)})["data"] is other
     assert next(other) == 3
     tr.save(tmp_path / "other", {"data": {"state": b"4,"}})
-    with pytest.raises(MismatchError, match=r"set it with restore\(tr.restore\(…, at='data'\)\)"):
+    with pytest.raises(MismatchError, match=r"set it with restore\(tr.restore\(path, at='data'\)\)"):
         tr.restore(tmp_path / "other", like={"data": other})
 
 

@@ -115,6 +115,7 @@ def test_reports_rules_and_policies_can_be_pickled(tmp_path: pathlib.Path) -> No
         rules.concat(["layers/0/b", "layers/1/b"], "b"), rules.combine(["(.*)/b"], r"\1/c", np.square),
         rules.scale("(.*)/w", r"\1/b", "float32"), rules.wrap_key_data("**", optional=True),
         rules.dequantize("**", "float32", config={"bits": 4}), rules.pack("**/w"), rules.unpack("**/w", "uint4", 0),
+        *(make({"peft_type": "LORA", "r": 2, "lora_alpha": 4}) for make in (rules.from_peft, rules.to_peft)),
     ]  # fmt: skip
     assert {type(one).__name__ for one in made} and len(made) == len(rules.__all__) + 1  # and `map`
     ckpt = tr.open(tmp_path / "c")
