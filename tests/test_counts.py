@@ -323,7 +323,12 @@ def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> Non
         small = Counter(write=3, list=1, stat=3, delete=1), Counter(read=2)
         for count in (_SMALL, _MANY):
             assert make(f"small-{count}", {f"l{n:04}": np.full(4, n) for n in range(count)}) == small
-        for call in (lambda path: tr.diff(path, path), lambda path: main(["stats", path])):
+        for call in (
+            lambda path: tr.diff(path, path),
+            lambda path: main(["stats", path]),
+            lambda path: tr.convert(path, tmp_path / "x.safetensors", overwrite=True),
+            lambda path: tr.convert(path, tmp_path / "orbax", format="orbax", overwrite=True),
+        ):
             few, many = (requests(functools.partial(call, f"counted://bucket/small-{n}")) for n in (_SMALL, _MANY))
             assert few == many and few["read"] <= 4
         objects = [np.full(OBJECT_BYTES, n, np.uint8) for n in range(2)]

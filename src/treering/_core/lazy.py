@@ -2,6 +2,7 @@
 
 import math
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _COPIED_BYTES = 16 << 20  # slices of up to so many bytes are copied
 _AHEAD_BYTES = 16 << 20  # of arrays that are read together
+_SMALL_BYTES = 1 << 20  # An array of more is worth a request of its own.
 
 
 class LazyArray:
@@ -151,6 +153,44 @@ def _read_together(leaves: Sequence[Any]) -> Iterator[Any]:
             continue
         held: Any = _Held(leaf._reader, data.pop(id(leaf)))  # It has all methods of a source.
         yield LazyArray(held, leaf.entry)
+
+
+class ReadAhead:
+    """A source that reads small arrays together, for a writer that asks for one after the other.
+
+    It holds at most 16 MiB of arrays that the writer has not asked for yet.
+    """
+
+    def __init__(self, source: Source):
+        self._source = source
+        entries = [one for one in source.entries.values() if isinstance(one, ArrayEntry)]
+        self._small = [one for one in entries if 0 < one.nbytes <= _SMALL_BYTES]
+        self._positions = {one.path: n for n, one in enumerate(self._small)}
+        self._held: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, wanted: "Sequence[tuple[ArrayEntry, Box]]", **options: Any) -> "list[np.ndarray]":
+        entry, box = wanted[0] if len(wanted) == 1 else (None, ())
+        if entry is None or entry.path not in self._positions or box != full_box(entry.shape):
+            return self._source.read(wanted, **options)
+        with self._lock:
+            if entry.path not in self._held:
+                self._held = self._read_from(self._positions[entry.path], **options)
+            return [self._held.pop(entry.path)]
+
+    def _read_from(self, position: int, **options: Any) -> "dict[str, np.ndarray]":
+        batch: list[ArrayEntry] = []
+        nbytes = 0
+        for one in self._small[position:]:
+            nbytes += one.nbytes
+            if batch and nbytes > _AHEAD_BYTES:
+                break
+            batch.append(one)
+        arrays = self._source.read([(one, full_box(one.shape)) for one in batch], **options)
+        return {one.path: array for one, array in zip(batch, arrays, strict=True)}
 
 
 class _Held:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._core.entries import ArrayEntry, IteratorEntry, StatesEntry
 from .._core.iterator_states import MAX_STATE_BYTES
+from .._core.lazy import ReadAhead
 from .._core.leaf_paths import join_names
 from .._core.source import Written
 from .._core.views import Leaf, View
@@ -43,7 +44,7 @@ def foreign(target: SaveTarget, contents: Changed, check: Callable[[], None] = l
     block_caller = live is not None and staging is None
     reading = LazySupply(view, compared.shards if compared else [], block_caller=block_caller, before_read=check)
     supply = staging or reading
-    write = functools.partial(_write, target, view, compared, reading, supply.check)
+    write = functools.partial(_write, target, view, compared, reading, supply.check, live is not None)
     return Prepared(supply, releasing(reading, write))
 
 
@@ -54,6 +55,7 @@ def _write(
     compared: Described | None,
     reading: LazySupply,
     check: Callable[[], None],
+    is_live: bool,
     pool: ThreadPool,
 ) -> Written:
     call, format, place, options = target.call, target.format, target.path, target.options
@@ -77,7 +79,9 @@ def _write(
         check_others()
 
     with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
-        watched: Any = progress_bar.ObservedSource(view, moved, check_all)
+        # Each read of a checkpoint in a bucket takes a request.
+        source: Any = view if is_live or view.is_local else ReadAhead(view)
+        watched: Any = progress_bar.ObservedSource(source, moved, check_all)
         nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.format_options)
     return Written(nbytes, time.perf_counter() - begun)
 

@@ -169,7 +169,10 @@ def _are_alike(a: Entry, b: Entry) -> bool:
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
     """Returns the bytes of a contiguous array in the largest units that fit."""
-    return array.view(np.uint8 if array.nbytes % 8 else np.uint64) if array.nbytes else array
+    if not array.nbytes:
+        return array
+    data = array.view(np.uint8)
+    return data if array.nbytes % 8 else data.view(np.uint64)
 
 
 def _states(entry: Entry, leaf: Any) -> Any:
