@@ -192,8 +192,13 @@ def test_a_code_book_that_only_static_values_name(tmp_path: pathlib.Path) -> Non
     tr.save(tmp_path / "c", {"kernel": tree})  # a dict, which has no static values
     with pytest.raises(MismatchError, match=r"config=\{'qtype': …\}\): 'nf4' for a code book, or 'uint4'"):
         tr.open(tmp_path / "c").apply([rules.dequantize("**")])
-    found = tr.open(tmp_path / "c").apply([rules.dequantize("**", config={"qtype": "nf4"})])["kernel"]
-    assert_same(np.asarray(found), weights("qwix")["nf4/kernel"])
+    widened = rules.cast("**/qvalue", "uint8")  # as the error of a safetensors file, which has no uint4, proposes
+    with pytest.raises(MismatchError, match=r"config=\{'qtype': …\}\): 'nf4' for a code book, or 'uint8'"):
+        tr.open(tmp_path / "c").apply([widened, rules.dequantize("**")])
+    for first in ([], [widened]):
+        nf4 = rules.dequantize("**", config={"qtype": "nf4"})
+        found = tr.open(tmp_path / "c").apply([*first, nf4])["kernel"]
+        assert_same(np.asarray(found), weights("qwix")["nf4/kernel"])
 
 
 # Input that does not fit.
