@@ -421,6 +421,19 @@ LAYOUTS = (
         False,
         _fits(SMALL_DTYPES, shapes=_any_shape),
     ),
+    *(
+        Layout(
+            "AQT with transposed scales",
+            "aqtp 0.9.0, aqt/jax/v2/flax/aqt_flax.py, its legacy Freezer",
+            f"{side}/value",
+            {"scale": f"{side}/scale"},
+            {},
+            side,
+            False,
+            _fits(SMALL_DTYPES, _FLOATS, _any_shape),
+        )
+        for side in ("qrhs", "qlhs")
+    ),
     Layout(
         "GPTQ",
         "gptqmodel 7.7.0, gptqmodel/nn_modules/qlinear/__init__.py",

@@ -73,7 +73,7 @@ class QuantizedWeight:
             self._fail(
                 f"{name} is not dequantized",
                 f"its arithmetic is not known here; a narrower glob leaves "
-                f"{join_names(tuple(self._group.members.values()))} as they are",
+                f"{join_names(tuple(self._group.members.values()))} as they are, and tr.rules.scale multiplies by scales",
             )
         return _RECIPES[name](self)
 
