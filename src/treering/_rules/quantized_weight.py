@@ -73,7 +73,8 @@ class QuantizedWeight:
             self._fail(
                 f"{name} is not dequantized",
                 f"its arithmetic is not known here; a narrower glob leaves "
-                f"{join_names(tuple(self._group.members.values()))} as they are, and tr.rules.scale multiplies by scales",
+                f"{join_names(tuple(self._group.members.values()))} as they are, and tr.rules.scale multiplies by a "
+                "scale",
             )
         return _RECIPES[name](self)
 
