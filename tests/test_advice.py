@@ -120,8 +120,11 @@ ELSEWHERE = {
     "tr.rules.cast(…, …), ": "core/test_casts.py::test_the_advice_works_as_it_is_written",
     "tr.rules.map(…, lambda x:": "core/test_casts.py::test_the_advice_works_as_it_is_written",
     "for Flax's fm32": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
-    "extra= leaves out scales": "restore/test_quantized_weights.py::test_a_scale_that_is_left_out_by_name_is_a_warning",
-    "tr.rules.dequantize makes floats of them": "restore/test_quantized_weights.py::"
+    "tr.rules.scale multiplies by a scale": "rules/test_dequantize.py::"
+    "test_scale_multiplies_what_dequantize_does_not_know",
+    "tr.rules.dequantize multiplies them": "restore/test_quantized_weights.py::"
+    "test_a_scale_that_is_left_out_by_name_is_a_warning",
+    "tr.rules.dequantize makes floats of known layouts": "restore/test_quantized_weights.py::"
     "test_dtype_does_not_apply_to_quantized_weights",
     "extra='ignore' leaves out both": "restore/test_quantized_weights.py::"
     "test_a_template_may_be_a_part_of_a_quantized_model",

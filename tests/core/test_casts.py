@@ -90,6 +90,18 @@ def test_complex_numbers_keep_both_parts(old: str) -> None:
     assert casts.cast(np.array([1 + 2j, np.inf], old), dtypes.to_numpy("bcomplex32"), "x").astype("c8")[0] == 1 + 2j
 
 
+def test_casts_between_real_and_complex_numbers_lose_nothing(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {"z": np.array([1 + 2j, 3]), "real": np.array([7, 8 + 0j]), "large": np.array([1e300, 1])})
+    with pytest.raises(MismatchError, match=r"z: .* found 1 of 2 .* with an imaginary part; use") as caught:
+        tr.restore(tmp_path / "c", rules=[rules.cast("z", "float32")])
+    advice = re.search(r"before the cast: (.*)$", str(caught.value))
+    assert advice
+    made = tr.restore(tmp_path / "c", rules=[eval(advice[1]), rules.cast("z", "float32"), rules.cast("real", "int8")])
+    assert made["z"].tolist() == [1, 3] and made["real"].tolist() == [7, 8]
+    with pytest.raises(MismatchError, match=r"large: .*found 1 of 2 float64 values that do not, such as 1e\+300"):
+        tr.restore(tmp_path / "c", rules=[rules.cast("large", "complex64")])
+
+
 STATE = {
     "dense": {"kernel": jnp.array([1e6, 500.0, 2.0])},
     "large": np.array([[2.0, np.nan], [1e300, -np.inf]]),
@@ -179,6 +191,8 @@ def test_the_adapter_refuses_what_a_dtype_lacks(tmp_path: pathlib.Path) -> None:
     for leaf in (STATE["large"], STATE["dense"]["kernel"], 1e300):
         with pytest.raises(MismatchError, match=r"w: expected values that fit float16 .*; use "):
             saver.save(tmp_path / "a", {"w": leaf}, save_args={"w": ocp.SaveArgs(dtype=jnp.float16)})
+    with pytest.raises(MismatchError, match="w: expected real numbers for float32, found 1 of 1 complex64 values"):
+        saver.save(tmp_path / "a", {"w": jnp.array([1 + 2j])}, save_args={"w": ocp.SaveArgs(dtype=jnp.float32)})
     assert not (tmp_path / "a").exists()
     saver.save(tmp_path / "a", {"w": STATE["dense"]["kernel"]}, save_args={"w": ocp.SaveArgs(dtype=jnp.bfloat16)})
     with pytest.raises(MismatchError, match="w: expected values that fit float16"):

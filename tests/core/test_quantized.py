@@ -16,6 +16,7 @@ _KNOWN = {
     "qwix layers": ("kernel", {"array/qvalue": (_FP8, (3, 256, 512)), "array/scale": (_BF16, (3, 1, 512))}),
     "qwix levels": ("l/kernel/value", {"array/qvalue": ("int8", (4, 4)), "array/scale": (_F32, (1, 4))}),
     "AQT": ("l/qrhs/frozen", {"qvalue": ("int8", (256, 512)), "scale/0": (_F32, (1, 512))}),
+    "AQT with transposed scales": ("l/AqtDotGeneral_0/qrhs", {"value": ("int8", (32, 16)), "scale": (_F32, (1, 16))}),
     "GPTQ": (
         "m.0.q_proj.weight",
         {

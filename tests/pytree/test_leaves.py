@@ -752,6 +752,12 @@ def test_unsupported_leaves_are_all_named(tmp_path: Path, save: Any) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_gradients_of_integers_are_named(tmp_path: Path) -> None:
+    gradient = jax.grad(lambda n: n * 2.0, allow_int=True)(1)
+    with pytest.raises(UnsupportedError, match=r"x: .*float0.* gradients of integers.*; use None"):
+        tr.save(tmp_path / "a", {"x": np.asarray(gradient)})
+
+
 def test_the_advice_about_arrays_keeps_their_values(tmp_path: Path) -> None:
     """Keeps the values, the mask and the dtype by saving what each message says."""
 

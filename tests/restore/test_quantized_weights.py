@@ -125,7 +125,31 @@ def test_codes_stay_codes_and_rules_may_change_them(tmp_path: pathlib.Path):
 def test_a_scale_that_is_left_out_by_name_is_a_warning(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture):
     got = tr.restore(_saved(tmp_path), like=_fp8_floats(jnp.float32), extra=["m.0.weight_scale_inv"])["m.0.weight"]
     assert (np.asarray(got) == np.asarray(_FP8["m.0.weight"], np.float32)).all()
-    assert "restored as plain numbers: m.0.weight; tr.rules.dequantize multiplies them" in caplog.text
+    assert "become plain numbers: m.0.weight; tr.rules.dequantize multiplies them" in caplog.text
+
+
+def test_codes_that_rules_cast_are_a_warning(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture):
+    path = _saved(tmp_path)
+    cast = rules.cast("**", "bfloat16")
+    transpose = rules.transpose("m.0.weight", (1, 0))
+    turned = {"m.0.weight": jax.ShapeDtypeStruct(_SHAPE[::-1], jnp.bfloat16)}
+    for silent in (
+        lambda: tr.restore(path, rules=[cast]),
+        lambda: tr.restore(path, like=tr.restore(path, rules=[cast]), rules=[cast]),
+        lambda: tr.restore(path, like=_fp8_floats(), rules=[rules.dequantize("**", "float32"), cast]),
+        lambda: tr.convert(path, f"{tmp_path}/floats.safetensors", rules=[rules.dequantize("**"), cast]),
+    ):
+        silent()
+    assert not caplog.records
+    for warning in (
+        lambda: tr.restore(path, like=_fp8_floats(), rules=[cast], extra=["m.0.weight_scale_inv"]),
+        lambda: tr.restore(path, like=turned, rules=[cast, transpose], extra="ignore"),
+        lambda: tr.convert(path, f"{tmp_path}/cast.safetensors", rules=[cast]),
+    ):
+        caplog.clear()
+        warning()
+        (record,) = caplog.records
+        assert "codes of quantized weights become plain numbers: m.0.weight; tr.rules.dequantize" in record.message
 
 
 def test_float8_without_a_scale_widens(tmp_path: pathlib.Path):

@@ -192,8 +192,22 @@ def test_a_code_book_that_only_static_values_name(tmp_path: pathlib.Path) -> Non
     tr.save(tmp_path / "c", {"kernel": tree})  # a dict, which has no static values
     with pytest.raises(MismatchError, match=r"config=\{'qtype': …\}\): 'nf4' for a code book, or 'uint4'"):
         tr.open(tmp_path / "c").apply([rules.dequantize("**")])
-    found = tr.open(tmp_path / "c").apply([rules.dequantize("**", config={"qtype": "nf4"})])["kernel"]
-    assert_same(np.asarray(found), weights("qwix")["nf4/kernel"])
+    widened = rules.cast("**/qvalue", "uint8")  # as the error of a safetensors file, which has no uint4, proposes
+    with pytest.raises(MismatchError, match=r"config=\{'qtype': …\}\): 'nf4' for a code book, or 'uint8'"):
+        tr.open(tmp_path / "c").apply([widened, rules.dequantize("**")])
+    for first in ([], [widened]):
+        nf4 = rules.dequantize("**", config={"qtype": "nf4"})
+        found = tr.open(tmp_path / "c").apply([*first, nf4])["kernel"]
+        assert_same(np.asarray(found), weights("qwix")["nf4/kernel"])
+
+
+def test_scale_multiplies_what_dequantize_does_not_know(tmp_path: pathlib.Path) -> None:
+    tree = {"d": {"kernel": np.full((4, 3), 2, "float8_e4m3fn"), "kernel_scale": np.ones((1, 3), np.float32) * 3}}
+    tr.save(tmp_path / "c", tree)
+    with pytest.raises(MismatchError, match=r"d/kernel_scale as they are, and tr\.rules\.scale multiplies by a scale"):
+        tr.open(tmp_path / "c").apply([rules.dequantize("**")])
+    made = tr.restore(tmp_path / "c", rules=[rules.scale("(.*/kernel)", r"\1_scale", "float32")])
+    assert made["d"]["kernel"].tolist() == [[6, 6, 6]] * 4
 
 
 # Input that does not fit.

@@ -87,6 +87,8 @@ STATIC = [
     (np.float32, ml_dtypes.bfloat16, "saved dtype float32, now dtype bfloat16"),
     (None, jnp.bfloat16, "saved None, now dtype bfloat16"),
     (float, int, "saved type float, now type int"),
+    (np.int64(3), np.int64(4), "saved 3, now 4"),
+    (np.float32(0.5), 0.5, None),
     (fp8_ops.fm32, jnp.float32, "saved dtype fp8_meta32, now dtype float32"),
     (Kind.TRAIN, Kind.TEST, "saved enum Kind.TRAIN, now enum Kind.TEST"),
     (("a", jnp.int8), ("a", jnp.int4), "saved ['a', {'dtype': 'int8'}]"),

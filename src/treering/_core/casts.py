@@ -32,8 +32,9 @@ def cast(
     can_clip: False if no rule can change the values before this cast, so that the error proposes none.
 
     Raises `MismatchError`, which names the leaf, if the dtype lacks a value: a number beyond its range, or an infinity
-    or NaN if it has none.
+    or NaN if it has none, or an imaginary part other than 0.
     """
+    array = _real(array, dtype, path)
     made = dtypes.convert(array, dtype)
     if not is_in_range(array, dtype):
         _check(array, made, path, can_clip)
@@ -50,6 +51,8 @@ def is_in_range(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> bool:
     bounds = _bounds(array.dtype, dtype)
     if bounds is None or not array.size:
         return True
+    if _drops_imaginary(array.dtype, dtype):
+        return False  # `cast` looks at the imaginary parts.
     numbers = _numbers(array, dtype)
     kind = int if dtypes.is_integer(numbers.dtype) else float  # Python compares integers and floats exactly.
     with np.errstate(invalid="ignore"):
@@ -93,13 +96,34 @@ def _range(dtype: "np.dtype[Any]") -> _Range | None:
 
 
 def _numbers(array: "np.ndarray[Any, Any]", new: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
-    """Returns the real numbers of an array that a cast converts. A cast to real numbers drops imaginary parts."""
+    """Returns the real numbers of an array that a cast converts, without imaginary parts if `new` has none."""
     if array.dtype.name not in _COMPONENTS:
         return array
     import numpy as np
 
     pairs = array if array.dtype.kind == "c" else array.astype(np.complex64)
     return np.stack([pairs.real, pairs.imag], -1) if new.name in _COMPONENTS else pairs.real
+
+
+def _drops_imaginary(old: "np.dtype[Any]", new: "np.dtype[Any]") -> bool:
+    return old.name in _COMPONENTS and new.name not in _COMPONENTS and new.kind != "b"
+
+
+def _real(array: "np.ndarray[Any, Any]", new: "np.dtype[Any]", path: str) -> "np.ndarray[Any, Any]":
+    """Returns the array, without imaginary parts if `new` has none. Raises `MismatchError` if one of them is not 0."""
+    if not _drops_imaginary(array.dtype, new):
+        return array
+    import numpy as np
+
+    pairs = array if array.dtype.kind == "c" else array.astype(np.complex64)
+    if count := int(np.count_nonzero(pairs.imag)):
+        old = array.dtype.name
+        advice = f", or drop it by a rule before the cast: tr.rules.map({path!r}, lambda x: x.real + 0j)"
+        raise MismatchError(
+            f"{path or '(root)'}: expected real numbers for {new.name}, found {count:,} of {array.size:,} {old} values "
+            f"with an imaginary part; use {old}{advice if array.dtype.kind == 'c' else ''}"
+        )
+    return pairs.real
 
 
 def _check(array: "np.ndarray[Any, Any]", made: "np.ndarray[Any, Any]", path: str, can_clip: bool) -> None:
@@ -145,7 +169,7 @@ def _blocks(
     """Yields the numbers of each block before and after a cast. Integers of less than 8 bits are wider than stored."""
     for box in slice_boxes(array.shape, array.itemsize, _BLOCK_BYTES):
         at = (*slices(box, full_box(array.shape)), ...)
-        yield dtypes.defined_bytes(_numbers(array[at], made.dtype)), _numbers(made[at], made.dtype)
+        yield dtypes.defined_bytes(_numbers(array[at], made.dtype)), _numbers(made[at], array.dtype)
 
 
 def _lost(

@@ -106,6 +106,8 @@ def to_text(dtype: "np.dtype[Any]") -> str:
     except (UnsupportedError, TypeError):
         pass
     hint = "save its fields as arrays of their own" if dtype.names else "pickled objects are never written"
+    if dtype.names == ("float0",):
+        hint = "gradients of integers, which have no values; use None in their place"
     if not dtype.names and not dtype.hasobject:
         hint = "bytes without a dtype; where they are numbers of ml_dtypes, say which: x.view(ml_dtypes.bfloat16)"
     raise UnsupportedError(f"dtype {dtype}; {hint}")

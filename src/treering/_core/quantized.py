@@ -101,10 +101,7 @@ def find_members(source: Source, entries: Mapping[str, Entry]) -> dict[str, Memb
     Rules may have renamed the leaves, or left out the rest of the weight. They are members of what the checkpoint has,
     unless a rule has changed the dtype.
     """
-    full = full_source(source)
-    base = full
-    while isinstance(base, View):
-        base = full_source(base._reader)
+    full, base = _levels(source)
     known = {path: Member(group, role) for group in find_groups(base.entries) for role, path in group.members.items()}
     found: dict[str, Member] = {}
     for key, entry in entries.items() if known else ():
@@ -113,6 +110,35 @@ def find_members(source: Source, entries: Mapping[str, Entry]) -> dict[str, Memb
         if member is not None and isinstance(entry, ArrayEntry) and entry.dtype == dtype_of(base.entries[origin]):
             found[key] = member
     return found
+
+
+def find_cast_codes(source: Source) -> dict[str, set[str]]:
+    """Returns codes that rules have made floats of without the scales, and the other members, by paths of the source.
+
+    A rule that uses the scales, such as `dequantize`, makes weights.
+    """
+    full, base = _levels(source)
+    groups = {group.codes: group for group in find_groups(base.entries)} if isinstance(full, View) else {}
+    if not (groups and isinstance(full, View)):
+        return {}
+    origins = {path: full.source(path) for path in full.entries}
+    others = {codes: {*group.members.values()} - {codes} for codes, group in groups.items()}
+    return {
+        path: {one for one, there in origins.items() if there in others[origin]}
+        for path, origin in origins.items()
+        if origin in groups
+        if dtype_of(full.entries[path]) in _FLOATS
+        if others[origin].isdisjoint(entry.path for entry, _ in full.origins(path))
+    }
+
+
+def _levels(source: Source) -> tuple[Source, Source]:
+    """Returns the source of which this is a part, and the one below all rules."""
+    full = full_source(source)
+    base = full
+    while isinstance(base, View):
+        base = full_source(base._reader)
+    return full, base
 
 
 def catalogue(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Entry]:
@@ -133,7 +159,8 @@ def warn_of_kept(name: str, groups: Iterable[Group], dtype: object) -> None:
     """Logs the quantized weights whose codes and scales keep their dtypes although another one was asked for."""
     if found := {group.path or "(root)": group.layout.name for group in groups}:
         _log.warning(
-            "%s: dtype=%s: codes and scales of %s (%s) keep their dtypes: %s; tr.rules.dequantize makes floats of them",
+            "%s: dtype=%s: codes and scales of %s (%s) keep their dtypes: %s; "
+            "tr.rules.dequantize makes floats of known layouts",
             name,
             dtype,
             count(len(found), "quantized weight"),
@@ -143,9 +170,9 @@ def warn_of_kept(name: str, groups: Iterable[Group], dtype: object) -> None:
 
 
 def warn_of_codes(name: str, codes: Collection[str]) -> None:
-    """Logs the codes that are restored as numbers because the caller leaves out what gives them their values."""
+    """Logs the codes that become numbers because the caller leaves out what gives them their values."""
     _log.warning(
-        "%s: extra= leaves out scales, so these codes of quantized weights are restored as plain numbers: %s; "
+        "%s: without their scales, these codes of quantized weights become plain numbers: %s; "
         "tr.rules.dequantize multiplies them",
         name,
         join_names(tuple(sorted(codes))),
@@ -393,6 +420,19 @@ LAYOUTS = (
         "",
         False,
         _fits(SMALL_DTYPES, shapes=_any_shape),
+    ),
+    *(
+        Layout(
+            "AQT with transposed scales",
+            "aqtp 0.9.0, aqt/jax/v2/flax/aqt_flax.py, its legacy Freezer",
+            f"{side}/value",
+            {"scale": f"{side}/scale"},
+            {},
+            side,
+            False,
+            _fits(SMALL_DTYPES, _FLOATS, _any_shape),
+        )
+        for side in ("qrhs", "qlhs")
     ),
     Layout(
         "GPTQ",

@@ -50,6 +50,7 @@ def to_json(value: Any, depth: int = 4) -> Any:
     Tuples are lists. An object has one key, which says what it stands for: "dtype", "type" (a class of numbers),
     "enum", or "fields" (those of a dict or a frozen dataclass that can be recorded).
     """
+    value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
     if value is None or kind is bool:
         return value

@@ -130,6 +130,10 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         lambda: [path for path, leaf in zip(flat_tree.paths, flat_tree.leaves, strict=True) if _wants_data(leaf)],
         lambda values: join(walk.unflatten(template, values, flat_tree.structure)),
     )
+    if cast_codes := quantized.find_cast_codes(source):
+        wanted = {entries[path].path for path in plan.requested_paths() if path in entries}
+        if codes := [one for one, others in cast_codes.items() if one in wanted and wanted.isdisjoint(others)]:
+            quantized.warn_of_codes(name, codes)
     _log_static(source, flat_tree, name, resumed=initial is not None)
     if initial and policy.kinds == "saved" and policy.dtype is None:
         saved_kinds.log_changes(name, flat_tree.paths, flat_tree.leaves, targets)
@@ -140,7 +144,8 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
 def _with_quantized(policy: Policy, source: Source, entries: Mapping[str, Entry], name: str, *, warn: bool) -> Policy:
     """Returns the policy that keeps the dtypes of quantized weights.
 
-    A scale that `extra` names by its path, not by a glob or "ignore", is left out on purpose.
+    A scale that `extra` names by its path, not by a glob or "ignore", is left out on purpose. Then its codes are
+    numbers.
 
     warn: True to log the weights to which the argument `dtype` would have applied otherwise.
     """

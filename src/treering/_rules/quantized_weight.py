@@ -73,7 +73,8 @@ class QuantizedWeight:
             self._fail(
                 f"{name} is not dequantized",
                 f"its arithmetic is not known here; a narrower glob leaves "
-                f"{join_names(tuple(self._group.members.values()))} as they are",
+                f"{join_names(tuple(self._group.members.values()))} as they are, and tr.rules.scale multiplies by a "
+                "scale",
             )
         return _RECIPES[name](self)
 
@@ -205,8 +206,8 @@ class QuantizedWeight:
                 self._fail(f"the weight was multiplied by {self._group.members[role]} before", "not dequantized")
         shape = codes.array.shape
         table = None
-        if codes.array.dtype == "uint4" and "zero" not in self._leaves:
-            qtype = self._known("qtype", "'nf4' for a code book, or 'uint4' for numbers")
+        if codes.array.dtype in ("uint4", "uint8") and "zero" not in self._leaves:  # A cast of uint4 makes uint8.
+            qtype = self._known("qtype", f"'nf4' for a code book, or {codes.array.dtype!r} for numbers")
             table = _nf4(scale.array.dtype) if qtype == "nf4" else None
         steps = [Step("multiply", scale, self._tiles("scale", shape))]
         if "zero" in self._leaves:

@@ -73,6 +73,8 @@ def save_view(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info)
     """
     changed = ckpt.apply(rules)
     leaves, skeleton, guessed = _in_tree_order(changed)
+    if codes := quantized.find_cast_codes(changed._source):
+        quantized.warn_of_codes(changed.path, codes)
     if dtype is not None:
         text = dtypes.to_text(dtypes.requested_dtype(dtype))
         members = quantized.find_members(changed._source, changed._source.entries)
