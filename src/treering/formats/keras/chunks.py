@@ -21,7 +21,7 @@ _MODULUS = 65535  # of Fletcher's checksum
 _SUM_WORDS = 1 << 20  # that are added before the sums are reduced
 _MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit
 _FREE_CHUNK_BYTES = 64 << 20  # that any chunk may have; beyond that `_MAX_RATIO` for each stored byte
-_MAX_RATIO = 100  # A part of a chunk needs all of it in memory, so the size of what is read limits nothing.
+_MAX_RATIO = 10  # A part of a chunk needs all of it in memory, so the size of what is read limits nothing.
 
 
 def chunked(file: Section, array: Array, path: str) -> Pieces:
