@@ -45,3 +45,9 @@ def test_intersections(first: tuple, second: tuple) -> None:
     space[tuple(slice(*r) for r in b)] += 1
     both = boxes.intersect(a, b)
     assert (space == 2).sum() == (0 if both is None else math.prod(boxes.box_shape(both)))
+
+
+def test_an_array_without_elements_is_one_box() -> None:
+    """A file of a few bytes can claim 2^55 rows of nothing."""
+    assert list(itertools.islice(boxes.slice_boxes((1 << 55, 0), 8, 1 << 20), 2)) == [((0, 1 << 55), (0, 0))]
+    assert list(boxes.slice_boxes((), 8, 1)) == [()] and list(boxes.slice_boxes((0, 3), 8, 1)) == [((0, 0), (0, 3))]

@@ -110,6 +110,11 @@ def packed(change: Callable[[bytes], bytes] = lambda data: data, **options: Any)
         (packed(lambda data: data[:5]), CorruptError, "cut short"),
         (packed()[:-30], CorruptError, "File is not a zip file"),
         (packed().replace(struct.pack("<4i", 3, 4, 5, 6), struct.pack("<4i", 3, 4, 5, 7)), CorruptError, "Bad CRC-32"),
+        (  # NumPy divides by the number when it compares such a dtype to another one, which ends the process.
+            packed(lambda data: data.replace(b"'<i4'", b"'<M8[0s]'").replace(b"    \n", b"\n")),
+            UnsupportedError,
+            r"arrays of dtype <M8\[0s\] cannot be read here",
+        ),
         (packed(compression=zipfile.ZIP_LZMA), UnsupportedError, "another compression"),
         (
             packed().replace(b"PK\x01\x02\x14\x03\x14\0\0\0", b"PK\x01\x02\x14\x03\x14\0\1\0"),

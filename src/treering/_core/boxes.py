@@ -87,10 +87,10 @@ def split_at_gaps(shape: Sequence[int], box: Box, itemsize: int, gap: int) -> It
 def slice_boxes(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
     """Yields boxes of at most `limit` bytes whose contents, one after the other, are the array in C order.
 
-    A box has at least one element, even if that is larger than the limit.
+    A box has at least one element, even if that is larger than the limit. An array without elements is one box.
     """
-    if not shape:
-        yield ()
+    if not shape or 0 in shape:
+        yield full_box(tuple(shape))
         return
     axis, inner = 0, itemsize * math.prod(shape[1:])
     while axis < len(shape) - 1 and (inner > limit or shape[axis] == 1):
@@ -98,7 +98,7 @@ def slice_boxes(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box
         inner = itemsize * math.prod(shape[axis + 1 :])
     rows = max(1, limit // max(inner, 1))
     for outer in _positions(full_box(tuple(shape[:axis]))):
-        for start in range(0, max(shape[axis], 1), rows):
+        for start in range(0, shape[axis], rows):
             cut = (start, min(start + rows, shape[axis]))
             yield (*((n, n + 1) for n in outer), cut, *((0, size) for size in shape[axis + 1 :]))
 

@@ -16,7 +16,7 @@ _SHAPE = r"\(((?:\d{1,19}L?, *)*(?:\d{1,19}L?)?)\)"
 _HEADER = re.compile(
     rf"\{{'descr': *('[^']*'|\[.*\]), *'fortran_order': *(True|False), *'shape': *{_SHAPE},? *\}}\s*", re.DOTALL
 )
-DTYPE = re.compile(r"[<>|=]?(?:[biufc]\d{1,2}|[SU]\d{1,8}|[mM]8(?:\[\w{1,9}\])?)")
+DTYPE = re.compile(r"[<>|=]?(?:[biufc]\d{1,2}|[SU]\d{1,8}|[mM]8(?:\[(?!0)\w{1,9}\])?)")
 # Dtypes for which NumPy has no names. Only one of them has two bytes, which JAX assumes too. Several have one byte, so
 # those are read as the default below and marked as not certain.
 _NAMELESS = {"V2": "bfloat16", "f1": "float8_e5m2", "V1": "uint8"}

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box, slices
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, UnsafeError, UnsupportedError
 from .._shared.pieces import Pieces
 from .hdf5 import ADVICE, UNDEFINED, Array, Section, leaves
 
@@ -20,10 +20,15 @@ _OTHERS = {4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf", 32001: "blosc",
 _MODULUS = 65535  # of Fletcher's checksum
 _SUM_WORDS = 1 << 20  # that are added before the sums are reduced
 _MAX_CHUNK_BYTES = (1 << 32) - 1  # HDF5's own limit
+_FREE_CHUNK_BYTES = 64 << 20  # that any chunk may have; beyond that `_MAX_RATIO` for each stored byte
+_MAX_RATIO = 10  # A part of a chunk needs all of it in memory, so the size of what is read limits nothing.
 
 
 def chunked(file: Section, array: Array, path: str) -> Pieces:
-    """Opens an array in chunks. Raises `CorruptError` if a chunk is missing, and `UnsupportedError` for a filter."""
+    """Opens an array in chunks. Raises `CorruptError` if a chunk is missing.
+
+    Raises `UnsupportedError` for filters that are not read here, and `UnsafeError` for a chunk that expands too much.
+    """
     shape, chunk = array.shape, array.chunks or ()
     where = f"{file.name}: {path}"
     if other := [number for number in array.filters if number not in _FILTERS]:
@@ -31,7 +36,10 @@ def chunked(file: Section, array: Array, path: str) -> Pieces:
         raise UnsupportedError(
             f"{where}: expected chunks packed by {', '.join(_FILTERS.values())}, found {names}; {ADVICE}"
         )
-    if min(chunk, default=0) < 1 or math.prod(chunk) * array.kind.stored.itemsize > _MAX_CHUNK_BYTES:
+    if len(set(array.filters)) < len(array.filters):  # Each could make the chunk larger once more.
+        raise CorruptError(f"{where}: expected each filter once, found {list(array.filters)}")
+    chunk_bytes = math.prod(chunk) * array.kind.stored.itemsize
+    if min(chunk, default=0) < 1 or chunk_bytes > _MAX_CHUNK_BYTES:
         raise CorruptError(f"{where}: expected the shape of a chunk, found {list(chunk)}")
     found: dict[tuple[int, ...], _Chunk] = {}
     key_form = f"<II{len(shape) + 1}Q"
@@ -42,6 +50,11 @@ def chunked(file: Section, array: Array, path: str) -> Pieces:
         if place in found or any(n % size or n >= end for n, size, end in zip(place, chunk, shape, strict=True)):
             raise CorruptError(f"{where}: expected one chunk at {list(place)} on a grid of {list(chunk)}")
         file.check(address, nbytes)
+        if chunk_bytes > max(_FREE_CHUNK_BYTES, _MAX_RATIO * nbytes):
+            raise UnsafeError(
+                f"{where}: expected chunks of at most {_MAX_RATIO} times the bytes that are stored, found "
+                f"{chunk_bytes} bytes in {nbytes}; if you trust this file, {ADVICE}"
+            )
         filters = tuple(number for n, number in enumerate(array.filters) if not skipped >> n & 1)
         found[place] = _Chunk(file, where, array, chunk, address, nbytes, filters)
     expected = math.prod(-(-end // size) for end, size in zip(shape, chunk, strict=True))

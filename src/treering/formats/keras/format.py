@@ -39,8 +39,8 @@ class Keras:
             return refusal(error, path)
         if path.endswith(INDEX):
             return None if begin.lstrip().startswith(b"{") else "it does not begin as JSON does"
-        if path.endswith(ARCHIVE):
-            return None if begin.startswith(_MEMBER_MAGIC) else "it does not begin as a zip file does"
+        if path.endswith(ARCHIVE) and begin.startswith(_MEMBER_MAGIC):
+            return None
         return None if begin.startswith(MAGIC) else "it does not begin as HDF5 does"
 
     def open(self, store: Store, path: str) -> Source:
@@ -49,7 +49,9 @@ class Keras:
         if path.endswith(INDEX):
             return read.open_index(store, path)
         if path.endswith(ARCHIVE):
-            return read.open_archive(store, path)
+            with opened(store, path) as blob:
+                if blob.read_up_to(len(MAGIC)) != MAGIC:  # Keras 2 wrote HDF5 under such a name too.
+                    return read.open_archive(store, path)
         return read.open_file(store, path)
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:

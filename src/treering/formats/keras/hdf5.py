@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._core import dtypes
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import check_shape
@@ -145,7 +146,8 @@ class _Parser:
         self._heaps: dict[int, dict[int, tuple[int, int]]] = {}  # the places and sizes of texts, by address and number
         self._attributes: dict[str, dict[str, Any]] = {}
         self._left_out: list[str] = []
-        self._seen: set[int] = set()  # addresses of groups and of nodes of trees
+        self._groups: dict[int, str] = {}  # their paths, by address
+        self._seen: set[int] = set()  # addresses of nodes of trees
 
     def contents(self, root: int) -> Contents:
         problems: list[str] = []
@@ -157,6 +159,9 @@ class _Parser:
                 if first in self._attributes:
                     self._attributes[path] = self._attributes[first]
                 continue
+            if (first := self._groups.get(address)) is not None:
+                problems.append(f"  {path}: a second path of the group {first or '(root)'}")
+                continue
             try:
                 messages = list(self._messages(address))
                 links = self._links(messages)
@@ -164,7 +169,7 @@ class _Parser:
                     self._arrays[path] = self._array(path, messages)
                     self._first_paths[address] = path
                     continue
-                self._once(address, path)
+                self._groups[address] = path
                 self._add_attributes(path, messages)
             except (_Refused, TypeRefused) as error:
                 problems.append(f"  {path or '(root)'}: {error}")
@@ -185,11 +190,6 @@ class _Parser:
                 "\n".join([f"{self._file.name}: Treering cannot read these objects:", *problems, f"  {ADVICE}"])
             )
         return Contents(self._arrays, self._attributes, self._left_out)
-
-    def _once(self, address: int, what: str) -> None:
-        if address in self._seen:
-            raise CorruptError(f"{self._file.name}: {what or 'the root'} is there twice; groups contain each other")
-        self._seen.add(address)
 
     def _messages(self, address: int) -> Iterator[_Message]:
         """Yields the messages in the header of an object."""
@@ -235,7 +235,7 @@ class _Parser:
             elif message.kind == _LINK_INFO:
                 skipped = 8 if message.data[1] & 1 else 0
                 if struct.unpack_from("<Q", message.data, 2 + skipped)[0] != UNDEFINED:
-                    raise _Refused(f"a group {OTHER_VERSION}")
+                    raise _Refused("a group of HDF5's newer form, which many names have if one is not ASCII")
         return found
 
     def _symbols(self, tree: int, heap: int) -> Iterator[tuple[str, int, int]]:
@@ -244,7 +244,9 @@ class _Parser:
         nbytes, _, begin = file.numbers("QQQ", heap + 8)
         names, last = file.read(begin, nbytes), b""  # Names ascend, which shows most damage to them.
         for _, at in leaves(file, tree, 0, 8, self._seen):
-            self._once(at, "a part of a group")
+            if at in self._seen:
+                raise CorruptError(f"{file.name}: the names at {at} are in two groups")
+            self._seen.add(at)
             _, version, _, count = struct.unpack("<4sBBH", file.block(at, b"SNOD", 8))
             for n in range(count):
                 offset, address, kind = file.numbers("QQI", at + 8 + 40 * n)
@@ -321,9 +323,11 @@ class _Parser:
 
     def _value(self, kind: bytes, count: int, data: bytes) -> list[Any]:
         if kind[0] & 15 == 9 and kind[1] & 15 == 1:  # text of any length, in a heap
-            return [self._text(*struct.unpack_from("<IQI", data, 16 * n)) for n in range(min(count, len(data) // 16))]
-        dtype = parse_type(kind, None).stored
-        if dtype.kind not in "biufS" or count * dtype.itemsize > len(data):
+            return [self._text(*struct.unpack_from("<IQI", data, 16 * n)) for n in range(count)]
+        found = parse_type(kind, None)
+        dtype = found.stored
+        is_own = found.certain and found.dtype == dtypes.to_text(dtype)  # and no bfloat16, whose bits are stored
+        if not is_own or count * dtype.itemsize > len(data):
             raise TypeRefused
         values = np.frombuffer(data, dtype, count).tolist()
         return [value.decode() if isinstance(value, bytes) else value for value in values]

@@ -110,8 +110,10 @@ def open_archive(store: Store, path: str) -> KerasReader:
         members = {member.filename: member for member in archive.infolist()}
         if len(members) < len(archive.infolist()):
             raise CorruptError(f"{path}: two files in this archive have one name")
+        room = min(file.size, _MAX_JSON_BYTES)  # Compressed or overlapping files could be larger together.
         for name, member in members.items():
-            if name.endswith(".json") and member.file_size <= _MAX_JSON_BYTES:
+            if name.endswith(".json") and member.file_size <= room:
+                room -= member.file_size
                 try:
                     metadata[name] = strict_json.parse(archive.read(member))
                     continue

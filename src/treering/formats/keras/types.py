@@ -24,6 +24,7 @@ _FLOATS: dict[tuple[int, ...], str] = {
 _OPAQUES = {1: "uint8", 2: "bfloat16"}  # for values of so many bytes whose dtype no attribute names, as in .npz files
 _IMPLIED = 2  # the highest bit of the mantissa is not stored
 _NULL_PADDED = 1
+_MAX_TEXT_BYTES = 99_999_999  # of the longest dtype of text that `dtypes` knows
 
 
 class TypeRefused(Exception):
@@ -60,6 +61,8 @@ def parse_type(data: bytes, name: Any) -> Kind:
             stored = np.dtype(f"u{nbytes}" if final.kind == "V" else final).newbyteorder(order)
             return Kind(stored, dtypes.to_text(final))
     if kind == _TEXT and bits & 15 == _NULL_PADDED and nbytes:
+        if nbytes > _MAX_TEXT_BYTES:
+            raise TypeRefused(f"text of {nbytes} bytes")
         return _plain(np.dtype(f"S{nbytes}"))
     if kind == _ENUM and _is_bool(data, bits & 0xFFFF, nbytes):
         return _plain(np.dtype(bool))
