@@ -229,6 +229,8 @@ class PlainRun:
 
     def acquire(self) -> None:
         """Acquires the lease. Raises `ExistsError` if another writer has it."""
+        if not self.is_held:  # Another writer may have changed the run.
+            self.steps.look_again()
         begun = time.perf_counter()
         self._lock.acquire()
         self.lease_seconds += time.perf_counter() - begun
