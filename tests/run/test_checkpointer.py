@@ -866,7 +866,7 @@ def evaluated(tmp_path: pathlib.Path) -> Iterator[tr.Checkpointer]:
 
 
 def evaluate_elsewhere(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records metrics as another process does: the job is not told."""
+    """Records metrics as another process does: the job is not notified."""
     with monkeypatch.context() as patch:
         patch.setattr(summary, "listeners", [])
         for step in (1, 2, 3):
@@ -892,7 +892,7 @@ def test_late_metrics_count_at_the_end(
     assert tr.steps(tmp_path) == [1, 2, 4, 5]
 
 
-def test_names_of_steps_that_are_none_do_not_disturb_retention(
+def test_names_without_a_step_do_not_disturb_retention(
     tmp_path: pathlib.Path, evaluated: tr.Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "step-00000007").touch()
@@ -902,7 +902,7 @@ def test_names_of_steps_that_are_none_do_not_disturb_retention(
     assert evaluated.steps == [1, 2, 3, 4, 5, 10] and not caplog.records
 
 
-def test_a_step_of_another_library_is_found_by_the_names_around_it(tmp_path: pathlib.Path) -> None:
+def test_a_step_of_flax_is_judged_by_the_names_around_it(tmp_path: pathlib.Path) -> None:
     """Flax's steps of fractions hide the others, unless the newest step is a whole number."""
     for name in ("3", "9", "7.5"):
         tr.save(tmp_path / f"checkpoint_{name}", {"x": np.zeros(2)}, format="flax")
