@@ -21,12 +21,14 @@ import numpy as np
 import pytest
 
 import treering as tr
+import treering.orbax as ocp
 from call_counts import BYTES, Counts, counted
 from sqlite_store import SqliteValues
 from treering import stores
 from treering._cli.main import main
 from treering._save import saved_arrays
 from treering._tools.listing import list_run
+from treering.orbax import errors
 from treering.stores.key_values import KeyValueStore
 from treering.stores.objects.upload import OBJECT_BYTES
 
@@ -235,6 +237,25 @@ def test_a_long_run_takes_no_more_system_calls(paths: Iterator[str], make: Calla
         call = make(run_of(next(paths), count))
         call()  # Work that a job or a process does only once is then done.
         return counted(call).system
+
+    assert taken(_SHORT) == taken(_LONG)
+
+
+def test_a_manager_for_orbax_looks_for_one_step(paths: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save asks whether its step and the one before it exist, not which steps there are."""
+
+    def taken(count: int) -> Counter[str]:
+        run = run_of(next(paths), count)
+        for step in range(1, count + 1):
+            os.rename(f"{run}/step-{step:08}", f"{run}/{step}")
+        with ocp.CheckpointManager(run) as manager:
+            monkeypatch.setattr(manager, "all_steps", None)
+            for step in (1000, 1001):
+                manager.save(step, args=ocp.args.StandardSave({"w": np.ones(4)}))
+                manager.wait_until_finished()
+            with pytest.raises(errors.StepAlreadyExistsError):
+                manager.save(3, args=ocp.args.StandardSave({"w": np.ones(4)}), force=True)
+            return counted(lambda: [manager._run.has_step(step) for step in (3, 5000)]).system
 
     assert taken(_SHORT) == taken(_LONG)
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,7 +28,9 @@ from helpers import assert_same
 from treering import stores
 from treering._run import resume, step_fallback
 from treering._run import step_catalog as _steps
+from treering._run.plain_run import PlainRun
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from treering.formats.treering import summary
 from treering.stores.posix import Disk
 
 
@@ -847,6 +850,80 @@ def test_nothing_is_remembered_of_deleted_steps(tmp_path: pathlib.Path, monkeypa
             ckpts.save(step, {"x": step})
         ckpts.wait()
         assert list(ckpts.disk_usage) == list(ckpts._directory.steps._cached_status) == [4]
+
+
+@pytest.fixture
+def evaluated(tmp_path: pathlib.Path) -> Iterator[tr.Checkpointer]:
+    """A job that remembers old steps and keeps the best two. None of them has the metric yet."""
+    with tr.Checkpointer(tmp_path, keep=tr.keep.best(2, "loss", "min")) as ckpts:
+        for step in range(1, 6):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        for step in ckpts.steps:
+            os.utime(ckpts.path(step), (0, 0))
+        assert list(ckpts.disk_usage) == [1, 2, 3, 4, 5]
+        yield ckpts
+
+
+def evaluate_elsewhere(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records metrics as another process does: the job is not notified."""
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "listeners", [])
+        for step in (1, 2, 3):
+            tr.record(run, step, {"loss": float(step)})
+
+
+def test_late_metrics_count_although_steps_are_remembered(
+    tmp_path: pathlib.Path, evaluated: tr.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tr.record(tmp_path, 4, {"loss": 4.0})
+    evaluate_elsewhere(tmp_path, monkeypatch)
+    evaluated.save(6, {"x": 6}).result()
+    assert evaluated.steps == [1, 2, 5, 6]
+    tr.record(tmp_path, 5, {"loss": 0.0})
+    assert evaluated.steps == [1, 5, 6]
+
+
+def test_late_metrics_count_at_the_end(
+    tmp_path: pathlib.Path, evaluated: tr.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate_elsewhere(tmp_path, monkeypatch)
+    evaluated.close()
+    assert tr.steps(tmp_path) == [1, 2, 4, 5]
+
+
+def test_names_without_a_step_do_not_disturb_retention(
+    tmp_path: pathlib.Path, evaluated: tr.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-00000007").touch()
+    (tmp_path / "step-00000008" / "treering.json").mkdir(parents=True)
+    (tmp_path / "step-00000009").symlink_to("nowhere")
+    evaluated.save(10, {"x": 10}, metrics={"loss": 1.0}).result()
+    assert evaluated.steps == [1, 2, 3, 4, 5, 10] and not caplog.records
+
+
+def test_a_step_of_flax_is_judged_by_the_names_around_it(tmp_path: pathlib.Path) -> None:
+    """Flax's steps of fractions hide the others, unless the newest step is a whole number."""
+    for name in ("3", "9", "7.5"):
+        tr.save(tmp_path / f"checkpoint_{name}", {"x": np.zeros(2)}, format="flax")
+    ckpts = tr.Checkpointer(tmp_path, prefix="checkpoint_")
+    assert ckpts.steps == [3, 9] and ckpts.open(3).path.endswith("checkpoint_3")
+
+
+def test_the_newest_step_is_deleted_while_its_age_is_asked(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop(tmp_path, [1, 2])
+    newest_step = PlainRun.newest_step
+
+    def delete_after(run: PlainRun) -> int | None:
+        newest = newest_step(run)
+        shutil.rmtree(tmp_path / "step-00000002")
+        return newest
+
+    monkeypatch.setattr(PlainRun, "newest_step", delete_after)
+    with tr.Checkpointer(tmp_path, save_every=datetime.timedelta(hours=1)) as ckpts:
+        assert ckpts.save(3, {"x": 3}) is None
 
 
 def test_a_pinned_step_is_not_overwritten(tmp_path: pathlib.Path) -> None:

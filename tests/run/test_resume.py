@@ -104,7 +104,7 @@ STATIC = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "text"), STATIC, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("old", "new", "text"), STATIC, ids=lambda value: str(value).split(" at 0x")[0][:30])
 def test_static_values_that_say_what_leaves_mean_are_compared(
     old: Any, new: Any, text: str | None, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,6 +56,7 @@ class LateMetrics:
 
     def apply_late_metrics(self) -> None:
         """Applies the policy when a step has got metrics. While a save is running, that save applies it."""
+        self.directory.steps.look_again()
         with self._lock:
             if not self.directory.is_held:
                 self._acquire_and_retain()

@@ -229,10 +229,12 @@ class PlainRun:
 
     def acquire(self) -> None:
         """Acquires the lease. Raises `ExistsError` if another writer has it."""
-        begun = time.perf_counter()
+        holder, begun = os.getpid(), time.perf_counter()
+        if self._holder_pid != holder:  # Another writer may have changed the run.
+            self.steps.look_again()
         self._lock.acquire()
         self.lease_seconds += time.perf_counter() - begun
-        self._holder_pid, self.has_held_lock = os.getpid(), True
+        self._holder_pid, self.has_held_lock = holder, True
 
     def release(self) -> None:
         """Releases the lease."""

@@ -71,7 +71,7 @@ def seconds_since_commit(directory: RunDirectory) -> float | None:
         with reading(directory.root):
             if (step := directory.newest_step()) is None:
                 return None
-            path = directory.all_steps()[step]
+            path = directory.path(step)
             store = stores.get(path)
             found = summary.stat_manifest(store, path) or store.stat(path)
         if found and found.modified > 0:  # A folder in a bucket may have no time.

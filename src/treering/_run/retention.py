@@ -287,7 +287,7 @@ class Retention:
             if step is not None:
                 self._steps.forget(step)
         # What is known decides whether anything has to be deleted. Before a deletion, all steps are looked at.
-        recalled = self._steps.recall_valid_steps()
+        recalled = self._steps.recall_valid_steps(self._keep.metrics)
         if recalled and {one.step for one in recalled} <= self._steps_to_keep(self._keep, recalled, protected):
             self._warn_of_unknown_metrics(recalled, self._keep.metrics)
             return

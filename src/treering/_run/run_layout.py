@@ -235,7 +235,8 @@ class Steps(Mapping[int, T]):
     def __getitem__(self, step: int) -> T:
         if self._has(step):
             return self._made(self._names[step])
-        if self._other_steps(lambda one: one == step):
+        # A name that is not Treering's may be another library's, which may judge it by the names around it.
+        if self._others and (step in self._names or self._other_steps(lambda one: one == step)):
             return self._complete[step]
         raise KeyError(step)
 

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Literal
 
 from .. import formats
@@ -70,7 +71,7 @@ class StepCatalog:
     ):
         self.store, self.root, self.layout, self.prefix = store, root, layout, layout.prefix
         self._may_lack_files = False
-        self._recalls = 0  # since all steps were looked at
+        self._recalls = math.inf  # since all steps were looked at
         self._lock = free_in_children(threading.RLock())
         self._cached_status: dict[int, tuple[_Signature, StepStatus]] = {}
         self._damaged_manifests: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
@@ -160,29 +161,36 @@ class StepCatalog:
             found.append(dataclasses.replace(one, metrics={**others, **one.metrics}, late_metrics=late_metrics))
         return found
 
-    def recall_valid_steps(self) -> list[SavedStep] | None:
-        """Returns the valid steps as they were when they were looked at last; looks only at those that are not known.
+    def recall_valid_steps(self, metrics: Collection[str]) -> list[SavedStep] | None:
+        """Returns the valid steps as they were when they were looked at last.
 
-        So what another process has done since to a step that is still there does not show: metrics that came late,
-        files that are gone. Returns None if this has been the answer too often, or never may be. Then look at all.
+        Looks only at those that are not known, and at those without one of these metrics, which may come late. So what
+        another process has done since to the others does not show: another value of a metric, files that are gone.
+        Returns None if this has been the answer too often, or never may be. Then look at all.
         """
         is_simple = self._tensorboard_scalars is None and not (self.layout.shared_with_orbax or self._may_lack_files)
         if not (is_simple and self.store.has_folders and self._recalls < len(self._cached_status) * _RECALLS_PER_STEP):
             return None
         self._recalls += 1
         found: list[SavedStep] = []
-        for step, name in run_layout.own_steps(self.store, self.root, self.prefix).listed.items():
+        steps = run_layout.own_steps(self.store, self.root, self.prefix)
+        for step in steps.listed:
             with self._lock:
                 known = self._cached_status.get(step)
             status = known[1] if known else None
-            if not isinstance(status, SavedStep):
-                status = self.status_of(step, posixpath.join(self.root, name))
+            if not (isinstance(status, SavedStep) and status.metrics.keys() >= {*metrics}):
+                name = steps.get(step)
+                status = self.status_of(step, posixpath.join(self.root, name)) if name else None
             if isinstance(status, SavedStep):
                 found.append(status)
         return found
 
+    def look_again(self) -> None:
+        """Notes that any step may have changed, so that the next question is not answered from memory."""
+        self._recalls = math.inf
+
     def forget(self, step: int) -> None:
-        """Notes that a step was written again."""
+        """Notes that a step may have changed."""
         with self._lock:
             self._cached_status.pop(step, None)
 
@@ -246,9 +254,11 @@ class StepCatalog:
             with self._lock:
                 self._cached_status[step] = signature, status
                 self._damaged_manifests[step] = read
-        elif status != "closed" and time.time() - signature[1] > _MTIME_SETTLE_SECONDS:  # Otherwise it is read again.
+        elif status != "closed" and time.time() - signature[1] > _MTIME_SETTLE_SECONDS:
             with self._lock:
                 self._cached_status[step] = signature, status
+        else:  # It is read again.
+            self.forget(step)
         return status
 
     def _read_status(self, step: int, path: str) -> StepStatus:

@@ -61,6 +61,7 @@ class CheckpointManager:
         self._run.check_layout()
         self._run.make_root(options.create)
         self._last_begun: preservation.CheckpointInfo | None = None
+        self._unchecked: int | None = None  # the step of the last save, until a later call looks if it succeeded
         self._steps: list[int] | None = None  # those at the last look; None after a change
         self._has_logged_skip = False
         # `should_save` is asked at every step, so it looks at no directory. A process that sees the disk of its peers
@@ -189,13 +190,14 @@ class CheckpointManager:
             return False
         if not is_multi_process() and not self._run.is_saving:
             self._wait()
-            if self._last_begun is not None and self._last_begun.step not in self.all_steps():
+            last, self._unchecked = self._unchecked, None
+            if last is not None and last not in (self._steps or ()) and not self._run.has_step(last):
                 self._latest = self._latest_before  # The last save has failed, and another call has raised its error.
         if not force and not self.should_save(step):
             return False
         self._wait()
         self._steps = None
-        if agree(f"save({self._run.directory!r}, {step})", lambda: step in self.all_steps()):
+        if agree(f"save({self._run.directory!r}, {step})", lambda: self._run.has_step(step)):
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; delete it first")
         if self._best is not None and metrics is None:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
@@ -205,6 +207,7 @@ class CheckpointManager:
         self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._steps = None
         self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
+        self._unchecked = step
         self._latest_before, self._latest = self._latest, max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()

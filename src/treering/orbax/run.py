@@ -84,6 +84,10 @@ class OrbaxRun(Checkpointer):
         if create and not _is_secondary_process():
             store.make_folders(self.directory, [])
 
+    def has_step(self, step: int) -> bool:
+        """Returns True for one of `steps`. Does not look at the others."""
+        return step in self._pending_saves.pending_steps() or step in self._directory.all_steps()
+
     def infos(self) -> list[CheckpointInfo]:
         """Returns the valid steps, ascending, with their times and metrics."""
         return [info_of(one) for one in self._directory.valid_steps(foreign=True)]
