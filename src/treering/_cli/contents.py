@@ -177,7 +177,7 @@ def stats(
     found: dict[str, Stats] = {}
     others = 0
     entries = ckpt._source.entries
-    leaves = (None if isinstance(entry, StatesEntry) else ckpt[path] for path, entry in entries.items())
+    leaves = [None if isinstance(entry, StatesEntry) else ckpt[path] for path, entry in entries.items()]
     for path, leaf in zip(entries, read_ahead(leaves), strict=True):
         if isinstance(leaf, LazyArray) and has_stats(leaf):
             found[path] = describe(leaf)

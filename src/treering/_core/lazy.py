@@ -3,12 +3,12 @@
 import math
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
 from . import dtypes
-from .boxes import Box, full_box, slices
+from .boxes import Box, full_box
 from .entries import ArrayEntry
 from .source import Source
 
@@ -122,50 +122,31 @@ class LazyArray:
         return f"<LazyArray {self._entry.path!r} {describe_entry(self._entry)}>"
 
 
-def read_ahead(leaves: Iterable[Any]) -> Iterator[Any]:
-    """Yields the leaves, with `LazyArray` objects whose data are in memory in place of small ones.
-
-    Those that follow one another are read together, so that a store with slow requests gets few.
-    """
-    batch: list[Any] = []
-    nbytes = 0
+def read_ahead(leaves: Sequence[Any]) -> list[Any]:
+    """Returns the leaves. Each `LazyArray` reads small ones that follow it, too, if it is the first that is read."""
+    wanted: dict[int, list[ArrayEntry]] = {}
     for leaf in leaves:
-        batch.append(leaf)
-        nbytes += leaf.nbytes if isinstance(leaf, LazyArray) else 0
-        if nbytes >= _AHEAD_BYTES:
-            yield from _read_together(batch)
-            batch, nbytes = [], 0
-    yield from _read_together(batch)
-
-
-def _read_together(leaves: Sequence[Any]) -> Iterator[Any]:
-    groups: dict[int, list[LazyArray]] = {}
+        if isinstance(leaf, LazyArray):
+            wanted.setdefault(id(leaf._reader), []).append(leaf.entry)
+    ahead: dict[int, Any] = {}  # They have all methods of a source.
     for leaf in leaves:
-        if isinstance(leaf, LazyArray) and leaf.nbytes < _AHEAD_BYTES:
-            groups.setdefault(id(leaf._reader), []).append(leaf)
-    data: dict[int, np.ndarray] = {}
-    for group in groups.values():
-        found = group[0]._reader.read([(one.entry, full_box(one.shape)) for one in group])
-        data.update({id(one): array for one, array in zip(group, found, strict=True)})
-    for leaf in leaves:
-        if id(leaf) not in data:
-            yield leaf
-            continue
-        held: Any = _Held(leaf._reader, data.pop(id(leaf)))  # It has all methods of a source.
-        yield LazyArray(held, leaf.entry)
+        if isinstance(leaf, LazyArray) and (own := id(leaf._reader)) not in ahead:
+            ahead[own] = ReadAhead(leaf._reader, wanted[own])
+    return [LazyArray(ahead[id(one._reader)], one.entry) if isinstance(one, LazyArray) else one for one in leaves]
 
 
 class ReadAhead:
-    """A source that reads small arrays together, for a writer that asks for one after the other.
+    """A source that reads small arrays together, for a caller that asks for one after the other.
 
-    It holds at most 16 MiB of arrays that the writer has not asked for yet.
+    Each is read once, if the caller asks for it once. The arrays that were read and not asked for yet take at most 16
+    MiB. Then others are read one by one.
+
+    entries: the arrays that the caller is going to ask for, probably in this order.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, entries: Iterable[ArrayEntry]):
         self._source = source
-        entries = [one for one in source.entries.values() if isinstance(one, ArrayEntry)]
-        self._small = [one for one in entries if 0 < one.nbytes <= _SMALL_BYTES]
-        self._positions = {one.path: n for n, one in enumerate(self._small)}
+        self._unread = {one.path: one for one in entries if 0 < one.nbytes <= _SMALL_BYTES}
         self._held: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
@@ -173,37 +154,27 @@ class ReadAhead:
         return getattr(self._source, name)
 
     def read(self, wanted: "Sequence[tuple[ArrayEntry, Box]]", **options: Any) -> "list[np.ndarray]":
-        entry, box = wanted[0] if len(wanted) == 1 else (None, ())
-        if entry is None or entry.path not in self._positions or box != full_box(entry.shape):
-            return self._source.read(wanted, **options)
-        with self._lock:
-            if entry.path not in self._held:
-                self._held = self._read_from(self._positions[entry.path], **options)
-            return [self._held.pop(entry.path)]
+        if len(wanted) == 1 and wanted[0][1] == full_box(wanted[0][0].shape):
+            path = wanted[0][0].path
+            with self._lock:
+                if path in self._unread:
+                    self._read_with_others(path, **options)
+                if path in self._held:
+                    return [self._held.pop(path)]
+        return self._source.read(wanted, **options)
 
-    def _read_from(self, position: int, **options: Any) -> "dict[str, np.ndarray]":
-        batch: list[ArrayEntry] = []
-        nbytes = 0
-        for one in self._small[position:]:
-            nbytes += one.nbytes
-            if batch and nbytes > _AHEAD_BYTES:
+    def _read_with_others(self, path: str, **options: Any) -> None:
+        room = _AHEAD_BYTES - sum(array.nbytes for array in self._held.values())
+        batch = [self._unread.pop(path)]
+        for one in self._unread.values():
+            room -= one.nbytes
+            if room < 0:
                 break
             batch.append(one)
         arrays = self._source.read([(one, full_box(one.shape)) for one in batch], **options)
-        return {one.path: array for one, array in zip(batch, arrays, strict=True)}
-
-
-class _Held:
-    """The reader of one array whose data are in memory."""
-
-    def __init__(self, reader: Source, data: "np.ndarray"):
-        self._reader, self._data = reader, data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def read(self, wanted: "Sequence[tuple[ArrayEntry, Box]]", **options: Any) -> "list[np.ndarray]":
-        return [self._data[(*slices(box, full_box(self._data.shape)), ...)] for _, box in wanted]
+        for one, array in zip(batch, arrays, strict=True):
+            self._unread.pop(one.path, None)
+            self._held[one.path] = array
 
 
 def recorded_sharding(place: "Mapping[str, Any] | None") -> "jax.sharding.NamedSharding | None":

@@ -10,7 +10,7 @@ from .._core.entries import ArrayEntry, IteratorEntry, StatesEntry
 from .._core.iterator_states import MAX_STATE_BYTES
 from .._core.lazy import ReadAhead
 from .._core.leaf_paths import join_names
-from .._core.source import Written
+from .._core.source import Written, arrays_of
 from .._core.views import Leaf, View
 from .._processes import progress_bar
 from .._processes.calls import error_watcher
@@ -80,7 +80,7 @@ def _write(
 
     with progress_bar.bar(f"saving {os.path.basename(place)}", arrays, options.progress) as moved:
         # Each read of a checkpoint in a bucket takes a request.
-        source: Any = view if is_live or view.is_local else ReadAhead(view)
+        source: Any = view if is_live or view.is_local else ReadAhead(view, arrays_of(view))
         watched: Any = progress_bar.ObservedSource(source, moved, check_all)
         nbytes = write(target.store, place, watched, overwrite=options.overwrite, **options.format_options)
     return Written(nbytes, time.perf_counter() - begun)
