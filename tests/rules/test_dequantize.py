@@ -23,6 +23,7 @@ from helpers import REAL, assert_same
 from treering import rules
 from treering._core.boxes import Box
 from treering.errors import CorruptError, MismatchError, UnsupportedError
+from treering.formats.safetensors import read as safetensors_read
 
 FILES = REAL / "quantized"
 NOT_SAID: dict[str, dict[str, Any]] = {  # what the arrays of these files do not say
@@ -150,7 +151,12 @@ _NUMBERS = itertools.count()
 # What only the model's configuration says.
 
 
-def test_configuration_next_to_the_weights(tmp_path: pathlib.Path) -> None:
+def test_configuration_next_to_the_weights(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    read = safetensors_read.quantization_of
+    monkeypatch.setattr(
+        safetensors_read, "quantization_of", lambda store, folder: asked.append(folder) or read(store, folder)
+    )
     folder = tmp_path / "model"
     folder.mkdir()
     for name, files in {
@@ -170,8 +176,9 @@ def test_configuration_next_to_the_weights(tmp_path: pathlib.Path) -> None:
             found = tr.open(path).apply([rules.rename("^none", "", optional=True), rules.dequantize(glob)])
             first = next(path for path in weights(name) if path in found)
             assert_same(np.asarray(found[first]), weights(name)[first])
+    assert len(asked) == 6, "each checkpoint reads its configuration once, however many weights it has"
     (folder / "config.json").write_text("{")
-    with pytest.raises(CorruptError, match=r"config\.json: expected JSON"):
+    with pytest.raises(CorruptError, match=r"config\.json: expected JSON, .*repair it, or move it out"):
         tr.open(folder).apply([rules.dequantize("**")])
 
 

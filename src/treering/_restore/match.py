@@ -11,7 +11,7 @@ from .._core import dtypes
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, mismatch_error
 from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable, is_absent
 from .._core.leaf_paths import closest, join_names, matches, parent_paths, relative_to
-from .._core.quantized import SMALL_DTYPES
+from .._core.quantized_layouts import SMALL_DTYPES
 from .._core.skeleton import Skeleton
 from .._pytree import variable_levels
 from .._pytree.leaves import is_function

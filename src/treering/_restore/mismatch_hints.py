@@ -40,6 +40,15 @@ class _Array(NamedTuple):
     dtype: Any
 
 
+class _Search(NamedTuple):
+    """The template, what the caller allows, and the functions that try a cause; see `match.match`."""
+
+    flat_tree: FlatTree
+    policy: Policy
+    compare: Compare
+    grown: Callable[[Sequence[str]], grown_parts.Grown]
+
+
 class _Score(NamedTuple):
     """The rank of a cause: the smallest is the best.
 
@@ -73,31 +82,22 @@ def suggest_fix(
     mixture: the quantized weights of both sides.
     attempt: the checkpoint with floats instead of them.
     """
+    search, groups = _Search(flat_tree, policy, compare, grown), find_groups(entries)
     if mixture.differs:
-        weights = [{group.path} for group in find_groups(entries)]
-        return _of_mixture(flat_tree, policy, compare, grown, mixture, attempt, weights)
-    members = [set(group.members.values()) for group in find_groups(entries)]
-    best = _best(flat_tree, entries, skeleton, policy, differences, compare, grown, members)
+        return _of_mixture(search, mixture, attempt, [{group.path} for group in groups])
+    best = _best(search, entries, skeleton, differences, [{*group.members.values()} for group in groups])
     return "" if best is None else ": ".join(best)
 
 
-def _of_mixture(
-    flat_tree: FlatTree,
-    policy: Policy,
-    compare: Compare,
-    grown: Callable[[Sequence[str]], grown_parts.Grown],
-    mixture: Mixture,
-    attempt: Attempt,
-    weights: Sequence[Set[str]],
-) -> str:
+def _of_mixture(search: _Search, mixture: Mixture, attempt: Attempt, weights: Sequence[Set[str]]) -> str:
     """Returns the cause if only one side is quantized: the rule that makes floats, and what else is needed then."""
     call, made, refusal = attempt
     if call is None or made is None:
         return mixture.cause("", refusal)
-    differences = compare(flat_tree, made, None, policy)[2]
-    fix = Suggestion("", rules=(call,)).arguments(policy)
+    differences = search.compare(search.flat_tree, made, None, search.policy)[2]
+    fix = Suggestion("", rules=(call,)).arguments(search.policy)
     if differences and not mixture.only_wanted:
-        best = _best(flat_tree, made, None, policy, differences, compare, grown, weights, (call,))
+        best = _best(search, made, None, differences, weights, (call,))
         fix = (
             f"{fix}, which leaves {count(len(differences), 'difference')}" if best is None else f"{best[1]} ({best[0]})"
         )
@@ -105,13 +105,10 @@ def _of_mixture(
 
 
 def _best(
-    flat_tree: FlatTree,
+    search: _Search,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,
-    policy: Policy,
     differences: Sequence[Difference],
-    compare: Compare,
-    grown: Callable[[Sequence[str]], grown_parts.Grown],
     needed: Sequence[Set[str]],
     first: tuple[RuleCall, ...] = (),
 ) -> tuple[str, str] | None:
@@ -121,6 +118,7 @@ def _best(
         inside its `at` unless the template has all that it wants.
     first: rules that `entries` are already changed by.
     """
+    flat_tree, policy, compare, grown = search
     most = len(differences) or len(flat_tree.paths)
     held = iterator_hints.iterator_paths(entries)
     known = set(flat_tree.paths)

@@ -226,8 +226,9 @@ def _not_among(groups: Sequence[Group], others: Sequence[Group], entries: Mappin
 def _float_at(entries: Mapping[str, Entry], path: str) -> ArrayEntry | None:
     """Returns the array of floats that a tree has at a path, if it has one."""
     entry = entries.get(path)
-    known = isinstance(entry, ArrayEntry) and entry.type != "key" and entry.dtype.startswith(("float", "bfloat"))
-    return entry if known and isinstance(entry, ArrayEntry) else None
+    if isinstance(entry, ArrayEntry) and entry.type != "key" and entry.dtype.startswith(("float", "bfloat")):
+        return entry
+    return None
 
 
 def _last_name(path: str) -> str:

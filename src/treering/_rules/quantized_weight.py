@@ -1,6 +1,6 @@
 """Makes float weights of codes and scales, with the arithmetic of the libraries that wrote them.
 
-`treering._core.quantized` names the release and the file in which each was read.
+`treering._core.quantized_layouts` names the release and the file in which each was read.
 """
 
 import json
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _BITS = (2, 4, 8)  # of codes, none of which is in two words
 _DEEPSEEK_BLOCK = 128  # rows and columns, in its own programs
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ_ORDER of awq/utils/packing_utils.py
+_NARROWER = "not dequantized; a narrower glob leaves it as it is"
 _LLM_INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes writes it, in _ops.py
 
 
@@ -183,7 +184,9 @@ class QuantizedWeight:
         order = self._leaves.get("order")
         if order is None:
             if groups == 0 or size % groups:
-                self._fail(f"expected a number of groups that divides {size}, found {groups}", "and no g_idx")
+                self._fail(
+                    f"expected a number of groups that divides {size}, found {groups}", f"g_idx is missing; {_NARROWER}"
+                )
             return None, max(size // groups, 1)
         if order.array.shape != (size,) or not dtypes.is_integer(dtypes.to_numpy(order.array.dtype)):
             self._fail(
@@ -203,7 +206,7 @@ class QuantizedWeight:
         codes, scale = self._leaves["codes"], self._float("scale")
         for role in ("awq", "smooth"):
             if role in self._leaves:
-                self._fail(f"the weight was multiplied by {self._group.members[role]} before", "not dequantized")
+                self._fail(f"the weight was multiplied by {self._group.members[role]} before", _NARROWER)
         shape = codes.array.shape
         table = None
         if codes.array.dtype in ("uint4", "uint8") and "zero" not in self._leaves:  # A cast of uint4 makes uint8.
@@ -217,9 +220,9 @@ class QuantizedWeight:
     def aqt(self) -> Leaf:
         codes, scale = self._leaves["codes"], self._float("scale")
         if "mask" in self._leaves:
-            self._fail(f"{self._group.members['mask']} makes it sparse", "not dequantized")
+            self._fail(f"{self._group.members['mask']} makes it sparse", _NARROWER)
         if self._about("tiling_state") is not None:
-            self._fail("it is stored in tiles, which only its tiling_state describes", "not dequantized")
+            self._fail("it is stored in tiles, which only its tiling_state describes", _NARROWER)
         shape, own = codes.array.shape, scale.array.dtype
         steps = [
             Step("subtract" if role.startswith("bias") else "multiply", self._float(role), self._tiles(role, shape))
@@ -425,7 +428,7 @@ class QuantizedWeight:
     def bitsandbytes(self) -> Leaf:
         role = next((role for role in ("state_nf4", "state_fp4") if role in self._leaves), None)
         if role is None:
-            self._fail("expected its quant_state, found none", "not dequantized")
+            self._fail("expected its quant_state, found none", _NARROWER)
         codes, scale = self._leaves["codes"], self._leaves["scale"]
         try:
             about = json.loads(self._values[role].tobytes())

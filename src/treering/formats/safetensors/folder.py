@@ -216,7 +216,10 @@ def quantization_of(store: Store, folder: str) -> Mapping[str, Any]:
         except FileNotFoundError:
             continue
         except strict_json.MALFORMED as error:
-            raise CorruptError(f"{path}: expected JSON: {error}") from None
+            raise CorruptError(
+                f"{path}: expected JSON, which may say how the weights were quantized: {error}; repair it, or move it "
+                "out of the folder"
+            ) from None
         own = [found.get(key) for key in keys] if keys and isinstance(found, dict) else [found]
         if said := next((one for one in own if isinstance(one, dict)), None):
             return said

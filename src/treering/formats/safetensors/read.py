@@ -1,5 +1,6 @@
 """Reads safetensors files, single or in shards with an index."""
 
+import functools
 import logging
 import os
 import posixpath
@@ -50,11 +51,11 @@ class _ModelReader(ForeignReader):
 
     def __init__(self, store: Store, folder: str, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._store, self._folder = store, folder
+        self._read_config = functools.cache(functools.partial(quantization_of, store, folder))
 
     def model_config(self) -> Mapping[str, Any]:
-        """Returns what is known of quantized weights; see `source.model_config`."""
-        return quantization_of(self._store, self._folder)
+        """Returns what is known of quantized weights; see `source.model_config`. Reads the file once."""
+        return self._read_config()
 
 
 def open_file(store: Store, path: str) -> Source:
