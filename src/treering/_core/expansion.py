@@ -50,7 +50,7 @@ def check_memory(source: Source, wanted: Iterable[tuple[ArrayEntry, Box]], name:
     total = sum(math.prod(box_shape(box)) * itemsize(entry.dtype) for entry, box in wanted)
     if total > _bound(source, MAX_RATIO) and total > (room := host_memory.total() or total):
         raise MismatchError(
-            f"{name}: expected arrays of at most the {nbytes(room)} of memory here, found {nbytes(total)}, of which "
+            f"{name}: expected arrays of at most the {nbytes(room)} of memory here, found {nbytes(total)}, for which "
             f"{nbytes(source.nbytes)} are stored. Many leaves may share one array, or the arrays repeat their values. "
             "In Python, tr.open(path)[leaf][:10] reads a part"
         )

@@ -72,7 +72,7 @@ class PlainRun:
         """Returns the newest of `all_steps`."""
         return self.all_steps().newest
 
-    def located_steps(self) -> run_layout.Steps[StepPath]:
+    def located_steps(self) -> run_layout.Steps[StepPath] | dict[int, StepPath]:
         """Returns the same as `all_steps`, with the formats."""
         return run_layout.located_steps(
             self._store, self._root, self._prefix, foreign_prefix=self.steps.layout.foreign_prefix

@@ -163,7 +163,6 @@ class Steps(Mapping[int, T]):
 
     others: returns the steps of other libraries among the names that are not given; None to leave them out. If both
         have a step, Treering's counts.
-    are_own_left_out: True to have only those of other libraries.
 
     Raises `MismatchError` if two names claim one step.
     """
@@ -175,8 +174,6 @@ class Steps(Mapping[int, T]):
         prefix: str | None,
         made: Callable[[str], T],
         others: Callable[[Container[str]], Mapping[int, T]] | None = None,
-        *,
-        are_own_left_out: bool = False,
     ):
         self._store, self._run, self._made, self._others = store, run, made, others
         self._looked: dict[str, bool] = {}
@@ -198,9 +195,6 @@ class Steps(Mapping[int, T]):
                         )
                 else:
                     self._names[step] = name
-            if are_own_left_out and others:
-                ours = {name for name in self._names.values() if self._is_committed(name)}
-                self._names, self._others = {}, lambda _: others(ours)
             if not store.has_folders:
                 len(self)
 
@@ -290,7 +284,7 @@ def located_steps(
     prefix: str | None = None,
     only: formats.Format | None = None,
     foreign_prefix: str | None = None,
-) -> Steps[formats.StepPath]:
+) -> Steps[formats.StepPath] | dict[int, formats.StepPath]:
     """Returns the committed steps, ascending, with those that other libraries have left in the directory.
 
     If both have a step, Treering's is returned. only: returns just the steps of this format. foreign_prefix: returns
@@ -305,7 +299,8 @@ def located_steps(
         return Steps(store, run, prefix, made, others)
     if only.name == "treering":
         return Steps(store, run, prefix, made)
-    return Steps(store, run, prefix, made, others, are_own_left_out=True)
+    with store.glance(run):
+        return dict(sorted(others(set(own_steps(store, run, prefix).values())).items()))
 
 
 @hide_internal_frames

@@ -70,7 +70,7 @@ def _detect_format(store: Store, path: str) -> formats.Format:
         return formats.get("treering")
 
 
-def newest_first(store: Store, steps: Steps[formats.StepPath]) -> Iterator[StepCopy]:
+def newest_first(store: Store, steps: Steps[formats.StepPath] | dict[int, formats.StepPath]) -> Iterator[StepCopy]:
     """Yields the steps, the newest first. Looks at the others only when it is asked for them."""
     return (StepCopy(number, store, *steps[number]) for number in reversed(steps))
 

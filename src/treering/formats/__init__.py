@@ -384,9 +384,9 @@ def foreign_steps(
 
 
 class _LookedOnce:
-    """A store in which a folder is listed once, although each format looks for files of its own in it.
+    """A store that lists each folder once, although each format looks for its own files there.
 
-    It is for what is in one folder and refused by most formats, within one operation.
+    It answers from memory, so it serves one operation.
     """
 
     def __init__(self, store: Store, folder: str):
