@@ -25,9 +25,10 @@ from treering._processes.layouts import Holders, Layout
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, Described, LocalShard
 from treering._pytree.walk import FlatTree
+from treering._save import layout
+from treering._save.layout import PlannedFile
 from treering._threads.python_gc import gc_paused
-from treering.formats.treering import layout, manifest
-from treering.formats.treering.layout import PlannedFile
+from treering.formats.treering import manifest
 from treering.formats.treering.manifest_fields import File, Manifest
 
 from .table import Row

@@ -99,6 +99,15 @@ def test_nothing_above_the_native_format_knows_its_files() -> None:
     assert not naming
 
 
+def test_the_native_format_knows_no_processes() -> None:
+    """What writes the native format is in `_save`; what reads, commits and copies it needs no mesh and no peers."""
+    native = {module: others for module, others in _graph().items() if module.startswith("treering.formats.treering.")}
+    wrong = {
+        module for module, others in native.items() if {_room(other) for other in others} & {"_processes", "_pytree"}
+    }
+    assert not wrong
+
+
 def test_what_is_private_to_jax_is_used_in_one_file() -> None:
     """Only one module uses `jax._src`."""
     using = {module for module, path in FILES.items() if "jax._src" in path.read_text()}
@@ -113,7 +122,8 @@ def test_only_stores_know_where_bytes_live() -> None:
         "file_sink",
         "open_file",
         "atomic",
-        "kept_files",
+        "preserved_files",
+        "directory_trees",
         "lease",
         "filesystem",
         "memory",

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from treering import formats
 from treering._processes import assignment
-from treering._save import pipeline
-from treering._save import save as _save
-from treering._save.options import SaveOptions
+from treering._save import write
+from treering._save.info import encode_info
+from treering._save.job import prepare
 from treering._save.save import save
+from treering._save.target import SaveOptions, target_of
 from treering._threads.pool import ThreadPool
 from treering.errors import TreeringError
 
@@ -97,11 +97,10 @@ def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -
         call = _Seat(table, index)
         try:
             options = SaveOptions("treering", overwrite, (), None, None, False, False, {})
-            info = _save.encode_info(None, None, None)
-            prepared = pipeline.prepare(call, str(path), tree(label), info, options, formats.get("treering"))
-            prepared.supply.run()
+            plan = prepare(target_of(call, str(path), encode_info(None, None, None), options), tree(label))
+            plan.caller.run()
             with ThreadPool(1) as crew:
-                prepared.write(crew)
+                write.write(plan, crew)
         except BaseException as error:
             errors.append(error)
             call.close(error)

@@ -11,9 +11,10 @@ from unittest import mock
 
 from treering import stores
 from treering._run.open import open_checkpoint
+from treering._save import array_writer, layout
 from treering._save.save import save
 from treering.errors import NotFoundError, TreeringError
-from treering.formats.treering import array_writer, layout, manifest, metrics, removal, schema
+from treering.formats.treering import manifest, metrics, removal, schema
 
 from .recording import RecordingDisk, View
 from .scenarios import NOTHING, Broken, Record, Scenario, label_at, tree

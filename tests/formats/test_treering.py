@@ -22,8 +22,9 @@ from treering._core.skeleton import LEAF, Node, containers
 from treering._processes import assignment
 from treering._pytree import leaves as _leaves
 from treering._pytree import walk
+from treering._save import layout
 from treering.errors import CorruptError, UnsupportedError
-from treering.formats.treering import layout, manifest, piece_reads
+from treering.formats.treering import manifest, piece_reads
 from treering.formats.treering.validity import leaf_paths
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"

@@ -26,9 +26,10 @@ from treering._processes import assignment, keepers, layouts
 from treering._processes.assignment import Assignment, Piece
 from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
+from treering._save import layout, second_copies
+from treering._save.layout import PlannedFile
 from treering.formats.safetensors import header as safetensors
-from treering.formats.treering import complete_copies, layout, manifest, second_copies
-from treering.formats.treering.layout import PlannedFile
+from treering.formats.treering import complete_copies, manifest
 from treering.formats.treering.manifest import piece_key
 from treering.formats.treering.manifest_fields import ArrayRow, File, Manifest
 

@@ -19,7 +19,7 @@ import click
 
 from treering._cli.main import cli
 from treering._restore.options import ReadOptions, RestoreOptions
-from treering._save.options import FormatOptions
+from treering._save.target import FormatOptions
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = ROOT / "tests" / "public.txt"

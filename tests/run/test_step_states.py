@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import treering as tr
 from lockstep import Lockstep, LockstepCall, current_process
 from sampling import SEED, STRIDE, sample_points
-from treering import formats, stores
+from treering import stores
 from treering._processes import assignment, coordinator
 from treering._run.plain_run import PlainRun
 from treering._run.retention import Retention
@@ -31,9 +31,10 @@ from treering._run.tiers import host_group, step_states
 from treering._run.tiers.journal import Claim, Contents, Generations
 from treering._run.tiers.local_tier import LocalTier
 from treering._run.tiers.tiered_run import TieredRun
-from treering._save import pipeline
-from treering._save import save as _save
-from treering._save.options import SaveOptions
+from treering._save import write
+from treering._save.info import encode_info
+from treering._save.job import prepare
+from treering._save.target import SaveOptions, target_of
 from treering._threads.pool import ThreadPool
 from treering.formats.treering import host_files
 from treering.keep import Policy
@@ -400,14 +401,13 @@ class RunningJob:
             "treering", overwrite, (), None, None, True, False, {}, hosts=hosts, copies=self.world.copies
         )
         tree = {"abcd"[n]: np.full(8, 10 * step + n) for n in range(4)}
-        info = _save.encode_info(step, None, None)
-        prepared = pipeline.prepare(call, path, tree, info, options, formats.get("treering"))
+        plan = prepare(target_of(call, path, encode_info(step, None, None), options), tree)
         if index == 0:
             run.acquire_for_save()
             Retention(run, None).before_write()
-        prepared.supply.run()
+        plan.caller.run()
         with ThreadPool(1) as pool:
-            prepared.write(pool)
+            write.write(plan, pool)
 
         def on_commit() -> None:
             run.on_commit(step, lambda step: None)

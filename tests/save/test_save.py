@@ -29,8 +29,8 @@ import pytest
 import treering as tr
 from treering import stores
 from treering._pytree import leaves
-from treering._save import native_ways
-from treering.formats.treering import layout
+from treering._save import layout
+from treering._save import plan as planning
 from treering.stores.posix import Disk
 from treering.testing import _doubles as doubles
 from treering.testing._doubles import HeldDisk
@@ -314,13 +314,13 @@ def test_no_more_than_the_memory_limit_is_in_flight(
     tmp_path: pathlib.Path, use_disk: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     watcher = use_disk(Watcher())
-    make = native_ways.StagedSupply
+    make = planning.StagedSupply
 
     def feed(*args: Any) -> Any:
         watcher.feed = make(*args)
         return watcher.feed
 
-    monkeypatch.setattr(native_ways, "StagedSupply", feed)
+    monkeypatch.setattr(planning, "StagedSupply", feed)
     sizes = [3_000_000, 5_000_000, 100, 9_000_000, 12_345_677, 8, 0, 4_000_000]
     tree = {str(n): np.full(size, n, np.uint8) for n, size in enumerate(sizes)}
     tr.save_async(tmp_path / "c", tree, memory_limit=limit).result()

@@ -19,8 +19,9 @@ from treering.formats.treering.copy import damaged_files
 JOB = """
 import logging
 from treering._processes import coordinator
-from treering._save import save as saving
-from treering._save.options import SaveOptions
+from treering._save.info import encode_info
+from treering._save.job import start_save
+from treering._save.target import SaveOptions
 from treering.formats.treering import complete_copies, manifest
 from treering.formats.treering.manifest_fields import File
 lines = []
@@ -38,7 +39,7 @@ def save(name, tree, copies=2, rules=(), memory_limit=None, dtype=None, timeout=
     call = coordinator.begin_call(f"save {name}", timeout=timeout)
     options = SaveOptions(None, False, rules, dtype, memory_limit, True, False, {}, hosts=hosts, copies=copies, **more)
     with coordinator.ending_call(call):
-        pending = saving.start_save(call, folder(name), tree, saving.encode_info(None, None, None), options)
+        pending = start_save(call, str(folder(name)), tree, encode_info(None, None, None), options)
     return pending.result()
 
 def committed(name):

@@ -60,7 +60,7 @@ def convert(
     from .. import stores
     from .._run import external_writes
     from .._run.open import open_prefixed
-    from .._save.options import SaveOptions
+    from .._save.target import SaveOptions
     from .._tools.convert import convert as write
     from .._tools.convert import open_source, plan
 

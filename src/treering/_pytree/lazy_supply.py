@@ -139,7 +139,7 @@ class LazySupply:
     @property
     def nbytes(self) -> int:
         """The total number of bytes of all shards."""
-        return sum(shard.nbytes for shard in self.shards)
+        return sum([shard.nbytes for shard in self.shards])
 
     def release_bytes(self, numbers: Sequence[int], nbytes: Sequence[int]) -> None:
         """Notes that so many bytes of some shards are no longer needed, and frees groups that are finished."""

@@ -19,7 +19,7 @@ from .._processes.preemption import Preemption, Signals
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.options import ReadOptions, RestoreOptions
-from .._save import save as _save
+from .._save.info import encode_info
 from .._save.pending import PendingSave, SaveReport, wait_for_all_saves
 from .._threads.reentry import non_reentrant, refuse_reentry
 from .._threads.thread import Thread, start_threads
@@ -139,7 +139,7 @@ class Checkpointer(StepList):
             local=local, keep_local=keep_local, upload_limit=upload_limit, local_copies=local_copies,
         )  # fmt: skip
         self._root = stores.absolute_run(run)
-        _save.encode_info(None, None, metadata)  # Raise now what every save would raise.
+        encode_info(None, None, metadata)  # Raise now what every save would raise.
         failures = self._failures = Failures(on_error)
         pending_saves = self._pending_saves = PendingSaves(failures)
         schedule = Schedule(save_every, mtbf, lambda: not pending_saves.all_done())

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from .._core.leaf_paths import closest, join_names
 from .._core.values import decode_float
+from .._save.info import Info
 from .._save.pending import PendingSave, SaveReport
 from .._save.save_reuse import Bases
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal, summary
-from ..formats.treering import write as native
 from ..keep import Policy, Saved
 from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
@@ -79,7 +79,7 @@ class Retention:
             _log.exception("removing leftovers of earlier jobs failed; the next save tries again")
 
     def wait_for_room(self, problem: str, step: int | None, check: Callable[[], None]) -> str | None:
-        """Waits until old steps are deleted; see `formats.treering.room.RoomMaker`."""
+        """Waits until old steps are deleted; see `_save.room.RoomMaker`."""
         if self._deletion_queue.busy:
             self._deletion_queue.wait()
             return None
@@ -221,7 +221,7 @@ class Retention:
         with self._steps.store.glance(self._steps.root):
             return self._steps.valid_steps(events=events), self._steps.committed()
 
-    def bases(self, info: native.Info, nbytes: int) -> Bases | None:
+    def bases(self, info: Info, nbytes: int) -> Bases | None:
         """Returns the steps whose files a save may share; None if they cannot be found, which is logged.
 
         info, nbytes: the information that is recorded with the save, and the size of its arrays.
@@ -232,7 +232,7 @@ class Retention:
             _log.exception("%s: steps with the same arrays are not found; all arrays are written", self._steps.root)
             return None
 
-    def _find_bases(self, info: native.Info, nbytes: int) -> Bases:
+    def _find_bases(self, info: Info, nbytes: int) -> Bases:
         if self._keep is None:  # All steps stay, so their manifests need not be read.
             committed = self._steps.committed()
             others = [path for step, path in committed.items() if step != info.step]

@@ -8,10 +8,10 @@ from typing import Any
 from .._processes import coordinator
 from .._processes.calls import Call
 from .._processes.preemption import Preemption
-from .._save import save as _save
-from .._save.metadata import metadata_to_json
-from .._save.options import SaveOptions
+from .._save.info import encode_info, metadata_to_json
+from .._save.job import start_save
 from .._save.pending import PendingSave, as_save_error
+from .._save.target import SaveOptions
 from .._save.unchanged import UnchangedArrays
 from ..errors import MismatchError, SaveError, UnsupportedError
 from . import resume
@@ -184,8 +184,8 @@ class StepSaver:
             room_maker=self._retention,
             reuse=self._unchanged and self._unchanged.of_save,
         )  # fmt: skip
-        info = _save.encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
-        return _save.start_save(call, path, tree, info, requested, self._retention, started_at, waited, lease_seconds)
+        info = encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
+        return start_save(call, path, tree, info, requested, self._retention, started_at, waited, lease_seconds)
 
 
 def _merged_metadata(run_metadata: Any, step_metadata: Any) -> Any:

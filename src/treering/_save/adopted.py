@@ -12,10 +12,10 @@ from .._threads.python_gc import gc_paused
 from ..errors import TreeringError
 from ..formats.treering import manifest, summary
 from ..formats.treering.array_file import ArrayFile
-from ..formats.treering.shared_files import SavedFile, version
 from ..stores.file_io import read_file
 from ..stores.store import Store
 from .saved_arrays import LargeArray, SavedArray, SavedArrays, SavedPart
+from .shared_files import SavedFile, version
 
 _log = logging.getLogger("treering")
 

@@ -8,15 +8,15 @@ from .. import stores
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
 from ..formats.treering import summary
-from .contents import Contents, Unchanged
 from .save_reuse import Bases
-from .save_target import SaveTarget
+from .source import PlainTree, SavedTree
+from .target import SaveTarget
 from .unchanged import UnchangedArrays
 
 _log = logging.getLogger("treering")
 
 
-def sharing_files_of(base: Checkpoint | str | os.PathLike[str]) -> Callable[[SaveTarget, Contents], Contents]:
+def sharing_files_of(base: Checkpoint | str | os.PathLike[str]) -> Callable[[SaveTarget, SavedTree], SavedTree]:
     """Returns the option `reuse` of a save that shares the files of a checkpoint.
 
     Raises `NotFoundError` if there is none in the native format.
@@ -29,15 +29,15 @@ def sharing_files_of(base: Checkpoint | str | os.PathLike[str]) -> Callable[[Sav
         )
     arrays = UnchangedArrays(lambda info, nbytes: Bases([path], "", [path]))
 
-    def reuse(target: SaveTarget, contents: Contents) -> Contents:
-        if not isinstance(contents, Unchanged):
+    def reuse(target: SaveTarget, tree: SavedTree) -> SavedTree:
+        if not isinstance(tree, PlainTree):
             raise MismatchError(
                 f"base={path!r}: expected a tree of arrays for the native format, found rules, a checkpoint or another "
                 "format; leave out base= or save the tree as it is; nothing was written"
             )
         if store is not target.store or store.sharing != "links":
             _log.warning("%s: all arrays are written, because it cannot share files with %s", target.path, path)
-            return contents
-        return arrays.of_save(target, contents)
+            return tree
+        return arrays.of_save(target, tree)
 
     return reuse

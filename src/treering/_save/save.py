@@ -1,48 +1,22 @@
-"""Saves a pytree: stages it, writes it and commits it, in the background or while the caller waits."""
+"""Saves a pytree: the calls `save` and `save_async`."""
 
-import contextlib
-import functools
-import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Unpack
 
-import jax
-import msgspec
-import numpy as np
-
-from .. import formats, stores
-from .._core.entries import step_number
-from .._core.json_floats import floats_to_text
+from .. import stores
 from .._core.tracebacks import hide_internal_frames
 from .._core.views import View
 from .._processes import coordinator
-from .._processes.calls import Call
-from .._pytree import devices
-from .._pytree.metrics import encode_metrics
 from .._restore.checkpoint import Checkpoint
-from .._threads.pool import ThreadPool
-from .._threads.python_gc import gc_paused
-from .._threads.reentry import non_reentrant, refuse_reentry
-from .._threads.thread import Thread
-from .._version import __version__
-from ..errors import MismatchError, SaveError, UnsupportedError
-from ..formats import Format
-from ..formats.treering import write as native
-from ..formats.treering.commit import check_free
+from .._threads.reentry import refuse_reentry
 from ..rules import Rule
-from . import pending as _pending
-from . import pipeline
 from .base import sharing_files_of
-from .metadata import metadata_to_json
-from .options import FormatOptions, SaveOptions
+from .info import Info, encode_info
+from .job import start_save
 from .pending import PendingSave, SaveReport
-from .save_source import save_view
-from .save_target import SaveTarget, check_info_kept, check_iterators, check_path_free
-
-_log = logging.getLogger("treering")
-_WRITER_THREADS = 4  # threads of a save; while some wait for the disk, another copies and hashes
+from .source import save_view
+from .target import FormatOptions, SaveOptions, SaveTarget, target_of
 
 
 @hide_internal_frames
@@ -99,23 +73,10 @@ def save(
     `SaveError` if writing fails, after Treering has removed everything that it wrote. Raises `PeerError` if another
     process is gone or does not make the call.
     """
-    what = _call_text(path, step)
-    refuse_reentry(what)
-    call = coordinator.begin_call(what, timeout=timeout, processes=processes)
-    with coordinator.ending_call(call):
-        requested = SaveOptions(
-            format,
-            overwrite,
-            rules,
-            dtype,
-            memory_limit,
-            False,
-            progress,
-            options,
-            _explicit_info(step, metrics, metadata),
-            reuse=None if base is None else sharing_files_of(base),
-        )
-        pending = start_save(call, path, tree, _encode_info_of(tree, step, metrics, metadata), requested)
+    pending = _start(
+        path, tree, step, metrics, metadata, base, processes, timeout,
+        SaveOptions(format, overwrite, rules, dtype, memory_limit, False, progress, options),
+    )  # fmt: skip
     try:
         return pending.result()
     except BaseException as error:
@@ -154,31 +115,37 @@ def save_async(
     only if the copies would take more than a quarter of the available memory (256 MiB are always allowed), or if the
     copies of all processes of a host would leave less than an eighth of its memory. Treering logs that.
     """
-    what = _call_text(path, step)
+    return _start(
+        path, tree, step, metrics, metadata, base, processes, timeout,
+        SaveOptions(format, overwrite, rules, dtype, memory_limit, True, progress, options),
+    )  # fmt: skip
+
+
+def _start(
+    path: str | os.PathLike[str],
+    tree: Any,
+    step: int | None,
+    metrics: Mapping[str, Any] | None,
+    metadata: Any,
+    base: Checkpoint | str | os.PathLike[str] | None,
+    processes: str,
+    timeout: float,
+    options: SaveOptions,
+) -> PendingSave:
+    place = stores.absolute(path)
+    what = _call_text(place, step)
     refuse_reentry(what)
     call = coordinator.begin_call(what, timeout=timeout, processes=processes)
     with coordinator.ending_call(call):
-        requested = SaveOptions(
-            format,
-            overwrite,
-            rules,
-            dtype,
-            memory_limit,
-            True,
-            progress,
-            options,
-            _explicit_info(step, metrics, metadata),
+        given = {"step": step, "metrics": metrics, "metadata": metadata}
+        options = options._replace(
+            explicit_info=frozenset([name for name, value in given.items() if value is not None]),
             reuse=None if base is None else sharing_files_of(base),
         )
-        return start_save(call, path, tree, _encode_info_of(tree, step, metrics, metadata), requested)
+        return start_save(call, place, tree, _encode_info_of(tree, step, metrics, metadata), options)
 
 
-def _explicit_info(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> frozenset[str]:
-    about = {"step": step, "metrics": metrics, "metadata": metadata}
-    return frozenset(name for name, value in about.items() if value is not None)
-
-
-def _encode_info_of(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
+def _encode_info_of(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> Info:
     """Returns the information to record with the tree. A copied checkpoint keeps what the caller does not give."""
     if isinstance(tree, Checkpoint):
         step = tree.step if step is None else step
@@ -187,105 +154,8 @@ def _encode_info_of(tree: Any, step: int | None, metrics: Mapping[str, Any] | No
     return encode_info(step, metrics, metadata)
 
 
-def _call_text(path: str | os.PathLike[str], step: int | None) -> str:
-    return f"save({stores.absolute(path)!r}{'' if step is None else f', step={step}'})"
-
-
-@devices.allow_transfers()
-# A nested call would deadlock: the writing thread waits until this call has staged everything, and the nested save
-# would wait for the writing thread.
-@non_reentrant
-def start_save(
-    call: Call,
-    path: str | os.PathLike[str],
-    tree: Any,
-    info: native.Info,
-    options: SaveOptions,
-    hooks: "SaveHooks | None" = None,
-    begun: float | None = None,
-    waited: float = 0.0,
-    lease_seconds: float = 0.0,
-) -> PendingSave:
-    """Begins a save: stages the tree in the caller's thread, and starts the background thread that writes it.
-
-    `hooks` are called around the save. The user's call began at `begun` (by default now), and has waited `waited`
-    seconds since then for the previous save, and `lease_seconds` for the lease of its run. `call` ends with the save;
-    if this function raises, its caller ends it.
-    """
-    begun = time.perf_counter() if begun is None else begun
-    call.set_activity("copying the state")
-    if hooks is None:
-        _raise_failed(call)
-    place = stores.absolute(path)
-    format = _format_for(place, options)
-    prepared = pipeline.prepare(call, place, tree, info, options, format)
-    with _pending.as_save_error(place):
-        if hooks and call.index == 0:
-            lease_seconds += hooks.on_start()
-        # In all other cases the background thread checks the path: process 0 checks it for all processes, and a request
-        # to a bucket would block the caller too long.
-        if call.count == 1 and format.name == "treering" and stores.get(place).has_folders:
-            check_free(stores.get(place), place, overwrite=options.overwrite)
-    pending = PendingSave(
-        place,
-        info.step,
-        prepared.supply,
-        call,
-        managed=hooks is not None,
-        blocking=not options.background,
-        begun=begun,
-        waited=waited,
-        lease_seconds=lease_seconds,
-    )
-
-    def write(pool: ThreadPool) -> None:
-        if hooks and call.index == 0:
-            hooks.before_write()
-        report = pending._make_report(prepared.write(pool))
-        with contextlib.suppress(Exception):  # A log handler may raise. The checkpoint is committed all the same.
-            _log.info("saved %s", report)
-        if hooks:
-            call.set_activity("tidying up")
-            call.broadcast(functools.partial(hooks.after_commit, report))
-            hooks.after_commit_all(report)
-
-    previous = _pending.saves_finished
-    pool = thread = None
-    try:
-        pool = ThreadPool(_WRITER_THREADS)
-        thread = Thread(target=pending._run, args=(write, previous, pool), name="treering-save", daemon=False)
-        pending._watch(thread, previous, pool)
-        pool.start(thread)
-        _pending.saves_finished = pending._all_finished
-        with gc_paused() if options.memory_limit is None else contextlib.nullcontext():
-            prepared.supply.run()
-        pending._release_caller()
-    except BaseException as error:
-        pending._fail(error)
-        if thread and thread.was_started:
-            pending._cancel(error)
-        elif pool:  # An interrupt came before the thread began. If it begins yet, it finds the failure at once.
-            pool.close()
-        raise
-    return pending
-
-
-def _raise_failed(call: Call) -> None:
-    """Raises the error of an earlier background save, if no caller has got it yet.
-
-    With several processes, process 0 chooses the save, because a peer may not know of the failure yet.
-    """
-    failed = [pending for pending in _pending.unreported if not pending._managed]
-    if call.count == 1:
-        if failed:
-            failed[0].result()
-        return
-    first = call.broadcast(lambda: [failed[0]._call.name, str(failed[0]._error)] if failed else None)
-    if first:
-        for pending in _pending.live_saves():
-            if pending._call.name == first[0]:
-                pending.result()
-        raise SaveError(first[1])  # This process no longer references the failed save, so it has only the text.
+def _call_text(place: str, step: int | None) -> str:
+    return f"save({place!r}{'' if step is None else f', step={step}'})"
 
 
 def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[SaveTarget, View]:
@@ -295,59 +165,10 @@ def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions
     hold.
     """
     place, info = stores.absolute(path), _encode_info_of(ckpt, None, None, None)
-    call = coordinator.begin_call(_call_text(path, None), processes="this")
-    target = SaveTarget(call, stores.get(place), place, _format_for(place, options), info, options)
+    call = coordinator.begin_call(_call_text(place, None), processes="this")
+    target = target_of(call, place, info, options)
     view = save_view(ckpt, options.rules, options.dtype, info)
-    if target.format.name != "treering":
-        check_info_kept(target, view)
-        check_iterators(target, view)
-    check_path_free(target)
+    target.check_info_kept(view)
+    target.check_iterators(view)
+    target.check_path_free()
     return target, view
-
-
-def _format_for(place: str, options: SaveOptions) -> Format:
-    format = formats.for_path(place, options.format)
-    if format.name == "treering" and options.format_options:
-        raise MismatchError(f"{', '.join(options.format_options)}: the native format has no such option")
-    return format
-
-
-class SaveHooks(Protocol):
-    """Functions that Treering calls around a save. With several processes, only process 0 calls the first three."""
-
-    def on_start(self) -> float:
-        """Runs in the caller's thread after the tree was checked. An error fails the call.
-
-        Returns the seconds in which it waited for the lease of the run.
-        """
-        ...
-
-    def before_write(self) -> None:
-        """Runs in the background thread before anything is written. An error fails the save."""
-        ...
-
-    def after_commit(self, report: SaveReport) -> None:
-        """Runs in the background thread after the commit. Must not raise."""
-        ...
-
-    def after_commit_all(self, report: SaveReport) -> None:
-        """Runs after `after_commit`, in all processes. Must not raise."""
-        ...
-
-
-def encode_info(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> native.Info:
-    """Encodes the information that is recorded with the tree, as it is now.
-
-    Raises `MismatchError` for a bad step or metric, and `UnsupportedError` for metadata that is not JSON.
-    """
-    number = None if step is None else step_number(step)
-    numbers = encode_metrics(metrics)
-    metadata_floats: list[str] = []
-    try:
-        metadata = floats_to_text(metadata_to_json(metadata), "", metadata_floats)
-        raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
-        msgspec.json.encode(numbers)
-    except (UnicodeEncodeError, OverflowError) as error:
-        raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
-    software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
-    return native.Info(number, numbers, raw, metadata_floats, software)

@@ -11,23 +11,16 @@ from typing import Any, NamedTuple
 from .._core.entries import ArrayEntry, Entry
 from .._processes.assignment import Piece
 from .._pytree.device_digests import DeviceDigests, Digest
-from ..formats.treering import layout, manifest
-from ..formats.treering import write as native
-from ..formats.treering.layout import PlannedFile
+from ..formats.treering import manifest
 from ..formats.treering.manifest_fields import File
-from ..formats.treering.shared_files import (
-    Chosen,
-    SavedFile,
-    SharedFile,
-    WrittenFile,
-    hold,
-    is_damaged,
-    version,
-)  # fmt: skip
 from ..stores.store import FinishedFile
+from . import layout
 from .adopted import adopt
-from .save_target import SaveTarget
+from .info import Info
+from .layout import PlannedFile
 from .saved_arrays import LargeArray, SavedArrays
+from .shared_files import Chosen, SavedFile, SharedFile, WrittenFile, hold, is_damaged, version
+from .target import SaveTarget
 
 _log = logging.getLogger("treering")
 _MAX_SHARED_FILES = 64  # of a save; each takes two descriptors
@@ -66,7 +59,7 @@ class RunState:
     digests: makes those of arrays on accelerators.
     """
 
-    bases: Callable[[native.Info, int], Bases | None]
+    bases: Callable[[Info, int], Bases | None]
     saved: SavedArrays = dataclasses.field(default_factory=SavedArrays)
     is_new: bool = True
     is_sharing: bool = False
@@ -76,7 +69,7 @@ class RunState:
 
 
 class SaveReuse:
-    """What one save may reuse; see `formats.treering.shared_files.Reuse`."""
+    """What one save may reuse; see `shared_files.Reuse`."""
 
     def __init__(
         self,

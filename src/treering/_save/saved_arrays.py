@@ -9,7 +9,7 @@ from .._core.entries import Entry
 from .._processes.assignment import Piece
 from .._pytree.device_digests import Digest
 from ..formats.treering.manifest import BLOCK
-from ..formats.treering.shared_files import SavedFile, WrittenFile
+from .shared_files import SavedFile, WrittenFile
 
 MIN_BYTES = 1 << 20  # of an array; it takes 4 µs to look at one and to note it, 1 % of the time to write a megabyte
 

@@ -27,36 +27,36 @@ import jax
 
 from .._pytree.device_digests import Digest
 from .._pytree.leaves import LocalShard
-from ..formats.treering import write as native
 from . import pending, saved_arrays
-from .contents import Contents, Unchanged
+from .info import Info
 from .save_reuse import Bases, RunState, SaveReuse
-from .save_target import SaveTarget
+from .source import PlainTree, SavedTree
+from .target import SaveTarget
 
 
 class UnchangedArrays:
     """The arrays that this process has saved in one run. For `bases` see `RunState`."""
 
-    def __init__(self, bases: Callable[[native.Info, int], Bases | None]):
+    def __init__(self, bases: Callable[[Info, int], Bases | None]):
         self.state = RunState(bases)
         self._last_shards: tuple[Any, Mapping[int, bool]] = (None, {})  # and the large leaves among them
 
-    def of_save(self, target: SaveTarget, contents: Contents) -> Contents:
-        """Returns the contents of a save together with what it may reuse. Called in the caller's thread."""
-        if not isinstance(contents, Unchanged):
-            return contents
+    def of_save(self, target: SaveTarget, tree: SavedTree) -> SavedTree:
+        """Returns the tree of a save together with what it may reuse. Called in the caller's thread."""
+        if not isinstance(tree, PlainTree):
+            return tree
         if target.options.hosts and target.options.copies > 1:
-            return contents  # The second copy of a file that is shared would have to be planned in the same way.
+            return tree  # The second copy of a file that is shared would have to be planned in the same way.
         if target.store.sharing is None or not self.state.can_share:
-            return contents
-        shards = contents.described.shards
+            return tree
+        shards = tree.described.shards
         if shards is not self._last_shards[0]:
             self._last_shards = shards, _large_leaves(shards)
         large = self._last_shards[1]
         alone = target.call.count == 1
         if not large and alone:
-            return contents
-        leaves, (catalogue, shards, data) = contents.leaves, contents.described
+            return tree
+        leaves, (catalogue, shards, data) = tree.leaves, tree.described
         arrays = {n: array for n in large if isinstance(array := leaves[n], jax.Array)}
         digests: Mapping[int, Digest] = {}
         deferred: set[int] = set()
@@ -72,7 +72,7 @@ class UnchangedArrays:
             # The processes compare the other leaves before the plan.
             deferred = same if alone else same.intersection(catalogue.global_leaves)
         objects = {n: weakref.ref(array) for n, array in arrays.items()}
-        return contents._replace(reuse=SaveReuse(self.state, target, catalogue.entries, objects, digests, deferred))
+        return tree._replace(reuse=SaveReuse(self.state, target, catalogue.entries, objects, digests, deferred))
 
 
 def _large_leaves(shards: Sequence[LocalShard]) -> dict[int, bool]:

@@ -13,9 +13,9 @@ from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from .._run import external_writes
 from .._run.open import open_checkpoint
-from .._save.options import FormatOptions, SaveOptions
 from .._save.pending import SaveReport
 from .._save.save import preview, save
+from .._save.target import FormatOptions, SaveOptions
 from ..rules import Rule
 
 

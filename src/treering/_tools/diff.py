@@ -20,7 +20,7 @@ from .._printable import safe
 from .._pytree import devices, flax, leaves, variable_levels, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
-from .._save import save_source
+from .._save.source import inline_checkpoints
 
 _SLICE_BYTES = 64 << 20  # An array is compared in slices of about this many bytes, to bound the memory.
 
@@ -130,7 +130,7 @@ def _leaves_of(source: Any) -> tuple[_Side, variable_levels.Boxes]:
     if isinstance(source, Checkpoint):
         expansion.check_memory(source._source, complete_arrays(source._source), source.path)
         return {path: (entry, source[path]) for path, entry in source._source.entries.items()}, {}
-    flat_tree, _ = save_source.inline_checkpoints(walk.flatten_tree(flax.split(source).tree))
+    flat_tree, _ = inline_checkpoints(walk.flatten_tree(flax.split(source).tree))
     entries = leaves.describe_leaves(flat_tree.paths, flat_tree.leaves)[0].entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, flat_tree.leaves, strict=True)}, flat_tree.boxes
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -54,6 +55,14 @@ class Filesystem:
             return self.disk.is_local(fd)
         finally:
             self.disk.close(fd)
+
+    def free_bytes(self, path: str) -> int | None:
+        """Returns the free bytes of the disk with a path, which need not exist; None if the system does not say."""
+        with contextlib.suppress(OSError):
+            while not os.path.exists(path) and path != os.path.dirname(path):
+                path = os.path.dirname(path)
+            return shutil.disk_usage(path).free
+        return None
 
     def is_link(self, path: str) -> bool:
         return os.path.islink(path)

@@ -1,7 +1,7 @@
 """Gives each array file of a step a second disk, in the background after its commit.
 
 Then a lost host costs no step. During a save processes have already written second copies of what they hold in memory
-(`formats.treering.second_copies`). All other files are fetched here, once.
+(`_save.second_copies`). All other files are fetched here, once.
 """
 
 import logging

@@ -16,7 +16,7 @@ from ...errors import ExistsError, SaveError
 from ...stores.lease_registry import LeaseLostError
 from ...stores.store import ABSENT, Store
 from .removal import check_removable, collect_garbage, is_temporary, logging_errors, member_files, revoke_stale_saves
-from .save_files import CREATE_ATTEMPTS, LOCK_ADVICE, Outcome, SaveFiles, write_small_file
+from .save_files import CREATE_ATTEMPTS, LOCK_ADVICE, Outcome, Retry, SaveFiles, run_once, write_small_file
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
@@ -60,17 +60,15 @@ class Transaction(SaveFiles):
 
     rolls_back = True
 
-    def __init__(self, store: Store, path: str, *, overwrite: bool, token: str = ""):
+    def __init__(self, store: Store, path: str, *, overwrite: bool, token: str = "", retry: Retry = run_once):
         with store.glance(path):
             names = check_free(store, path, overwrite=overwrite)
         if overwrite:
             check_removable(store, path)
-        super().__init__(store, path, token or os.urandom(3).hex())
+        super().__init__(store, path, token or os.urandom(3).hex(), retry=retry)
         self._overwrite = overwrite
         self._manifest = posixpath.join(path, MANIFEST)
         self._orphans: list[str] = []
-        # Repeats a write that finds the disk full: see `room.Room.retry`.
-        self.retry_when_full: Callable[[str, int, Callable[[], None]], None] = lambda path, nbytes, write: write()
         if any(OWN_FILES.fullmatch(name) for name in names):
             self._remove_stale()
         name = f"{MANIFEST}.{self.token}.tmp"
@@ -78,8 +76,8 @@ class Transaction(SaveFiles):
         try:
             for attempt in range(CREATE_ATTEMPTS):
                 try:
-                    self._make_dir()
-                    self.create(name, visible=True)
+                    retry(path, 0, self._make_dir)
+                    self._new_manifest = self.create(name, visible=True)
                     break
                 except FileNotFoundError:  # Another process removed the empty directory as a leftover.
                     if attempt == CREATE_ATTEMPTS - 1:
@@ -95,8 +93,7 @@ class Transaction(SaveFiles):
         or if another program removed files of this save.
         """
         self.store.settle(os.path.dirname(self.path))
-        temporary = self._sinks[self._temporary]
-        self.retry_when_full(self._manifest, len(manifest), lambda: write_small_file(temporary, manifest))
+        write_small_file(self._new_manifest, manifest)
         self.store.settle(self.path)  # The names of the array files must be durable before a manifest lists them.
         for path, sink in self._sinks.items():
             if not sink.is_at(path):

@@ -8,8 +8,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..._processes.calls import Call
-from ...errors import CorruptError, TreeringError, UnsupportedError
+from ...errors import CorruptError, UnsupportedError
 from ...stores import file_io
 from ...stores.file_io import read_file
 from ...stores.store import Store
@@ -18,7 +17,6 @@ from .manifest_fields import File
 from .schema import MANIFEST, PIN, is_of_save, token_of
 
 _log = logging.getLogger("treering")
-_PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
 Notes = Mapping[str, str]  # files that are sent as JSON, by name: text with one Latin-1 character per byte
 
 
@@ -107,22 +105,6 @@ def manifest_in(found: Notes) -> str:
 def identity_in(found: Notes) -> str:
     """Returns the identity of the manifest in notes."""
     return manifest.xxh3(found[MANIFEST].encode("latin-1"))
-
-
-def share_manifest(store: Store, path: str, call: Call, data: bytes, nbytes: int) -> None:
-    """Sends the manifest that process 0 has committed to the other disks. A disk that misses it gets it later.
-
-    Every process of the call takes part. data: the manifest, in process 0. nbytes: its size.
-    """
-    try:
-        parts = [
-            call.broadcast(lambda begin=begin: data[begin : begin + _PART_BYTES].decode("latin-1"))
-            for begin in range(0, nbytes, _PART_BYTES)
-        ]
-        if call.index:
-            adopt_manifest(store, path, "".join(parts).encode("latin-1"))
-    except (TreeringError, OSError) as error:
-        _log.warning("%s: the manifest is not on the disk of this host yet: %s", path, error)
 
 
 def has_files_of(store: Store, path: str, text: str) -> bool:

@@ -5,20 +5,21 @@ import enum
 import os
 import posixpath
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol, TypeVar
 
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from ...stores.buffers import aligned
 from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
-from ...stores.store import FinishedFile, Sink, Store
+from ...stores.store import FinishedFile, Sink, Store, Stored
 from .schema import MANIFEST
 
 CREATE_ATTEMPTS = 50  # to create a file that other processes may remove as a leftover
 LOCK_ADVICE = "check that file locks (flock) work on this file system, then save again"
 
-
+T = TypeVar("T")
 _alive: "WeakRegistry[SaveFiles]" = WeakRegistry()
 
 
@@ -30,15 +31,63 @@ class Outcome(enum.Enum):
     IN_DOUBT = "in doubt"
 
 
+class Retry(Protocol):
+    """Calls `write`, which needs `nbytes` bytes of room, until the disk at a path is not full. Threads may call it."""
+
+    def __call__(self, path: str, nbytes: int, write: Callable[[], T], /) -> T: ...
+
+
+class RetryingSink:
+    """Writes a file, again where the disk was full. See `Sink` for the methods."""
+
+    def __init__(self, sink: Sink, retry: Retry):
+        self._sink, self._retry = sink, retry
+
+    @property
+    def path(self) -> str:
+        return self._sink.path
+
+    @property
+    def stored(self) -> Stored | None:
+        return self._sink.stored
+
+    def preallocate(self, nbytes: int) -> memoryview | None:
+        return self._retry(self._sink.path, nbytes, lambda: self._sink.preallocate(nbytes))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        self._retry(self._sink.path, len(data), lambda: self._sink.write(data, offset))
+
+    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
+        # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
+        self._sink.finish(nbytes, read_only=read_only, same_as=same_as)
+
+    def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
+        self._sink.publish(path, overwrite=overwrite, version=version)
+
+    def is_at(self, path: str) -> bool:
+        return self._sink.is_at(path)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def run_once(path: str, nbytes: int, write: Callable[[], T]) -> T:
+    """Calls `write` once. An error of a full disk is raised."""
+    return write()
+
+
 class SaveFiles:
     """The files that one process writes for a save into one directory, locked until they are closed.
 
     `outcome` is `ABORTED` until the save begins to put its manifest in place. From then on it is None, until the store
     has answered. If it is None, `abort` asks the store.
+
+    retry: repeats what finds the disk full. By default it raises the error.
     """
 
-    def __init__(self, store: Store, path: str, token: str, made: Sequence[str] = ()):
+    def __init__(self, store: Store, path: str, token: str, made: Sequence[str] = (), retry: Retry = run_once):
         self.store, self.path, self.token = store, path, token
+        self._retry = retry
         self.made = list(made)  # directories that this save made, which `abort` removes
         self.outcome: Outcome | None = Outcome.ABORTED
         self._is_per_host = False
@@ -55,6 +104,7 @@ class SaveFiles:
         *,
         timeout: float = 0,
         check: Callable[[], None] = lambda: None,
+        retry: Retry = run_once,
     ) -> "SaveFiles":
         """Joins a save that process 0 has begun on the same file system.
 
@@ -62,18 +112,18 @@ class SaveFiles:
 
         Raises `SaveError` if this process does not see the temporary manifest within `timeout` seconds.
         """
-        files = cls(store, path, token, made)
+        files = cls(store, path, token, made, retry)
         check_shared(store, files._marker, path, made, timeout, check)
         return files
 
     @classmethod
-    def join_per_host(cls, store: Store, path: str, token: str) -> "SaveFiles":
+    def join_per_host(cls, store: Store, path: str, token: str, retry: Retry = run_once) -> "SaveFiles":
         """Joins a save that process 0 has begun, where each host writes to a disk of its own."""
-        files = cls(store, path, token)
+        files = cls(store, path, token, retry=retry)
         files._is_per_host = True
-        store.make_folders(path, files.made)
+        retry(path, 0, lambda: store.make_folders(path, files.made))
         if store.sharing == "links":
-            files._mark()
+            retry(path, 0, files._mark)
         return files
 
     def unmark(self) -> None:
@@ -108,12 +158,19 @@ class SaveFiles:
         """True if the files belong to a checkpoint or may belong to one, so that no process may remove them."""
         return self.outcome in (Outcome.COMMITTED, Outcome.IN_DOUBT)
 
-    def create(self, name: str, *, visible: bool = False, expected: int = 0) -> Sink:
+    def create(self, name: str, *, visible: bool = False, expected: int = 0, waits: bool = True) -> Sink:
         """Creates a file of this save, which is locked. `close` and `abort` close it.
+
+        waits: False if the errors of a full disk are raised at once.
 
         Raises `SaveError` if another program takes or removes the file again and again.
         """
         path = posixpath.join(self.path, name)
+        if not waits or self._retry is run_once:
+            return self._create(path, visible, expected)
+        return RetryingSink(self._retry(path, 0, lambda: self._create(path, visible, expected)), self._retry)
+
+    def _create(self, path: str, visible: bool, expected: int) -> Sink:
         for attempt in range(CREATE_ATTEMPTS):
             try:
                 sink = self._sinks[path] = self.store.create(path, visible=visible, expected=expected)
@@ -132,7 +189,7 @@ class SaveFiles:
     def share(self, name: str, old: FinishedFile) -> Sink | None:
         """Creates a file of this save with the bytes of another one; see `Store.share`."""
         path = posixpath.join(self.path, name)
-        if sink := self.store.share(old, path):
+        if sink := self._retry(path, 0, lambda: self.store.share(old, path)):
             self._sinks[path] = sink
         return sink
 

@@ -1,17 +1,15 @@
-"""Builds the one source of a save, and describes the shards that the writers read of it.
+"""Describes what a save writes: its leaves, and the parts of its arrays that this process holds."""
 
-The source combines the checkpoints in a tree, the rules, the casts and the levels for boxes.
-"""
-
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from .._core import dtypes, quantized, views
-from .._core.boxes import Box, box_shape, full_box, slice_boxes
-from .._core.entries import ArrayEntry, StatesEntry, check_readable
+from .._core.boxes import box_shape
+from .._core.entries import ArrayEntry, check_readable
 from .._core.json_floats import text_to_floats
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import join_names
@@ -20,16 +18,110 @@ from .._core.skeleton import Node, Skeleton, containers
 from .._core.source import Source
 from .._core.subtree import full_source
 from .._core.values import decode
-from .._processes.assignment import cells_of
-from .._pytree import variable_levels, walk
-from .._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
+from .._core.views import View
+from .._processes import coordinator
+from .._pytree import flax, tree_cache, variable_levels, walk
+from .._pytree.leaves import Described
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
-from ..errors import MismatchError, UnsupportedError
-from ..formats.treering.write import Info
+from .._threads.python_gc import gc_paused
+from ..errors import UnsupportedError
+from .info import Info
+from .shared_files import Reuse
+from .target import SaveTarget
 
 if TYPE_CHECKING:
     from ..rules import Rule
+
+
+class PlainTree(NamedTuple):
+    """A live tree whose arrays are saved as they are.
+
+    leaves: the leaves of the tree.
+    reuse: finds the arrays that earlier steps have.
+    """
+
+    skeleton: Skeleton
+    described: Described
+    leaves: Sequence[Any] = ()
+    reuse: Reuse | None = None
+
+
+class TreeView(NamedTuple):
+    """A checkpoint, or a live tree that the rules or the format change.
+
+    view: the leaves as Treering will write them.
+    live: the live tree; None for a checkpoint.
+    change: makes the same view of any source that has the same leaves as the live tree.
+    """
+
+    view: View
+    live: LiveTree | None = None
+    change: Callable[[Checkpoint], View] | None = None
+
+    @property
+    def described(self) -> Described | None:
+        """The live tree before the change; None for a checkpoint."""
+        return self.live.described if self.live else None
+
+
+SavedTree = PlainTree | TreeView
+
+
+def describe(target: SaveTarget, tree: Any) -> SavedTree:
+    """Describes a tree or a checkpoint. Raises `UnsupportedError` for leaves that cannot be saved."""
+    options, call, format = target.options, target.call, target.format
+    if isinstance(tree, Checkpoint):
+        return TreeView(save_view(tree, options.rules, options.dtype, target.info))
+    with gc_paused():
+        flat_tree = (
+            walk.flatten_tree(flax.unbox_graph_modules(tree))
+            if "variable" in format.boxes
+            else walk.flatten_split(flax.split(tree))
+        )
+        guessed: tuple[str, ...] = ()
+        if Checkpoint in set(map(type, flat_tree.leaves)):
+            flat_tree, guessed = inline_checkpoints(flat_tree)
+        described = tree_cache.describe_cached(
+            flat_tree.paths,
+            flat_tree.leaves,
+            dtype=None if options.rules else options.dtype,  # with rules, the view casts what they make
+            detach=options.background,
+            single_process=not coordinator.is_multi_process(),
+            collective=call.count > 1,
+        )
+        if flat_tree.static:
+            described = described._replace(catalogue=described.catalogue._replace(static=flat_tree.static))
+        if call.count == 1 and described.catalogue.global_leaves:
+            _check_complete(described)
+    if target.writes_live_trees and not options.rules:
+        return PlainTree(flat_tree.skeleton, described, flat_tree.leaves)
+    live = LiveTree(target.path, flat_tree.skeleton, described)
+    change = functools.partial(_view_to_write, target, flat_tree.boxes, guessed)
+    return TreeView(change(Checkpoint(live)), live, change)
+
+
+def _view_to_write(
+    target: SaveTarget, boxes: variable_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint
+) -> View:
+    """Returns the view to write, of a live tree or of the temporary checkpoint that it was saved as."""
+    view = save_view(ckpt, target.options.rules, target.options.dtype, target.info)
+    view = with_box_levels(view, boxes, target.format.boxes)
+    view.guessed += guessed
+    return view
+
+
+def _check_complete(described: Described) -> None:
+    """Raises `UnsupportedError` if this process saves alone and holds only a part of some array."""
+    catalogue, shards, _ = described
+    missing: list[str] = []
+    for leaf in sorted(catalogue.global_leaves):
+        entry: Any = catalogue.entries[leaf]
+        here = sum(math.prod(box_shape(shard.box)) for shard in shards if shard.leaf == leaf)
+        if here < math.prod(entry.shape):
+            missing.append(f"  {entry.path or '(root)'}: this process has {here} of {math.prod(entry.shape)} elements")
+    if missing:
+        raise UnsupportedError("\n".join(["processes='this' saves complete arrays; nothing was written:", *missing]))
 
 
 def inline_checkpoints(flat_tree: walk.FlatTree) -> tuple[walk.FlatTree, tuple[str, ...]]:
@@ -136,75 +228,3 @@ def _own_skeleton(reader: Source) -> Skeleton | None:
     while isinstance(reader, views.View):
         reader = reader._reader
     return reader.skeleton
-
-
-def describe_view(
-    view: views.View, live: LiveTree | None, slice_bytes: int | None, piece_bytes: int | None = None
-) -> Described:
-    """Describes a save of all leaves of a view, whose shards are read on demand.
-
-    An array of a live tree that is spread over devices keeps its shards if the view changes it elementwise, because
-    each element is then made from the element in the same position. Arrays are cut into pieces of at most `piece_bytes`
-    bytes, and pieces are read in slices of at most `slice_bytes` bytes, if these are given.
-    """
-    entries = list(view.entries.values())
-    shardings: dict[int, Any] = {}
-    spread: set[int] = set()
-    shards: list[tuple[int, LocalShard]] = []
-    for leaf, entry in enumerate(entries):
-        if not isinstance(entry, ArrayEntry | StatesEntry):
-            continue
-        dtype = dtypes.to_numpy(entry.dtype)
-        origin = view.source(entry.path)
-        sharding = live.sharding_of(origin) if live and view.is_elementwise(entry.path) else None
-        if live and sharding is not None:
-            shardings[leaf] = sharding
-            if live.is_global(origin):
-                spread.add(leaf)
-            pieces = [shard.box for shard in live.shards_of(origin)]
-        else:
-            pieces = [full_box(entry.shape)]
-        if piece_bytes:
-            pieces = cells_of(pieces, dtype.itemsize, piece_bytes)
-        for piece in pieces:
-            order = write_order_key(math.prod(box_shape(piece)) * dtype.itemsize)
-            for part in _slices_of(piece, dtype.itemsize, slice_bytes) if slice_bytes else (piece,):
-                nbytes = math.prod(box_shape(part)) * dtype.itemsize
-                shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
-    shards.sort(key=lambda one: one[0])
-    places = [_place(view, live, entry) if isinstance(entry, ArrayEntry) else None for entry in entries]
-    catalogue = Catalogue(entries, {}, shardings, spread, places, view.static)
-    return Described(catalogue, tuple(shard for _, shard in shards), [None] * len(shards))
-
-
-def _place(view: views.View, live: LiveTree | None, entry: ArrayEntry) -> Mapping[str, Any] | None:
-    """Returns the recorded placement of an array, with `cast` set if the save changes its dtype."""
-    place = view.sharding(entry)
-    origin = live.entries.get(view.source(entry.path)) if live else None
-    if not isinstance(origin, ArrayEntry) or origin.dtype == entry.dtype or not view.is_elementwise(entry.path):
-        return place
-    return {**(place or {}), "cast": True}
-
-
-def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
-    """Yields the slices of a box, each of about `nbytes` bytes at most, in order."""
-    for part in slice_boxes(box_shape(box), itemsize, nbytes):
-        yield tuple((first + start, first + stop) for (first, _), (start, stop) in zip(box, part, strict=True))
-
-
-def cross_process_paths(view: views.View, live: LiveTree) -> tuple[str, ...]:
-    """Returns the arrays of a view that no process can make from its own part of a live tree."""
-    arrays = (path for path, leaf in view.leaves.items() if isinstance(leaf.entry, ArrayEntry))
-    made = (path for path in arrays if not view.is_elementwise(path))
-    return tuple(path for path in made if any(live.is_global(entry.path) for entry, _ in view.origins(path)))
-
-
-def agree_can_write(messages: Sequence[Any]) -> bool:
-    """Returns True if all processes can write their parts. Raises `MismatchError` if their rules differ."""
-    for process, (_, sources) in enumerate(messages):
-        if sources != messages[0][1]:
-            raise MismatchError(
-                f"expected the same rules in every process: the rules of process {process} make some leaf from a "
-                "different leaf than the rules of process 0; nothing was written"
-            )
-    return all(can for can, _ in messages)

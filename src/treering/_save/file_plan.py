@@ -4,19 +4,19 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._core.boxes import Box
-from ..._core.entries import Entry
-from ..._processes import assignment
-from ..._processes.assignment import Assignment, Piece
-from ..._pytree.lazy_supply import ShardSupply
-from ..._pytree.leaves import LocalShard
-from ..._pytree.staged_supply import StagedSupply
+from .._core.boxes import Box
+from .._core.entries import Entry
+from .._processes import assignment
+from .._processes.assignment import Assignment, Piece
+from .._pytree.lazy_supply import ShardSupply
+from .._pytree.leaves import LocalShard
+from .._pytree.staged_supply import StagedSupply
 from . import layout
 from .layout import PlannedFile
 from .shared_files import Reuse, SharedFile
 
 
-class SavePlan(NamedTuple):
+class FilePlan(NamedTuple):
     """The array files of one process.
 
     shared: the files that the save shares with earlier steps.
@@ -51,7 +51,7 @@ class SavePlan(NamedTuple):
         return [(self.numbers[a], self.numbers[b - 1] + 1) for a, b in itertools.pairwise(edges) if a < b]
 
 
-def plan_save(
+def plan_files(
     entries: Sequence[Entry],
     staging: ShardSupply,
     shares: Mapping[int, Assignment] | None,
@@ -59,7 +59,7 @@ def plan_save(
     most: int | None,
     reuse: Reuse | None,
     bases: Any,
-) -> SavePlan:
+) -> FilePlan:
     """Returns the plan for process `index`, whose files have at most `most` bytes.
 
     shares: the processes that write each array; None if this process writes all.
@@ -76,15 +76,15 @@ def plan_save(
     chosen = reuse.choose(bases, entries, pieces, by_shard=by_shard) if reuse else None
     if chosen is None:
         files = _planned_files(entries, pieces, range(len(pieces)), groups, most)[1]
-        return SavePlan((), files, pieces, pieces, range(len(pieces)), 0, False)
+        return FilePlan((), files, pieces, pieces, range(len(pieces)), 0, False)
     to_write, files = _planned_files(entries, pieces, chosen.order, chosen.groups, most)
     shared = [n for one in chosen.shared for n in one.numbers]
     in_order = [*(pieces[n] for n in shared), *to_write]
-    return SavePlan(chosen.shared, files, to_write, in_order, [*shared, *chosen.order], chosen.likely, True)
+    return FilePlan(chosen.shared, files, to_write, in_order, [*shared, *chosen.order], chosen.likely, True)
 
 
 def in_order_of_files(sizes: assignment.Sizes, runs: Sequence[tuple[int, int]] | None) -> Iterable[tuple[int, Box]]:
-    """Returns the leaf and the box of each piece of a process, in the order of its files; see `SavePlan.runs`."""
+    """Returns the leaf and the box of each piece of a process, in the order of its files; see `FilePlan.runs`."""
     found = [(leaf, box) for leaf, box, _ in sizes]
     return found if runs is None else itertools.chain(*(found[first:end] for first, end in runs))
 

@@ -11,16 +11,16 @@ import posixpath
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._core.entries import Entry
-from ..._processes import assignment
-from ..._processes.assignment import Assignment, Piece
-from ..._pytree.leaves import LocalShard
-from ...stores.store import FinishedFile, Sink
+from .._core.entries import Entry
+from .._processes import assignment
+from .._processes.assignment import Assignment, Piece
+from .._pytree.leaves import LocalShard
+from ..formats.treering.manifest_fields import File
+from ..formats.treering.removal import logging_errors
+from ..formats.treering.save_files import SaveFiles
+from ..stores.store import Sink
 from . import layout
 from .layout import PlannedFile
-from .manifest_fields import File
-from .removal import logging_errors
-from .save_files import SaveFiles
 
 _log = logging.getLogger("treering")
 
@@ -60,15 +60,15 @@ def plan(
     return found
 
 
-class LenientSink:
-    """Writes a second copy; see `FileWriter`. An `OSError` ends the copy and not the save: later calls do nothing."""
+class OptionalSink:
+    """Writes a second copy; see `Sink`. An `OSError` ends the copy and not the save: later calls do nothing."""
 
     def __init__(self, files: SaveFiles, name: str):
         self._files, self._name = files, name
         self._sink: Sink | None = None
         self._problem: OSError | None = None
         with self._ending_copy_on_error():
-            self._sink = files.create(name)
+            self._sink = files.create(name, waits=False)
 
     def preallocate(self, nbytes: int) -> memoryview | None:
         if sink := self._sink:
@@ -81,10 +81,10 @@ class LenientSink:
             with self._ending_copy_on_error():
                 sink.write(data, offset)
 
-    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
+    def finish(self, nbytes: int) -> None:
         if sink := self._sink:
             with self._ending_copy_on_error():
-                sink.finish(nbytes, read_only=read_only, same_as=same_as)
+                sink.finish(nbytes, read_only=True)
 
     def end(self) -> bool:
         """Returns True if the copy is complete. Otherwise removes it and logs the error."""

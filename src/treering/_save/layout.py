@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._core import dtypes
-from ..._core.boxes import Box, Cells, box_shape, full_box, sharding_to_json
-from ..._core.entries import Entry, IteratorEntry, IteratorInfo, StatesEntry, ValueEntry
-from ..._processes.assignment import Assignment, Piece
-from ..._pytree.leaves import Catalogue
-from ...stores.buffers import PAGE
-from ..safetensors.header import MAX_HEADER_BYTES, Tensor, encode_header
-from .manifest import BLOCK, piece_key
-from .manifest_fields import ArrayRow, Layout, Placement, states_row
+from .._core import dtypes
+from .._core.boxes import Box, Cells, box_shape, full_box, sharding_to_json
+from .._core.entries import Entry, IteratorEntry, IteratorInfo, StatesEntry, ValueEntry
+from .._processes.assignment import Assignment, Piece
+from .._pytree.leaves import Catalogue
+from ..formats.safetensors.header import MAX_HEADER_BYTES, Tensor, encode_header
+from ..formats.treering.manifest import BLOCK, piece_key
+from ..formats.treering.manifest_fields import ArrayRow, Layout, Placement, states_row
+from ..stores.buffers import PAGE
 
 _OFFSET_DIGITS = 16
 _PREFIX_BYTES = len(b"12345678") + len(b'{"__metadata__":{"xxh3":"')

@@ -14,15 +14,14 @@ import posixpath
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ..._core.entries import Entry
-from ..._processes.assignment import Piece
-from ...errors import CorruptError, SaveError
-from ...stores.store import FinishedFile, Store, Stored
-from .array_file import ArrayFile
+from .._core.entries import Entry
+from .._processes.assignment import Piece
+from ..errors import CorruptError, SaveError
+from ..formats.treering.array_file import ArrayFile
+from ..formats.treering.manifest_fields import File
+from ..formats.treering.save_files import SaveFiles
+from ..stores.store import FinishedFile, Sink, Store, Stored
 from .layout import PlannedFile
-from .manifest_fields import File
-from .room import PatientSink, Room
-from .save_files import SaveFiles
 
 _log = logging.getLogger("treering")
 
@@ -176,23 +175,21 @@ def with_answer(written: WrittenFile, stored: Stored | None) -> WrittenFile:
     return written._replace(version=stored.version, shared_bytes=written.listed.size if stored.is_copy else 0)
 
 
-def share(files: SaveFiles, name: str, shared: SharedFile, room: Room) -> WrittenFile:
+def share(files: SaveFiles, name: str, shared: SharedFile) -> WrittenFile:
     """Puts a shared file into a save, under a new name.
-
-    room: waits for room if the disk is full.
 
     Raises `SaveError` if bytes must be copied and are damaged.
     """
     saved, held, numbers = shared
     listed = File(name, saved.listed.size, saved.listed.header, saved.listed.xxh3)
     old = saved.finished
-    is_shared = room.retry(posixpath.join(files.path, name), 0, lambda: _is_shared(files, name, old))
+    is_shared = _is_shared(files, name, old)
     if is_shared is None:
         _log.warning("%s: copied to %s, because it got no second name (hard link) there", old.path, files.path)
     elif not is_shared:
         _log.info("%s: copied to %s, because it was deleted or replaced just now", old.path, files.path)
     if not is_shared:
-        _copy(PatientSink(room, files, name), listed, held.contents(saved.listed))
+        _copy(files.create(name), listed, held.contents(saved.listed))
     held.close()  # Retention may delete the step that it was opened in.
     nbytes = listed.size if is_shared else 0
     return WrittenFile(listed, numbers, (), saved.checksums, shared_bytes=nbytes, link_refused=is_shared is None)
@@ -206,7 +203,7 @@ def _is_shared(files: SaveFiles, name: str, old: FinishedFile) -> bool | None:
         return False
 
 
-def _copy(sink: PatientSink, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:
+def _copy(sink: Sink, listed: File, contents: Iterable[tuple[int, memoryview]]) -> None:
     sink.preallocate(listed.size)
     try:
         for offset, buffer in contents:

@@ -8,19 +8,14 @@ peers join this exchange once they have written their files, or their disks are 
 and all processes repeat the exchange.
 """
 
-import contextlib
-import os
-import posixpath
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ..._processes.calls import Call, error_watcher
-from ...errors import SaveError
-from ...stores.read_errors import is_full
-from ...stores.store import FinishedFile, Stored
-from .save_files import SaveFiles
+from .._processes.calls import Call, error_watcher
+from ..errors import SaveError
+from ..stores.read_errors import is_full
+from ..stores.store import Store
 
 T = TypeVar("T")
 
@@ -47,8 +42,8 @@ class Room:
     Without a `maker`, nothing can free room.
     """
 
-    def __init__(self, call: Call, maker: RoomMaker | None, step: int | None, check: Callable[[], None]):
-        self._call, self._maker, self._step, self._check = call, maker, step, check
+    def __init__(self, store: Store, call: Call, maker: RoomMaker | None, step: int | None, check: Callable[[], None]):
+        self._store, self._call, self._maker, self._step, self._check = store, call, maker, step, check
         self._lock = threading.Lock()  # held by the thread that waits for room
         self._waits = 0  # how often this process has waited for room
         self._error: BaseException | None = None  # the error of the last wait
@@ -91,7 +86,7 @@ class Room:
 
     def _wait(self, path: str, nbytes: int, error: OSError) -> None:
         needed = f"{nbytes} bytes" if nbytes else "a new file"
-        problem = f"{path}: expected room for {needed}, found {_free(path)} ({error.strerror})"
+        problem = f"{path}: expected room for {needed}, found {self._free(path)} ({error.strerror})"
         try:
             # While process 0 decides, it cannot begin another exchange. Without a maker no process can free room.
             if self._decides or self._maker is None:
@@ -123,6 +118,11 @@ class Room:
             self._maker.free_on_all_hosts()
         return decision
 
+    def _free(self, path: str) -> str:
+        ask = getattr(self._store, "free_bytes", None)  # Only a file system knows.
+        found = ask and ask(path)
+        return "an unknown amount" if found is None else f"{found} bytes free"
+
     def _wait_for_room(self, problem: str) -> None:
         raise_errors_of_peers = error_watcher(self._call)
 
@@ -135,41 +135,6 @@ class Room:
             raise SaveError(f"{problem}; {reason}; delete files there or save to a larger disk, then save again")
 
 
-class PatientSink:
-    """Writes an array file. Waits for room where the disk is full."""
-
-    def __init__(self, room: Room, files: SaveFiles, name: str):
-        self._room, self._path = room, posixpath.join(files.path, name)
-        self._sink = room.retry(self._path, 0, lambda: files.create(name))
-
-    @property
-    def stored(self) -> Stored | None:
-        """See `Sink`."""
-        return self._sink.stored
-
-    def preallocate(self, nbytes: int) -> memoryview | None:
-        """See `Sink`."""
-        return self._room.retry(self._path, nbytes, lambda: self._sink.preallocate(nbytes))
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """See `Sink`."""
-        self._room.retry(self._path, len(data), lambda: self._sink.write(data, offset))
-
-    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
-        """See `Sink`."""
-        # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
-        self._sink.finish(nbytes, read_only=read_only, same_as=same_as)
-
-
 def _never_called(_: Sequence[Any]) -> Any:
     """Stands for `decide` in an exchange of a process that lacks room, which ends without a decision."""
     raise AssertionError("a process lacks room")
-
-
-def _free(path: str) -> str:
-    """Returns the free bytes of the disk with a path as text, or "an unknown amount"."""
-    with contextlib.suppress(OSError):
-        while not os.path.exists(path) and path != os.path.dirname(path):
-            path = os.path.dirname(path)
-        return f"{shutil.disk_usage(path).free} bytes free"
-    return "an unknown amount"

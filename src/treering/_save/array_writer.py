@@ -1,62 +1,51 @@
-"""Writes one array file: fills it chunk by chunk, hashes each block, and makes it durable."""
+"""Fills one array file chunk by chunk, hashes each block, and compares blocks with those of earlier files."""
 
 import bisect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from ..._processes.assignment import Piece
-from ..._pytree.lazy_supply import ShardSupply
-from ..._threads.pool import ThreadPool
-from ...stores.buffers import aligned, round_up
-from ...stores.store import FinishedFile
-from . import layout, manifest
+from .._processes.assignment import Piece
+from .._pytree.lazy_supply import ShardSupply
+from .._pytree.staged_supply import Bytes, StagedSupply
+from .._threads.pool import ThreadPool
+from ..formats.treering import manifest
+from ..formats.treering.manifest import BLOCK
+from ..formats.treering.manifest_fields import File
+from ..stores.buffers import aligned, round_up
+from . import layout
 from .layout import PlannedFile
-from .manifest import BLOCK
-from .manifest_fields import File
-from .stopwatch import Stopwatch
+from .shared_files import SharedFile, is_damaged
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
 
 
 class FileWriter(Protocol):
-    """The methods that write an array file; see `Sink`."""
+    """The methods of a `Sink` that fill an array file."""
 
     def preallocate(self, nbytes: int) -> memoryview | None: ...
     def write(self, data: memoryview, offset: int) -> None: ...
-    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None: ...
 
 
-def write_file(
-    sink: FileWriter,
-    name: str,
-    file: PlannedFile,
-    pieces: Sequence[Piece],
-    staging: ShardSupply,
-    pool: ThreadPool,
-    stopwatch: Stopwatch,
-    find_same: Callable[[File, str], FinishedFile | None] | None = None,
+def fill_file(
+    sink: FileWriter, name: str, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
 ) -> tuple[File, str]:
-    """Writes a planned file. Returns its entry and the checksums of its blocks.
+    """Writes the bytes of a planned file. Returns its entry in the manifest and the checksums of its blocks.
+
+    The caller finishes the file.
 
     pieces: those that `file.first` counts.
-    find_same: returns a file of another checkpoint with the same bytes, by the entry and the checksums of the new one.
     """
     size = len(file.header) + file.nbytes
-    room = sink.preallocate(round_up(size))
-    checksums = _write_buffer(sink, room, file, pieces, staging, pool)
+    checksums = _write_buffer(sink, sink.preallocate(round_up(size)), file, pieces, staging, pool)
     header = layout.fill_checksums(file.header, checksums)
     buffer = aligned(len(header))
     buffer[: len(header)] = header
     sink.write(buffer, 0)
-    stopwatch.lap("write")
-    listed = File(name, size, len(header), manifest.xxh3(header))
-    sink.finish(size, read_only=True, same_as=find_same(listed, checksums) if find_same else None)
-    stopwatch.lap("sync")
-    return listed, checksums
+    return File(name, size, len(header), manifest.xxh3(header)), checksums
 
 
 def _write_buffer(
@@ -124,3 +113,51 @@ def _fill(
         np.concatenate(parts, out=target[at:stop])
         staging.release_bytes(numbers[: len(parts)], list(map(len, parts)))
         at = stop
+
+
+def has_same_bytes(
+    shared: SharedFile, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
+) -> bool:
+    """Returns True if all blocks of a planned file have the checksums of another file, and that is not damaged.
+
+    Stops at the first block that differs.
+
+    Releases the staged bytes of an equal file, because they need not be written.
+
+    pieces: those that `file.first` counts.
+    """
+    if not isinstance(staging, StagedSupply):
+        return False
+    checksums = shared.saved.checksums
+    own = pieces[file.first : file.first + len(file.begins)]
+    blocks = iter(range(file.blocks))
+    turn = threading.Lock()
+    differs = threading.Event()
+
+    def work() -> None:
+        while not differs.is_set():
+            with turn:
+                block = next(blocks, None)
+            if block is None:
+                return
+            if manifest.xxh3(_block(block, file, own, staging)) != checksums[16 * block : 16 * block + 16]:
+                differs.set()
+
+    pool.run(work, stop=staging.fail)
+    if differs.is_set() or (not shared.saved.is_own and is_damaged(shared.held)):
+        return False
+    staging.on_progress(file.nbytes)
+    staging.release_bytes([piece.shard for piece in own], [piece.nbytes for piece in own])
+    return True
+
+
+def _block(block: int, file: PlannedFile, pieces: Sequence[Piece], staging: StagedSupply) -> Bytes:
+    """Returns the bytes of a block. They are not copied if one piece has all of them."""
+    begin, end = block * BLOCK, min((block + 1) * BLOCK, file.nbytes)
+    first = bisect.bisect_right(file.begins, begin) - 1
+    last = bisect.bisect_left(file.begins, end, first + 1)
+    parts: list[Bytes] = []
+    for piece, start in zip(pieces[first:last], file.begins[first:last], strict=True):
+        own = staging.take([piece.shard])[0][piece.begin : piece.begin + piece.nbytes]
+        parts.append(own[max(begin - start, 0) : end - start])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,19 +1,52 @@
-"""Converts the user's metadata to JSON values: dicts, lists, text, numbers, bools and None."""
+"""Encodes the step, the metrics and the metadata that a save records with the tree."""
 
 import dataclasses
 import os
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, MutableSequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 from jax import core
 
+from .._core.entries import step_number
+from .._core.json_floats import floats_to_text
+from .._pytree.metrics import encode_metrics
+from .._version import __version__
 from ..errors import UnsupportedError
 
 _MAX_DEPTH = 100
+
+
+class Info(NamedTuple):
+    """The information that a save records together with the tree."""
+
+    step: int | None
+    metrics: dict[str, float | str]
+    metadata: msgspec.Raw | None
+    metadata_floats: list[str]
+    software: dict[str, str]
+
+
+def encode_info(step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> Info:
+    """Encodes the information that is recorded with the tree, as it is now.
+
+    Raises `MismatchError` for a bad step or metric, and `UnsupportedError` for metadata that is not JSON.
+    """
+    number = None if step is None else step_number(step)
+    numbers = encode_metrics(metrics)
+    metadata_floats: list[str] = []
+    try:
+        metadata = floats_to_text(metadata_to_json(metadata), "", metadata_floats)
+        raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
+        msgspec.json.encode(numbers)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None
+    software = {"treering": __version__, "jax": jax.__version__, "numpy": np.__version__}
+    return Info(number, numbers, raw, metadata_floats, software)
 
 
 def metadata_to_json(value: Any, where: str = "metadata", depth: int = 0) -> Any:

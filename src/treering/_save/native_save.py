@@ -1,0 +1,400 @@
+"""Saves in the native format, each process its own part.
+
+A save is one object with three methods, called in this order by every process of the call:
+
+| method | process 0 | its peers | the exchange at its end |
+| --- | --- | --- | --- |
+| `begin` | makes the temporary manifest, plans its files | see that, plan their files | a broadcast of the token |
+| `write_files` | shares, writes and syncs its array files | do the same | none |
+| `commit` | seals the manifest, and publishes it in one step | keep their files locked | a gathering of the files |
+
+What holds at every moment, whatever crashes:
+
+- A reader sees the old checkpoint or the new one. Only the link (or rename) of the manifest changes which.
+- The manifest is published only after all array files and their names are durable: each process syncs its own before it
+  reports them.
+- The temporary manifest exists, and is locked by process 0, from before the first array file until the commit. So
+  another program can tell files of this save from leftovers.
+- A process removes its files only if no manifest names them. If the outcome of the commit is in doubt, they stay.
+- The decision of process 0 is a value that all processes get. Once the new manifest may be in place, even a failure is
+  such a value (`Committed.problem`): an error would make the peers remove files of the checkpoint.
+
+Rejected: publishing by a barrier of all processes, because one that dies inside would leave the rest without an
+outcome; a manifest for each process, because a reader would need all to see one; and writing under the final names
+without a temporary manifest, because a leftover then looks like a file of a running save.
+"""
+
+import contextlib
+import datetime
+import functools
+import itertools
+import logging
+import posixpath
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .._core.boxes import Box, full_box
+from .._core.skeleton import Skeleton
+from .._core.source import Written
+from .._processes import assignment
+from .._processes.assignment import Assignment, Piece
+from .._processes.calls import Call, raise_error_of_process_0
+from .._pytree.lazy_supply import ShardSupply
+from .._pytree.leaves import Catalogue
+from .._threads.pool import ThreadPool
+from .._threads.python_gc import gc_paused
+from ..errors import SaveError, TreeringError, UnsupportedError
+from ..formats.treering import host_files, manifest
+from ..formats.treering.commit import Transaction
+from ..formats.treering.manifest_fields import File, Layout, Manifest, Placement
+from ..formats.treering.save_files import SaveFiles
+from ..stores.nfs import refresh_dir_cache, wait_until
+from ..stores.store import FinishedFile, Sink, Store
+from . import array_writer, file_plan, layout, second_copies
+from .file_plan import FilePlan
+from .info import Info
+from .layout import PlannedFile
+from .room import Room, RoomMaker
+from .second_copies import OptionalSink, PlannedCopy
+from .shared_files import Reuse, SharedFile, WrittenFile, share, with_answer
+
+_log = logging.getLogger("treering")
+_PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
+
+
+class Job(NamedTuple):
+    """The contents and the path of a save.
+
+    `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
+    for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
+    is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
+    """
+
+    path: str
+    overwrite: bool
+    tree: Skeleton
+    catalogue: Catalogue
+    shares: Mapping[int, Assignment] | None
+    info: Info
+    hosts: tuple[int, ...] | None = None
+    room_maker: RoomMaker | None = None
+    reuse: Reuse | None = None
+
+
+class Committed(NamedTuple):
+    """The decision of process 0 about a save, which all processes get.
+
+    nbytes: the size of the checkpoint.
+    manifest_bytes: the size of the manifest.
+    differing: the second copies that differ from the files that they copy.
+    problem: why the manifest is perhaps not durable or not in place; None if the save has succeeded.
+    """
+
+    nbytes: int
+    manifest_bytes: int
+    differing: list[str]
+    problem: str | None
+
+
+class NativeSave:
+    """One save, as one process sees it. A second copy that cannot be written is logged and does not fail the save."""
+
+    def __init__(self, store: Store, job: Job, supply: ShardSupply, pool: ThreadPool, call: Call):
+        self._store, self._job, self._supply, self._pool, self._call = store, job, supply, pool, call
+        self._room = Room(store, call, job.room_maker, job.info.step, supply.check)
+        self._files: SaveFiles | None = None
+        self._plan: FilePlan
+        self._spread: Collection[int]  # leaves with several pieces
+        self._copies: Sequence[PlannedCopy] = ()
+        self._names: Sequence[str] = ()
+        self._written: list[WrittenFile] = []
+        self._copied: list[File] = []
+        self._sinks: dict[str, Sink] = {}
+        self._manifest = b""  # in process 0, once it is sealed
+        self._doubt: SaveError | None = None  # in process 0, the error that is `Committed.problem`
+        self._sync_seconds = 0.0
+
+    def run(self) -> Written:
+        """Saves. Returns the size and the times.
+
+        A process that fails removes its files. If the commit of process 0 is in doubt, it keeps them: the next
+        `collect_garbage` removes them if no manifest names them.
+        """
+        try:
+            self.begin()
+            began = time.perf_counter()
+            self.write_files()
+            written_at = time.perf_counter()
+            outcome = self.commit()
+            committed_at = time.perf_counter()
+        except BaseException as error:
+            self._abort(error)
+            raise
+        if outcome.problem:
+            # Without the error: the peers have got it together with the commit, and keep their files.
+            self._call.close()
+            raise self._doubt or SaveError(outcome.problem)
+        if reuse := self._job.reuse:
+            self._written = [
+                one if one.is_reused else with_answer(one, self._sinks[one.listed.name].stored) for one in self._written
+            ]
+            reuse.committed(self._written)
+        shared_bytes = sum([one.shared_bytes for one in self._written])
+        write_seconds = written_at - began - self._sync_seconds
+        return Written(outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes)
+
+    def begin(self) -> None:
+        """Begins the save in process 0, joins it in its peers, and plans the files of this process."""
+        store, job, call = self._store, self._job, self._call
+        call.set_activity("planning")
+        token, made, bases = call.broadcast(lambda: self._room.decide(self._make_transaction))
+        retry = self._room.retry
+        if self._files is None and job.hosts:
+            self._files = SaveFiles.join_per_host(store, job.path, token, retry)
+        elif self._files is None:
+            self._files = SaveFiles.join(
+                store, job.path, token, made, timeout=call.timeout, check=call.check, retry=retry
+            )
+        with gc_paused():
+            self._make_plan(token, bases)
+
+    def _make_transaction(self) -> list[Any]:
+        job = self._job
+        files = Transaction(self._store, job.path, overwrite=job.overwrite, retry=self._room.retry)
+        self._files = files
+        return [files.token, files.made, job.reuse and job.reuse.find_bases()]
+
+    def _make_plan(self, token: str, bases: Any) -> None:
+        job, supply, call, most = self._job, self._supply, self._call, self._store.object_bytes
+        entries, shares = job.catalogue.entries, job.shares
+        if shares and most:
+            shares = assignment.cut_assignments(entries, shares, most)
+            self._job = job._replace(shares=shares)
+        plan = file_plan.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
+        if shares is not None:
+            self._copies = second_copies.plan(entries, supply.shards, shares, call.index, call.count, token)
+        if shares is not None or plan.is_reordered or (job.reuse and job.reuse.deferred):
+            taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in self._copies))]
+            supply.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
+        self._plan = plan
+        self._spread = _spread(job.catalogue, plan.pieces) if most else job.catalogue.shardings
+        self._names = layout.names(token, len(plan.shared) + len(plan.files), call.index, call.count)
+
+    def write_files(self) -> None:
+        """Shares, writes and syncs the array files of this process."""
+        assert self._files
+        plan, supply = self._plan, self._supply
+        self._call.set_activity("writing")
+        shared = zip(self._names, plan.shared, strict=False)
+        self._written = [share(self._files, name, one) for name, one in shared]
+        if plan.shared:
+            supply.on_progress(sum(one.listed.size - one.listed.header for one in self._written))
+        for name, file in zip(self._names[len(plan.shared) :], plan.files, strict=True):
+            same = self._same_file(file) if self._job.reuse else None
+            self._written.append(share(self._files, name, same) if same else self._write_file(name, file))
+        for copy in self._copies:
+            self._write_copy(copy)
+        if self._call.index:  # Process 0 syncs the names in its folder with the commit.
+            begun = time.perf_counter()
+            self._store.settle(self._job.path)
+            self._sync_seconds += time.perf_counter() - begun
+
+    def _same_file(self, file: PlannedFile) -> SharedFile | None:
+        """Returns a file of an earlier step with the same bytes as a file to write, if there probably is one."""
+        plan, reuse = self._plan, self._job.reuse
+        if reuse is None or file.first + len(file.begins) > plan.likely:
+            return None
+        found = reuse.same_layout(file, plan.numbers_in(file))
+        if found is None or array_writer.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
+            return found
+        found.held.close()
+        return None
+
+    def _write_file(self, name: str, file: PlannedFile) -> WrittenFile:
+        assert self._files
+        plan, reuse = self._plan, self._job.reuse
+        sink = self._sinks[name] = self._files.create(name)
+        listed, checksums = array_writer.fill_file(sink, name, file, plan.to_write, self._supply, self._pool)
+        same_as: FinishedFile | None = reuse.same_content(listed, checksums) if reuse else None
+        begun = time.perf_counter()
+        sink.finish(listed.size, read_only=True, same_as=same_as)
+        self._sync_seconds += time.perf_counter() - begun
+        return WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums)
+
+    def _write_copy(self, copy: PlannedCopy) -> None:
+        assert self._files
+        sink = OptionalSink(self._files, copy.name)
+        listed, _ = array_writer.fill_file(sink, copy.name, copy.file, copy.pieces, self._supply, self._pool)
+        begun = time.perf_counter()
+        sink.finish(listed.size)
+        self._sync_seconds += time.perf_counter() - begun
+        if sink.end():
+            self._copied.append(listed)
+
+    def commit(self) -> Committed:
+        """Reports the files of this process to process 0, which commits. Returns the decision."""
+        files, job, call = self._files, self._job, self._call
+        assert files
+        call.set_activity("waiting for the commit")
+        firsts = itertools.accumulate((len(one.numbers) for one in self._written), initial=0)
+        report = [(one.listed, first) for one, first in zip(self._written, firsts, strict=False)]
+        message = msgspec.to_builtins([report, self._copied, self._plan.runs])
+        outcome = Committed(*self._room.gather_and_decide(message, self._publish))
+        try:
+            if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
+                self._share_manifest(outcome.manifest_bytes)
+                files.unmark()
+            if self._copied:
+                second_copies.remove(files, {file.name for file in self._copied}.intersection(outcome.differing))
+        finally:
+            files.close()
+        return outcome
+
+    def _publish(self, reports: Sequence[Any]) -> list[Any]:
+        """Seals the manifest of the files that all processes report, and publishes it. Called in process 0."""
+        files, job = self._files, self._job
+        assert isinstance(files, Transaction)
+        listed = [[msgspec.convert(one, File) for one, _ in report] for report, _, _ in reports]
+        firsts = [[first for _, first in report] for report, _, _ in reports]
+        copies = [[msgspec.convert(one, File) for one in report] for _, report, _ in reports]
+        runs = [runs for _, _, runs in reports]
+        self._manifest = data = _manifest(job, self._plan.pieces, self._spread, listed, firsts, runs)
+        others = [] if job.hosts else listed[1:]
+        try:
+            files.commit(data, lambda: _check_visible(self._store, job.path, others, self._call.timeout))
+        except SaveError as error:
+            if not files.must_stay:
+                raise
+            self._doubt = error
+        nbytes = len(data) + sum(file.size for report in listed for file in report)
+        differing = second_copies.differing_copies(listed, copies)
+        return list(Committed(nbytes, len(data), differing, self._doubt and str(self._doubt)))
+
+    def _share_manifest(self, nbytes: int) -> None:
+        """Sends the manifest that process 0 has committed to the other disks. A disk that misses it gets it later."""
+        path, call, data = self._job.path, self._call, self._manifest
+        try:
+            parts = [
+                call.broadcast(lambda begin=begin: data[begin : begin + _PART_BYTES].decode("latin-1"))
+                for begin in range(0, nbytes, _PART_BYTES)
+            ]
+            if call.index:
+                host_files.adopt_manifest(self._store, path, "".join(parts).encode("latin-1"))
+        except (TreeringError, OSError) as error:
+            _log.warning("%s: the manifest is not on the disk of this host yet: %s", path, error)
+
+    def _abort(self, error: BaseException) -> None:
+        """Removes the files of this process, unless they belong to a checkpoint or may belong to one.
+
+        Raises the error of process 0 instead of `error` if it is the cause.
+        """
+        files, call = self._files, self._call
+        if files and call.in_doubt:
+            files.close()
+        elif files:
+            files.abort()
+            if files.must_stay:
+                call.close()  # without the error, or the other processes would remove their files of the checkpoint
+        if isinstance(error, SaveError | FileNotFoundError):
+            call.check()  # If process 0 has failed and removed the directory, its error is the cause.
+        if isinstance(error, FileNotFoundError):
+            raise_error_of_process_0(call)
+
+
+def _manifest(
+    job: Job,
+    pieces: Sequence[Piece],
+    spread: Collection[int],
+    listed: Sequence[Sequence[File]],
+    firsts: Sequence[Sequence[int]],
+    runs: Sequence[Any],
+) -> bytes:
+    entries, everyone = job.catalogue.entries, job.shares
+
+    def order(process: int) -> Iterable[tuple[int, Box]]:
+        if everyone is None:
+            return ((piece.leaf, piece.box) for piece in pieces)
+        return file_plan.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
+
+    with gc_paused():
+        by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
+        rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
+        placement = layout.placement(job.catalogue)
+    data = manifest.seal(
+        Manifest(
+            format=manifest.FORMAT,
+            version=manifest.VERSION,
+            created=datetime.datetime.now(datetime.UTC).isoformat(),
+            software=job.info.software,
+            step=job.info.step,
+            metrics=job.info.metrics,
+            metadata=job.info.metadata,
+            metadata_floats=job.info.metadata_floats,
+            files=[file for report in listed for file in report],
+            layouts=rows.layouts,
+            holders=rows.holders,
+            placement=placement,
+            static=job.catalogue.static,
+            iterators=rows.iterators,
+            tree=list(job.tree),
+            leaves=rows.leaves,
+        )
+    )
+    _check_readable(data, job, rows.layouts, placement)
+    return data
+
+
+def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
+    """Returns the leaves that are sharded over devices or cut into several pieces."""
+    found = set(catalogue.shardings)
+    for piece in pieces:
+        entry: Any = catalogue.entries[piece.leaf]
+        if piece.leaf not in found and piece.box != full_box(entry.shape):
+            found.add(piece.leaf)
+    return found
+
+
+# The structure of the last manifest that passed `_check_readable`, without values
+_last_read_back: tuple[Any, ...] = ()
+
+
+def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement: Placement | None) -> None:
+    """Reads a manifest before it is committed. Raises `UnsupportedError` for one that no reader would accept.
+
+    A manifest with the structure of the last one is not read again: in a training loop only values differ from step to
+    step.
+    """
+    global _last_read_back
+    structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata, job.info.metadata_floats)
+    if _last_read_back and job.tree is _last_read_back[0] and structure[1:] == _last_read_back[1:]:
+        return
+    try:
+        manifest.decode(data, "manifest")
+    except TreeringError as error:
+        raise UnsupportedError(
+            f"{job.path}: expected a tree that can be read back, found one that makes an invalid manifest ({error}); "
+            "nothing is written; please report this"
+        ) from error
+    _last_read_back = structure
+
+
+def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], timeout: float) -> None:
+    """Waits until process 0 sees the files of the others; over a network that may take a while. Raises `SaveError`."""
+    found: dict[str, int | None] = {}
+
+    def is_there(file: File) -> bool:
+        there = store.stat(posixpath.join(path, file.name))
+        found[file.name] = there and there.nbytes
+        return found[file.name] == file.size
+
+    with store.glance(path) if any(listed) else contextlib.nullcontext():
+        missing = [(process, file) for process, files in enumerate(listed, 1) for file in files if not is_there(file)]
+    for process, file in missing:
+        if not wait_until(functools.partial(is_there, file), lambda: refresh_dir_cache(store, path), timeout):
+            raise SaveError(
+                f"{posixpath.join(path, file.name)}: expected {file.size} bytes written by process {process}, found "
+                f"{found[file.name] or 'nothing'}; do all processes see the same file system?"
+            )

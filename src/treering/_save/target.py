@@ -1,0 +1,175 @@
+"""The target of a save: its place, format and options, and the checks that a save makes before it writes there."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from .. import formats, stores
+from .._core import dtypes
+from .._core.source import INFO_FIELDS
+from .._core.views import View
+from .._processes.calls import Call
+from ..errors import ExistsError, MismatchError, UnsupportedError
+from ..formats import Format
+from ..formats.treering.commit import check_free
+from ..rules import Rule
+from ..stores.file_io import is_folder
+from ..stores.store import Store
+from .info import Info
+from .room import RoomMaker
+
+_log = logging.getLogger("treering")
+
+
+class FormatOptions(TypedDict, total=False):
+    """The keyword arguments that only some formats have.
+
+    safetensors has `max_shard_size` and `filename_pattern`; Orbax has `composite`.
+    """
+
+    max_shard_size: int | str
+    filename_pattern: str
+    composite: bool
+
+
+class SaveOptions(NamedTuple):
+    """The arguments of `treering.save`, which documents them.
+
+    `given` names those of step, metrics and metadata that the caller passed; the rest come from a copied checkpoint.
+    hosts: for each process, the lowest process that shares its disk, if each host has its own disk at the path. Process
+        0 then writes the manifest, and each process writes its own arrays on the disk of its host. None if all
+        processes share one place.
+    copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
+        memory. `complete_copies.missing_copies` finds the files that still lack one after the commit.
+    room_maker: frees room if a disk is full.
+    reuse: looks for arrays of a save that files of earlier steps have; see `UnchangedArrays`. None writes all.
+    """
+
+    format: str | None
+    overwrite: bool
+    rules: Sequence[Rule]
+    dtype: Any
+    memory_limit: int | None
+    background: bool
+    progress: bool
+    format_options: Mapping[str, Any]
+    explicit_info: frozenset[str] = frozenset()
+    hosts: tuple[int, ...] | None = None
+    copies: int = 1
+    room_maker: RoomMaker | None = None
+    reuse: Callable[[Any, Any], Any] | None = None
+
+
+class SaveTarget(NamedTuple):
+    """The place, format and options of a save in the format of another library.
+
+    memory_ok: see `StagedSupply`. None if the copies of this process cannot make another process of the job short of
+        memory.
+    """
+
+    call: Call
+    store: Store
+    path: str
+    format: Format
+    info: Info
+    options: SaveOptions
+    memory_ok: Callable[[int], bool] | None = None
+
+    @property
+    def writes_live_trees(self) -> bool:
+        """True if the format has the arrays of a live tree as they are, and no view of the tree is needed."""
+        return False
+
+    def requested(self) -> str:
+        """Returns as text the options that must be the same in every process."""
+        options = self.options
+        dtype = "" if options.dtype is None else f", dtype={dtypes.to_text(dtypes.requested_dtype(options.dtype))}"
+        format_options = "".join(f", {name}={value!r}" for name, value in sorted(options.format_options.items()))
+        return f"format={self.format.name!r}{format_options}{dtype}, {len(options.rules)} rules"
+
+    def check_at_once(self) -> None:
+        """Raises `ExistsError` for a path in use, if the caller's thread can tell quickly.
+
+        The background thread checks every path: process 0 checks it for all processes, and a request to a bucket would
+        block the caller too long.
+        """
+
+    def check_path_free(self) -> None:
+        """Raises `ExistsError` for a path in use, before several processes write anything.
+
+        The format checks the path again when it writes. That would be late here, after all have saved a temporary tree.
+        """
+        joins = self.options.format_options.keys() - {"composite"}  # Shards may be added to a used directory.
+        if not (self.options.overwrite or joins) and self.store.stat(self.path) is not None:
+            what = "directory" if is_folder(self.store, self.path, links=True) else "file"
+            raise ExistsError(f"{self.path}: expected a free path, found a {what}; pass overwrite=True to replace it")
+        self.check_replaceable()
+
+    def check_replaceable(self) -> None:
+        """Raises `ExistsError` if `overwrite` would replace a directory that is not a checkpoint of the format."""
+        store, place = self.store, self.path
+        if self.options.overwrite and is_folder(store, place, links=True):
+            found = formats.detect(store, place).name if formats.is_known(store, place) else None
+            if found is None and not store.list(place):
+                return  # An empty directory, as programs make before they save.
+            if found != self.format.name:
+                what = "a directory that is not a checkpoint" if found is None else f"one of the format {found!r}"
+                raise ExistsError(
+                    f"{place}: expected a checkpoint of the format {self.format.name!r} to replace, found {what}; "
+                    "choose another path or remove it yourself"
+                )
+
+    def check_info_kept(self, view: View) -> None:
+        """Checks whether the format can store the step, metrics and metadata.
+
+        Raises `UnsupportedError` if one that the caller gave would be lost. Logs one that a copied checkpoint loses.
+        """
+        format, place = self.format, self.path
+        there = [
+            name for name in INFO_FIELDS if getattr(view, name) is not None and (name != "metrics" or view.metrics)
+        ]
+        lost = [name for name in there if name not in format.keeps(place, view)]
+        if given := [name for name in lost if name in self.options.explicit_info]:
+            raise UnsupportedError(
+                f"{place}: the format {format.name!r} cannot store {' and '.join(given)}; "
+                "remove it, put it into the tree, or save in the native format"
+                + (" (a step can be part of the name, as in the format's library)" if "step" in given else "")
+            )
+        if lost:
+            _log.warning("%s: %s left out: the format %r cannot store it", place, " and ".join(lost), format.name)
+
+    def check_iterators(self, view: View) -> None:
+        """Raises `UnsupportedError` if the tree has iterators and the format cannot hold their states."""
+        found = [path for path, entry in view.entries.items() if entry.type == "iterator"]
+        check = getattr(self.format, "check_iterators", None)  # The native format and Orbax have it.
+        if found and check is not None:
+            check(view, **self.options.format_options)
+        elif found:
+            raise UnsupportedError(
+                f"{self.path}: {', '.join(found)}: only the native format holds the state of data iterators, and the "
+                "format 'orbax' that of Grain's; leave it out with treering.rules.drop"
+            )
+
+
+class NativeTarget(SaveTarget):
+    """The place and options of a save in the native format, which each process writes its own part of."""
+
+    @property
+    def writes_live_trees(self) -> bool:
+        return True
+
+    def check_at_once(self) -> None:
+        if self.call.count == 1 and self.store.has_folders:
+            self.check_path_free()
+
+    def check_path_free(self) -> None:
+        check_free(self.store, self.path, overwrite=self.options.overwrite)
+
+
+def target_of(call: Call, path: str, info: Info, options: SaveOptions) -> SaveTarget:
+    """Returns the target of a save. Raises `MismatchError` for an unknown format or an option that it does not have."""
+    format = formats.for_path(path, options.format)
+    kind = NativeTarget if format.name == "treering" else SaveTarget
+    if kind is NativeTarget and options.format_options:
+        raise MismatchError(f"{', '.join(options.format_options)}: the native format has no such option")
+    return kind(call, stores.get(path), path, format, info, options)
