@@ -179,9 +179,16 @@ class _Rule:
         return {one.step for one, kept in zip(checkpoints, decided, strict=True) if kept}
 
 
-def as_keep(policy: PreservationPolicy) -> Policy:
-    """Returns a preservation policy as one of `treering.keep`."""
-    return Policy((_Rule(policy),))
+def as_keep(policy: PreservationPolicy) -> Policy | None:
+    """Returns a preservation policy as one of `treering.keep`; None if it keeps all, so that no manifest is read."""
+    return None if _keeps_all(policy) else Policy((_Rule(policy),))
+
+
+def _keeps_all(policy: PreservationPolicy) -> bool:
+    """Returns False for a subclass, because its `should_preserve` may decide otherwise."""
+    if type(policy) is AnyPreservationPolicy:
+        return any(map(_keeps_all, policy.policies))
+    return type(policy) is PreserveAll or (type(policy) in (LatestN, BestN) and getattr(policy, "n", 0) is None)
 
 
 def info_of(saved: Saved) -> CheckpointInfo:
