@@ -22,9 +22,12 @@ def check_can_begin(store: Store, root: str, prefix: str) -> None:
 
     Raises `UnsupportedError` if there are directories of steps that this process cannot read.
     """
-    for name in store.list(root):
+    names = store.list(root)
+    for name in names:
         if run_layout.parse_step_name(name, prefix) is not None:
             run_layout.check_step_readable(store, posixpath.join(root, name), UnsupportedError)
+    if not names and is_folder(store, root, links=True):  # An empty directory is no checkpoint of any format.
+        return
     format = formats.detect(store, root).name if formats.is_known(store, root) else None
     # A folder may hold pretrained weights next to the steps of the run.
     weights = format == "safetensors" or (format == "flax" and is_folder(store, root, links=True))

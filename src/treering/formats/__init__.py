@@ -368,10 +368,12 @@ def foreign_steps(
     """
     found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
-        store = store if only else _LookedOnce(store, folder)  # type: ignore[assignment]
         listed = [name for name in store.list(folder) if name not in ours]
         if prefix is not None:
             listed = [name for name in listed if name.rstrip("0123456789") == prefix]
+        if not listed:  # An empty run, or one of Treering only: most calls. A dozen formats need not be asked.
+            return found
+        store = store if only else _LookedOnce(store, folder)  # type: ignore[assignment]
         for format in _foreign_formats(only):
             steps = _steps(format.steps, store, folder, listed).items()
             given = None if only is None else format.name

@@ -8,12 +8,13 @@ from .._save.pending import PendingSave
 from ..errors import ExistsError
 from . import handlers, items, one_shot
 from .arguments import StandardRestore, StandardSave
-from .errors import CheckpointExistsError
-from .hints import check_processes, warn_unused
+from .errors import CheckpointExistsError, check_processes, warn_unused
 from .metadata import StepMetadata
+from .namespaces import lookup
 from .options import MultiprocessingOptions
 
-__all__ = ["AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer", "StandardCheckpointer"]
+__getattr__ = lookup("checkpointers")
+
 
 # the arguments of every checkpointer, apart from its handler
 _OPTIONS = ("file_options", "atomicity_options", "checkpoint_metadata_store", "temporary_path_class", "write")

@@ -4,7 +4,9 @@ import concurrent.futures
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-__all__ = ["ChainedFuture", "CommitFutureAwaitingContractedSignals", "Future", "NoopFuture"]
+from .namespaces import lookup
+
+__getattr__ = lookup("future")
 
 
 class Future(Protocol):

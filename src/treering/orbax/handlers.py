@@ -5,27 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MismatchError
-from . import arguments, registration, registry, unsupported
-from .hints import check_processes, warn_unused
-from .registry import CheckpointHandlerRegistry, DefaultCheckpointHandlerRegistry, create_default_handler_registry
+from . import arguments, registration
+from .errors import check_processes, warn_unused
+from .namespaces import lookup, unsupported_name
 
-__all__ = [
-    "ArrayCheckpointHandler",
-    "AsyncCheckpointHandler",
-    "CheckpointHandler",
-    "CheckpointHandlerRegistry",
-    "CompositeCheckpointHandler",
-    "CompositeOptions",
-    "DefaultCheckpointHandlerRegistry",
-    "JaxRandomKeyCheckpointHandler",
-    "JsonCheckpointHandler",
-    "NumpyRandomKeyCheckpointHandler",
-    "PyTreeCheckpointHandler",
-    "StandardCheckpointHandler",
-    "create_default_handler_registry",
-]
-
-handler_registration = registry
+__getattr__ = lookup("handlers")
 
 
 class CheckpointHandler(abc.ABC):
@@ -139,7 +123,7 @@ class PyTreeCheckpointHandler(_ItemHandler):
     ):
         check_processes(multiprocessing_options)
         if handler_impl is not None:
-            raise unsupported.error("handlers.BasePyTreeCheckpointHandler")
+            raise unsupported_name("handlers.BasePyTreeCheckpointHandler")
         warn_unused(
             "PyTreeCheckpointHandler",
             aggregate_filename=(aggregate_filename, None),
@@ -246,4 +230,3 @@ ArraySaveArgs, ArrayRestoreArgs = _PAIRS[ArrayCheckpointHandler]
 JaxRandomKeySaveArgs, JaxRandomKeyRestoreArgs = _PAIRS[JaxRandomKeyCheckpointHandler]
 NumpyRandomKeySaveArgs, NumpyRandomKeyRestoreArgs = _PAIRS[NumpyRandomKeyCheckpointHandler]
 CompositeArgs = CompositeResults = arguments.Composite
-ProtoCheckpointHandler = unsupported.refused("handlers.ProtoCheckpointHandler")

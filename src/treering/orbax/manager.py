@@ -13,13 +13,13 @@ import treering as tr
 from .._processes.coordinator import is_multi_process
 from ..errors import MismatchError
 from . import items as items_module
-from . import multihost, preservation
+from . import multihost
 from .errors import StepAlreadyExistsError
 from .manager_items import ManagerItems, agree
-from .manager_options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
 from .metadata import RootMetadata, step_metadata
+from .options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
+from .policies import CheckpointInfo, DecisionContext, as_keep, decides_alike
 from .run import OrbaxRun, as_path, directory_of
-from .save_decisions import DecisionContext, decides_alike
 
 _log = logging.getLogger("treering")
 
@@ -54,13 +54,13 @@ class CheckpointManager:
         self._options = options = options or CheckpointManagerOptions()
         self._items = ManagerItems(checkpointers, item_names, item_handlers, handler_registry)
         self._save_policy, self._best = save_policy(options), best_of(options)
-        keep = preservation.as_keep(preservation_policy(options))
+        keep = as_keep(preservation_policy(options))
         self._run = OrbaxRun(directory_of(directory), options, write, keep, on_save=_on_commit(options))
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.check_layout()
         self._run.make_root(options.create)
-        self._last_begun: preservation.CheckpointInfo | None = None
+        self._last_begun: CheckpointInfo | None = None
         self._unchecked: int | None = None  # the step of the last save, until a later call looks if it succeeded
         self._steps: list[int] | None = None  # those at the last look; None after a change
         self._has_logged_skip = False
@@ -145,14 +145,14 @@ class CheckpointManager:
             reached_preemption=self.reached_preemption(step),
             multiprocessing_options=self._options.multiprocessing_options,
         )
-        now = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), None)
+        now = CheckpointInfo(step, datetime.datetime.now(datetime.UTC), None)
         if decides_alike(policy):  # It needs only the number of the latest step, so no directory is listed.
             known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
             return policy.should_save(now, known, context=context)
         decide = lambda: bool(policy.should_save(now, self._infos(), context=context))  # noqa: E731
         return agree(f"should_save({self._run.directory!r}, {step})", decide)
 
-    def _infos(self) -> list[preservation.CheckpointInfo]:
+    def _infos(self) -> list[CheckpointInfo]:
         """Returns the valid steps and the one that is being saved, ascending."""
         begun = self._last_begun if self._run.is_saving else None  # asked first: the save may end before the listing
         infos = {one.step: one for one in self._run.infos()}
@@ -206,7 +206,7 @@ class CheckpointManager:
         metadata = items_module.custom_metadata(args, custom_metadata)
         self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._steps = None
-        self._last_begun = preservation.CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
+        self._last_begun = CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
         self._unchecked = step
         self._latest_before, self._latest = self._latest, max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:

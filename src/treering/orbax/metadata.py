@@ -15,7 +15,10 @@ from .._restore.array_placement import ambient_mesh
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError
 from .arguments import Composite
+from .namespaces import lookup
 from .tree_restore import structure_of
+
+__getattr__ = lookup("metadata")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from .namespaces import lookup
+
+__getattr__ = lookup("multihost")
+
 
 def process_index() -> int:
     """Returns the index of this process."""
@@ -38,6 +42,16 @@ def sync_global_processes(name: str, *, timeout: int | None = None, processes: A
 
     if process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def is_pathways_backend() -> bool:
+    """Returns False: Pathways is not supported."""
+    return False
+
+
+async def await_global_processes(name: str, **options: Any) -> None:
+    """Waits until all processes have made this call, as version 1 of Orbax does. `options` have no effect."""
+    sync_global_processes(name)
 
 
 def reached_preemption(step: int) -> bool:

@@ -18,8 +18,8 @@ from ..errors import MismatchError, UnsupportedError
 from ..formats.orbax import run_metadata
 from ..keep import Policy
 from .items import format_options
-from .manager_options import CheckpointManagerOptions
-from .preservation import CheckpointInfo, info_of
+from .options import CheckpointManagerOptions
+from .policies import CheckpointInfo, info_of
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
@@ -28,7 +28,9 @@ _log = logging.getLogger("treering")
 class OrbaxRun(Checkpointer):
     """Saves and restores the steps of a `CheckpointManager`."""
 
-    def __init__(self, run: str, options: CheckpointManagerOptions, write: str | None, keep: Policy, **given: Any):
+    def __init__(
+        self, run: str, options: CheckpointManagerOptions, write: str | None, keep: Policy | None, **given: Any
+    ):
         chosen = format_options(write, several=True)
         self._layout = RunLayout(
             *_step_names(options),
@@ -43,7 +45,7 @@ class OrbaxRun(Checkpointer):
     def check_layout(self) -> None:
         """Raises `MismatchError` for a directory that is a checkpoint, or a run with other names or of T5X."""
         store, root = stores.get(self.directory), self.directory
-        if self._directory.all_steps() or not store.list(root):
+        if not store.list(root) or self._directory.all_steps():
             return
         what = ""
         if found := run_layout.list_step_names(store, root, run_layout.DEFAULT_PREFIX):

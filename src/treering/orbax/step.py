@@ -4,11 +4,14 @@ import dataclasses
 import os
 import posixpath
 import re
-from typing import Any
+from typing import Any, Protocol
 
 from .. import stores
 from .._run import run_layout
 from .._run.run_layout import steps
+from .namespaces import lookup
+
+__getattr__ = lookup("step")
 
 _NAME = re.compile(r"(?:.+_)?([0-9]+)", re.DOTALL)
 
@@ -27,7 +30,12 @@ class StandardNameFormat:
         return f"{prefix}{step:0{self.step_format_fixed_length or 1}}"
 
 
-NameFormat = StandardNameFormat  # A protocol in Orbax, of which this is the only class here.
+class NameFormat(Protocol):
+    """Names the steps of a run, and finds them."""
+
+    def build_name(self, step: int) -> str:
+        """Returns the name of the directory of a step."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,16 @@ def standard_name_format(
     if options:
         raise TypeError(f"standard_name_format: unexpected arguments: {', '.join(options)}")
     return StandardNameFormat(step_prefix, step_format_fixed_length, single_host_load_and_broadcast)
+
+
+def as_standard(format: Any) -> Any:
+    """Returns a format of another library as one of this module, or as it is if its names are not of that form."""
+    if format is None or isinstance(format, StandardNameFormat):
+        return format
+    found = re.fullmatch(r"(?:(?P<prefix>.+)_)?(?P<digits>0*)1", format.build_name(1), re.DOTALL)
+    made = None if found is None else StandardNameFormat(found["prefix"], len(found["digits"]) + 1)
+    alike = made is not None and all(made.build_name(step) == format.build_name(step) for step in (0, 23, 4567))
+    return made if alike else format
 
 
 def checkpoint_steps(checkpoint_dir: str | os.PathLike[str], single_host_load_and_broadcast: bool = False) -> list[int]:

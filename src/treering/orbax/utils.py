@@ -1,37 +1,20 @@
-"""The namespace `utils` of Orbax: the functions that programs call."""
+"""The functions of the namespaces `utils` and `test_utils` of Orbax that programs call."""
 
+import os
+import pathlib
+import shutil
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..errors import UnsupportedError
+from ..stores import absolute
 from .leaf_templates import real_sharding
-from .multihost import broadcast_one_to_all, is_primary_host, reached_preemption, sync_global_processes
-from .step import (
-    any_checkpoint_step,
-    checkpoint_steps,
-    checkpoint_steps_paths,
-    step_from_checkpoint_name,
-)
-from .step import is_path_finalized as is_checkpoint_finalized
+from .namespaces import lookup
+from .run import as_path
 
-sync_global_devices = sync_global_processes
-
-__all__ = [
-    "any_checkpoint_step",
-    "broadcast_one_to_all",
-    "checkpoint_steps",
-    "checkpoint_steps_paths",
-    "fully_replicated_host_local_array_to_global_array",
-    "is_checkpoint_finalized",
-    "is_primary_host",
-    "is_scalar",
-    "reached_preemption",
-    "step_from_checkpoint_name",
-    "sync_global_devices",
-    "sync_global_processes",
-    "to_shape_dtype_struct",
-]
+__getattr__ = lookup("utils")
 
 
 def is_scalar(value: Any) -> bool:
@@ -63,3 +46,17 @@ def fully_replicated_host_local_array_to_global_array(arr: jax.Array) -> jax.Arr
     if copies[0].shape != arr.shape:
         copies = [one[0] for one in copies]
     return jax.make_array_from_single_device_arrays(copies[0].shape, place, copies)
+
+
+def erase_and_create_empty(directory: str | os.PathLike[str]) -> Any:
+    """Deletes a directory with everything in it, makes an empty one, and returns its path.
+
+    Raises `UnsupportedError` for a directory in a bucket, and `FileNotFoundError` if its parent is missing.
+    """
+    path = absolute(directory)
+    if "://" in path:
+        raise UnsupportedError(f"{path}: expected a directory on a disk; delete the objects in the bucket yourself")
+    if os.path.lexists(path):
+        shutil.rmtree(path)
+    pathlib.Path(path).mkdir()
+    return as_path(path)

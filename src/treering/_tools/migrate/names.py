@@ -1,6 +1,7 @@
 """Maps names of Orbax to those of the adapter `treering.orbax`, and knows which names the adapter lacks."""
 
 import importlib
+import types
 
 ORBAX, ADAPTER = "orbax.checkpoint", "treering.orbax"
 _OLD_V1 = f"{ORBAX}.experimental.v1"  # Older releases of Orbax have version 1 only there.
@@ -27,17 +28,18 @@ def problem(inner: str) -> str | None:
     if is_private(inner):
         return "is private to Orbax; use a public name"
     # The adapter is a layer above, and a program that has nothing to migrate does not need it.
-    adapter, unsupported = (importlib.import_module(name) for name in (ADAPTER, f"{ADAPTER}.unsupported"))
-    parts = inner.split(".")
-    in_part = parts[0] in dir(adapter) and unsupported.is_refused(parts[0])  # The adapter has a part of it.
-    if in_part and all(hasattr(getattr(adapter, parts[0]), part) for part in parts[1:2]):
-        return None
-    refused = next((part for part in reversed(parts) if unsupported.is_refused(part)), None)
-    if refused is not None:
-        return f"is not in {ADAPTER}; {unsupported.advice(refused)}"
-    if inner and parts[0] not in dir(adapter):
-        return f"is not in {ADAPTER}; see docs/migrate/orbax.md"
-    return None
+    found, namespaces = importlib.import_module(ADAPTER), importlib.import_module(f"{ADAPTER}.namespaces")
+    parts = inner.split(".") if inner else []
+    for level, part in enumerate(parts):
+        path = ".".join(parts[: level + 1])
+        known = isinstance(found, types.ModuleType | type)
+        if namespaces.is_refused(found) or (known and not hasattr(found, part)):
+            instead = namespaces.advice(path) or "see docs/migrate/orbax.md"
+            return f"is not in {ADAPTER}; {instead}"
+        if not known:  # an attribute of an object, such as the result of a call
+            return None
+        found = getattr(found, part)
+    return f"is not in {ADAPTER}; {namespaces.advice(inner)}" if namespaces.is_refused(found) else None
 
 
 def is_private(inner: str) -> bool:

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Self
 
-from ..errors import UnsupportedValueError
-from ..hints import warn_unused
+from ..errors import UnsupportedValueError, warn_unused
 from ..items import format_options
 from ..run import as_path
 from . import options

@@ -14,12 +14,12 @@ from ..._restore.checkpoint import Checkpoint
 from ..._restore.read_groups import as_key
 from ...errors import CorruptError
 from .. import handler_files
+from ..errors import InvalidLayoutError
 from ..metadata import ShardingMetadata
 from ..tree_restore import structure_of
 from . import own_files, registry
 from .contents import Contents, Part, tree_part
 from .context import Context, get_context
-from .errors import InvalidLayoutError
 from .loading import check_name
 from .metadata_types import ArrayMetadata, CheckpointMetadata, NumpyMetadata, as_nanoseconds
 from .options import CheckpointLayout

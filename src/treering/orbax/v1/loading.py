@@ -7,12 +7,12 @@ from typing import Any
 from ..._pytree import state_methods
 from ...errors import MismatchError
 from .. import handler_files, item_restore
-from ..restore_args import PLACEHOLDER as PLACEHOLDER
-from ..unsupported import error as unsupported
+from ..arguments import PLACEHOLDER as PLACEHOLDER
+from ..errors import NoEntryError
+from ..namespaces import unsupported_name as unsupported
 from . import own_files, registry
 from .contents import Contents, Part, tree_part
 from .context import Context, get_context
-from .errors import NoEntryError
 from .metadata_types import CheckpointMetadata
 from .saving import RESERVED, deprecated
 from .trees import load_tree

@@ -6,8 +6,11 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+from ..namespaces import lookup
 from ..options import AtomicityMode as AtomicityMode
 from .registry import local_registry
+
+__getattr__ = lookup("v1.options")
 
 frozen: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("treering_frozen_options", default=frozenset())
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from ...errors import MismatchError
 from .. import handler_files, nodes
-from .protocols import StatefulCheckpointable
-from .registry import typestr
+from .registry import StatefulCheckpointable, typestr
 
+PathLike = str | os.PathLike[str]
+Path = Any  # of `etils.epath` if that is installed, else of `pathlib`
 HANDLER = ".handler"  # the file with the name of the class that wrote the others
 
 

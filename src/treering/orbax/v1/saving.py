@@ -2,23 +2,43 @@
 
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from ..._pytree import state_methods
 from ..._save.pending import PendingSave
 from ..._save.save import save as save_now
 from ..._save.save import save_async as save_in_background
+from ..._threads.thread import Thread, start_threads
 from ...errors import ExistsError, MismatchError
 from .. import items, nodes
-from ..errors import CheckpointExistsError, UnsupportedValueError
+from ..errors import CheckpointExistsError, NoEntryError, UnsupportedValueError
 from . import own_files, registry
 from .context import Context, get_context
-from .errors import NoEntryError
 from .options import CheckpointLayout
-from .protocols import StatefulCheckpointable
-from .responses import AsyncResponse
+from .registry import StatefulCheckpointable
 from .trees import tree_to_save, unsupported_leaf
+
+T = TypeVar("T")
+
+
+class AsyncResponse(Generic[T]):
+    """Waits for a call that continues in the background. A program that ends finishes the call first."""
+
+    def __init__(self, wait: Callable[[float | None], T]):
+        self._wait = wait
+
+    def result(self, timeout: float | None = None) -> T:
+        """Waits, at most `timeout` seconds, and returns the result.
+
+        Raises the error of the call, and `TimeoutError` if the call is not over yet; it then continues.
+        """
+        return self._wait(timeout)
+
+    def on_complete(self, callback: Callable[[T], Any]) -> None:
+        """Calls `callback` with the result, in another thread, once the call has succeeded."""
+        start_threads(Thread(target=lambda: callback(self._wait(None)), name="treering-on-complete", daemon=True))
+
 
 STATE = "state"  # Orbax's name of a tree that the program does not name
 RESERVED = ("metrics", "AUTO", "_CHECKPOINT_DELETION")  # Orbax uses these names itself

@@ -4,7 +4,7 @@ import json
 from collections.abc import Awaitable
 from typing import Any
 
-from ..unsupported import error
+from ..namespaces import unsupported_name
 from . import describing, loading, saving
 from .trees import unsupported_leaf
 
@@ -14,7 +14,7 @@ class PyTreeHandler:
 
     def __init__(self, context: Any = None, *, leaf_handler_registry: Any = None, **options: Any):
         if leaf_handler_registry is not None or options:
-            raise error(f"v1.handlers.PyTreeHandler({', '.join(['leaf_handler_registry', *options])})")
+            raise unsupported_name(f"v1.handlers.PyTreeHandler({', '.join(['leaf_handler_registry', *options])})")
         self._context = context
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:

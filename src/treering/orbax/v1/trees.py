@@ -1,6 +1,6 @@
 """Translates trees for saves and loads: dtypes of the context, and abstract leaves."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -11,11 +11,9 @@ from ..._pytree import leaves as _leaves
 from ..._restore.checkpoint import Checkpoint
 from ...errors import MismatchError, UnsupportedError
 from .. import items, tree_restore
-from ..arguments import PyTreeSave
+from ..arguments import PyTreeSave, RestoreArgs, SaveArgs
 from ..errors import UnsupportedValueError
-from ..leaf_templates import Leaves
-from ..resizing import LeafTemplate, host_template, is_resized, resized
-from ..restore_args import RestoreArgs, SaveArgs
+from ..leaf_templates import LeafTemplate, Leaves, host_template, is_resized, resized
 from .context import Context
 from .metadata_types import ArrayMetadata
 
@@ -98,3 +96,35 @@ def _standard_leaf(leaf: Any) -> Any:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         return host_template(tuple(leaf.shape), np.dtype(leaf.dtype))
     return leaf
+
+
+PyTree = PyTreeOf = PyTreeKey = PyTreeKeyPath = JsonType = Leaf = AbstractLeaf = Any
+Shape = tuple[int, ...]
+DType = Any
+Scalar = int | float | np.number[Any] | bytes | bool
+AbstractScalar = Scalar
+
+
+class AbstractArray(Protocol):
+    """The shape and the dtype of a NumPy array."""
+
+    shape: Shape | None
+    dtype: Any
+
+
+class AbstractShardedArray(Protocol):
+    """The shape, the dtype and the place of a JAX array."""
+
+    shape: Shape | None
+    dtype: Any
+    sharding: Any
+
+
+ArrayLike = AbstractArray | AbstractShardedArray
+
+
+def to_shape_dtype_struct(x: Any, dtype: Any = None) -> Any:
+    """Returns a `jax.ShapeDtypeStruct` for an array or its metadata, and a number as it is."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=getattr(x, "sharding", None))

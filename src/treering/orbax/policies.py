@@ -1,14 +1,14 @@
-"""Preservation policies: which steps a `CheckpointManager` keeps. The names and meanings are those of Orbax.
+"""The policies of a `CheckpointManager`: which steps it keeps, and which it saves. Names and meanings are Orbax's.
 
-A policy has `should_preserve(checkpoints, context=…)`, which returns a list of bools. It runs within
+A preservation policy has `should_preserve(checkpoints, context=…)`, which returns a list of bools. It runs within
 `treering.Checkpointer(keep=…)`. So the newest step always stays, whatever a policy says.
 """
 
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from ..keep import Policy, Saved
 
@@ -179,9 +179,16 @@ class _Rule:
         return {one.step for one, kept in zip(checkpoints, decided, strict=True) if kept}
 
 
-def as_keep(policy: PreservationPolicy) -> Policy:
-    """Returns a preservation policy as one of `treering.keep`."""
-    return Policy((_Rule(policy),))
+def as_keep(policy: PreservationPolicy) -> Policy | None:
+    """Returns a preservation policy as one of `treering.keep`; None if it keeps all, so that no manifest is read."""
+    return None if _keeps_all(policy) else Policy((_Rule(policy),))
+
+
+def _keeps_all(policy: PreservationPolicy) -> bool:
+    """Returns False for a subclass, because its `should_preserve` may decide otherwise."""
+    if type(policy) is AnyPreservationPolicy:
+        return any(map(_keeps_all, policy.policies))
+    return type(policy) is PreserveAll or (type(policy) in (LatestN, BestN) and getattr(policy, "n", 0) is None)
 
 
 def info_of(saved: Saved) -> CheckpointInfo:
@@ -210,3 +217,114 @@ def _newest(kept: Sequence[bool], count: int | None) -> list[bool]:
     wanted = [index for index, one in enumerate(kept) if one]
     wanted = wanted if count is None else wanted[len(wanted) - min(count, len(wanted)) :]
     return [index in wanted for index in range(len(kept))]
+
+
+@dataclasses.dataclass(kw_only=True)
+class DecisionContext:
+    """The state of the job, which a policy may use in addition to the steps.
+
+    is_saving_in_progress: True if a save is running. reached_preemption: True if the job is about to be preempted.
+    multiprocessing_options: those of the `CheckpointManager`.
+    """
+
+    is_saving_in_progress: bool
+    reached_preemption: bool
+    multiprocessing_options: Any = None
+
+
+@runtime_checkable
+class SaveDecisionPolicy(Protocol):
+    """Decides whether to save a step."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        """Returns True if the step is to be saved. `previous_steps` are the saved ones, ascending."""
+        ...
+
+
+@dataclasses.dataclass
+class FixedIntervalPolicy:
+    """Saves the steps that are multiples of `interval`; none if that is 0 or less."""
+
+    interval: int
+
+    def should_save(self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: Any) -> bool:
+        return self.interval > 0 and step.step % self.interval == 0
+
+
+@dataclasses.dataclass
+class SpecificStepsPolicy:
+    """Saves the given steps."""
+
+    steps: Container[int]
+
+    def should_save(self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: Any) -> bool:
+        return step.step in self.steps
+
+
+@dataclasses.dataclass
+class ContinuousCheckpointingPolicy:
+    """Saves whenever no save is running and the last was at least `minimum_interval_secs` ago."""
+
+    minimum_interval_secs: int | None = None
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        if context.is_saving_in_progress:
+            return False
+        if not previous_steps or self.minimum_interval_secs is None:
+            return True
+        return step.time - previous_steps[-1].time >= datetime.timedelta(seconds=self.minimum_interval_secs)
+
+
+class PreemptionCheckpointingPolicy:
+    """Saves once the job is about to be preempted."""
+
+    def should_save(
+        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    ) -> bool:
+        return context.reached_preemption
+
+
+class InitialSavePolicy:
+    """Saves the first step of a run."""
+
+    def should_save(self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: Any) -> bool:
+        return not previous_steps
+
+
+@dataclasses.dataclass
+class AnySavePolicy:
+    """Saves what any of its policies saves."""
+
+    policies: Sequence[SaveDecisionPolicy]
+
+    def should_save(self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: Any) -> bool:
+        return any(policy.should_save(step, previous_steps, context=context) for policy in self.policies)
+
+
+@dataclasses.dataclass
+class ShouldSaveFnPolicy:
+    """Saves a step if the function returns True for it and the latest step, which is None before the first save."""
+
+    should_save_fn: Callable[[int, int | None], bool]
+
+    def should_save(self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: Any) -> bool:
+        return bool(self.should_save_fn(step.step, previous_steps[-1].step if previous_steps else None))
+
+
+# They look only at the number of the step, the number of the latest step, and the preemption, which JAX synchronizes.
+# So their decision is the same in every process.
+_DECIDE_ALIKE = (FixedIntervalPolicy, SpecificStepsPolicy, InitialSavePolicy, PreemptionCheckpointingPolicy)
+
+
+def decides_alike(policy: SaveDecisionPolicy) -> bool:
+    """Returns True if all processes reach the same decision without asking each other.
+
+    Returns False for a subclass, because its `should_save` may look at anything, such as a clock.
+    """
+    if type(policy) is AnySavePolicy:
+        return all(map(decides_alike, policy.policies))
+    return type(policy) in _DECIDE_ALIKE

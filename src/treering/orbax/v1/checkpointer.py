@@ -6,29 +6,48 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from .... import formats, stores
-from ....errors import CorruptError, UnsupportedError
-from ...errors import UnsupportedValueError
-from ...hints import warn_unused
-from ...manager import CheckpointManager
-from ...manager_items import agree
-from ...manager_options import AsyncOptions, CheckpointManagerOptions
-from ...preservation import PreservationPolicy, PreserveAll
-from ...save_decisions import (
+from ... import formats, stores
+from ...errors import CorruptError, UnsupportedError
+from .. import nodes
+from ..errors import StepAlreadyExistsError, UnsupportedValueError, warn_unused
+from ..manager import CheckpointManager
+from ..manager_items import ManagerItems, agree
+from ..namespaces import unsupported_name as unsupported
+from ..options import AsyncOptions, CheckpointManagerOptions
+from ..policies import (
     AnySavePolicy,
     ContinuousCheckpointingPolicy,
     InitialSavePolicy,
     PreemptionCheckpointingPolicy,
+    PreservationPolicy,
+    PreserveAll,
     SaveDecisionPolicy,
 )
-from ...unsupported import error as unsupported
-from ..context import Context, get_context
-from ..path.step import as_standard
-from ..responses import AsyncResponse
-from ..saving import STATE, check_names, deprecated
-from .checkpointables import CheckpointableItems
-from .errors import StepAlreadyExistsError
+from ..step import as_standard
+from . import saving
+from .context import Context, get_context
+from .saving import STATE, AsyncResponse, check_names, deprecated
 from .step_reader import Step, StepReader, step_number
+
+
+class CheckpointableItems(ManagerItems):
+    """The items of a manager whose arguments are checkpointables by name. `context` has the options of its saves."""
+
+    def __init__(self, context: Context):
+        super().__init__(None, None, None, None)
+        self.context = context
+        self.several = True
+
+    def to_save(self, given: Any, save_kwargs: Any, args: Any) -> Any:
+        """Returns the checkpointables."""
+        return args
+
+    def tree(self, args: Any, *, for_orbax: bool) -> Any:
+        """Returns the tree of checkpointables."""
+        tree = saving.tree_of(args, get_context(self.context), for_orbax=for_orbax)
+        if for_orbax and not isinstance(tree, nodes.Composite):
+            return nodes.composite({saving.STATE: tree})  # Orbax finds a step's tree by this name only.
+        return tree
 
 
 class Checkpointer(StepReader):

@@ -1,21 +1,47 @@
 """Reads the steps of a run, for `Checkpointer`."""
 
 import contextlib
+import dataclasses
+import datetime
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
-from ....errors import NotFoundError
-from ...manager import CheckpointManager
-from ...preservation import CheckpointInfo
-from ...unsupported import error as unsupported
-from ..contents import Contents
-from ..context import Context, get_context
-from ..describing import checkpointables_metadata_from, metadata_from
-from ..loading import check_name, check_wanted, load_checkpointables_from, load_from
-from ..metadata_types import as_nanoseconds
-from ..saving import STATE, deprecated
-from .errors import StepNotFoundError
-from .metadata import CheckpointMetadata, RootMetadata
+from ...errors import NotFoundError
+from ..errors import StepNotFoundError
+from ..manager import CheckpointManager
+from ..namespaces import unsupported_name as unsupported
+from ..policies import CheckpointInfo
+from . import metadata_types
+from .contents import Contents
+from .context import Context, get_context
+from .describing import checkpointables_metadata_from, metadata_from
+from .loading import check_name, check_wanted, load_checkpointables_from, load_from
+from .metadata_types import as_nanoseconds
+from .saving import STATE, deprecated
+
+T = TypeVar("T")
+
+
+class CheckpointMetadata(metadata_types.CheckpointMetadata[T]):
+    """The metadata of a step. `metadata` is None in lists of steps. `metrics` is None if the step has none."""
+
+    def __init__(self, step: int, path: Any, *, metadata: T, metrics: Any = None, **about: Any):
+        super().__init__(path, metadata=metadata, **about)
+        self.step, self.metrics = step, metrics
+
+    @property
+    def time(self) -> datetime.datetime | None:
+        """The time of the commit, in UTC."""
+        return self.commit_timestamp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RootMetadata:
+    """The metadata of a run, which are the same for all its steps."""
+
+    directory: Any
+    custom_metadata: Any = None
+
 
 Step = int | CheckpointMetadata[Any] | None
 

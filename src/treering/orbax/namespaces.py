@@ -1,0 +1,255 @@
+"""The public names of Orbax, and where this package has them: a table in place of modules that only forward or raise.
+
+A program imports `treering.orbax.X` as it imports `orbax.checkpoint.X`, so each namespace of the table is a module in
+`sys.modules`. A name is imported on first use: importing the package imports neither JAX nor NumPy.
+"""
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .errors import UnsupportedNameError
+
+_ROOT = "treering.orbax"
+_POLICIES_TO_KEEP = (
+    "AnyPreservationPolicy BestN CustomSteps EveryNSeconds EveryNSteps EveryNStepsClosest LatestDuration LatestN "
+    "PreservationContext PreservationPolicy PreserveAll"
+)
+_POLICIES_TO_SAVE = (
+    "AnySavePolicy ContinuousCheckpointingPolicy DecisionContext FixedIntervalPolicy InitialSavePolicy "
+    "PreemptionCheckpointingPolicy SaveDecisionPolicy SpecificStepsPolicy"
+)
+
+# By namespace ("" is the root), the names of each module. `a=b` is the name `a` for `b`. The names of "" are modules.
+_NAMES: dict[str, dict[str, str]] = {
+    "": {
+        "": "args checkpoint_args=registration checkpoint_manager checkpoint_managers checkpoint_utils checkpointers "
+        "experimental future handlers metadata multihost options path pathways step test_utils type_handlers utils v1",
+        "arguments": "ArrayRestoreArgs PLACEHOLDER RestoreArgs SaveArgs",
+        "checkpointers": "AsyncCheckpointer Checkpointer PyTreeCheckpointer StandardCheckpointer",
+        "future": "Future",
+        "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler CheckpointHandler CompositeCheckpointHandler "
+        "CompositeOptions JaxRandomKeyCheckpointHandler JsonCheckpointHandler NumpyRandomKeyCheckpointHandler "
+        "PyTreeCheckpointHandler StandardCheckpointHandler",
+        "manager": "CheckpointManager",
+        "options": "AsyncOptions CheckpointManagerOptions",
+        "registration": "CheckpointHandlerRegistry DefaultCheckpointHandlerRegistry",
+    },
+    "args": {
+        "arguments": "ArrayRestore ArraySave Composite JaxRandomKeyRestore JaxRandomKeySave JsonRestore JsonSave "
+        "NumpyRandomKeyRestore NumpyRandomKeySave PyTreeRestore PyTreeSave StandardRestore StandardSave",
+        "registration": "CheckpointArgs get_registered_args_cls get_registered_handler_cls has_registered_args "
+        "register_with_handler",
+    },
+    "checkpoint_manager": {
+        "errors": "StepAlreadyExistsError",
+        "items": "DEFAULT_ITEM_NAME=DEFAULT_ITEM",
+        "manager": "CheckpointManager",
+        "options": "AsyncOptions CheckpointManagerOptions FileOptions MultiprocessingOptions",
+    },
+    "checkpoint_managers": {
+        "": "preservation_policy=checkpoint_managers.preservation_policy "
+        "save_decision_policy=checkpoint_managers.save_decision_policy",
+        "manager": "CheckpointManager",
+        "options": "CheckpointManagerOptions",
+        "policies": f"{_POLICIES_TO_KEEP} {_POLICIES_TO_SAVE} PolicyCheckpointInfo=CheckpointInfo",
+    },
+    "checkpoint_managers.preservation_policy": {"policies": _POLICIES_TO_KEEP},
+    "checkpoint_managers.save_decision_policy": {"policies": _POLICIES_TO_SAVE},
+    "experimental": {"": "v1"},  # Version 1 was here before; the attribute of the root is from 0.12.
+    "checkpoint_utils": {"arguments": "PLACEHOLDER"},
+    "handlers": {
+        "": "handler_registration=registration",
+        "registration": "CheckpointHandlerRegistry DefaultCheckpointHandlerRegistry create_default_handler_registry",
+    },
+    "options": {"": "multihost"},
+    "path": {"": "step", "options": "AtomicityMode"},
+    "pathways": {"options": "CheckpointingImpl"},
+    "test_utils": {"utils": "erase_and_create_empty"},
+    "type_handlers": {"arguments": "ArrayRestoreArgs RestoreArgs SaveArgs"},
+    "utils": {
+        "": "multihost",
+        "multihost": "broadcast_one_to_all is_pathways_backend is_primary_host reached_preemption "
+        "sync_global_devices=sync_global_processes sync_global_processes",
+        "step": "any_checkpoint_step checkpoint_steps checkpoint_steps_paths is_checkpoint_finalized=is_path_finalized "
+        "step_from_checkpoint_name",
+    },
+    "v1": {
+        "": "arrays=v1.arrays errors=v1.errors handlers=v1.handlers multihost=v1.multihost options=v1.options "
+        "partial=v1.partial path=v1.path training=v1.training tree=v1.tree",
+        "arguments": "PLACEHOLDER",
+        "v1.context": "Context",
+        "v1.describing": "checkpointables_metadata is_orbax_checkpoint metadata pytree_metadata",
+        "v1.loading": "load load_async load_checkpointables load_checkpointables_async load_pytree load_pytree_async",
+        "v1.metadata_types": "CheckpointMetadata PyTreeMetadata",
+        "v1.registry": "AbstractCheckpointable Checkpointable CheckpointableHandler StatefulCheckpointable",
+        "v1.saving": "AsyncResponse save save_async save_checkpointables save_checkpointables_async save_pytree "
+        "save_pytree_async",
+    },
+    "v1.arrays": {
+        "v1.trees": "AbstractArray AbstractScalar AbstractShardedArray ArrayLike DType Scalar Shape "
+        "to_shape_dtype_struct",
+    },
+    "v1.errors": {
+        "errors": "DeletionInProgressError DeletionRecoveryError InvalidLayoutError NoCheckpointableError NoEntryError"
+    },
+    "v1.handlers": {
+        "v1.registry": "AbstractCheckpointable Checkpointable CheckpointableHandler CheckpointableHandlerRegistry "
+        "StatefulCheckpointable global_registry local_registry register_handler",
+        "v1.tree_handlers": "JsonHandler PyTreeHandler",
+    },
+    "v1.multihost": {
+        "multihost": "is_pathways_backend is_primary_host process_count process_index "
+        "sync_global_processes=await_global_processes",
+    },
+    "v1.options": {"options": "AtomicityMode"},
+    "v1.partial": {},
+    "v1.path": {"": "step=v1.path.step", "v1.own_files": "Path PathAwaitingCreation=Directory PathLike"},
+    "v1.path.step": {"step": "NameFormat standard_name_format"},
+    "v1.training": {
+        "": "errors=v1.training.errors preservation_policies=v1.training.preservation_policies "
+        "save_decision_policies=v1.training.save_decision_policies",
+        "v1.checkpointer": "Checkpointer",
+        "v1.step_reader": "CheckpointMetadata RootMetadata",
+    },
+    "v1.training.errors": {"errors": "StepAlreadyExistsError StepNotFoundError"},
+    "v1.training.preservation_policies": {"policies": _POLICIES_TO_KEEP},
+    "v1.training.save_decision_policies": {"policies": _POLICIES_TO_SAVE},
+    "v1.tree": {"v1.trees": "AbstractLeaf JsonType Leaf PyTree PyTreeKey PyTreeKeyPath PyTreeOf"},
+}
+_FILES = frozenset(  # the namespaces that are files of this package
+    ("", "checkpoint_utils", "handlers", "multihost", "options", "step", "utils", "v1", "v1.options")
+)
+# What to use instead of what this package does not have: names, names in a namespace, or all of a namespace (`step.`).
+_MISSING = {
+    "save the bytes of the message in a handler of your own": "ProtoCheckpointHandler ProtoHandler ProtoRestore "
+    "ProtoSave",
+    "use PyTreeCheckpointHandler": "BasePyTreeCheckpointHandler",
+    "use CheckpointManager": "AbstractCheckpointManager",
+    "save such leaves as arrays, or as an item with a handler of your own": "PyTreeHandler type_handlers "
+    "type_handlers.",
+    "small leaves need no special handler": "aggregate_handlers aggregate_handlers.",
+    "use treering.formats for files in MessagePack": "msgpack_utils msgpack_utils.",
+    "use treering.save and treering.restore": "serialization serialization.",
+    "use treering.open, whose leaves read parts of arrays": "arrays arrays.",
+    "use treering.Checkpointer with local=, which has a local and a remote tier": "emergency emergency.",
+    "use treering with jax.distributed": "pathways pathways.",
+    "use the logger 'treering' of the standard library": "logging logging.",
+    "use rules= of treering.restore": "RestoreTransform Transform apply_transformations merge_trees transform_utils "
+    "transform_utils.",
+    "use jax.tree": "tree tree.",
+    "use the attributes of what metadata() returns": "metadata.",
+    "save the entire tree at once, or each part as a checkpointable": "partial.finalize partial.save "
+    "partial.save_async",
+    "delete the directory, or Checkpointer.delete(step)": "delete delete_async",
+    "a save that has begun is finished; Checkpointer.delete(step) deletes it then": "cancel",
+    "use load": "load_async",
+    "use load_checkpointables": "load_checkpointables_async",
+    "merge the dicts before the save": "merge",
+    "use standard_name_format": "composite_name_format",
+}
+_INSTEAD = {name: instead for instead, names in _MISSING.items() for name in names.split()}
+
+
+def homes(namespace: str) -> dict[str, tuple[str, str]]:
+    """Returns the names of a namespace, and for each the module that has it and the name there ("" for a module)."""
+    found: dict[str, tuple[str, str]] = {}
+    for module, names in _NAMES.get(namespace, {}).items():
+        for name in names.split():
+            public, _, own = name.partition("=")
+            found[public] = (module, own or public) if module else (own or public, "")
+    return found
+
+
+def lookup(namespace: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a namespace.
+
+    It raises `AttributeError` for a name that is neither in the table nor one that there is advice about, and
+    `UnsupportedNameError`, which is an `AttributeError`, if the advice is about the entire namespace.
+    """
+    known = homes(namespace)
+    place = f"{_ROOT}.{namespace}".rstrip(".")
+
+    def find(name: str) -> Any:
+        path = f"{namespace}.{name}".lstrip(".")
+        if name in known:
+            module, attribute = known[name]
+            found = importlib.import_module(f"{_ROOT}.{module}")
+            value = getattr(found, attribute) if attribute else found
+        elif name.startswith("_") or not advice(path):
+            raise AttributeError(f"module {place!r} has no attribute {name!r}")
+        elif _advice_on_name(path):
+            value = refused(path)
+        else:
+            raise unsupported_name(path)
+        vars(sys.modules[place])[name] = value
+        return value
+
+    return find
+
+
+def register() -> None:
+    """Makes the namespaces of the table importable, as Orbax's are. Those with code of their own are files."""
+    for namespace in _NAMES.keys() - _FILES:
+        place = f"{_ROOT}.{namespace}"
+        module = types.ModuleType(place, f"The namespace `{namespace}` of Orbax; see `treering.orbax.namespaces`.")
+        names = sorted(homes(namespace))
+        vars(module).update(__getattr__=lookup(namespace), __dir__=lambda names=names: names, __all__=names)
+        module.__spec__ = importlib.machinery.ModuleSpec(place, None, is_package=True)
+        module.__path__ = []  # Else `import treering.orbax.v1.path.step` fails.
+        sys.modules[place] = module
+    sys.modules[f"{_ROOT}.experimental.v1"] = importlib.import_module(f"{_ROOT}.v1")
+
+
+class _Refused:
+    """Raises an error as soon as the program uses it."""
+
+    def __init__(self, name: str):
+        self.__dict__["_name"] = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise unsupported_name(self.__dict__["_name"])
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # asked by `inspect`, `copy` and the like
+            raise AttributeError(attribute)
+        raise unsupported_name(f"{self.__dict__['_name']}.{attribute}")
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise unsupported_name(self.__dict__["_name"])
+
+    def __repr__(self) -> str:
+        return f"<treering.orbax.{self.__dict__['_name']}, not supported>"
+
+
+def advice(path: str) -> str:
+    """Returns what to use instead of a name with its namespace; "" if nothing is known about it."""
+    parts = path.split(".")
+    within = (_advice_on_name(f"{'.'.join(parts[:last])}.") for last in range(len(parts) - 1, 0, -1))
+    return _advice_on_name(path) or next(filter(None, within), "")
+
+
+def _advice_on_name(path: str) -> str:
+    """Returns the same, without what is said about the namespaces that have the name."""
+    parts = path.split(".")
+    ends = (".".join(parts[first:]) for first in range(len(parts)))  # It may be missing in each namespace.
+    return next((_INSTEAD[end] for end in ends if end in _INSTEAD), "")
+
+
+def refused(path: str) -> Any:
+    """Returns a stand-in for a name of Orbax. Using it raises `UnsupportedNameError`."""
+    return _Refused(path)
+
+
+def is_refused(value: Any) -> bool:
+    """Returns True for a stand-in of a name that is not supported."""
+    return isinstance(value, _Refused)
+
+
+def unsupported_name(path: str) -> UnsupportedNameError:
+    """Returns the error about a name that is not supported."""
+    instead = advice(path)
+    return UnsupportedNameError(f"treering.orbax.{path} is not supported{'; ' + instead if instead else ''}")
