@@ -22,7 +22,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test durations thorough quick lint docs dist bench bench-quick gpu gpu-wheels faults-disk faults-bucket \
+.PHONY: demo test durations coverage thorough quick lint docs dist bench bench-quick gpu gpu-wheels faults faults-disk faults-bucket \
   faults-hosts faults-process damage fuzz elsewhere all-tools lowest newest clean
 
 demo: $(VENV)/demo
@@ -36,12 +36,24 @@ test: $(VENV)/compiled
 durations: $(VENV)/compiled
 	TEST_DURATIONS=.durations.md $(RUN) -m pytest -n 4 --dist worksteal
 
+# Which lines and branches the tests run, in all processes that they start: takes about twice the time of `make test`.
+# Some tests count or time what Python does, and fail here.
+coverage: $(VENV)/compiled $(VENV)/coverage
+	$(RUN) -m coverage erase
+	-$(RUN) -m coverage run -m pytest -n 4 --dist worksteal
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage json --quiet -o .coverage.json
+	$(RUN) tests/coverage_table.py .coverage.json benchmarks/results/coverage.md
+
 # All of what `make test` takes a part of (tests/sampling.py). The summary names what was skipped, and why.
 thorough: $(VENV)/test $(PAGES)
 	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal -rs
 
 quick: $(VENV)/compiled
 	TEST_QUICK=1 $(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal
+
+# All campaigns that look for faults, one after another: takes more than an hour on two cores. tests/README.md says what each does.
+faults: faults-disk faults-bucket faults-hosts faults-process
 
 # What crashes can leave on the disk: takes about a quarter of an hour on two cores.
 faults-disk: $(VENV)/test

@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 ALLOWED = Path(__file__).with_name("prose_allowed.tsv")
 CODE = ("src", "tests", "benchmarks", "examples")
-PAGES = ("*.md", "docs/**/*.md", "js/*.md")  # benchmarks/results is written by programs
+PAGES = ("*.md", "changes/*.md", "docs/**/*.md", "js/*.md", "tests/*.md")  # benchmarks/results is written by programs
 MODULES = ("js/src/**/*.js", "js/pages/**/*.js", "js/test/*.js", "js/types/*.ts", "tests/js/*.mjs")
 MAX_COLUMNS = 100
 MAX_TEST_NAME = 60

@@ -94,6 +94,7 @@ def with_code() -> list[str]:
 # Where a case is: a test of this file, which registers itself, or a test of another file.
 HERE: set[str] = set()
 ELSEWHERE = {
+    "x[...] or jax.freeze(x)": "pytree/test_leaves.py::test_mutable_arrays_are_refused_with_advice_that_works",
     "x.view(ml_dtypes.bfloat16)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.asarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.ma.getmaskarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",

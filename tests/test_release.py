@@ -55,7 +55,20 @@ def test_a_tag_needs_its_version_changelog_and_golden_files() -> None:
     assert problems == [
         f"tag: expected v{tr.__version__}, found v9.8.7",
         "CHANGELOG.md: expected a heading ## 9.8.7, found none",
+        *(
+            f"changes/{path.name}: expected in CHANGELOG.md; run `towncrier build`"
+            for path in distributions.fragments()
+        ),
     ]
+
+
+def test_news_fragments_are_bullets_of_a_kind() -> None:
+    """towncrier leaves out files with other names in silence."""
+    kinds = [kind["directory"] for kind in distributions.PROJECT["tool"]["towncrier"]["type"]]
+    for path in (ROOT / "changes").iterdir():
+        if path.name not in distributions.PROJECT["tool"]["towncrier"]["ignore"]:
+            assert re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", path.name), path.name
+            assert all(re.match(r"- \S|  \S|$", line) for line in path.read_text().splitlines()), path.name
 
 
 def _steps() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +113,7 @@ def test_workflows_run_targets_that_exist_with_declared_pythons() -> None:
                 pythons.add(filled(step["with"]["python-version"]))
     made = {re.fullmatch(r"make ([\w-]+)(?: PYTHON\w*=python)*", command) for command in run}
     assert {match[1] for match in made if match} == {
-        "dist", "docs", "lint", "lowest", "newest", "quick", "test", "thorough",
+        "coverage", "dist", "docs", "lint", "lowest", "newest", "quick", "test", "thorough",
     }  # fmt: skip
     assert None not in made and {match[1] for match in made if match} <= targets
     classifiers = distributions.PROJECT["project"]["classifiers"]

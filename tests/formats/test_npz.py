@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable
@@ -190,3 +191,15 @@ def test_a_number_in_the_template_takes_no_bytes(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match="expected float, found bytes of a dtype"):
             tr.restore(tmp_path / name, {"w": 0.0})
         assert tr.restore(tmp_path / name, {"w": jnp.zeros((), jnp.float8_e4m3fn)})["w"] == 1
+
+
+@pytest.mark.parametrize("name", ["out.npz", "model.pt", "model.pth", "m.weights.h5", "m.keras"])
+def test_an_ending_that_is_only_read_is_no_name_for_a_folder(tmp_path: Path, name: str) -> None:
+    """A native folder with such a name would be taken for a file of that format. Naming the format allows it."""
+    tr.save(tmp_path / "c", {"w": np.ones(2)})
+    for call in (lambda path: tr.save(path, {"w": np.ones(2)}), lambda path: tr.convert(tmp_path / "c", path)):
+        with pytest.raises(UnsupportedError, match=r"which is only read; choose another ending"):
+            call(tmp_path / name)
+    assert os.listdir(tmp_path) == ["c"]
+    tr.save(tmp_path / name, {"w": np.ones(2)}, format="treering")
+    assert tr.restore(tmp_path / name)["w"].tolist() == [1, 1]

@@ -213,24 +213,7 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_each_process_takes_its_own(tmp_path: Path) -> None:
     """Grain writes and reads states by the index of JAX's processes."""
-    body = """
-import grain, grain.checkpoint, orbax.checkpoint as ocp
-def make():
-    return iter(grain.MapDataset.range(1000)[INDEX::COUNT].shuffle(seed=2).to_iter_dataset())
-data = make()
-for _ in range(3 + 2 * INDEX):
-    next(data)
-state = {"w": put(np.arange(8.0), P("x"))}
-with ocp.CheckpointManager(tmp / "run") as run:
-    run.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(data)))
-expected = [int(next(data)) for _ in range(4)]
-sync("saved")
-other = make()
-tr.restore(tmp / "run", like={"state": state, "data": other})
-assert [int(next(other)) for _ in range(4)] == expected
-report(expected)
-"""
-    first, second = run_job(tmp_path, body, processes=2)
+    first, second = run_job(tmp_path, "orbax_iterators.each_process_takes_its_own", processes=2)
     assert first.report != second.report
     assert tr.open(tmp_path / "run")["data"] == [{"next_index": 3}, {"next_index": 5}]
 
@@ -367,39 +350,7 @@ def test_iterators_that_orbax_cannot_hold(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_write_their_states_as_grain_does(tmp_path: Path) -> None:
-    body = """
-import grain, grain.checkpoint, orbax.checkpoint as ocp
-def make():
-    return iter(grain.MapDataset.range(1000)[INDEX::COUNT].shuffle(seed=2).to_iter_dataset())
-def elastic():
-    options = grain.sharding.ShardOptions(shard_index=INDEX, shard_count=COUNT)
-    return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, options))
-data, shared = make(), elastic()
-for _ in range(3 + 2 * INDEX):
-    next(data)
-next(shared)
-state = {"w": put(np.arange(8.0), P("x"))}
-class Large:
-    __module__ = "grain.own"
-    def get_state(self):
-        return ["x" * (3 << 20)]
-    def set_state(self, state):
-        pass
-tr.save(tmp / "c", {"state": state, "data": data, "shared": shared}, format="orbax", composite=True, timeout=20)
-problem = caught(tr.save, tmp / "d", {"state": state, "x": Large()}, format="orbax", composite=True, timeout=20)
-expected = [int(next(data)) for _ in range(4)]
-sync("saved")
-with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-    args = ocp.args.Composite(
-        data=grain.checkpoint.CheckpointRestore(other := make()),
-        shared=grain.checkpoint.CheckpointRestore(again := elastic()),
-    )
-    reader.restore(tmp / "c", args)
-assert [int(next(other)) for _ in range(4)] == expected
-assert (next(again) == next(shared)).all()
-report(problem)
-"""
-    for result in run_job(tmp_path, body, processes=2):
+    for result in run_job(tmp_path, "orbax_iterators.processes_write_their_states_as_grain_does", processes=2):
         assert result.report[0] == "UnsupportedError" and "x: the states of an iterator in several" in result.report[1]
     assert tr.open(tmp_path / "c")["data"] == [{"next_index": 3}, {"next_index": 5}]
     assert tr.open(tmp_path / "c")["shared"] == [{"global_next_index": 8}]

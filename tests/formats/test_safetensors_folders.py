@@ -331,8 +331,8 @@ def test_a_piece_by_its_own_path(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert same(tr.restore(third), {"b": B}) and tr.open(third).metadata == {"format": "pt"}
     assert same(tr.restore(folder), {"w": A, "b": B})
     with pytest.raises(UnsupportedError, match=advice):
-        tr.convert(second, tmp_path / "x.npz")
-    assert not (tmp_path / "x.npz").exists()
+        tr.convert(second, tmp_path / "x.msgpack")
+    assert not (tmp_path / "x.msgpack").exists()
     single(folder, OLD, "adapter.safetensors")  # of another program
     assert same(tr.restore(folder), {"w": A, "b": B})
     third.rename(folder / "shard-00005-model-00001-of-00001.safetensors")

@@ -702,56 +702,14 @@ def test_steps_of_version_0_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_several_processes(tmp_path: Path) -> None:
     """All processes save and load together, and see the same steps."""
-    body = """
-from treering.orbax import v1 as ocp
-value = np.arange(8, dtype=np.float32)
-def state(k):
-    return {"w": put(value * k, P("x")), "n": k}
-ocp.save(tmp / "one", state(2))
-one = ocp.load(tmp / "one", state(0))
-keep = ocp.training.preservation_policies.LatestN(2)
-with ocp.training.Checkpointer(tmp / "run", preservation_policy=keep, custom_metadata={"a": 1}) as ckpts:
-    took = [ckpts.save(step, state(step), metrics={"loss": step}) for step in range(4)]
-    ckpts.save(3, state(7), overwrite=True)
-    response = ckpts.save_async(4, state(4))
-    newest = ckpts.latest.step
-    response.result()
-    found = ckpts.load(None, state(0))
-    steps = [ckpt.step for ckpt in ckpts.checkpoints]
-    report([took, newest, steps, same(one["w"], value * 2), same(found["w"], value * 4), found["n"],
-            same(ckpts.load(3, state(0))["w"], value * 7), ckpts.root_metadata().custom_metadata])
-"""
-    for one in run_job(tmp_path, body, processes=2):
+    for one in run_job(tmp_path, "orbax_v1.several_processes", processes=2):
         assert one.report == [[True] * 4, 4, [3, 4], True, True, 4, True, {"a": 1}], one.output
 
 
 @pytest.mark.slow
 def test_all_processes_use_one_step(tmp_path: Path) -> None:
     """A process may see the directory late, as on a network disk."""
-    body = """
-from treering._run.plain_run import PlainRun
-from treering._run.step_catalog import StepCatalog
-from treering.orbax import v1 as ocp
-value = np.arange(8, dtype=np.float32)
-state = lambda k: {"w": put(value * k, P("x"))}
-ckpts = ocp.training.Checkpointer(tmp / "run")
-for step in (1, 2):
-    ckpts.save(step, state(step))
-if INDEX:
-    valid, located = StepCatalog.valid_steps, PlainRun.located_steps
-    StepCatalog.valid_steps = lambda *args, **options: [one for one in valid(*args, **options) if one.step != 2]
-    PlainRun.located_steps = lambda *args: {step: one for step, one in located(*args).items() if step != 2}
-ckpts.reload()
-known = [one.step for one in ckpts.checkpoints]
-loads = [same(ckpts.load(step, state(0))["w"], value * 2) for step in (None, 2)]
-loads.append(same(ckpts.load_checkpointables(None, {"state": state(0)})["state"]["w"], value * 2))
-missing = caught(ckpts.load, 3)[0]
-exists = caught(ckpts.save, 2, state(3))[0]
-saved = [ckpts.save(2, state(3), overwrite=True), same(ckpts.load(2, state(0))["w"], value * 3)]
-deleted = [ckpts.delete(step, missing_ok=True) for step in (2, 3)]
-report([known, loads, missing, exists, saved, deleted])
-"""
-    for index, one in enumerate(run_job(tmp_path, body, processes=2)):
+    for index, one in enumerate(run_job(tmp_path, "orbax_v1.all_processes_use_one_step", processes=2)):
         known = [1] if index else [1, 2]
         errors = ["StepNotFoundError", "StepAlreadyExistsError"]
         assert one.report == [known, [True] * 3, *errors, [True] * 2, [True, False]], one.output

@@ -9,36 +9,6 @@ from jobs import run_job
 
 # Treering is imported before the job forms, so the roll knows a process only from its first call on.
 OFTEN = "from treering._processes import call_tree; call_tree._IDLE_SIGN_SECONDS = 0.2"
-BODY = """
-def reported(*indices):
-    while not all((tmp / f"report-{n}.json").exists() for n in indices):
-        time.sleep(0.05)
-survivors = [n for n in range(COUNT) if n not in FATES]
-fate = FATES.get(INDEX)
-if IS_WARM:
-    tr.save(tmp / "warm", {"n": 1})
-(tmp / f"pid-{INDEX}").write_text(str(os.getpid()))
-sync("begun")
-if fate in ("SIGKILL", "SIGSTOP"):
-    os.kill(os.getpid(), getattr(signal, fate))
-elif fate == "ends":
-    sys.exit()
-elif fate == "makes no call":
-    reported(*survivors)
-else:
-    first, *others = survivors
-    if INDEX == first and "makes no call" not in FATES.values():  # it waits in its step while its peers time out
-        reported(*others)
-    error = caught(tr.save, tmp / "c", {"n": 1}, timeout=1.5)
-    if INDEX == first:
-        for index in (index for index, fate in FATES.items() if fate == "SIGSTOP"):
-            os.kill(int((tmp / f"pid-{index}").read_text()), signal.SIGKILL)
-    report(error)
-    if INDEX != first:
-        if GOES_ON:
-            caught(tr.save, tmp / "later", {"n": 1}, timeout=1.5)
-        sys.exit()
-"""
 DEAD, HINT = "dead, stopped or cut off, and nothing was committed", "if jax.process_index() == 0"
 
 
@@ -93,5 +63,5 @@ def _survivors(
 ) -> list[tuple[str, str]]:
     ends: dict[int, int | None] = {index: -signal.SIGKILL for index, fate in fates.items() if fate.startswith("SIG")}
     options = {"recoverable": True, "devices": 1, "before": before, "expect": ends, "timeout": 60}
-    results = run_job(tmp, BODY, processes=count, FATES=fates, IS_WARM=is_warm, GOES_ON=goes_on, **options)
+    results = run_job(tmp, "liveness.body", processes=count, FATES=fates, IS_WARM=is_warm, GOES_ON=goes_on, **options)
     return [result.report for index, result in enumerate(results) if index not in fates]

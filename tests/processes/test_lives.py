@@ -69,26 +69,14 @@ report([starts, tr.steps(tmp / "run"), lines])
 @pytest.mark.slow
 def test_restarted_process_is_preempted_with_its_peers(tmp_path: pathlib.Path) -> None:
     """The second life asks JAX's preemption service with the numbers of its peers, also while these are in a step."""
-    body = """
-while True:
-    try:
-        with tr.Checkpointer(tmp / "run", save_every=10, timeout=6, save_on_preemption=True) as ckpts:
-            state, step = ckpts.restore_or_init(lambda: {"n": 0})
-            for step in range(step + 1, 400):
-                time.sleep(2 if INDEX == 0 and step == 22 and LIFE == 1 else 0.02)
-                ckpts.save(step, {"n": step})
-                if INDEX == 1 and LIFE == 1 and step == 21:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if INDEX == 1 and LIFE == 2 and step == 40:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                if ckpts.preempted:
-                    break
-        break
-    except PeerError:
-        pass
-report([step, tr.steps(tmp / "run")[-1]])
-"""
-    results = run_job(tmp_path, body, processes=2, devices=1, recoverable=True, restarts=[1])
+    results = run_job(
+        tmp_path,
+        "lives.restarted_process_is_preempted_with_its_peers",
+        processes=2,
+        devices=1,
+        recoverable=True,
+        restarts=[1],
+    )
     (step, saved), other = (result.report for result in results)
     assert other == [step, saved] and step == saved and 40 < step < 399
 
@@ -96,18 +84,14 @@ report([step, tr.steps(tmp / "run")[-1]])
 @pytest.mark.slow
 def test_restarted_process_learns_where_process_0_is(tmp_path: pathlib.Path) -> None:
     """A restarted process whose peers make no call gets an error that names the last call of process 0."""
-    body = """
-ckpts = tr.Checkpointer(tmp / "run", timeout=2)
-if LIFE == 1:
-    state, step = ckpts.restore_or_init(lambda: {"n": 0})
-    ckpts.save(1, {"n": 1}).result()
-    if INDEX == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(8)
-else:
-    report(caught(lambda: ckpts.restore_or_init(lambda: {"n": 0})))
-"""
-    _, result = run_job(tmp_path, body, processes=2, devices=1, recoverable=True, restarts=[1])
+    _, result = run_job(
+        tmp_path,
+        "lives.restarted_process_learns_where_process_0_is",
+        processes=2,
+        devices=1,
+        recoverable=True,
+        restarts=[1],
+    )
     kind, text = result.report
     assert kind == "PeerError" and "process 0 (not in this call; its last is" in text and ".save(1))" in text
     assert "this process was started again in its job" in text
@@ -159,15 +143,7 @@ while True:
 @pytest.mark.slow
 def test_job_that_was_shut_down_saves_nothing(tmp_path: pathlib.Path) -> None:
     """After `jax.distributed.shutdown()` there are still two processes, but no way to agree."""
-    body = """
-jax.process_count()
-jax.distributed.shutdown()
-mine = str(tmp / f"own-{INDEX}")
-calls = [lambda: tr.save(tmp / "last", {"x": 1}), lambda: tr.Checkpointer(tmp / "run").save(1, {"x": 1})]
-report([*map(caught, calls), tr.save(mine, {"x": INDEX}, processes="this") is not None])
-os._exit(0)
-"""
-    for result in run_job(tmp_path, body, processes=2, devices=1):
+    for result in run_job(tmp_path, "lives.job_that_was_shut_down_saves_nothing", processes=2, devices=1):
         first, second, alone = result.report
         assert first[0] == second[0] == "MismatchError" and alone
         assert "expected a job of 2 processes, found that jax.distributed.shutdown() has ended it" in first[1]

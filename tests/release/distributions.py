@@ -27,6 +27,11 @@ METADATA = {
 }
 
 
+def fragments() -> list[Path]:
+    """Returns the files that say what has changed since the last release."""
+    return sorted((ROOT / "changes").glob("+*"))
+
+
 def tag_problems(tag: str) -> list[str]:
     """Returns what the project lacks before it can have a tag: the version, its changelog, and its golden files."""
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
@@ -38,6 +43,7 @@ def tag_problems(tag: str) -> list[str]:
             if any(re.match(rf"## {re.escape(tag[1:])}\b", line) for line in changelog)
             else [f"CHANGELOG.md: expected a heading ## {tag[1:]}, found none"]
         ),
+        *(f"{path.relative_to(ROOT)}: expected in CHANGELOG.md; run `towncrier build`" for path in fragments()),
         *(
             []
             if golden.exists()

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 import treering as tr
+from jobs import run_job
 from treering._restore import array_placement
 from treering.errors import MismatchError, UnsupportedError
 
@@ -107,6 +108,40 @@ def test_saved_places_of_every_kind(tmp_path: pathlib.Path, mesh: Mesh) -> None:
 
 
 @pytest.mark.long
+def test_a_format_is_a_sharding_with_a_layout(tmp_path: pathlib.Path, mesh: Mesh) -> None:
+    """`sharding=` takes what `jax.device_put` takes: for all arrays, by path, as a tree, and without a template."""
+    device = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[1]))
+    spread = Format(Layout((1, 0)), NamedSharding(mesh, P("x")))
+    tree = {"a": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": np.ones((8, 2), np.float32)}
+    tr.save(tmp_path / "c", tree)
+    for wish in (device, spread, lambda path, shape, dtype: spread, {"a": device, "b": spread}):
+        for like in ({"like": jax.tree.map(jnp.zeros_like, tree)}, {}):
+            found = tr.restore(tmp_path / "c", sharding=wish, **like)
+            for name, array in found.items():
+                wanted = wish[name] if isinstance(wish, dict) else spread if callable(wish) else wish
+                assert array.format.layout.major_to_minor == (1, 0) and array.sharding == wanted.sharding
+                assert np.array_equal(array, tree[name])
+
+
+@pytest.mark.slow
+def test_arrays_of_several_processes_keep_their_layout(tmp_path: pathlib.Path) -> None:
+    body = """
+    from jax.experimental.layout import Format, Layout
+    place = Format(Layout((1, 0)), NamedSharding(mesh(2), P("x")))
+    init = lambda: {"w": jax.jit(lambda: jnp.arange(32.0).reshape(4, 8), out_shardings=place)()}
+    with tr.Checkpointer(tmp / "run") as ckpts:
+        state, _ = ckpts.restore_or_init(init)
+        ckpts.save(1, state)
+    with tr.Checkpointer(tmp / "run") as ckpts:
+        again, _ = ckpts.restore_or_init(init)
+    found = [again["w"], tr.restore(tmp / "run", sharding="saved")["w"], tr.restore(tmp / "run", state)["w"]]
+    report([[array.format.layout.major_to_minor, same(array, np.arange(32, dtype=np.float32).reshape(4, 8))]
+            for array in (state["w"], *found)])
+    """
+    for result in run_job(tmp_path, body, processes=2, devices=1):
+        assert result.report == [[[1, 0], True]] * 4
+
+
 def test_a_layout_of_the_template_is_kept(tmp_path: pathlib.Path, mesh: Mesh) -> None:
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(64.0).reshape(8, 8)}
     one = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[1]))

@@ -43,6 +43,33 @@ def assert_as_saved(found: Any, tree: Any) -> None:
     assert (jax.random.key_data(found["keys"]) == jax.random.key_data(tree["keys"])).all()
 
 
+@pytest.mark.skipif(not hasattr(jax.sharding.PartitionSpec, "partitions"), reason="JAX 0.9 has no reduced axes")
+def test_reduced_axes_are_a_part_of_the_type(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    specs = [jax.P(None, reduced={"x"}), jax.P("y", reduced={"x"}), jax.P(reduced={"x", "y"})]
+    tree = [jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, spec)) for spec in specs]
+    tr.save(tmp_path / "c", tree)
+    for found in (tr.restore(tmp_path / "c", tree), tr.restore(tmp_path / "c", tree, sharding="saved")):
+        assert [*map(jax.typeof, found)] == [*map(jax.typeof, tree)]
+        jax.tree.map(np.testing.assert_array_equal, found, tree)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, tree)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        found, _ = ckpts.restore_or_init(lambda: [jax.numpy.zeros(8)] * 3)
+    assert [*map(jax.typeof, found)] == [*map(jax.typeof, tree)]
+
+
+def test_a_target_of_partial_sums_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    place = NamedSharding(mesh, jax.P(None, unreduced={"x"}))
+    tr.save(tmp_path / "c", {"grads": np.ones(4, np.float32)})
+    shape = jax.ShapeDtypeStruct((4,), np.float32)
+    like = {"grads": jax.ShapeDtypeStruct((4,), np.float32, sharding=place)}
+    for options in ({"like": like}, {"like": {"grads": shape}, "sharding": place}, {"sharding": place}):
+        with pytest.raises(MismatchError, match=r"grads: .*partial sums over the mesh axes x"):
+            tr.restore(tmp_path / "c", **options)
+
+
 @pytest.mark.long
 def test_arrays_go_where_they_were(spread: Any, tmp_path: pathlib.Path) -> None:
     path, tree = spread

@@ -1377,47 +1377,7 @@ def test_rules_change_what_a_run_saves(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_several_processes_decide_together(tmp_path: pathlib.Path) -> None:
-    body = """
-reports = []
-def tree(step):
-    return {"w": put(np.full(8, step, np.float32), P("x")), "n": step}
-def again(options={}):
-    return tr.Checkpointer(tmp / "run", timeout=20, **options)
-with again({"on_save": lambda report: reports.append(report.step), "keep": tr.keep.last(3)}) as ckpts:
-    for step in range(1, 6):
-        ckpts.save(step, tree(step))
-    ckpts.wait()
-    steps = ckpts.steps
-    ckpts.rewind(4)
-    sync("rewound")
-    rewound = ckpts.steps
-    template = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=tree(0)["w"].sharding), "n": 0}
-    ckpts.restore(template, step=3)
-    assert same(ckpts.restore(template, step=3)["w"], np.full(8, 3, np.float32))
-    ckpts.save(4, tree(44))
-    ckpts.wait()
-    branched = ckpts.steps
-    assert ckpts.restore(template)["n"] == 44
-sync("closed")
-refused = None
-first = tr.Checkpointer(tmp / "run", timeout=20)
-second = tr.Checkpointer(tmp / "run", timeout=20)
-first.save(5, tree(5)); first.wait()
-second.save(6, tree(6)); second.wait()
-refused = caught(lambda: (first.save(7, tree(7)), first.wait()))
-second.finish()
-finished = [ckpt.step for ckpt in tr.follow(tmp / "run", timeout=0)]
-class Slow(stores.posix.Disk):
-    def preallocate(self, fd, size):
-        time.sleep(1.5 if INDEX else 0)
-        super().preallocate(fd, size)
-stores.register(stores.Filesystem(Slow()))
-busy = tr.Checkpointer(tmp / "busy", when_busy="skip", timeout=20)
-taken = [busy.save(step, tree(step)) is not None for step in (1, 2)]
-busy.close()
-report([reports, steps, rewound, branched, refused, finished, taken, busy.steps])
-"""
-    results = run_job(tmp_path, body, processes=2)
+    results = run_job(tmp_path, "runs.several_processes_decide_together", processes=2)
     for index, result in enumerate(results):
         reports, steps, rewound, branched, refused, finished, taken, slow = result.report
         assert reports == ([1, 2, 3, 4, 5, 4] if index == 0 else [])

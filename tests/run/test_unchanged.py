@@ -457,49 +457,10 @@ def test_arrays_that_a_jitted_step_returns(tmp_path: pathlib.Path) -> None:
     assert shared == [False] * 4 + [True] * 3
 
 
-_JOB = """
-run = tmp / "run"
-frozen, held = put(np.arange(1 << 20, dtype=np.float32), P("x")), put(np.ones(600_000, np.float32))
-like = {"frozen": frozen, "held": held, "equal": held, "trained": put(np.zeros(600_000, np.float32), P("x")), "n": 0}
-shared = []
-with tr.Checkpointer(run, keep=tr.keep.last(3)) as ckpts:
-    for step in range(1, 10):
-        if step == 8:
-            held = put(np.full(600_000, 2, np.float32))
-        trained = put(np.full(600_000, step, np.float32), P("x"))
-        equal = put(np.arange(2_000_000, dtype=np.float32), P())
-        tree = {"frozen": frozen, "held": held, "equal": equal, "trained": trained, "n": step}
-        pending = ckpts.save(step, tree)
-        shared.append(pending.result().shared_bytes)
-like = {**like, "equal": put(np.zeros(2_000_000, np.float32))}
-found = {step: tr.restore(run, like, step=step) for step in (7, 8, 9)}
-right = all(
-    same(one["frozen"], np.arange(1 << 20, dtype=np.float32))
-    and same(one["held"], np.full(600_000, 1 + (step > 7), np.float32))
-    and same(one["equal"], np.arange(2_000_000, dtype=np.float32))
-    and same(one["trained"], np.full(600_000, step, np.float32))
-    and one["n"] == step
-    for step, one in found.items()
-)
-# Only process 1 has an array that does not change, and process 0 knows nothing of it. The path is not valid Unicode.
-run, theirs = tmp / "theirs\\udcff", Mesh(devices[DEVICES:], ("x",))
-mine, known = put(np.arange(600_000, dtype=np.float32), mesh=theirs), 0
-with tr.Checkpointer(run) as ckpts:
-    for step in range(1, 8):
-        tree = {"mine": mine, "trained": put(np.full(600_000, step, np.float32))}
-        nbytes = ckpts.save(step, tree).result().shared_bytes
-    known = len(ckpts._saver._unchanged.state.saved.files)
-    right &= same(ckpts.restore(tree)["trained"], np.full(600_000, 7, np.float32))
-tr.save(tmp / "one\\udcff", tree)
-right &= same(tr.restore(tmp / "one\\udcff", tree)["mine"], np.arange(600_000, dtype=np.float32))
-report([shared, right, nbytes, known])
-"""
-
-
 @pytest.mark.slow
 def test_several_processes(tmp_path: pathlib.Path) -> None:
     """Each process shares the files that it wrote: of sharded arrays, and of those that one of all holders writes."""
-    results = jobs.run_job(tmp_path, _JOB, processes=2)
+    results = jobs.run_job(tmp_path, "unchanged.job", processes=2)
     assert all(result.report[1] for result in results)
     assert results[1].report[2] > 2_400_000 and max(result.report[3] for result in results) <= 4
     totals = [sum(result.report[0][n] for result in results) for n in range(9)]
@@ -513,24 +474,10 @@ def test_several_processes(tmp_path: pathlib.Path) -> None:
     assert np.array_equal(restored["frozen"], np.arange(1 << 20)) and restored["n"] == 9
 
 
-_JOB_WITH_ACCELERATORS = """
-sys.path.insert(0, TESTS)
-import pytest, accelerator
-accelerator.install(pytest.MonkeyPatch())
-tree = {"everywhere": jnp.arange(600_000.0), "global": put(np.arange(600_000, dtype=np.float32), P("x"))}
-with tr.Checkpointer(tmp / "run") as ckpts:
-    for step in range(1, 9):
-        made = put(np.arange(700_000, dtype=np.float32), P("x"))
-        pending = ckpts.save(step, {**tree, "made": made, "n": step})
-        nbytes, supply = pending.result().shared_bytes, pending._supply
-report([sorted({shard.leaf for shard in supply.shards[supply._first_deferred :]}), nbytes])
-"""
-
-
 @pytest.mark.slow
 def test_arrays_that_all_processes_have(tmp_path: pathlib.Path) -> None:
     """The processes compare these before they know what is shared, so the caller copies them at once."""
-    results = jobs.run_job(tmp_path, _JOB_WITH_ACCELERATORS, processes=2, TESTS=str(pathlib.Path(jobs.__file__).parent))
+    results = jobs.run_job(tmp_path, "unchanged.job_with_accelerators", processes=2)
     assert [result.report[0] for result in results] == [[1, 2]] * 2  # "global", and "made" by its digests
     assert sum(result.report[1] for result in results) > 7_600_000
     assert tr.verify(tmp_path / "run").ok

@@ -16,28 +16,6 @@ from treering._processes.calls import SingleProcessCall
 from treering._processes.layouts import Layout
 from treering.formats._zarr.chunks import assign_chunks
 
-STATE = """
-def random(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-values = {
-    "rows": random(0, 1024, 2048), "columns": random(1, 2048, 1032), "replicated": random(2, 1009, 1024),
-    "grid": random(3, 1024, 1024), "bf16": random(4, 512, 64).astype(jnp.bfloat16), "empty": random(5, 0, 64),
-    "long": random(6, 524_296), "scalar": np.float32(2.5), "small": random(7, 8), "alone": random(8, 9, 5),
-}
-def state():
-    n, last = len(devices), Mesh(np.array([d for d in devices if d.process_index == COUNT - 1]), ("x",))
-    return {
-        "rows": put(values["rows"], P("x")), "columns": put(values["columns"], P(None, "x")),
-        "replicated": put(values["replicated"]), "grid": put(values["grid"], P("y", "x"), mesh(2, n // 2)),
-        "bf16": put(values["bf16"], P("x")), "empty": put(values["empty"], P(None, "x")),
-        "long": put(values["long"], P("x")), "scalar": put(values["scalar"]), "small": put(values["small"], P("x")),
-        "alone": put(values["alone"], P(), last), "here": jnp.arange(5.0), "step": 7,
-        "numpy": np.random.default_rng(9).integers(0, 1 << 30, 500_000, np.int32),
-    }
-def written():
-    with open("/proc/self/io") as file:
-        return int(dict(line.split(": ") for line in file)["wchar"])
-"""
 FORMATS = ["orbax", "t5x", "levanter"]
 VALUES: dict[str, Any] = {
     "rows": (0, (1024, 2048)),
@@ -71,28 +49,7 @@ def files(path: pathlib.Path) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_process_writes_its_part(tmp_path: pathlib.Path, processes: int) -> None:
-    body = (
-        STATE
-        + """
-tree, counts = state(), {}
-tr.save(tmp / "warm", {"x": put(values["rows"], P("x"))}, format="orbax")
-for format in FORMATS:
-    for again in range(2):
-        before = written()
-        saved = tr.save(tmp / format, tree, format=format, overwrite=bool(again), memory_limit=[1 << 20, None][again])
-        counts[format] = [written() - before, saved.nbytes]
-    pending = tr.save_async(tmp / f"{format} later", tree, format=format)
-    tree["numpy"] += 1
-    pending.result()
-    tree["numpy"] -= 1
-keys = jax.random.wrap_key_data(put(np.arange(32, dtype=np.uint32).reshape(16, 2), P("x")))
-tr.save(tmp / "keys", {"keys": keys}, format="orbax")
-rules = [tr.rules.rename("rows", "renamed"), tr.rules.cast("renamed", "bfloat16")]
-tr.save(tmp / "rules", tree, format="orbax", rules=rules)
-report(counts)
-"""
-    )
-    results = run_job(tmp_path, body, processes=processes, FORMATS=FORMATS)
+    results = run_job(tmp_path, "parallel_formats.each_process_writes_its_part", processes=processes, FORMATS=FORMATS)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     for format in FORMATS:
         size = files(tmp_path / format)
@@ -118,7 +75,7 @@ def test_their_libraries_read_what_several_have_written(tmp_path: pathlib.Path) 
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
-    run_job(tmp_path, STATE + "for f in FORMATS: tr.save(tmp / f, state(), format=f)", processes=2, FORMATS=FORMATS)
+    run_job(tmp_path, "parallel_formats.save_in_each", processes=2, FORMATS=FORMATS)
     # The database refers to its files by relative paths, so it can be moved.
     (tmp_path / "orbax").rename(tmp_path / "moved")
     with ocp.StandardCheckpointer() as theirs:
@@ -135,21 +92,7 @@ def test_their_libraries_read_what_several_have_written(tmp_path: pathlib.Path) 
 def test_items_of_orbax_that_several_have_written(tmp_path: pathlib.Path) -> None:
     import orbax.checkpoint as ocp
 
-    body = (
-        STATE
-        + """
-tree = state()
-items = {"params": {name: tree.pop(name) for name in ("rows", "bf16", "empty")}, "state": tree}
-items |= {"small": {"x": np.arange(3)}, "config": {"a": [1, "b"]}, "bare": {"none": None}}
-for again in range(2):
-    tr.save(tmp / "c", items, format="orbax", composite=True, overwrite=bool(again))
-tr.save(tmp / "values", {"config": {"a": 1}}, format="orbax", composite=True)
-rules = [tr.rules.transpose("params/rows", (1, 0))]
-tr.save(tmp / "across", items, format="orbax", composite=True, rules=rules)
-report(caught(tr.save, tmp / "across", items, format="orbax", composite=True, rules=rules))
-"""
-    )
-    for result in run_job(tmp_path, body, processes=2):
+    for result in run_job(tmp_path, "parallel_formats.items_of_orbax_that_several_have_written", processes=2):
         assert result.report[0] == "ExistsError" and "pass overwrite=True" in result.report[1]
     assert {"ocdbt.process_0", "ocdbt.process_1"} < {*os.listdir(tmp_path / "c" / "params")}
     (tmp_path / "c").rename(tmp_path / "moved")
@@ -170,14 +113,7 @@ def test_what_one_process_cannot_write_in_parts(tmp_path: pathlib.Path) -> None:
 
     Here: rules that need parts of several processes, and arrays that T5X stores without files of their own.
     """
-    body = """
-big = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
-tree = {"rows": put(big, P("x")), "w": {"v_row": put(big[:, 0], P("x"))}}
-tr.save(tmp / "across", tree, format="levanter", rules=[tr.rules.transpose("rows", (1, 0))])
-tr.save(tmp / "factors", tree, format="t5x")
-report(1)
-"""
-    run_job(tmp_path, body, processes=2)
+    run_job(tmp_path, "parallel_formats.what_one_process_cannot_write_in_parts", processes=2)
     big = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
     assert (tr.restore(tmp_path / "across")["rows"] == big.T).all()
     factors = tr.restore(tmp_path / "factors")
@@ -186,28 +122,13 @@ report(1)
     assert sorted(os.listdir(tmp_path)) == ["across", "factors", "report-0.json", "report-1.json"]
 
 
-DIES = """
-from treering.formats._zarr.writer import Writer
-first = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9)}
-second = {"w": put(np.full((64, 64), 2.0, np.float32), P("x")), "n": np.arange(9) + 1}
-tr.save(tmp / "c", first, format=FORMAT)
-close = Writer.close
-def dies(self):
-    close(self)  # dies after its part is written
-    if INDEX == WHO:
-        HOW()
-Writer.close = dies
-report(caught(tr.save, tmp / "c", second, format=FORMAT, overwrite=True, timeout=4))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("format", "who"), [("orbax", 0), ("orbax", 1), ("t5x", 1), ("levanter", 1)])
 def test_one_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, format: str, who: int) -> None:
     """A killed process leaves the earlier checkpoint in place."""
-    body = DIES.replace("HOW()", "os.kill(os.getpid(), signal.SIGKILL)")
     expect = {n: -signal.SIGKILL if n == who else None for n in range(2)}
-    results = run_job(tmp_path, body, processes=2, recoverable=True, expect=expect, FORMAT=format, WHO=who)
+    body, names = "parallel_formats.one_ends_after_its_part", {"FORMAT": format, "WHO": who, "KILLED": True}
+    results = run_job(tmp_path, body, processes=2, recoverable=True, expect=expect, **names)
     if who:  # Otherwise JAX ends the peers as well.
         assert results[0].report[0] == "PeerError"
     found = tr.restore(tmp_path / "c")
@@ -221,8 +142,8 @@ def test_one_that_is_killed_leaves_what_was_there(tmp_path: pathlib.Path, format
 @pytest.mark.parametrize(("format", "who"), [("orbax", 1), ("t5x", 0), ("levanter", 1)])
 def test_one_that_fails_fails_all_and_leaves_nothing(tmp_path: pathlib.Path, format: str, who: int) -> None:
     """If one process fails, all processes raise, and no files are left."""
-    body = DIES.replace("HOW()", 'raise OSError(28, "No space left on device")')
-    results = run_job(tmp_path, body, processes=2, FORMAT=format, WHO=who)
+    body, names = "parallel_formats.one_ends_after_its_part", {"FORMAT": format, "WHO": who, "KILLED": False}
+    results = run_job(tmp_path, body, processes=2, **names)
     for kind, text in (result.report for result in results):
         assert kind == "SaveError" and "No space left" in text
     assert (tr.restore(tmp_path / "c")["w"] == 1).all()
@@ -236,28 +157,10 @@ def test_a_chunk_that_process_0_does_not_see_is_no_checkpoint(tmp_path: pathlib.
 
     TensorStore reads missing chunks as zeros, or as an empty database.
     """
-    body = """
-import shutil
-from treering.formats._zarr.writer import Writer
-close = Writer.close
-def loses(self):
-    close(self)
-    if INDEX == 1 and (tmp / "loses").exists():
-        one = next(pathlib.Path(self._path).glob(GONE[FORMAT]))
-        shutil.rmtree(one) if one.is_dir() else one.unlink()
-Writer.close = loses
-tree = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9), "m": np.arange(8)}
-found = []
-for FORMAT in GONE:
-    tr.save(tmp / FORMAT, tree, format=FORMAT)
-sync("saved")
-(tmp / "loses").touch()
-for FORMAT in GONE:
-    found.append(caught(tr.save, tmp / FORMAT, tree, format=FORMAT, overwrite=True, timeout=3))
-report(found)
-"""
     gone = {"orbax": "ocdbt.process_1", "t5x": "w/2.0", "levanter": "w/3.0"}
-    for result in run_job(tmp_path, body, processes=2, GONE=gone):
+    for result in run_job(
+        tmp_path, "parallel_formats.a_chunk_that_process_0_does_not_see_is_no_checkpoint", processes=2, GONE=gone
+    ):
         for kind, text in result.report:
             assert kind == "SaveError" and "do all processes see the same file system?" in text
     assert all(tr.verify(tmp_path / format).ok for format in gone)  # the earlier checkpoint
@@ -266,21 +169,7 @@ report(found)
 @pytest.mark.long
 def test_processes_that_were_called_otherwise(tmp_path: pathlib.Path) -> None:
     """Processes with different rules or formats are refused. They would write chunks of different leaves."""
-    body = """
-tree = {"a": put(np.arange(8.0), P("x")), "b": put(np.arange(8.0) + 100, P("x")), "n": 1}
-swap = [tr.rules.rename("a", "c"), tr.rules.rename("b", "a"), tr.rules.rename("c", "b")]
-same = [tr.rules.rename("a", "c"), tr.rules.rename("c", "a"), tr.rules.cast("b", "float32")]
-found = {}
-for format in ("treering", "orbax", "t5x", "levanter"):
-    found[f"{format} rules"] = caught(tr.save, tmp / "c", tree, format=format, rules=[swap, same][INDEX])
-    found[f"{format} one"] = caught(tr.save, tmp / "c", tree, format=format, rules=[swap, ()][INDEX])
-    found[f"{format} other"] = caught(tr.save, tmp / "c", tree, format=[format, "safetensors"][INDEX])
-    found[f"{format} dtype"] = caught(tr.save, tmp / "c", tree, format=format, dtype=["bfloat16", None][INDEX])
-found["orbax items other"] = caught(tr.save, tmp / "c", {"a": tree}, format="orbax", composite=bool(INDEX))
-tr.save(tmp / "good", tree, format="orbax", rules=swap)
-report(found)
-"""
-    for result in run_job(tmp_path, body, processes=2):
+    for result in run_job(tmp_path, "parallel_formats.processes_that_were_called_otherwise", processes=2):
         for name, (kind, text) in result.report.items():
             assert kind == "MismatchError" and "nothing was written" in text, name
             if name.endswith("rules"):
@@ -294,25 +183,10 @@ report(found)
 @pytest.mark.slow
 def test_what_is_still_in_a_checkpoint_is_read_in_parts(tmp_path: pathlib.Path) -> None:
     """Leaves that are arrays of a checkpoint are read in parts, in bounded memory."""
-    body = """
-from treering.formats.treering.read import Reader
-big = np.arange(1 << 24, dtype=np.float32)
-read, counted, largest = Reader.read, [0], [0]
-def counting(self, wanted, **options):
-    sizes = [4 * int(np.prod([b - a for a, b in box])) for entry, box in wanted if entry.path == "big"]
-    counted[0] += sum(sizes)
-    largest[0] = max([largest[0], *sizes])
-    return read(self, wanted, **options)
-Reader.read = counting
-found = {}
-for format in FORMATS:
-    counted[0] = largest[0] = 0
-    tr.save(tmp / format, {"w": put(np.ones((8, 8)), P("x")), "big": tr.open(tmp / "source")["big"]}, format=format)
-    found[format] = [counted[0], largest[0]]
-report(found)
-"""
     tr.save(tmp_path / "source", {"big": np.arange(1 << 24, dtype=np.float32)})
-    for result in run_job(tmp_path, body, processes=2, FORMATS=FORMATS):
+    for result in run_job(
+        tmp_path, "parallel_formats.what_is_still_in_a_checkpoint_is_read_in_parts", processes=2, FORMATS=FORMATS
+    ):
         for total, largest in result.report.values():
             # It reads everything once to compare it with its peers, and again what it writes.
             assert total <= 2 * (64 << 20)
@@ -324,16 +198,7 @@ report(found)
 
 @pytest.mark.slow
 def test_arrays_of_one_process_and_names_of_orbax_in_t5x(tmp_path: pathlib.Path) -> None:
-    body = """
-from treering.formats.t5x import write
-write.CHUNK_BYTES = 1 << 12
-last = Mesh(np.array([d for d in devices if d.process_index == COUNT - 1]), ("x",))
-tree = {"prime": put(np.arange(1031.0), P(), last), "empty": put(np.ones((0, 3)), P(), last),
-        "_METADATA": put(np.arange(8.0), P("x")), "manifest": {"ocdbt": put(np.arange(8.0) + 1, P("x"))}}
-tr.save(tmp / "c", tree, format="t5x")
-report(1)
-"""
-    run_job(tmp_path, body, processes=2)
+    run_job(tmp_path, "parallel_formats.arrays_of_one_process_and_names_of_orbax_in_t5x", processes=2)
     found = tr.open(tmp_path / "c")
     assert found.format == "t5x" and tr.verify(tmp_path / "c").ok
     assert found["prime"][...].tolist() == list(range(1031)) and len(os.listdir(tmp_path / "c" / "prime")) == 2

@@ -217,6 +217,11 @@ def local_shards(array: "jax.Array") -> list[tuple[Box, Any]]:
     return list(found.items())
 
 
+def spec_axes(spec: "jax.sharding.PartitionSpec") -> tuple[Any, ...]:
+    """Returns the entry of a spec for each axis. JAX refuses to iterate over a spec with reduced or unreduced axes."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+
+
 def sharding_to_json(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None:
     """Returns a `NamedSharding` as JSON: the sizes of the mesh axes, and the spec.
 
@@ -226,7 +231,7 @@ def sharding_to_json(sharding: "jax.sharding.Sharding") -> dict[str, Any] | None
     mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
     if mesh is None or spec is None:
         return None
-    axes = [list(part) if isinstance(part, tuple) else part for part in spec]
+    axes = [list(part) if isinstance(part, tuple) else part for part in spec_axes(spec)]
     if not all(part is None or isinstance(part, str | list) for part in axes):
         return None
     names = [*mesh.shape, *(name for part in axes if isinstance(part, list) for name in part)]

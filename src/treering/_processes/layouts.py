@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.boxes import Box, Cells, box_of
+from .._core.boxes import Box, Cells, box_of, spec_axes
 
 
 class Holders(tuple[tuple[int, ...], ...]):
@@ -88,10 +88,11 @@ def _of_mesh(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout 
     if type(sharding) is not jax.NamedSharding or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return None
     mesh, spec = sharding.mesh, sharding.spec
-    plain = all(part is None or isinstance(part, str | tuple) for part in spec)
-    if not plain or len(spec) > len(shape) or getattr(spec, "unreduced", None):
+    axes = spec_axes(spec)
+    plain = all(part is None or isinstance(part, str | tuple) for part in axes)
+    if not plain or len(axes) > len(shape) or getattr(spec, "unreduced", None):
         return None
-    names = [(part,) if isinstance(part, str) else part or () for part in spec]
+    names = [(part,) if isinstance(part, str) else part or () for part in axes]
     parts = [math.prod(mesh.shape[name] for name in own) for own in names] + [1] * (len(shape) - len(names))
     if any(size % n or not size for size, n in zip(shape, parts, strict=True)):
         return None

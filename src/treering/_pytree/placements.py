@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from .._core.boxes import spec_axes
+
 CAST: Mapping[str, Any] = {"cast": True}  # the record of a NumPy array that was cast; it has no place
 Layout = tuple[int, ...] | None  # the axes from major to minor; None for row-major
 
@@ -86,10 +88,11 @@ def _describe_mesh(sharding: Sharding) -> dict[str, Any]:
     if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh):
         raise PlacementError(f"a {type(sharding).__name__} over {sharding.num_devices} devices")
     spec = sharding.spec
-    partial = getattr(spec, "reduced", None) or getattr(spec, "unreduced", None)
-    if partial or not all(isinstance(name, str) for name in mesh.axis_names):
+    if getattr(spec, "unreduced", None) or not all(isinstance(name, str) for name in mesh.axis_names):
         raise PlacementError(f"{spec} on a mesh with the axes {mesh.axis_names}")
-    found: dict[str, Any] = {"mesh": dict(mesh.shape), "spec": [_axis_to_json(axis) for axis in spec]}
+    found: dict[str, Any] = {"mesh": dict(mesh.shape), "spec": [_axis_to_json(axis) for axis in spec_axes(spec)]}
+    if reduced := getattr(spec, "reduced", None):
+        found["reduced"] = sorted(reduced)
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         found["axis_types"] = [kind.name.lower() for kind in mesh.axis_types]
     devices = list(mesh.devices.flat)
@@ -149,8 +152,9 @@ def resolve_placement(found: Mapping[str, Any], ambient: Any, *, exactly: bool) 
 
 
 def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
-    spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in found["spec"]))
-    named = {name for axis in spec if axis for name in ((axis,) if isinstance(axis, str) else axis)}
+    reduced = {"reduced": set(found["reduced"])} if found.get("reduced") else {}
+    spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in found["spec"]), **reduced)
+    named = {name for axis in spec_axes(spec) if axis for name in ((axis,) if isinstance(axis, str) else axis)}
     if ambient is None:
         return _with_memory(NamedSharding(_mesh(found, exactly), spec), found)
     fits = (named or set(found["mesh"])) <= set(ambient.axis_names)

@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .._core.entries import IteratorInfo
 
 _log = logging.getLogger("treering")
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
+# Libraries whose iterable objects are no pipelines of data.
+_NO_PIPELINES = ("builtins", "collections", "equinox", "flax", "jax", "jaxlib", "numpy", "optax")
 _CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
 # The class of `tf.data.Dataset.as_numpy_iterator()`. It is recognized by its name, because other classes, such as those
 # that save entire models, have methods `save` and `restore` too.
@@ -50,6 +53,8 @@ def is_generator(leaf_type: type) -> bool:
 
 def unsupported_hint(leaf_type: type) -> str:
     """Returns advice for data and iterators that have no state to save, or "" for a type that is neither."""
+    if hint := _array_hint(leaf_type):
+        return hint
     if leaf_type.__module__.startswith("tensorflow.python.data."):
         return "put as_numpy_iterator() of the dataset into the tree, which has a state"
     methods = "get_state and set_state, or state_dict and load_state_dict (Grain's iterators have the former)"
@@ -59,9 +64,29 @@ def unsupported_hint(leaf_type: type) -> str:
     # `hasattr` would also find the `__iter__` of a metaclass, which makes an enum itself iterable but not its members.
     iterable = any("__iter__" in vars(base) for base in leaf_type.__mro__)
     other = issubclass(leaf_type, _CONTAINERS) or hasattr(leaf_type, "__array__")
-    if iterable and not other and leaf_type.__module__ not in ("builtins", "collections"):
+    if iterable and not other and leaf_type.__module__.partition(".")[0] not in _NO_PIPELINES:
         return f"put iter(…) of it into the tree, if that has the methods {methods}, {instead}"
     return ""
+
+
+@functools.lru_cache(maxsize=512)
+def mutable_hint(leaf_type: type) -> str:
+    """Returns advice for a mutable array of JAX or a hijax Variable of Flax, or "".
+
+    Both have a shape and a dtype, and yet are no arrays: JAX returns the same object from `device_get`, so a save in
+    the background would write what it is later.
+    """
+    if leaf_type.__name__ == "HijaxVariable" and leaf_type.__module__.startswith("flax."):
+        return "nnx.to_pure_dict(nnx.state(model)) has its value, and nnx.replace_by_pure_dict takes it back"
+    if issubclass(leaf_type, getattr(jax, "Ref", ())):
+        return "save its value, x[...] or jax.freeze(x); for a state of NNX, nnx.to_pure_dict(state) has all values"
+    return ""
+
+
+def _array_hint(leaf_type: type) -> str:
+    if issubclass(leaf_type, jax.sharding.PartitionSpec | jax.sharding.Sharding | jax.sharding.Mesh):
+        return "each array is saved with its sharding, and the program makes its mesh; so it need not be saved"
+    return mutable_hint(leaf_type)
 
 
 @functools.lru_cache(maxsize=512)

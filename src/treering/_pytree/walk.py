@@ -1,9 +1,12 @@
 """Flattens a pytree into paths, leaves and a skeleton."""
 
 import contextlib
+import enum
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .._core.leaf_paths import join, key_text, key_texts, relative_to
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
@@ -285,5 +288,12 @@ def _plain_key(key: Any) -> Any:
     from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
     if isinstance(key, DictKey | FlattenedIndexKey):
-        return key.key
-    return key.name if isinstance(key, GetAttrKey) else key.idx if isinstance(key, SequenceKey) else key
+        key = key.key
+    elif isinstance(key, GetAttrKey):
+        key = key.name
+    elif isinstance(key, SequenceKey):
+        key = key.idx
+    # Members of StrEnum and IntEnum, and NumPy's integers and texts, equal the plain value as keys of a dict.
+    if isinstance(key, enum.Enum | np.integer | np.str_):
+        return str.__str__(key) if isinstance(key, str) else int(key) if isinstance(key, int | np.integer) else key
+    return key

@@ -8,9 +8,10 @@ import jax
 import msgspec
 import numpy as np
 from jax import core
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._core.boxes import Box, box_of, full_box
+from .._core.boxes import Box, box_of, full_box, spec_axes
 from .._pytree import flax, jax_private
 from .._pytree.walk import flatten_leaves
 from ..errors import MismatchError
@@ -23,13 +24,14 @@ UNCOMMITTED = object()  # a wish for the default device
 
 def choose_shardings(
     wish: Any, template: Any, paths: Sequence[str], leaves: Sequence[Any], arrays: Callable[[], Sequence[Any]]
-) -> list[ShardingOrNone]:
-    """Returns the place of every leaf.
+) -> tuple[list[ShardingOrNone], dict[int, tuple[int, ...]]]:
+    """Returns the place of every leaf, and the layouts, by the number of the leaf, that are wished for.
 
     wish: what the caller passed as `sharding=`; see `requested_shardings`.
     arrays: returns for each leaf an object with the shape and dtype, and None for a leaf that is not an array.
     """
-    return on_real_devices(requested_shardings(wish, template, paths, leaves, arrays), paths, arrays)
+    wishes, layouts = split_formats(requested_shardings(wish, template, paths, leaves, arrays))
+    return on_real_devices(wishes, paths, arrays), layouts
 
 
 def requested_shardings(
@@ -37,8 +39,8 @@ def requested_shardings(
 ) -> list[Any]:
     """Returns for every leaf the sharding or `PartitionSpec` that the caller wishes, or None.
 
-    wish: None (the template's own), one sharding or `PartitionSpec`, a function of (path, shape, dtype), or a pytree of
-        shardings that is a prefix of the template.
+    wish: None (the template's own), one sharding, `PartitionSpec` or `Format` (a layout and a sharding), a function of
+        (path, shape, dtype), or a pytree of these that is a prefix of the template.
 
     Raises `MismatchError` for anything else.
     """
@@ -48,16 +50,29 @@ def requested_shardings(
             (leaf.sharding if type(leaf) is jax.ShapeDtypeStruct else _own_sharding(leaf)) or spec
             for leaf, spec in zip(leaves, boxed, strict=True)
         ]
-    if isinstance(wish, Sharding | PartitionSpec):
+    kinds = Sharding | PartitionSpec | Format
+    if isinstance(wish, kinds):
         return [wish] * len(leaves)
     if callable(wish):
         return [None if a is None else wish(p, a.shape, a.dtype) for p, a in zip(paths, arrays(), strict=True)]
-    is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(x, Sharding | PartitionSpec)  # noqa: E731
+    is_leaf: Callable[[Any], bool] = lambda x: x is None or isinstance(x, kinds)  # noqa: E731
     try:
         spread = jax.tree.map(lambda s, part: [s] * len(flatten_leaves(part)[0]), wish, template, is_leaf=is_leaf)
         return jax.tree.leaves(spread, is_leaf=is_leaf)
     except (ValueError, TypeError) as error:
         raise MismatchError(f"sharding: expected a sharding or a prefix of the template's tree: {error}") from None
+
+
+def split_formats(wishes: Sequence[Any]) -> tuple[list[Any], dict[int, tuple[int, ...]]]:
+    """Returns the wishes with the sharding of each `Format`, and the layouts of these by the number of the leaf."""
+    layouts: dict[int, tuple[int, ...]] = {}
+    places = list(wishes)
+    for n, wish in enumerate(wishes):
+        if isinstance(wish, Format):
+            places[n] = wish.sharding
+            if order := getattr(wish.layout, "major_to_minor", None):
+                layouts[n] = tuple(order)
+    return places, layouts
 
 
 def on_real_devices(
@@ -101,7 +116,7 @@ def _check_shapes(places: Sequence[ShardingOrNone], paths: Sequence[str], arrays
                 place.shard_shape(array.shape)
             except (ValueError, IndexError) as error:
                 why: Any = error
-                rank = max([n for n, axis in enumerate(place.spec, 1) if axis is not None], default=0)
+                rank = max([n for n, axis in enumerate(spec_axes(place.spec), 1) if axis is not None], default=0)
                 if rank > len(array.shape):
                     ranks[place.spec] = rank
                     why = f"the array has {len(array.shape)} axes, and the spec divides axis {rank - 1}"
@@ -156,7 +171,13 @@ def _concrete(wish: Any, mesh: Any, path: str) -> ShardingOrNone:
         except ValueError as error:
             raise MismatchError(f"{path}: {wish} does not fit the mesh that is set: {error}") from None
     if not isinstance(wish, Sharding):
-        raise MismatchError(f"{path}: sharding: expected a Sharding or a PartitionSpec, found {wish!r}")
+        raise MismatchError(f"{path}: sharding: expected a Sharding, PartitionSpec or Format, found {wish!r}")
+    if unreduced := getattr(getattr(wish, "spec", None), "unreduced", None):
+        axes = ", ".join(sorted(map(str, unreduced)))
+        raise MismatchError(
+            f"{path}: expected a sharding of complete values, found {wish.spec}, of partial sums over the mesh axes "
+            f"{axes}; restore without unreduced=, and make partial sums by jax.reshard"
+        )
     return wish
 
 

@@ -175,7 +175,7 @@ def _array_places(sharding: Any, split: flax.Split) -> list[_place.ShardingOrNon
     """Returns the place that `sharding` gives each JAX array of a template; see `_place.choose_shardings`."""
     flat_tree = walk.flatten_tree(split.tree)
     shaped = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in flat_tree.leaves]
-    places = _place.choose_shardings(sharding, split.tree, flat_tree.paths, flat_tree.leaves, lambda: shaped)
+    places, _ = _place.choose_shardings(sharding, split.tree, flat_tree.paths, flat_tree.leaves, lambda: shaped)
     return [place for place, leaf in zip(places, shaped, strict=True) if leaf is not None]
 
 

@@ -67,6 +67,8 @@ def target_of(path: str, leaf: Any, entry: Entry, asked: Any, records_kinds: boo
             or "no leaf of this type can be restored"
         )
         _leaf_mismatch(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
+    if not on_host and (hint := state_methods.mutable_hint(type(leaf))):
+        _leaf_mismatch(f"{type(leaf).__module__}.{type(leaf).__qualname__}", entry, hint)
     if not (on_host or isinstance(leaf.dtype, np.dtype)) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_target(path, leaf, entry)
     try:

@@ -73,7 +73,7 @@ def without_template(source: Source, policy: Policy, name: str, sharding: Any) -
         places = _place.on_real_devices(saved.wishes, paths, lambda: [_shaped(target) for target in targets])
         layouts, uncommitted = saved.layouts, saved.uncommitted
     else:
-        places = _untemplated_places(sharding, entries, skeleton)
+        places, layouts = _untemplated_places(sharding, entries, skeleton)
     build_tree = functools.partial(nest_by_path, entries) if skeleton is None else functools.partial(build, skeleton)
     return RestorePlan(
         full_source(source), entries, paths, targets, places, lambda: paths, build_tree, layouts, uncommitted
@@ -181,10 +181,10 @@ def _with_places(
     entries = [plan.entries.get(path) for path in paths]
     arrays = functools.cache(lambda: [_shaped(target) for target in plan.targets])
     as_saved = isinstance(sharding, str)
-    layouts: dict[int, tuple[int, ...]] = {}
     wished = [None] * len(paths) if as_saved or sharding is None else _place.requested_shardings(
         sharding, template, paths, leaves, arrays if initial else lambda: [_placed_array(target) for target in targets]
     )  # fmt: skip
+    wished, layouts = _place.split_formats(wished)
     if as_saved or initial:
         recorded = as_saved or records_kinds(plan.source)  # A foreign format records no places, so `init` says them.
         saved = saved_shardings.saved_shardings(
@@ -292,21 +292,20 @@ def _has_level(template: Sequence[str], found: Iterable[str], level: str) -> boo
     return bool(here) and all(here) and all(relative_to(path, level) is None for path in found)
 
 
-def _untemplated_places(sharding: Any, entries: Mapping[str, Entry], skeleton: Skeleton | None) -> list[ShardingOrNone]:
+def _untemplated_places(
+    sharding: Any, entries: Mapping[str, Entry], skeleton: Skeleton | None
+) -> tuple[list[ShardingOrNone], Mapping[int, tuple[int, ...]]]:
+    """Returns the place and perhaps the layout of each entry, by its number."""
     if sharding is None:
-        return [None] * len(entries)
+        return [None] * len(entries), {}
     listed = list(entries.values())
     template = nest_by_path(entries, listed) if skeleton is None else build(skeleton, listed)
     flat_tree = walk.flatten_tree(template)
     shaped = [_visible_array(leaf) if isinstance(leaf, ArrayEntry) else None for leaf in flat_tree.leaves]
-    places = dict(
-        zip(
-            flat_tree.paths,
-            _place.choose_shardings(sharding, template, flat_tree.paths, shaped, lambda: shaped),
-            strict=True,
-        )
-    )
-    return [places[path] for path in entries]
+    chosen, layouts = _place.choose_shardings(sharding, template, flat_tree.paths, shaped, lambda: shaped)
+    numbers = {path: n for n, path in enumerate(flat_tree.paths)}
+    order = [numbers[path] for path in entries]
+    return [chosen[n] for n in order], {at: layouts[n] for at, n in enumerate(order) if n in layouts}
 
 
 def _visible_array(entry: ArrayEntry) -> ArrayEntry | jax.ShapeDtypeStruct:

@@ -107,12 +107,9 @@ def _finished(plan: RestorePlan, values: list[Any], *, moved: bool) -> list[Any]
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value
             for value, target, place in zip(values, plan.targets, plan.places, strict=True)
         ]
-    arrays = {n: layout for n, layout in plan.layouts.items() if isinstance(values[n], jax.Array)}
-    for n in [n for n in arrays if values[n].is_fully_addressable]:
-        values[n] = saved_shardings.with_layout(values[n], arrays.pop(n))
-    if arrays:
-        named = join_names(tuple(plan.paths[n] or "(root)" for n in arrays))
-        _log.warning("%d arrays of several processes have the default layout, not their own: %s", len(arrays), named)
+    for n, layout in plan.layouts.items():
+        if isinstance(values[n], jax.Array):
+            values[n] = saved_shardings.with_layout(values[n], layout)
     for n in plan.uncommitted:
         values[n] = _place.uncommitted(values[n])
     for n, first in plan.aliases.items():

@@ -5,12 +5,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .._core.boxes import spec_axes
 from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names
 from .._core.source import Source, records_kinds
-from .._pytree.placements import Layout, Placement, PlacementError, layout_of, other_devices, resolve_placement
+from .._pytree.placements import (
+    Layout,
+    Placement,
+    PlacementError,
+    layout_of,
+    other_devices,
+    resolve_placement,
+)
 from ..errors import MismatchError
 from .array_placement import JAX_MAKES, UNCOMMITTED, ambient_mesh
 from .initial import Initial
@@ -204,7 +212,7 @@ def _differ(saved: Any, own: Any) -> bool:
     specs = [getattr(one, "spec", one) for one in (saved, own)]
     if not all(isinstance(spec, PartitionSpec) for spec in specs):
         return specs[0] != specs[1]
-    one, other = (tuple(spec) for spec in specs)
+    one, other = map(spec_axes, specs)
     axes = max(len(one), len(other))
     return one + (None,) * (axes - len(one)) != other + (None,) * (axes - len(other))
 
@@ -265,4 +273,11 @@ def with_layout(array: Any, order: tuple[int, ...]) -> Any:
     from jax.experimental.layout import Format
     from jax.experimental.layout import Layout as DeviceLayout
 
-    return jax.device_put(array, Format(DeviceLayout(order), array.sharding))
+    layout = DeviceLayout(order)
+    if array.is_fully_addressable:
+        return jax.device_put(array, Format(layout, array.sharding))
+    # JAX changes no layout of an array of several processes, but puts pieces together that have it.
+    kind, pieces = array.sharding.memory_kind, array.addressable_shards
+    places = [Format(layout, SingleDeviceSharding(piece.device, memory_kind=kind)) for piece in pieces]
+    made = jax.device_put([piece.data for piece in pieces], places)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, made, dtype=array.dtype)

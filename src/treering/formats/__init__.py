@@ -161,6 +161,8 @@ _is_searched = False  # True once the entry points of installed packages have be
 DAMAGED_PREFIX_BYTES = 1 << 16  # bytes that are read of a file that may be a damaged step
 _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # their folders may have other files too
 _ALIASES = {"easylm": "fjformer"}
+# Endings that only these formats use. A folder of the native format with such a name would be taken for one of them.
+_ONLY_READ = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".h5": "keras", ".keras": "keras"}
 # Formats that are never detected, because files of another format may look like theirs: a module and its object.
 _UNDETECTED = {
     "t5x-without-zeros": ("treering.formats.t5x.format", "WITHOUT_ZEROS"),
@@ -238,10 +240,21 @@ def get(name: str) -> Format:
 
 
 def for_path(path: str, name: str | None) -> Format:
-    """Returns the format to write a path in: the named one, else the one of its suffix, else the native one."""
+    """Returns the format to write a path in: the named one, else the one of its suffix, else the native one.
+
+    Raises `UnsupportedError` for a suffix of files that are only read.
+    """
     if name is not None:
         return get(name)
-    return next((get(n) for n in names() if path.endswith(get(n).suffixes)), get("treering"))
+    if found := next((get(n) for n in names() if path.endswith(get(n).suffixes)), None):
+        return found
+    if ending := next((ending for ending in _ONLY_READ if path.endswith(ending)), None):
+        raise UnsupportedError(
+            f"{path}: expected a name for a format that can be written, found the ending {ending} of the format "
+            f"{_ONLY_READ[ending]!r}, which is only read; choose another ending, such as .safetensors, or name the "
+            "format, such as 'treering'"
+        )
+    return get("treering")
 
 
 def detect(store: Store, path: str) -> Format:

@@ -49,6 +49,7 @@ class _Place(msgspec.Struct, frozen=True):
 
     mesh: dict[str, Annotated[int, msgspec.Meta(ge=1, le=MAX_EXACT_INT)]] | msgspec.UnsetType = msgspec.UNSET
     spec: list[str | list[str] | None] | msgspec.UnsetType = msgspec.UNSET
+    reduced: list[str] | msgspec.UnsetType = msgspec.UNSET
     axis_types: list[Literal["auto", "explicit", "manual"]] | msgspec.UnsetType = msgspec.UNSET
     devices: list[_Natural] | msgspec.UnsetType = msgspec.UNSET
     job_devices: _Natural | msgspec.UnsetType = msgspec.UNSET

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import socket
 import textwrap
 from collections.abc import Collection
@@ -11,72 +12,33 @@ from typing import Any, NamedTuple
 import zygote
 from xla_flags import xla_flags
 
-# The code that each process runs first. The body of a job uses these names.
-PRELUDE = """
+_TESTS = str(pathlib.Path(__file__).parents[1])
+
+# What each process runs first, and what it runs after the code `before`.
+BEGIN = """
 import faulthandler, json, os, pathlib, signal, sys, time
+sys.path.insert(1, TESTS)
 import jax, numpy as np
 jax.config.update("jax_enable_recoverability", RECOVERABLE)
-exec(BEFORE)
-jax.distributed.initialize(ADDRESS, COUNT, INDEX)
+"""
+CONNECT = """
+from jobs import process
+process.connect(INDEX, COUNT, DEVICES, LIFE, ADDRESS, TMP, TIMEOUT, IN_MEMORY, not LATE_IMPORT)
+"""
+# The names that a body may use which is text. A body in a file of this folder imports what it needs.
+PRELUDE = """
+from jobs.process import *
 import jax.numpy as jnp
 import treering as tr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from treering import stores
 from treering._processes import coordinator
 from treering.errors import *
-from treering.stores import survival
-survival.is_in_memory = lambda path: IN_MEMORY  # whatever file system the tests run on
-if "treering" not in BEFORE:
-    coordinator.announce_alive()  # as its import does, which the zygote made before there was a job
-faulthandler.dump_traceback_later(TIMEOUT - 5, exit=True)
-
-tmp = pathlib.Path(TMP)
-devices = np.array(jax.devices())
-
-def mesh(*sizes, devices=devices):
-    return Mesh(devices[: int(np.prod(sizes))].reshape(sizes), tuple("xyz"[: len(sizes)]))
-
-def put(value, spec=P(), mesh=Mesh(devices, ("x",))):
-    '''A global array with the given contents; each process makes its own shards.'''
-    value = np.asarray(value)
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
-
-def same(array, value):
-    '''Returns True if every shard of an array that this process has holds its part of a value.'''
-    value = np.asarray(value)
-    shards = ((np.asarray(s.data), value[s.index]) for s in array.addressable_shards)
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in shards)
-
-def caught(call, *args, **options):
-    '''Returns the error that a call raises, as [class, text]; None if it raises none.'''
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return None
-
-def die_at(operation, name=""):
-    '''Kills this process by SIGKILL instead of a disk operation on a file with this text in its name.'''
-    def dead(self, *args):
-        paths = [os.readlink(f"/proc/self/fd/{a}") if isinstance(a, int) else str(a) for a in args[:2] if a is not None]
-        if any(name in path for path in paths):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return getattr(stores.posix.Disk, operation)(self, *args)
-    stores.register(stores.Filesystem(type("Deadly", (stores.posix.Disk,), {operation: dead})()))
-
-def sync(name):
-    '''Waits for the other processes of the test, without the library that is tested.'''
-    from jax._src import distributed
-    distributed.global_state.client.wait_at_barrier(name, 60_000)
-
-def report(value):
-    '''What the test gets to see of this process.'''
-    (tmp / f"report-{INDEX}.json").write_text(json.dumps(value))
 """
 
 # JAX kills the rest of a job when process 0 ends. A process that waits for a message of process 0 gets none.
 END_OF_RECOVERABLE = """
+import os, sys, time
 sys.stdout.flush()
 end = time.monotonic() + 30
 while INDEX == 0 and not os.path.exists(OTHERS_ENDED) and time.monotonic() < end:
@@ -91,6 +53,15 @@ class Result(NamedTuple):
     code: int
     report: Any
     output: str
+
+
+def _code(body: str, names: Collection[str]) -> str:
+    """Returns the code of a body: a call of the function "MODULE.FUNCTION" of this folder, or the text itself."""
+    if not re.fullmatch(r"\w+\.\w+", body):
+        return PRELUDE + textwrap.dedent(body)
+    module, _, function = body.partition(".")
+    arguments = ", ".join(f"{name}={name}" for name in names)
+    return f"from jobs import {module} as bodies\nbodies.{function}({arguments})"
 
 
 def run_job(
@@ -109,7 +80,8 @@ def run_job(
 ) -> list[Result]:
     """Runs a body in every process of a new job, and returns their results.
 
-    `names` are more names that the body may use. The code `before` runs before the processes connect. Fails unless
+    The body is a function of a file of this folder, as "MODULE.FUNCTION", or text. `names` are its arguments, or more
+    names that the text may use. The code `before` runs before the processes connect. Fails unless
     every process ends with code 0, or with the code that `expect` has for it (None: any code). Processes of a
     recoverable job end without waiting for one another, except process 0, which ends last. With `in_memory`, all paths
     count as memory. The processes in `restarts` are started again, once, when they are killed; then `LIFE` is 2.
@@ -123,13 +95,13 @@ def run_job(
         (tmp / f"report-{index}.json").unlink(missing_ok=True)
         known = {
             **{"INDEX": index, "COUNT": processes, "DEVICES": devices, "ADDRESS": address, "TMP": str(tmp)},
-            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "BEFORE": before, "OTHERS_ENDED": str(others_ended)},
-            **{"IN_MEMORY": in_memory, "LIFE": life},
+            **{"RECOVERABLE": recoverable, "TIMEOUT": timeout, "OTHERS_ENDED": str(others_ended), "TESTS": _TESTS},
+            **{"IN_MEMORY": in_memory, "LIFE": life, "LATE_IMPORT": "treering" in before},
             **names,
         }
         assignments = "\n".join(f"{name} = {value!r}" for name, value in known.items())
         end = END_OF_RECOVERABLE if recoverable else "faulthandler.cancel_dump_traceback_later()"
-        script = "\n".join([assignments, PRELUDE, textwrap.dedent(body), end])
+        script = "\n".join([assignments, BEGIN, before, CONNECT, _code(body, names), end])
         environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
         return zygote.Process(script, environment)
 
