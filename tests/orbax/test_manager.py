@@ -530,7 +530,6 @@ def test_metadata_and_metrics(tmp_path: Path) -> None:
         ({"todelete_subdir": "3"}, "todelete_subdir"),
         ({"enable_per_process_directory_creation": True}, "leave the option out"),
         ({"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}, "primary_host=0"),
-        ({"file_options": ocp.options.FileOptions(path_permission_mode=0o750)}, "umask"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
@@ -544,6 +543,7 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
         {"num_deletion_threads": 3},
         {"async_options": ocp.AsyncOptions(timeout_secs=5)},
         {"read_only": True, "max_to_keep": 3},
+        {"file_options": ocp.options.FileOptions(path_permission_mode=0o750)},
     ],
 )
 def test_options_without_effect_are_logged(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

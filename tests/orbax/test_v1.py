@@ -27,6 +27,7 @@ import treering as tr
 import treering.orbax as v0
 from jobs import run_job
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
+from treering.orbax import pathways
 from treering.orbax import v1 as ocp
 from treering.stores.posix import Disk
 
@@ -262,7 +263,6 @@ def test_the_dtype_of_storage_is_honored(tmp_path: Path) -> None:
 def test_no_option_is_ignored_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     refused = {
         "multiprocessing": {"primary_host": 1},
-        "file": {"path_permission_mode": 0o700},
         "pathways": {"checkpointing_impl": "x"},
         "memory": {"is_prioritized_key_fn": print},
     }
@@ -274,10 +274,13 @@ def test_no_option_is_ignored_silently(tmp_path: Path, caplog: pytest.LogCapture
             ocp.save(tmp_path / "a", tree())
     context = ocp.Context()
     context.array.saving.use_zarr3 = False
+    context.file.path_permission_mode = 0o700
+    context.pathways.checkpointing_impl = pathways.CheckpointingImpl.NO_DISPATCHER
     context.array.saving.scoped_storage_options_creator = lambda path, leaf: None
     with caplog.at_level(logging.WARNING), context:
         ocp.save(tmp_path / "a", tree())
-    assert "array.saving.use_zarr3= has no effect" in caplog.text and "scoped" not in caplog.text
+    assert "array.saving.use_zarr3= has no effect" in caplog.text and "file.path_permission_mode" in caplog.text
+    assert "pathways" not in caplog.text and "scoped" not in caplog.text
     with pytest.raises(TypeError, match="expected one of"):
         ocp.Context(arrays_options=None)
     with pytest.raises(MismatchError, match="write="):

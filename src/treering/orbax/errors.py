@@ -4,7 +4,7 @@ import functools
 import logging
 from typing import Any
 
-from ..errors import ExistsError, NotFoundError, UnsupportedError
+from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 
 _log = logging.getLogger("treering")
 
@@ -57,6 +57,12 @@ class DeletionInProgressError(UnsupportedError):
 
 class DeletionRecoveryError(UnsupportedError):
     """A deletion cannot be completed. Never raised: Treering deletes in one operation."""
+
+
+class LeafNotFoundError(MismatchError, KeyError):
+    """A checkpoint lacks a leaf of the abstract tree. Version 1 of Orbax 0.12.8 raises `KeyError`."""
+
+    __str__ = MismatchError.__str__
 
 
 class StepNotFoundError(NotFoundError):

@@ -148,8 +148,14 @@ def step_metadata(ckpt: Checkpoint, item_metadata: Any, item_handlers: Any = Non
         metrics=ckpt.metrics,
         init_timestamp_nsecs=created,
         commit_timestamp_nsecs=created,
-        custom_metadata=ckpt.metadata if ckpt.metadata is not None else {},
+        custom_metadata=custom_metadata_of(ckpt),
     )
+
+
+def custom_metadata_of(ckpt: Checkpoint) -> Any:
+    """Returns the custom metadata of a checkpoint, {} without any as in Orbax. Those of its run are not among them."""
+    found = getattr(ckpt._source, "step_metadata", ckpt.metadata)
+    return {} if found is None else found
 
 
 def _leaf(source: Source, entry: Entry | None) -> Any:

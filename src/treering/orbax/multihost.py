@@ -49,6 +49,28 @@ def is_pathways_backend() -> bool:
     return False
 
 
+def is_jax_distributed_client_initialized() -> bool:
+    """Returns True after `jax.distributed.initialize`."""
+    import jax
+
+    return jax.distributed.is_initialized()
+
+
+def process_index_from_device(device: Any) -> int:
+    """Returns the index of the process that has a device."""
+    return device.process_index
+
+
+def unique_processes_from_devices(device_array: Any) -> set[int]:
+    """Returns the indices of the processes that have the devices of an array, such as those of a mesh."""
+    return {device.process_index for device in device_array.flat}
+
+
+def should_skip_process_sync(processes: set[int] | None = None) -> bool:
+    """Returns True if there is no other process to wait for."""
+    return process_count() == 1 or processes == {process_index()}
+
+
 async def await_global_processes(name: str, **options: Any) -> None:
     """Waits until all processes have made this call, as version 1 of Orbax does. `options` have no effect."""
     sync_global_processes(name)

@@ -26,10 +26,11 @@ _POLICIES_TO_SAVE = (
 # By namespace ("" is the root), the names of each module. `a=b` is the name `a` for `b`. The names of "" are modules.
 _NAMES: dict[str, dict[str, str]] = {
     "": {
-        "": "args checkpoint_args=registration checkpoint_manager checkpoint_managers checkpoint_utils checkpointers "
+        "": "args checkpoint_args checkpoint_manager checkpoint_managers checkpoint_utils checkpointers "
         "experimental future handlers metadata multihost options path pathways step test_utils type_handlers utils v1",
         "arguments": "ArrayRestoreArgs PLACEHOLDER RestoreArgs SaveArgs",
-        "checkpointers": "AsyncCheckpointer Checkpointer PyTreeCheckpointer StandardCheckpointer",
+        "checkpointers": "AbstractCheckpointer=Checkpointer AsyncCheckpointer Checkpointer PyTreeCheckpointer "
+        "StandardCheckpointer",
         "future": "Future",
         "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler CheckpointHandler CompositeCheckpointHandler "
         "CompositeOptions JaxRandomKeyCheckpointHandler JsonCheckpointHandler NumpyRandomKeyCheckpointHandler "
@@ -44,11 +45,22 @@ _NAMES: dict[str, dict[str, str]] = {
         "registration": "CheckpointArgs get_registered_args_cls get_registered_handler_cls has_registered_args "
         "register_with_handler",
     },
+    "checkpoint_args": {
+        "handlers": "CheckpointHandler",
+        "registration": "CheckpointArgs get_registered_args_cls get_registered_handler_cls has_registered_args "
+        "register_with_handler",
+    },
     "checkpoint_manager": {
+        "checkpointers": "AbstractCheckpointer=Checkpointer AsyncCheckpointer Checkpointer",
         "errors": "StepAlreadyExistsError",
+        "handlers": "CheckpointHandler CompositeCheckpointHandler JsonCheckpointHandler",
         "items": "DEFAULT_ITEM_NAME=DEFAULT_ITEM",
         "manager": "CheckpointManager",
+        "manager_items": "RESERVED_ITEM_NAMES=RESERVED_NAMES",
+        "metadata": "RootMetadata StepMetadata",
         "options": "AsyncOptions CheckpointManagerOptions FileOptions MultiprocessingOptions",
+        "policies": "CheckpointInfo",
+        "registration": "CheckpointArgs CheckpointHandlerRegistry",
     },
     "checkpoint_managers": {
         "": "preservation_policy=checkpoint_managers.preservation_policy "
@@ -59,6 +71,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "checkpoint_managers.preservation_policy": {"policies": _POLICIES_TO_KEEP},
     "checkpoint_managers.save_decision_policy": {"policies": _POLICIES_TO_SAVE},
+    "checkpointers": {"checkpointers": "AbstractCheckpointer=Checkpointer"},
     "experimental": {"": "v1"},  # Version 1 was here before; the attribute of the root is from 0.12.
     "checkpoint_utils": {"arguments": "PLACEHOLDER"},
     "handlers": {
@@ -68,14 +81,15 @@ _NAMES: dict[str, dict[str, str]] = {
     "options": {"": "multihost"},
     "path": {"": "step", "options": "AtomicityMode"},
     "pathways": {"options": "CheckpointingImpl"},
+    "step": {"step": "is_checkpoint_finalized=is_path_finalized"},
     "test_utils": {"utils": "erase_and_create_empty"},
     "type_handlers": {"arguments": "ArrayRestoreArgs RestoreArgs SaveArgs"},
     "utils": {
         "": "multihost",
         "multihost": "broadcast_one_to_all is_pathways_backend is_primary_host reached_preemption "
         "sync_global_devices=sync_global_processes sync_global_processes",
-        "step": "any_checkpoint_step checkpoint_steps checkpoint_steps_paths is_checkpoint_finalized=is_path_finalized "
-        "step_from_checkpoint_name",
+        "step": "TMP_DIR_SUFFIX any_checkpoint_step checkpoint_steps checkpoint_steps_paths get_save_directory "
+        "is_checkpoint_finalized=is_path_finalized step_from_checkpoint_name",
     },
     "v1": {
         "": "arrays=v1.arrays errors=v1.errors handlers=v1.handlers multihost=v1.multihost options=v1.options "
@@ -90,8 +104,8 @@ _NAMES: dict[str, dict[str, str]] = {
         "save_pytree_async",
     },
     "v1.arrays": {
-        "v1.trees": "AbstractArray AbstractScalar AbstractShardedArray ArrayLike DType Scalar Shape "
-        "to_shape_dtype_struct",
+        "utils": "to_shape_dtype_struct",
+        "v1.trees": "AbstractArray AbstractScalar AbstractShardedArray ArrayLike DType Scalar Shape",
     },
     "v1.errors": {
         "errors": "DeletionInProgressError DeletionRecoveryError InvalidLayoutError NoCheckpointableError NoEntryError"
@@ -121,27 +135,51 @@ _NAMES: dict[str, dict[str, str]] = {
     "v1.tree": {"v1.trees": "AbstractLeaf JsonType Leaf PyTree PyTreeKey PyTreeKeyPath PyTreeOf"},
 }
 _FILES = frozenset(  # the namespaces that are files of this package
-    ("", "checkpoint_utils", "handlers", "multihost", "options", "step", "utils", "v1", "v1.options")
+    ("", "checkpoint_utils", "checkpointers", "handlers", "multihost", "options", "step", "utils", "v1", "v1.options")
 )
 # What to use instead of what this package does not have: names, names in a namespace, or all of a namespace (`step.`).
 _MISSING = {
     "save the bytes of the message in a handler of your own": "ProtoCheckpointHandler ProtoHandler ProtoRestore "
-    "ProtoSave",
+    "ProtoRestoreArgs ProtoSave ProtoSaveArgs",
     "use PyTreeCheckpointHandler": "BasePyTreeCheckpointHandler",
-    "use CheckpointManager": "AbstractCheckpointManager",
-    "save such leaves as arrays, or as an item with a handler of your own": "PyTreeHandler type_handlers "
-    "type_handlers.",
-    "small leaves need no special handler": "aggregate_handlers aggregate_handlers.",
-    "use treering.formats for files in MessagePack": "msgpack_utils msgpack_utils.",
-    "use treering.save and treering.restore": "serialization serialization.",
-    "use treering.open, whose leaves read parts of arrays": "arrays arrays.",
-    "use treering.Checkpointer with local=, which has a local and a remote tier": "emergency emergency.",
+    "use CheckpointManager": "AbstractCheckpointManager abstract_checkpoint_manager",
+    "use the metadata() of a CheckpointManager": "deserialize_root_metadata serialize_root_metadata",
+    "name items in args.Composite": "METADATA_ITEM_NAME METRIC_ITEM_NAME determine_default_item_mode_from_args",
+    "use isinstance(…, AsyncCheckpointer)": "is_async_checkpointer",
+    "Treering commits a step in one operation, and leaves nothing temporary": "ALLOWED_STEP_NAME_PATTERN "
+    "TMP_DIR_STEP_PATTERN all_temporary_paths is_path_temporary is_tmp_checkpoint path.atomicity "
+    "path.atomicity_defaults path.atomicity_types path.deleter tmp_checkpoints",
+    "use treering.open, which says the format": "path.format_utils",
+    "an open checkpoint can be read even after it is deleted": "get_snapshot_dir_from_step_dir",
+    "leave the call out": "initialize_distributed_to_device_ids initialize_runtime_to_distributed_ids "
+    "mark_pathways_colocated_runtime_active record_saved_duration",
+    "use jax.process_index and jax.distributed": "EXPERIMENTAL_ORBAX_USE_DISTRIBUTED_BARRIER "
+    "EXPERIMENTAL_ORBAX_USE_DISTRIBUTED_PROCESS_ID distributed_to_device_ids get_jax_distributed_client "
+    "is_distributed_to_device_ids_initialized is_runtime_to_distributed_ids_initialized runtime_to_distributed_ids "
+    "runtime_to_distributed_process_id use_experimental_distributed_process_id",
+    "use multihost.sync_global_processes": "BarrierSyncFn get_barrier_sync_fn",
+    "use jax.experimental.multihost_utils.process_allgather": "global_max",
+    "use multihost.is_pathways_backend": "is_cloud_pathways_persistence_enabled is_native_pathways_backend "
+    "is_pathways_colocated_runtime_active is_pathways_controller is_proxy_pathways_backend",
+    "use PLACEHOLDER": "all_leaves_are_placeholders leaf_is_placeholder leaf_placeholder name_from_leaf_placeholder",
+    "use treering.open": "pytree_structure",
+    "compare the beginning of the path with gs://": "is_gcs_path",
+    "name the types that the program accepts itself": "STANDARD_ARRAY_TYPES",
+    "use find_step of a format of names": "maybe_find_step_metadata step_metadata_of_checkpoint_path",
+    "use isinstance(…, StandardNameFormat)": "is_standard_name_format",
+    "leave it out: process 0 decides": "single_host_load_and_broadcast_name_format",
+    "it serves Orbax's own tests": "test_utils.",
+    "save such leaves as arrays, or as an item with a handler of your own": "PyTreeHandler type_handlers.",
+    "small leaves need no special handler": "aggregate_handlers",
+    "use treering.formats for files in MessagePack": "msgpack_utils",
+    "use treering.save and treering.restore": "serialization",
+    "use treering.open, whose leaves read parts of arrays": "arrays",
+    "use treering.Checkpointer with local=, which has a local and a remote tier": "emergency",
     "use treering with jax.distributed": "pathways pathways.",
-    "use the logger 'treering' of the standard library": "logging logging.",
-    "use rules= of treering.restore": "RestoreTransform Transform apply_transformations merge_trees transform_utils "
-    "transform_utils.",
-    "use jax.tree": "tree tree.",
-    "use the attributes of what metadata() returns": "metadata.",
+    "use the logger 'treering' of the standard library": "logging",
+    "use rules= of treering.restore": "RestoreTransform Transform apply_transformations merge_trees transform_utils",
+    "use jax.tree": "tree",
+    "use the attributes of what metadata() returns": "metadata. metadata.tree metadata.value",
     "save the entire tree at once, or each part as a checkpointable": "partial.finalize partial.save "
     "partial.save_async",
     "delete the directory, or Checkpointer.delete(step)": "delete delete_async",
@@ -227,9 +265,11 @@ class _Refused:
 
 def advice(path: str) -> str:
     """Returns what to use instead of a name with its namespace; "" if nothing is known about it."""
-    parts = path.split(".")
-    within = (_advice_on_name(f"{'.'.join(parts[:last])}.") for last in range(len(parts) - 1, 0, -1))
-    return _advice_on_name(path) or next(filter(None, within), "")
+    if found := _advice_on_name(path):
+        return found
+    place = path.rpartition(".")[0]
+    # What is said about a name that is not supported counts for all of its attributes.
+    return place and (_advice_on_name(f"{place}.") or (advice(place) if place not in _NAMES else ""))
 
 
 def _advice_on_name(path: str) -> str:

@@ -42,9 +42,10 @@ class MultiprocessingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """Options of files. `path_permission_mode` has no effect, which is logged; the umask decides."""
+    """Options of files, which have no effect, which is logged: the umask decides who may read."""
 
     path_permission_mode: int | None = None
+    skip_sync_file_validations: bool = False
 
 
 class AtomicityMode(enum.StrEnum):
@@ -70,17 +71,22 @@ class MemoryLimitOptions:
     max_transfer_concurrent_gb: int | None = None
 
 
-class CheckpointingImpl:
-    """The way to save with Pathways, which is not supported; for programs that ask whether to use it."""
+class CheckpointingImpl(enum.Enum):
+    """The way to save with Pathways. A `Context` takes only the one without it, NO_DISPATCHER."""
 
-    NO_DISPATCHER = "no_dispatcher"
+    COLOCATED_PYTHON = enum.auto()
+    PERSISTENCE = enum.auto()
+    NO_DISPATCHER = enum.auto()
 
-    @staticmethod
-    def from_options(**options: bool) -> None:
-        """Returns None, the default of `Context`, if no option is True. Raises `UnsupportedNameError` otherwise."""
-        for name, value in options.items():
-            if value:
-                raise unsupported_name(f"pathways.CheckpointingImpl.from_options({name}=True)")
+    @classmethod
+    def from_options(
+        cls, *, use_colocated_python: bool = False, use_persistence_array_handler: bool = False
+    ) -> "CheckpointingImpl":
+        """Returns NO_DISPATCHER. Raises `UnsupportedNameError` if an option is True."""
+        if use_colocated_python or use_persistence_array_handler:
+            name = "use_colocated_python" if use_colocated_python else "use_persistence_array_handler"
+            raise unsupported_name(f"pathways.CheckpointingImpl.from_options({name}=True)")
+        return cls.NO_DISPATCHER
 
 
 @dataclasses.dataclass
@@ -205,8 +211,8 @@ class CheckpointManagerOptions:
                 f"multiprocessing_options={several!r:.200}: expected primary_host=0 and active_processes=None, because "
                 "all processes of a job save together; for a disk on each host see docs/how-to/local-tier.md"
             )
-        if getattr(self.file_options, "path_permission_mode", None) is not None:
-            raise UnsupportedError("file_options.path_permission_mode: set the umask of the process instead")
+        if getattr(self.file_options, "path_permission_mode", None) is not None:  # Kauldron always passes one.
+            _log.warning("file_options: path_permission_mode has no effect: set the umask of the process instead")
         waits = self.async_options
         if waits is not None and (getattr(waits, "barrier_sync_fn", None) or waits.timeout_secs != 1200):
             _log.warning(

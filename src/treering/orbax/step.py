@@ -4,15 +4,18 @@ import dataclasses
 import os
 import posixpath
 import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from .. import stores
 from .._run import run_layout
 from .._run.run_layout import steps
+from ..formats.orbax.schema import UNFINISHED
 from .namespaces import lookup
 
 __getattr__ = lookup("step")
 
+TMP_DIR_SUFFIX = UNFINISHED  # in the names of what Orbax has not finished; Treering leaves none
 _NAME = re.compile(r"(?:.+_)?([0-9]+)", re.DOTALL)
 
 
@@ -26,8 +29,22 @@ class StandardNameFormat:
 
     def build_name(self, step: int) -> str:
         """Returns the name of a step's directory."""
-        prefix = f"{self.step_prefix}_" if self.step_prefix else ""
-        return f"{prefix}{step:0{self.step_format_fixed_length or 1}}"
+        return f"{step_prefix_with_underscore(self.step_prefix)}{step:0{self.step_format_fixed_length or 1}}"
+
+    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator["Metadata"]:
+        """Yields the complete steps in a directory, of either format, ascending."""
+        from .run import as_path
+
+        for step, path in _found(base_path).items():
+            if posixpath.basename(path) == self.build_name(step):
+                yield Metadata(step, as_path(path))
+
+    def find_step(self, base_path: str | os.PathLike[str], step: int) -> "Metadata":
+        """Returns a complete step in a directory. Raises `ValueError` if there is none."""
+        for one in self.find_all(base_path):
+            if one.step == step:
+                return one
+        raise ValueError(f"{os.fspath(base_path)}: expected the step {self.build_name(step)}, found no complete one")
 
 
 class NameFormat(Protocol):
@@ -35,6 +52,14 @@ class NameFormat(Protocol):
 
     def build_name(self, step: int) -> str:
         """Returns the name of the directory of a step."""
+        ...
+
+    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator["Metadata"]:
+        """Yields the complete steps in a directory."""
+        ...
+
+    def find_step(self, base_path: str | os.PathLike[str], step: int) -> "Metadata":
+        """Returns a complete step in a directory. Raises `ValueError` if there is none."""
         ...
 
 
@@ -83,12 +108,61 @@ def latest_step(checkpoint_dir: str | os.PathLike[str]) -> int | None:
     return max(steps(checkpoint_dir), default=None)
 
 
+def _found(run: str | os.PathLike[str]) -> run_layout.Steps[str]:
+    root = stores.absolute_run(run)
+    return run_layout.all_steps(stores.get(root), root)
+
+
+def step_prefix_with_underscore(step_prefix: str | None) -> str:
+    """Returns the text before the number in the name of a step."""
+    return f"{step_prefix}_" if step_prefix else ""
+
+
+def build_step_metadatas(step_paths: Iterable[Any], build_metadata: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yields what a function makes of paths, without None."""
+    return (made for made in map(build_metadata, step_paths) if made is not None)
+
+
+def find_step_path(
+    base_path: str | os.PathLike[str], name_format: NameFormat, *, step: int, include_uncommitted: bool = False
+) -> Any:
+    """Returns the directory of a step. Raises `ValueError` if it is not complete, unless `include_uncommitted`.
+
+    Treering has nothing at the path of a step before its commit, so that is then the path at which it will be.
+    """
+    return (
+        build_step_path(base_path, name_format, step)
+        if include_uncommitted
+        else name_format.find_step(base_path, step).path
+    )
+
+
+def get_save_directory(
+    step: int,
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    step_prefix: str | None = None,
+    override_directory: str | os.PathLike[str] | None = None,
+    step_format_fixed_length: int | None = None,
+    step_name_format: Any = None,
+) -> Any:
+    """Returns the directory of a step, or of its item `name`. It need not exist."""
+    from .run import as_path
+
+    named = step_name_format or StandardNameFormat(step_prefix, step_format_fixed_length)
+    place = (
+        build_step_path(directory, named, step)
+        if override_directory is None
+        else as_path(os.fspath(override_directory))
+    )
+    return place if name is None else place / name
+
+
 def checkpoint_steps_paths(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
     """Returns the directories of the complete steps, ascending."""
     from .run import as_path
 
-    root = stores.absolute_run(checkpoint_dir)
-    return [as_path(path) for path in run_layout.all_steps(stores.get(root), root).values()]
+    return [as_path(path) for path in _found(checkpoint_dir).values()]
 
 
 def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: int) -> Any:
@@ -102,8 +176,7 @@ def latest_step_metadata(root_path: str | os.PathLike[str], name_format: Any = N
     """Returns the newest complete step in a directory; None if there is none. All formats of names are found."""
     from .run import as_path
 
-    root = stores.absolute_run(root_path)
-    found = run_layout.all_steps(stores.get(root), root)
+    found = _found(root_path)
     return Metadata(max(found), as_path(found[max(found)])) if found else None
 
 

@@ -1,5 +1,6 @@
 """Restores a tree as arguments of Orbax ask, by a template for `treering.restore`."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ from .._core.source import Source
 from .._pytree import flax, variable_levels, walk
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError
-from .errors import UnsupportedValueError
+from .errors import LeafNotFoundError, UnsupportedValueError
 from .leaf_templates import LeafTemplate, Leaves
+
+_log = logging.getLogger("treering")
 
 
 def restore_as_saved(part: Checkpoint) -> Any:
@@ -56,7 +59,7 @@ def restore_pytree(part: Checkpoint, args: Any) -> Any:
     # Options of a container are those of a leaf that another tree has there, such as a masked one.
     if (rest := tuple(path for path in given if path not in known)) and not partial:
         raise MismatchError(f"restore_args: expected the structure of the tree, found also {join_names(rest)}")
-    return restore_by(part, args.item, template, extra="ignore" if partial else "error")
+    return restore_by(part, args.item, template, partial=partial)
 
 
 def restore_leaf(part: Checkpoint, item: Any, restore_args: Any) -> Any:
@@ -72,11 +75,15 @@ def restore_by(
     item: Any,
     template: Callable[[str, Any, Entry], LeafTemplate],
     *,
-    extra: str = "error",
+    partial: bool = False,
 ) -> Any:
     """Returns the tree, with the structure of `item` or, without one, that was saved.
 
     template: makes the template of a leaf of `item` (or of an entry) and the entry at its path.
+    partial: leaves out what `item` lacks, and takes from it the arrays that the checkpoint lacks, which is logged.
+        Orbax 0.12.8 does the same, but also returns a `jax.ShapeDtypeStruct` in place of an array.
+
+    Raises `LeafNotFoundError`, which is a `MismatchError`, if the checkpoint lacks a leaf of `item`.
     """
     source = part._source
     item = structure_of(source) if item is None else flax.unshare(item, objects=False)
@@ -87,7 +94,17 @@ def restore_by(
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     ]
     like = walk.unflatten(item, [one.leaf for one in made], flat.structure)
-    tree = part.restore(like, extra=extra, dtype="template")
+    missing = tuple(path for path in flat.paths if path not in entries)
+    try:
+        tree = part.restore(
+            like, missing="template" if partial else "error", extra="ignore" if partial else "error", dtype="template"
+        )
+    except MismatchError as error:
+        raise (LeafNotFoundError(*error.args) if missing else error) from None
+    if missing:
+        _log.warning(
+            "%s: leaves that the checkpoint lacks stay as they are in the target: %s", part.path, join_names(missing)
+        )
     if not any(one.finish for one in made):
         return tree
     done = walk.flatten_tree(tree)

@@ -20,6 +20,7 @@ from .schema import (
     ARRAY_META_FILE,
     CHECKPOINT,
     COMMITTED,
+    DELETED,
     SHARDINGS,
     STATE,
     STEP,
@@ -31,14 +32,13 @@ from .state import placeholder, read_aggregated
 
 _MAX_NESTED_LEVELS = 2  # levels of items that consist of items
 _VERSION_1 = "orbax.checkpoint"
-_DELETED = "_CHECKPOINT_DELETION"
-NAMES = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ARRAY_META, DATABASE, "d", _VERSION_1, _DELETED}
+NAMES = {CHECKPOINT, TREE, STATE, COMMITTED, SHARDINGS, STRINGS, ARRAY_META, DATABASE, "d", _VERSION_1, DELETED}
 _COMMIT_PREFIXES = (b"committed", b"Checkpoint commit was successful")  # the beginnings of a mark of completion
 
 
 def owned_files(store: Store, folder: str) -> Collection[str]:
     """Returns the files of a checkpoint, as paths within its folder."""
-    found = {CHECKPOINT, *_marks(store, folder), *_json(store, folder, _DELETED)}
+    found = {CHECKPOINT, *_marks(store, folder), *_json(store, folder, DELETED)}
     mark = store.stat(posixpath.join(folder, _VERSION_1))
     if mark is not None and mark.is_file and not mark.nbytes:
         found.add(_VERSION_1)

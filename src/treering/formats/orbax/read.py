@@ -19,16 +19,15 @@ from .._zarr.leaves import ZarrReader, folder_size
 from . import run_metadata
 from .items import Items, numbers, read_items, read_tree_of
 from .iterators import HANDLERS
-from .schema import CHECKPOINT, ONE_DEVICE, SHARDINGS, read_checkpoint_metadata, read_json
+from .schema import CHECKPOINT, ONE_DEVICE, SHARDINGS, deleted_item, read_checkpoint_metadata, read_json
 
-_DELETED = "_CHECKPOINT_DELETION"
 _VERSION_1 = "orbax.checkpoint"  # an empty file
 
 
 class OrbaxReader(ZarrReader):
     """Reads an Orbax checkpoint; see `treering.formats.Source`."""
 
-    def __init__(self, store: Store, path: str, items: Items, *, nbytes: int, **about: Any):
+    def __init__(self, store: Store, path: str, items: Items, of_step: Any, *, nbytes: int, **about: Any):
         tree, level, damage = items.tree, items.level, items.damage
         about = {"skeleton": tree.skeleton, "numbers_are_arrays": tree.numbers_are_arrays, **about}
         about["left_out"] = items.left_out
@@ -36,6 +35,7 @@ class OrbaxReader(ZarrReader):
         self._store, self._damage = store, damage
         self.level = level  # the name of an only item: a template may have this level, the paths here do not
         self.item_names = items.names
+        self.step_metadata = of_step  # `metadata` has those of the run, too
         self._shardings: dict[str, Mapping[str, Any]] = {}  # by the folder of an item
 
     def sharding(self, entry: ArrayEntry) -> dict[str, Any] | None:
@@ -76,7 +76,7 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
             found = read_items(store, path, about.items, about.deleted, version_1=about.version_1)
             if about.handler in HANDLERS and not found.tree.entries:
                 raise CorruptError(f"{path}: expected the states of an iterator, found nothing")
-    metadata = about.metadata or found.tree.metadata
+    metadata = of_step = about.metadata or found.tree.metadata
     # If the folder above is a checkpoint itself, this folder is an item of it and not a step of a run.
     if step is not None and store.stat(posixpath.join(os.path.dirname(path), CHECKPOINT)) is None:
         of_run = run_metadata.read(store, os.path.dirname(path))
@@ -84,15 +84,15 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
         metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
     metrics = {**about.metrics, **found.metrics}
     about_all = {"step": step, "metrics": metrics, "metadata": metadata, "created": about.created}
-    return OrbaxReader(store, path, found, nbytes=folder_size(store, path), **about_all)
+    return OrbaxReader(store, path, found, of_step, nbytes=folder_size(store, path), **about_all)
 
 
 def _read_checkpoint_info(store: Store, path: str) -> _CheckpointInfo:
     names = store.list(path)
     found = read_checkpoint_metadata(store, path) if CHECKPOINT in names else {}
-    deletion = read_json(store, posixpath.join(path, _DELETED)) if _DELETED in names else {}
-    if not isinstance(found, dict) or not isinstance(deletion, dict):
-        raise CorruptError(f"{path}: expected a map in {CHECKPOINT}, and in {_DELETED} if there is one")
+    if not isinstance(found, dict):
+        raise CorruptError(f"{path}: expected a map in {CHECKPOINT}")
+    deleted = deleted_item(store, path)
     handlers = found.get("item_handlers")
     items = handlers if isinstance(handlers, dict) else {}
     version_1 = _VERSION_1 in names or any(".v1." in str(handler) for handler in items.values())
@@ -100,7 +100,7 @@ def _read_checkpoint_info(store: Store, path: str) -> _CheckpointInfo:
     classes = {name: str(handler).rpartition(".")[2] for name, handler in items.items()}
     metadata, created = found.get("custom_metadata"), _time(found.get("commit_timestamp_nsecs"))
     handler = handlers.rpartition(".")[2] if isinstance(handlers, str) else ""
-    return _CheckpointInfo(classes, handler, version_1, deletion.get("checkpointable_name"), metrics, metadata, created)
+    return _CheckpointInfo(classes, handler, version_1, deleted, metrics, metadata, created)
 
 
 def _time(nanoseconds: Any) -> datetime.datetime | None:

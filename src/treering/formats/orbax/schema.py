@@ -23,6 +23,7 @@ _METADATA_OF_ARRAYS = (".zarray", "zarr.json")
 COMMITTED = "commit_success.txt"
 COMMIT_TIME = "commit_timestamp_nsecs"
 DATABASE = "manifest.ocdbt"
+DELETED = "_CHECKPOINT_DELETION"  # names the item that Orbax is deleting, until it is gone
 UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_METADATA_BYTES = 16 << 20  # bytes of the file about a checkpoint; it is read to decide whether a folder is one
 STEP = re.compile(r"((?:.+_)?)([0-9]+)", re.DOTALL)
@@ -65,6 +66,15 @@ def read_checkpoint_metadata(store: Store, path: str) -> Any:
     if there is not None and there.nbytes > MAX_METADATA_BYTES:
         raise UnsafeError(f"{file}: {there.nbytes} bytes, more than the description of a checkpoint can have")
     return read_json(store, file)
+
+
+def deleted_item(store: Store, path: str) -> Any:
+    """Reads the name of the item that Orbax is deleting, or was when it was killed; None if there is none."""
+    file = posixpath.join(path, DELETED)
+    found = read_json(store, file) if store.stat(file) is not None else {}
+    if not isinstance(found, dict):
+        raise CorruptError(f"{file}: expected a map")
+    return found.get("checkpointable_name")
 
 
 def read_json(store: Store, path: str) -> Any:

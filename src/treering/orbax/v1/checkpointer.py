@@ -59,8 +59,8 @@ class Checkpointer(StepReader):
     step_name_format: the names of steps, see `path.step`.
     custom_metadata: JSON, recorded for the run once.
 
-    Treering always removes the leftovers of killed saves (`cleanup_tmp_directories`), and reads no metadata when a
-    Checkpointer is made (`lightweight_initialize`).
+    `logger` has no effect, which is logged. Treering always removes the leftovers of killed saves
+    (`cleanup_tmp_directories`), and reads no metadata when a Checkpointer is made (`lightweight_initialize`).
     """
 
     def __init__(
@@ -74,9 +74,12 @@ class Checkpointer(StepReader):
         custom_metadata: Any = None,
         cleanup_tmp_directories: bool = False,
         lightweight_initialize: bool = False,
+        logger: Any = None,
     ):
         context = Context(context or get_context()).check()
-        warn_unused("Checkpointer", write_concurrent_bytes=(context.memory.write_concurrent_bytes, None))
+        warn_unused(
+            "Checkpointer", write_concurrent_bytes=(context.memory.write_concurrent_bytes, None), logger=(logger, None)
+        )
         callback = context.asynchronous.post_finalization_callback
         options = CheckpointManagerOptions(
             save_decision_policy=save_decision_policy

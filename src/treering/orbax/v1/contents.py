@@ -10,7 +10,7 @@ from ..._core.subtree import check_not_left_out
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
-from ...formats.orbax.schema import CHECKPOINT, UNFINISHED, read_checkpoint_metadata
+from ...formats.orbax.schema import CHECKPOINT, UNFINISHED, deleted_item, read_checkpoint_metadata
 from ...stores.file_io import read_file
 from .. import item_restore
 from ..errors import InvalidLayoutError, NoCheckpointableError
@@ -84,6 +84,11 @@ class Contents:
             return Part(directory=posixpath.join(self.path, name), saved_by=self._own[name])
         if self.ckpt is not None and self._names is None and name in (*_TREE_NAMES, *self.names):
             return self._typed(self.ckpt)
+        if name is not None and name == deleted_item(stores.get(self.path), self.path):
+            raise InvalidLayoutError(
+                f"{self.path}: expected an item that stays, found {name}, whose deletion by Orbax is unfinished; "
+                "delete it with Orbax to complete the deletion"
+            )
         if self.ckpt is None or self._names is None or name not in self._names:
             raise NoCheckpointableError(f"{self.path}: expected {name!r}, found {join_names(self.names) or 'none'}")
         return self._typed(item_restore.part_of(self.ckpt, name))
@@ -126,6 +131,7 @@ def own_items(path: str, ckpt: Checkpoint | None) -> dict[str, str | None]:
         return {}
     about = read_checkpoint_metadata(store, path)
     listed = about.get("item_handlers") if isinstance(about, dict) else None
+    deleted = deleted_item(store, path)  # Orbax 0.12.8 writes the name before it deletes one item of a checkpoint.
     level = "" if ckpt is None else getattr(ckpt._source, "level", "")
     names = None if ckpt is None else item_restore.item_names(ckpt)
     if isinstance(listed, str) or (ckpt is not None and names is None and not level):
@@ -133,7 +139,7 @@ def own_items(path: str, ckpt: Checkpoint | None) -> dict[str, str | None]:
     handlers = listed if isinstance(listed, dict) else {}
     found: dict[str, str | None] = {}
     for name in store.list(path):
-        if name in (*(names or ()), level, *_OF_ORBAX) or name.startswith(".") or UNFINISHED in name:
+        if name in (*(names or ()), level, deleted, *_OF_ORBAX) or name.startswith(".") or UNFINISHED in name:
             continue
         there = store.stat(posixpath.join(path, name))
         if there is None or not there.is_folder:

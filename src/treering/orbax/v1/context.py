@@ -44,7 +44,6 @@ _HONORED = frozenset(
 _REFUSED = {
     "multiprocessing.primary_host": "expected 0, because process 0 commits",
     "multiprocessing.active_processes": "expected None, because all processes save; see treering.save(processes=)",
-    "file.path_permission_mode": "set the umask of the process instead",
     "deletion.gcs_deletion_options.todelete_full_path": "`treering prune --to DIR` moves steps away instead",
     "pathways.checkpointing_impl": "use treering with jax.distributed",
     "memory.is_prioritized_key_fn": "a save always has the values at the call; leave the option out",
@@ -134,6 +133,8 @@ class Context:
         for name, value in _walk(self):
             if name in _HONORED or value is default[name] or value == default[name]:
                 continue
+            if name == "pathways.checkpointing_impl" and getattr(value, "name", "") == "NO_DISPATCHER":
+                continue  # MaxText sets it in the context of each run without Pathways.
             if name in _REFUSED:
                 if name != "multiprocessing.primary_host" or value is not None:
                     raise UnsupportedValueError(f"context.{name}={value!r:.100}: {_REFUSED[name]}")

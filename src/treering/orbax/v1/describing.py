@@ -15,7 +15,7 @@ from ..._restore.read_groups import as_key
 from ...errors import CorruptError
 from .. import handler_files
 from ..errors import InvalidLayoutError
-from ..metadata import ShardingMetadata
+from ..metadata import ShardingMetadata, custom_metadata_of
 from ..tree_restore import structure_of
 from . import own_files, registry
 from .contents import Contents, Part, tree_part
@@ -95,7 +95,7 @@ def _described(contents: Contents, context: Context, found: Any) -> CheckpointMe
         metadata=found,
         init_timestamp_nsecs=created,
         commit_timestamp_nsecs=created if there is None else int(there.modified * 1e9),
-        custom_metadata=None if ckpt is None else ckpt.metadata,
+        custom_metadata={} if ckpt is None else custom_metadata_of(ckpt),
     )
 
 

@@ -48,6 +48,14 @@ class FileOptions(Options):
 
     path_permission_mode: int | None = None
     path_class: Any = None
+    skip_sync_file_validations: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class PyTreeMetadataOptions(Options):
+    """Options without effect: Treering always records the classes of containers."""
+
+    support_rich_types: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,7 +66,7 @@ class PyTreeOptions(Options):
     class Saving(Options):
         """Options of saves, without effect."""
 
-        pytree_metadata_options: Any = None
+        pytree_metadata_options: PyTreeMetadataOptions = dataclasses.field(default_factory=PyTreeMetadataOptions)
 
     @dataclasses.dataclass(kw_only=True)
     class Loading(Options):
@@ -157,8 +165,11 @@ class MemoryOptions(Options):
     write_concurrent_bytes: int | None = None
     read_concurrent_bytes: int | None = None
     transfer_concurrent_bytes: int | None = None
+    regulator_options: Any = None
+    expected_surge_bytes: int | float | None = None
     is_prioritized_key_fn: Any = None
     serialization_status_callback: Any = None
+    deepcopy_host_arrays: bool = True
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -81,7 +81,7 @@ def load_tree(part: Checkpoint, abstract: Any, context: Context) -> Any:
 
     partial = context.pytree.loading.partial_load
     like = jax.tree.map(_standard_leaf, abstract)
-    return tree_restore.restore_by(part, like, template, extra="ignore" if partial else "error")
+    return tree_restore.restore_by(part, like, template, partial=partial)
 
 
 def _standard_leaf(leaf: Any) -> Any:
@@ -121,10 +121,3 @@ class AbstractShardedArray(Protocol):
 
 
 ArrayLike = AbstractArray | AbstractShardedArray
-
-
-def to_shape_dtype_struct(x: Any, dtype: Any = None) -> Any:
-    """Returns a `jax.ShapeDtypeStruct` for an array or its metadata, and a number as it is."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=getattr(x, "sharding", None))
