@@ -128,6 +128,8 @@ def test_only_stores_know_where_bytes_live() -> None:
         "filesystem",
         "memory",
     }
+    gone = sorted(name for name in concrete if f"treering.stores.{name}" not in FILES)
+    assert not gone
     wrong = [
         f"{module} imports {other}"
         for module, others in _graph().items()
