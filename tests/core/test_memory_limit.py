@@ -1,6 +1,8 @@
 """Tests how much memory control groups leave to a process, with files like those of the kernel in a folder."""
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -78,3 +80,19 @@ def test_groups_of_version_1(groups: pathlib.Path) -> None:
 def test_no_groups(groups: pathlib.Path) -> None:
     assert _left() is None
     assert (host_memory.available() or 0) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much of a limit is used")
+@pytest.mark.parametrize(("limit", "use"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
+def test_limits_of_the_process_count(limit: str, use: str) -> None:
+    """A process may take less than its host has, and an allocation beyond its limit fails."""
+    code = f"""
+import resource
+from treering._core import host_memory
+used = dict(line.split(":", 1) for line in open("/proc/self/status"))["{use}"].split()[0]
+resource.setrlimit(resource.{limit}, ((int(used) << 10) + (200 << 20), -1))
+print(host_memory.copy_limit(1 << 20), (host_memory.copy_limit(150 << 20) or 0) >> 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    small, most = done.stdout.split()
+    assert small == "None" and 80 < int(most) <= 100

@@ -124,9 +124,10 @@ def test_work_whose_thread_ends_raises(tmp_path: pathlib.Path, monkeypatch: Any)
             raise MemoryError
         real(share)
 
+    large = {"w": np.ones(1 << 22, np.float32)}  # for four threads
     with monkeypatch.context() as patch:
         patch.setattr(pool._Share, "do", do)
-        error = within_seconds(lambda: tr.save(tmp_path / "a", TREE, memory_limit=1 << 18))
+        error = within_seconds(lambda: tr.save(tmp_path / "a", large, memory_limit=1 << 18))
         assert isinstance(error, tr.errors.SaveError) and "ended without a result" in str(error.__cause__ or error)
         patch.setattr(Task, "_run", no_memory)
         assert isinstance(within_seconds(Task(lambda: 5).result), tr.errors.SaveError)

@@ -50,7 +50,7 @@ def test_open_checkpoints_go_to_a_worker(tmp_path: pathlib.Path, worker: Any) ->
         again = pickle.loads(pickle.dumps(view))
         assert (again.step, again.metrics, again.path) == (3, {"loss": 1.0}, ckpt.path)
         assert not tr.diff(view, again) and not tr.diff(again.restore(), view.restore())
-    for name in ("c.safetensors", "c.npz", "c.msgpack", "c.eqx"):
+    for name in ("c.safetensors", "c.msgpack", "c.eqx"):
         tr.save(tmp_path / name, TREE)
         assert worker.apply(_contents, (tr.open(tmp_path / name),)) == _contents(tr.open(tmp_path / name))
 

@@ -475,3 +475,24 @@ def test_a_disk_that_is_really_full(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     expected = errno.ENOSPC if can_mount else errno.EFBIG
     assert done.stdout.split() == [str(expected)] * 8
+
+
+SHORT_MEMORY = """
+import os, resource, sys
+from treering import stores
+store = stores.get(sys.argv[1])
+used = dict(line.split(":", 1) for line in open("/proc/self/status"))["VmData"].split()[0]
+resource.setrlimit(resource.RLIMIT_DATA, ((int(used) << 10) + (1 << 20), -1))
+try:
+    with store.new_file(sys.argv[1] + "/file", overwrite=False) as file:
+        print("written")
+except OSError as error:
+    print(error.errno, os.listdir(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much of a limit is used")
+def test_no_memory_for_the_buffer_leaves_no_file(tmp_path: pathlib.Path) -> None:
+    script = [sys.executable, "-c", SHORT_MEMORY, str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{errno.ENOMEM} []\n", done.stderr

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection
 
 _AVAILABLE_DIVISOR = 4  # copies may take one part in so many of the available memory
+_PROCESS_DIVISOR = 2  # and one part in so many of what a limit of this process leaves, which no other process takes
 _RESERVE_DIVISOR = 8  # one part in so many of all memory stays free, because other processes of a job may need it
 # Bytes that copies may take even if less is available: with less a save would hardly progress
 _MIN_LIMIT_BYTES = 256 << 20
@@ -24,7 +25,10 @@ def copy_limit(copies: int) -> int | None:
     Returns None if all of them fit, or if the system does not say how much is available.
     """
     found = available() if copies > _MIN_LIMIT_BYTES else None
-    limit = None if found is None else max(found // _AVAILABLE_DIVISOR, _MIN_LIMIT_BYTES)
+    limits = [] if found is None else [max(found // _AVAILABLE_DIVISOR, _MIN_LIMIT_BYTES)]
+    # Beyond a limit of the process an allocation fails, while a host swaps: there is no least number of bytes here.
+    limits += [max(left // _PROCESS_DIVISOR, 1) for left, _ in _process_pools()]
+    limit = min(limits, default=None)
     return None if limit is None or copies <= limit else limit
 
 
@@ -72,6 +76,24 @@ def _memory_pools() -> list[tuple[int, int]]:
             page = os.sysconf("SC_PAGE_SIZE")
             host.append((os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page))
     return host + _cgroup_pools()
+
+
+def _process_pools() -> list[tuple[int, int]]:
+    """Returns the same for the limits of this process, as ``ulimit -d`` and ``ulimit -v`` set them."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return []
+    limits = {
+        "VmData": resource.getrlimit(resource.RLIMIT_DATA)[0],
+        "VmSize": resource.getrlimit(resource.RLIMIT_AS)[0],
+    }
+    if not (finite := {name: most for name, most in limits.items() if most != resource.RLIM_INFINITY}):
+        return []
+    with contextlib.suppress(OSError, ValueError, KeyError):  # Systems without /proc do not say what is used.
+        used = dict(line.split(":", 1) for line in _lines("/proc/self/status"))
+        return [(max(most - (int(used[name].split()[0]) << 10), 0), most) for name, most in finite.items()]
+    return []
 
 
 def _cgroup_pools() -> list[tuple[int, int]]:

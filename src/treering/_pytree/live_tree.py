@@ -81,8 +81,11 @@ class LiveTree:
         return iter(())
 
     def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:
-        out = np.empty(box_shape(box), dtypes.to_numpy(entry.dtype))
-        for n in self._by_leaf.get(self._leaf[entry.path], ()):
+        shape, own = box_shape(box), self._by_leaf.get(self._leaf[entry.path], ())
+        if 0 not in shape and (one := next((n for n in own if self.shards[n].box == box), None)) is not None:
+            return self._part(one, box)
+        out = np.empty(shape, dtypes.to_numpy(entry.dtype))
+        for n in own:
             common = intersect(self.shards[n].box, box) if box else ()
             if common is not None and out.size:
                 part = self._part(n, common)

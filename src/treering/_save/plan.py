@@ -343,8 +343,8 @@ def _with_memory_limit(target: SaveTarget, described: Described) -> SaveTarget:
     if limit is None:
         return target
     _log.info(
-        "%s: the call waits until all but %s of its %s of copies are written: that is a quarter of the available "
-        "memory; memory_limit= sets another limit",
+        "%s: the call waits until all but %s of its %s of copies are written, because the available memory or a "
+        "limit of this process leaves no room for more; memory_limit= sets another limit",
         target.path,
         units.nbytes(limit),
         units.nbytes(copies),

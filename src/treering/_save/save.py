@@ -112,8 +112,9 @@ def save_async(
     error. Otherwise the next call of `save` or `save_async` raises it, or it is printed when the interpreter ends.
 
     With a `memory_limit`, the call blocks until all but that many bytes of copies are written. Without one, it blocks
-    only if the copies would take more than a quarter of the available memory (256 MiB are always allowed), or if the
-    copies of all processes of a host would leave less than an eighth of its memory. Treering logs that.
+    only if the copies would take more than a quarter of the available memory (256 MiB are always allowed) or half of
+    what a limit of this process, such as ``ulimit -d``, leaves, or if the copies of all processes of a host would leave
+    less than an eighth of its memory. Treering logs that.
     """
     return _start(
         path, tree, step, metrics, metadata, base, processes, timeout,

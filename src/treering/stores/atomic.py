@@ -41,8 +41,9 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
         sink = _create_temporary_file(disk, place)
-        file, temporary = SequentialWriter(sink), parent.entry(os.path.basename(sink.path))
+        temporary = parent.entry(os.path.basename(sink.path))
         try:
+            file = SequentialWriter(sink)  # its buffer may find no memory, and then no file must stay
             # The mode is set while the file is empty: other users must not read what the old mode hides.
             if overwrite and (old_stat := lstat(place)):
                 # Only the permission bits: another user may have set the old file's set-user-id bit.
@@ -56,7 +57,7 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
         finally:
             with contextlib.suppress(OSError):
                 disk.unlink(temporary)
-            file.discard()
+            sink.close()
         try:
             disk.sync_dir(parent)
         except BaseException as error:

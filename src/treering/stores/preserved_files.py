@@ -210,8 +210,8 @@ def _link_or_copy(disk: Disk, old: Entry, new: Entry, found: os.stat_result) -> 
         sink = FileSink(disk, new)
     except FileExistsError:
         raise _name_taken_error(old) from None
-    file = SequentialWriter(sink)
     try:
+        file = SequentialWriter(sink)
         with opened(disk, old) as fd:
             mode = os.fstat(fd).st_mode & 0o777  # without set-user-id: the owner may change
             disk.set_mode(sink.opened, mode | stat.S_IWUSR)  # before the data, which the mode may hide from others
@@ -221,7 +221,7 @@ def _link_or_copy(disk: Disk, old: Entry, new: Entry, found: os.stat_result) -> 
         file.sync()
         disk.set_mode(sink.opened, mode)
     finally:
-        file.discard()
+        sink.close()
 
 
 def _is_empty(disk: Disk, path: Entry) -> bool:

@@ -12,12 +12,13 @@ _BUFFER_BYTES = 4 << 20
 @contextlib.contextmanager
 def file_of_new_folder(store: Store, path: str) -> Iterator[Writer]:
     """Yields a file to write in a folder that is not in place yet. The file is durable after the `with` block."""
-    file = SequentialWriter(store.create(path))
+    sink = store.create(path)
     try:
+        file = SequentialWriter(sink)
         yield file
-        file.close()
+        file.sync()
     finally:
-        file.discard()
+        sink.close()
 
 
 class SequentialWriter:
@@ -45,15 +46,6 @@ class SequentialWriter:
         """Makes the file durable. Nothing can be written afterwards."""
         self._flush()
         self.sink.finish(self.size)
-
-    def close(self) -> None:
-        """Makes the file durable and closes it."""
-        self.sync()
-        self.discard()
-
-    def discard(self) -> None:
-        """Closes the file as it is, without making it durable."""
-        self.sink.close()
 
     def _flush(self) -> None:
         if self._filled:

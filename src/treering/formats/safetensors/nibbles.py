@@ -1,5 +1,6 @@
 """Four-bit floats: two in a byte, the first in the lower half. The last axis must have an even size."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,7 +20,8 @@ def is_paired(shape: Sequence[int]) -> bool:
 
 def stored_nbytes(entry: ArrayEntry) -> int:
     """Returns the bytes that an array takes in a file."""
-    return entry.nbytes // 2 if entry.dtype == DTYPE else entry.nbytes
+    nbytes = math.prod(entry.shape) * dtypes.itemsize(entry.dtype)
+    return nbytes // 2 if entry.dtype == DTYPE else nbytes
 
 
 def stored_slices(entry: ArrayEntry, limit: int) -> Iterator[Box]:
@@ -34,7 +36,7 @@ def stored_slices(entry: ArrayEntry, limit: int) -> Iterator[Box]:
 def as_stored(array: np.ndarray) -> np.ndarray:
     """Returns an array as the bytes that a file stores."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return flat[::2] & 15 | flat[1::2] << 4 if array.dtype.name == DTYPE else flat
+    return flat[::2] & 15 | flat[1::2] << 4 if array.itemsize == 1 and array.dtype.name == DTYPE else flat
 
 
 class Nibbles:

@@ -2,12 +2,13 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ..._core import dtypes
+from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, is_absent
 from ..._core.json_floats import floats_to_text
 from ..._core.leaf_paths import join_names
@@ -27,6 +28,7 @@ from .shards import checked, created, cut, limit_of, names_of
 _log = logging.getLogger("treering")
 _ALIGNMENT_BYTES = 64  # bytes; JAX uses memory aligned to this without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
+_BATCH_BYTES = 1 << 20  # bytes of small arrays in memory at a time
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
     "key": "store jax.random.key_data(key), or drop it by a rule",
@@ -151,11 +153,14 @@ def _metadata(contents: Source, metadata: Any) -> dict[str, str]:
 
 def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
     """Returns the header of a file, and its tensors in an order that aligns each for its elements."""
-    order = sorted(entries, key=lambda entry: write_order_key(nibbles.stored_nbytes(entry)))
+    sizes = sorted(
+        ((nibbles.stored_nbytes(entry), entry) for entry in entries), key=lambda one: write_order_key(one[0])
+    )
+    order = [entry for _, entry in sizes]
     tensors: dict[str, Tensor] = {}
     position = 0
-    for entry in order:
-        end = position + nibbles.stored_nbytes(entry)
+    for nbytes, entry in sizes:
+        end = position + nbytes
         tensors[key_of(entry.path)] = Tensor(_CODES[entry.dtype], entry.shape, (position, end))
         position = end
     try:
@@ -169,8 +174,25 @@ def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tupl
 
 def _write_tensors(file: Writer, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
     file.write(header)
+    for batch in _batches(order):
+        parts = [nibbles.as_stored(array).data for array in contents.read(batch, verify=True) if array.size]
+        file.write(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _batches(order: Sequence[ArrayEntry]) -> Iterator[list[tuple[ArrayEntry, Box]]]:
+    """Yields what is read together: small arrays, because each read takes as long as many of them, or a slice."""
+    batch: list[tuple[ArrayEntry, Box]] = []
+    nbytes = 0
     for entry in order:
-        for box in nibbles.stored_slices(entry, _SLICE_BYTES):
-            (array,) = contents.read([(entry, box)], verify=True)
-            if array.size:
-                file.write(nibbles.as_stored(array).data)
+        own = nibbles.stored_nbytes(entry)
+        if batch and nbytes + own > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        if own > _BATCH_BYTES:
+            for box in nibbles.stored_slices(entry, _SLICE_BYTES):
+                yield [(entry, box)]
+        else:
+            batch.append((entry, full_box(entry.shape)))
+            nbytes += own
+    if batch:
+        yield batch
