@@ -5,8 +5,9 @@
 # Behaviour: the bytes are written as they lie in memory and the type by its name, which says nothing of their order. Of a
 #   big-endian array, from_bytes makes other numbers in the same shape. A NumPy scalar taken out of that array
 #   comes back right, and so does the array through safetensors.
-# Why it matters: HDF5, FITS, netCDF and IDX files give big-endian arrays, which NumPy and JAX compute with like any other.
-#   A mean or a table that was read from one and kept in the state is wrong after a restore, without an error.
+# Why it matters: FITS, classic netCDF and IDX files, and some of HDF5, hold big-endian arrays, which NumPy computes with
+#   like with others. A mean or a table that was read from one and kept in the state as a NumPy array is wrong after a
+#   restore, without an error.
 set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

@@ -30,7 +30,7 @@ def restored(tree, name):
 dotted, nested = {"a.b": jnp.float32(1)}, {"a": {"b": jnp.float32(2)}}
 found = restored({**dotted, **nested}, "both")
 alone = restored(dotted, "dotted"), restored(nested, "nested")
-print("saved together:", {"a.b": 1.0, "a": {"b": 2.0}})
+print("saved together:", {"a": {"b": 2.0}, "a.b": 1.0})
 print("restored:      ", found)
 print("saved apart and restored:", *alone)
 assert alone == ({"a.b": 1}, {"a": {"b": 2}}), "Orbax behaves otherwise now"
