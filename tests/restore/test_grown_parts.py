@@ -185,7 +185,7 @@ def test_parts_grow_at_their_places(tmp_path: pathlib.Path, caplog: pytest.LogCa
         assert found["new"][0].sharding == rows
 
 
-@pytest.mark.parametrize("name", ["c.msgpack", "c.eqx", "c.safetensors"])
+@pytest.mark.parametrize("name", ["c.msgpack", "c.safetensors"])
 def test_parts_grow_from_other_formats(tmp_path: pathlib.Path, name: str) -> None:
     saved = {"w": np.ones(3), "history": [np.ones(2), np.zeros(2)], "buffer": np.ones((4, 2))}
     tr.save(tmp_path / name, saved)

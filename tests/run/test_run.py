@@ -587,7 +587,7 @@ def test_every_save_is_reported_once(tmp_path: pathlib.Path, caplog: pytest.LogC
     reports: list[tr.SaveReport] = []
     with tr.Checkpointer(tmp_path, on_save=reports.append, save_every=2) as ckpts:
         for step in range(5):
-            ckpts.save(step, {"x": np.ones(1_000_000)})
+            ckpts.save(step, {"x": np.full(1_000_000, step)})  # Equal arrays would need no sync.
     assert [report.step for report in reports] == [0, 2, 4]
     for report in reports:
         assert report.nbytes > 8_000_000 and report.path == ckpts.path(report.step or 0)

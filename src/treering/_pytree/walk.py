@@ -294,6 +294,6 @@ def _plain_key(key: Any) -> Any:
     elif isinstance(key, SequenceKey):
         key = key.idx
     # Members of StrEnum and IntEnum, and NumPy's integers and texts, equal the plain value as keys of a dict.
-    if isinstance(key, enum.Enum | np.integer | np.str_):
+    if type(key) is not str and isinstance(key, enum.Enum | np.integer | np.str_):
         return str.__str__(key) if isinstance(key, str) else int(key) if isinstance(key, int | np.integer) else key
     return key
