@@ -100,7 +100,7 @@ def test_nothing_above_the_native_format_knows_its_files() -> None:
 
 
 def test_the_native_format_knows_no_processes() -> None:
-    """What writes the native format is in `_save`; what reads, commits and copies it needs no mesh and no peers."""
+    """Reading, committing and copying need no mesh and no peers. `_save` writes the format."""
     native = {module: others for module, others in _graph().items() if module.startswith("treering.formats.treering.")}
     wrong = {
         module for module, others in native.items() if {_room(other) for other in others} & {"_processes", "_pytree"}

@@ -59,9 +59,8 @@ def bundle(entry: Path) -> str:
         is_vendored = module in VENDORED.values()
         body, exports = (_vendored(module, text), []) if is_vendored else _body(module, text, include)
         number = numbers[module] = len(parts)
-        call = "await (async () => {" if re.search(r"^const .*\bawait ", body, re.MULTILINE) else "(() => {"
         end = "" if is_vendored else f"return {{ {', '.join(exports)} }};\n"
-        parts.append(f"// {module.relative_to(ROOT / 'js')}\nconst m{number} = {call}\n{body}{end}}})();\n")
+        parts.append(f"// {module.relative_to(ROOT / 'js')}\nconst m{number} = (() => {{\n{body}{end}}})();\n")
         return number
 
     include(entry)

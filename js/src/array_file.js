@@ -128,7 +128,7 @@ export class ArrayFile {
       if (error instanceof MissingFileError) return this.onMissing(error);
       throw error;
     }
-    if (read.size !== size) {
+    if (read.size !== undefined && read.size !== size) {
       throw new DamagedError(`${name}: expected ${size} bytes, found ${read.size}. ${ADVICE}`, { file: name });
     }
     const { length } = read.bytes;

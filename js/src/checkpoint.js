@@ -1,7 +1,7 @@
 /** An open checkpoint. */
 
 import { ArrayFile } from "./array_file.js";
-import { xxh3 } from "./checksum.js";
+import { ready, xxh3 } from "./checksum.js";
 import {
   DamagedError,
   InputError,
@@ -133,6 +133,7 @@ async function errorOf(read) {
 
 /** Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`. @param {Source} source */
 export async function openSource(source) {
+  await ready();
   return new Checkpoint(source, await readManifest(source));
 }
 

@@ -2,8 +2,25 @@
 
 import { createXXHash3 } from "hash-wasm";
 
-// One WebAssembly instance serves everything: no call awaits between `init` and `digest`, so none disturbs another.
-const hasher = await createXXHash3(0, 0);
+/** One instance serves everything: no call awaits between `init` and `digest`. @type {import("hash-wasm").IHasher} */
+let hasher;
+/** @type {Promise<void> | undefined} */
+let pending;
+
+/**
+ * Compiles the WebAssembly. Every call of the package that hashes awaits it first: an await of the module itself would
+ * keep service workers and CommonJS from loading the package, and lose the first messages of a web worker.
+ *
+ * @returns {Promise<void>}
+ */
+export function ready() {
+  if (pending === undefined) {
+    pending = createXXHash3(0, 0).then((made) => void (hasher = made));
+    // The next call tries again.
+    pending.catch(() => (pending = undefined));
+  }
+  return pending;
+}
 
 /** The bytes that one checksum of a buffer covers. */
 export const BLOCK_BYTES = 1048576;

@@ -1,6 +1,7 @@
 /** The public names, for browsers. `node/index.js` adds folders. */
 
 import { openSource } from "./checkpoint.js";
+import { ready } from "./checksum.js";
 import { InputError, show } from "./errors.js";
 import { filesSource, handleSource } from "./sources/browser.js";
 import { httpSource } from "./sources/http.js";
@@ -40,10 +41,19 @@ export async function open(target, { fetch: request, ...rest } = {}) {
   return openSource(sourceOf(target));
 }
 
-/** @param {any} target @returns {URL | undefined} */
+/** Returns the URL of a target that is one; text is relative to the page. @param {any} target @returns {URL | undefined} */
 function urlOf(target) {
-  if (target instanceof URL) return target;
-  return typeof target === "string" && /^https?:\/\//.test(target) ? new URL(target) : undefined;
+  if (typeof target !== "string" && !(target instanceof URL)) return undefined;
+  const base = /** @type {any} */ (globalThis).document?.baseURI ?? globalThis.location?.href;
+  let url;
+  try {
+    url = new URL(target, base);
+  } catch (error) {
+    throw new InputError(`open: expected a URL, found ${show(target)}`, { cause: error });
+  }
+  if (url.protocol !== "http:" && url.protocol !== "https:")
+    throw new InputError(`open: expected an http(s) URL, found ${show(url.href)}. Only Node opens folders`);
+  return url;
 }
 
 /** @param {any} target @returns {import("./sources/source.js").Source} */
@@ -64,6 +74,7 @@ function sourceOf(target) {
  */
 export async function write(target, tree, options) {
   if (!(target instanceof Map) || target.size) throw new InputError("write: expected an empty Map");
+  await ready();
   for (const { name, parts } of encodeCheckpoint(tree, options)) {
     target.set(name, new Uint8Array(await new Blob(/** @type {any} */ (parts)).arrayBuffer()));
   }

@@ -123,3 +123,17 @@ test("a failed read is repeated", async () => {
   await assert.rejects(ckpt.leaf("x").read(), { name: "SourceError" });
   assert.deepEqual((await ckpt.leaf("x").read()).data, numbers(3));
 });
+
+test("an abort stays one, and a hidden Content-Range is not needed", async () => {
+  const files = new Map();
+  await tr.write(files, { x: numbers(3) });
+  const fetch = async (url, { headers }) => {
+    const bytes = files.get(String(url).split("/").at(-1));
+    const range = /bytes=(\d+)-(\d+)/.exec(headers?.Range ?? "");
+    return new Response(range ? bytes.slice(+range[1], +range[2] + 1) : bytes, { status: range ? 206 : 200 });
+  };
+  const ckpt = await tr.open("https://example.org/c", { fetch });
+  assert.deepEqual((await ckpt.leaf("x").read()).data, numbers(3));
+  const abort = () => Promise.reject(new DOMException("left", "AbortError"));
+  await assert.rejects(tr.open("https://example.org/c", { fetch: abort }), { name: "AbortError" });
+});

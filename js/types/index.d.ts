@@ -27,9 +27,33 @@ export interface Source {
   list?: () => Promise<string[]>;
 }
 
+/** What a read uses of a `Response`. */
+export interface Answer {
+  readonly status: number;
+  readonly headers: { get(name: string): string | null };
+  arrayBuffer(): Promise<ArrayBuffer>;
+}
+
 export interface OpenOptions {
-  /** Makes the requests to a server, for example with a token. */
-  fetch?: typeof fetch;
+  /** Makes the requests to a server, for example with a token. The global `fetch` is one. */
+  fetch?: (
+    url: string,
+    options?: { headers?: Record<string, string>; cache?: "default" | "no-cache" },
+  ) => Promise<Answer>;
+}
+
+/** A file that a user picked: a `File`. */
+export interface PickedFile {
+  readonly name: string;
+  readonly size: number;
+  slice(start?: number, end?: number): { arrayBuffer(): Promise<ArrayBuffer> };
+}
+
+/** A directory that a user picked: a `FileSystemDirectoryHandle`. */
+export interface PickedDirectory {
+  readonly kind: "directory";
+  readonly name: string;
+  getFileHandle(name: string): Promise<{ getFile(): Promise<PickedFile> }>;
 }
 
 export interface WriteOptions {
@@ -51,13 +75,13 @@ export interface Slice {
  * `NotFoundError`, `DamagedError`, `UnsupportedError`, `SourceError` or `InputError`.
  */
 export function open(
-  target: string | URL | FileSystemDirectoryHandle | Iterable<File> | ReadonlyMap<string, Uint8Array> | Source,
+  target: string | { readonly href: string } | PickedDirectory | Iterable<PickedFile> | ReadonlyMap<string, Uint8Array> | Source,
   options?: OpenOptions,
 ): Promise<Checkpoint>;
 
 /** Writes a new checkpoint into a folder (Node), or into an empty Map. Raises `InputError`. */
 export function write(
-  target: string | URL | Map<string, Uint8Array>,
+  target: string | { readonly href: string } | Map<string, Uint8Array>,
   tree: unknown,
   options?: WriteOptions,
 ): Promise<void>;

@@ -56,7 +56,7 @@ def test_the_example_runs(tmp_path: pathlib.Path, js: node.Driver) -> None:
     w = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     tr.save(tmp_path / "runs" / "gpt" / "step-00001000", {"params": {"w": w}}, step=1000, metrics={"loss": 0.5})
     text = (node.ROOT / "js" / "README.md").read_text("utf-8")
-    (example,) = re.findall(r"^```js\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (example,) = re.findall(r"^```ts\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (js.package / "example.mjs").write_text(example)
     command = ["node", str(js.package / "example.mjs")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

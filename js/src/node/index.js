@@ -38,6 +38,12 @@ export async function write(target, tree, options) {
 
 /** @param {unknown} target @returns {string | undefined} */
 function folderOf(target) {
-  if (target instanceof URL) return target.protocol === "file:" ? fileURLToPath(target) : undefined;
-  return typeof target === "string" && !/^https?:\/\//.test(target) ? target : undefined;
+  if (target instanceof URL ? target.protocol === "file:" : typeof target === "string" && /^file:/i.test(target)) {
+    try {
+      return fileURLToPath(/** @type {string | URL} */ (target));
+    } catch (error) {
+      throw new InputError(`expected a file: URL of this machine, found ${target}`, { cause: error });
+    }
+  }
+  return typeof target === "string" && !/^https?:\/\//i.test(target) ? target : undefined;
 }

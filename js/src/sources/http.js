@@ -22,9 +22,10 @@ export function httpSource(base, request = fetch) {
         // A cache may hold a manifest that was replaced. A name of an array file is never used twice.
         answer = await request(url, { headers, cache: isRange ? "default" : "no-cache" });
         if (answer.status === 200 && !isRange) return sized(new Uint8Array(await answer.arrayBuffer()));
-        if (answer.status === 206 && isRange) return partOf(answer, url, new Uint8Array(await answer.arrayBuffer()));
+        if (answer.status === 206 && isRange) return partOf(answer, start, end, new Uint8Array(await answer.arrayBuffer()));
       } catch (error) {
-        if (error instanceof SourceError) throw error;
+        // `fetch` raises a TypeError if the network fails. Anything else is an abort, or an error of the caller's `fetch`.
+        if (!(error instanceof TypeError)) throw error;
         throw new SourceError(`${url.href}: expected an answer, found ${error}. Check the server and CORS`, {
           cause: error,
         });
@@ -44,13 +45,15 @@ function sized(bytes) {
   return { bytes, size: bytes.length };
 }
 
-/** @param {Response} answer @param {URL} url @param {Uint8Array} bytes */
-function partOf(answer, url, bytes) {
-  const size = totalOf(answer);
-  // A browser shows this header of another origin only if the server allows it.
-  if (size === undefined)
-    throw new SourceError(`${url.href}: expected Content-Range with the size, found none. Expose that header`);
-  return { bytes, size };
+/**
+ * A browser hides Content-Range of another origin unless the server exposes it. The size is unknown then, unless the file
+ * ends in the range; the checksums verify the bytes.
+ *
+ * @param {Response} answer @param {number} start @param {number | undefined} end @param {Uint8Array} bytes
+ */
+function partOf(answer, start, end, bytes) {
+  const isShort = end !== undefined && bytes.length < end - start;
+  return { bytes, size: totalOf(answer) ?? (isShort ? start + bytes.length : undefined) };
 }
 
 /** @param {Response} answer @returns {number | undefined} */

@@ -3,8 +3,8 @@
 /**
  * @typedef {object} Source
  * @property {string} place a path or a URL, for messages
- * @property {(name: string, start: number, end: number | undefined) => Promise<{bytes: Uint8Array, size: number}>} read
- *   returns the bytes from `start` to `end`, or to the end of the file, and the size of the file. Fewer bytes come back
+ * @property {(name: string, start: number, end: number | undefined) => Promise<{bytes: Uint8Array, size: number | undefined}>} read
+ *   returns the bytes from `start` to `end`, or to the end of the file, and the size of the file if it is known. Fewer bytes come back
  *   if the file is shorter. Raises `MissingFileError`, `DamagedError` if the file is not a regular one, or `SourceError`
  * @property {(() => Promise<string[]>) | undefined} list returns the names of all files; missing where that is impossible
  * @property {number} [chunkBytes] longer reads are split, so that less memory is needed; not on a server, where each read
