@@ -152,7 +152,7 @@ def resolve_placement(found: Mapping[str, Any], ambient: Any, *, exactly: bool) 
 
 
 def _on_mesh(found: Mapping[str, Any], ambient: Any, exactly: bool) -> Sharding:
-    reduced = {"reduced": set(found["reduced"])} if found.get("reduced") else {}
+    reduced: dict[str, Any] = {"reduced": frozenset(found["reduced"])} if found.get("reduced") else {}
     spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in found["spec"]), **reduced)
     named = {name for axis in spec_axes(spec) if axis for name in ((axis,) if isinstance(axis, str) else axis)}
     if ambient is None:

@@ -172,10 +172,11 @@ def _concrete(wish: Any, mesh: Any, path: str) -> ShardingOrNone:
             raise MismatchError(f"{path}: {wish} does not fit the mesh that is set: {error}") from None
     if not isinstance(wish, Sharding):
         raise MismatchError(f"{path}: sharding: expected a Sharding, PartitionSpec or Format, found {wish!r}")
-    if unreduced := getattr(getattr(wish, "spec", None), "unreduced", None):
+    spec = getattr(wish, "spec", None)
+    if unreduced := getattr(spec, "unreduced", None):
         axes = ", ".join(sorted(map(str, unreduced)))
         raise MismatchError(
-            f"{path}: expected a sharding of complete values, found {wish.spec}, of partial sums over the mesh axes "
+            f"{path}: expected a sharding of complete values, found {spec}, of partial sums over the mesh axes "
             f"{axes}; restore without unreduced=, and make partial sums by jax.reshard"
         )
     return wish
