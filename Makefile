@@ -79,6 +79,7 @@ dist: $(VENV)/dist $(PAGES)
 bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write benchmarks/results/benchmarks.md
 	$(RUN) -m benchmarks --only tiers --write benchmarks/results/tiers.md
+	$(RUN) -m benchmarks --only growth --write benchmarks/results/growth.md
 
 # The main rows alone, in about three minutes on a quiet machine; writes nothing.
 bench-quick: $(VENV)/bench

@@ -12,6 +12,7 @@ from . import (
     chart,
     contestants,
     converting,
+    growth,
     loop,
     measure,
     memory,
@@ -57,7 +58,7 @@ _SEPARATE = [
     "unchanged",
 ]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_SEPARATE, *states.STATES]
-_TIERS = "tiers"  # has a page of its own
+_TIERS, _GROWTH = "tiers", "growth"  # have pages of their own
 _ROUNDS = 9
 _QUICK = {"save", "stall", "warm", "cold", "large", "small", "unchanged", "objects"}  # what has the main rows
 _QUICK_ROUNDS = 3
@@ -68,7 +69,7 @@ _QUICK_NOTE = f"A quick run: the main rows alone, in few rounds, without {' and 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", action="append", choices=[*_NAMES, _TIERS], help="an operation or a state; may be repeated"
+        "--only", action="append", choices=[*_NAMES, _TIERS, _GROWTH], help="an operation or a state; may be repeated"
     )
     parser.add_argument("--quick", action="store_true", help="the ten main rows, in about three minutes")
     parser.add_argument("--repeats", type=int, help="rounds in which all take turns (default: 9, or 3 with --quick)")
@@ -80,14 +81,16 @@ def main() -> None:
         parser.error("--quick: expected neither --only nor --write, because it prints the main rows and writes none")
     only = _QUICK if arguments.quick else set(arguments.only or _NAMES)
     repeats = arguments.repeats or (_QUICK_ROUNDS if arguments.quick else _ROUNDS)
-    if _TIERS in only and len(only) > 1:
-        parser.error(f"--only {_TIERS}: expected no other name, because it writes a page of its own")
+    if (page := next((name for name in (_TIERS, _GROWTH) if name in only), None)) and len(only) > 1:
+        parser.error(f"--only {page}: expected no other name, because it writes a page of its own")
     warnings.simplefilter("ignore")  # the peers' own
     with tempfile.TemporaryDirectory(prefix="bench-", dir=os.path.abspath(arguments.dir)) as directory:
         with open(os.path.join(directory, ".gitignore"), "w") as file:
             file.write("*\n")  # gigabytes that no commit should contain
         if _TIERS in only:
             text = tiers.report(directory, repeats, arguments.mib)
+        elif _GROWTH in only:
+            text = growth.report(directory, repeats)
         else:
             rows = run(directory, repeats, only, _QUICK_WITHOUT if arguments.quick else frozenset())
             if arguments.quick:

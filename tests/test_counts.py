@@ -352,6 +352,9 @@ def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> Non
         ):
             few, many = (requests(functools.partial(call, f"counted://bucket/small-{n}")) for n in (_SMALL, _MANY))
             assert few == many and few["read"] <= 4
+        tr.save("counted://bucket/middle", {f"l{n}": np.full(12_500, n) for n in range(100)})
+        middle = requests(lambda: tr.convert("counted://bucket/middle", tmp_path / "x.safetensors", overwrite=True))
+        assert middle["read"] <= 4
         objects = [np.full(OBJECT_BYTES, n, np.uint8) for n in range(2)]
         one, two = make("one", objects[:1]), make("two", objects)
         assert [later - before for before, later in zip(one, two, strict=True)] == [Counter(write=1), Counter(read=1)]

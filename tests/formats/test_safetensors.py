@@ -4,6 +4,7 @@ import json
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 import treering as tr
@@ -106,3 +107,12 @@ def test_sizes_beyond_the_file_or_the_format() -> None:
         header_size((10**9).to_bytes(8, "little"), 10**12, "x")
     with pytest.raises(TreeringError):
         header_size(b"123", 10**12, "x")
+
+
+def test_small_and_large_arrays_in_turns(tmp_path: pathlib.Path) -> None:
+    """Small arrays are read together, and written before a large one that follows."""
+    sizes = [16, 1 << 19, 3, (1 << 18) + 16, 0, 1 << 18, 1 << 18, 7]
+    tree = {f"a{n}": np.arange(size, dtype=np.float32) + n for n, size in enumerate(sizes)}
+    tr.save(tmp_path / "x.safetensors", tree)
+    found = tr.restore(tmp_path / "x.safetensors", tree)
+    assert all(np.array_equal(found[name], array) for name, array in tree.items())

@@ -28,7 +28,7 @@ from .shards import checked, created, cut, limit_of, names_of
 _log = logging.getLogger("treering")
 _ALIGNMENT_BYTES = 64  # bytes; JAX uses memory aligned to this without a copy
 _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
-_BATCH_BYTES = 1 << 20  # bytes of small arrays in memory at a time
+_SMALL_BYTES, _BATCH_BYTES = 1 << 20, 16 << 20  # bytes of an array that is read with others, and of all of them
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
     "key": "store jax.random.key_data(key), or drop it by a rule",
@@ -185,10 +185,10 @@ def _batches(order: Sequence[ArrayEntry]) -> Iterator[list[tuple[ArrayEntry, Box
     nbytes = 0
     for entry in order:
         own = nibbles.stored_nbytes(entry)
-        if batch and nbytes + own > _BATCH_BYTES:
+        if batch and (own > _SMALL_BYTES or nbytes + own > _BATCH_BYTES):
             yield batch
             batch, nbytes = [], 0
-        if own > _BATCH_BYTES:
+        if own > _SMALL_BYTES:
             for box in nibbles.stored_slices(entry, _SLICE_BYTES):
                 yield [(entry, box)]
         else:
