@@ -909,18 +909,19 @@ def test_other_formats_take_such_keys(tmp_path: Path, format: str) -> None:
     }
 
 
-def _mutable() -> dict[str, Any]:
-    with nnx.var_defaults(hijax=True):
-        hijax = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    with nnx.var_defaults(ref=True):
-        model = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    return {"ref": {"w": jax.new_ref(jnp.arange(3.0))}, "hijax": hijax, "variables with refs": model}
+def _mutable(kind: str) -> Any:
+    if kind == "ref":
+        return {"w": jax.new_ref(jnp.arange(3.0))}
+    if kind == "hijax" and jax.__version_info__ < (0, 10):
+        pytest.skip("Flax makes hijax Variables with JAX 0.10 or later")
+    with nnx.var_defaults(hijax=True) if kind == "hijax" else nnx.var_defaults(ref=True):
+        return nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize("kind", ["ref", "hijax", "variables with refs"])
 def test_mutable_arrays_are_refused_with_advice_that_works(tmp_path: Path, kind: str) -> None:
     """JAX returns the object itself as its host copy, so a save in the background would write what it is later."""
-    tree = _mutable()[kind]
+    tree = _mutable(kind)
     with pytest.raises(UnsupportedError) as refused:
         tr.save(tmp_path / "a", tree)
     assert "iter(" not in str(refused.value) and os.listdir(tmp_path) == []
