@@ -19,10 +19,10 @@ export interface Source {
   /** A path or a URL, for messages. */
   place: string;
   /**
-   * Returns the bytes from `start` to `end`, or to the end of the file, and the size of the file. Fewer bytes come back
-   * if the file is shorter. Raises `MissingFileError` if there is no such file.
+   * Returns the bytes from `start` to `end`, or to the end of the file, and the size of the file, or undefined if it is
+   * not known. Fewer bytes come back if the file is shorter. Raises `MissingFileError` if there is no such file.
    */
-  read(name: string, start: number, end: number | undefined): Promise<{ bytes: Uint8Array; size: number }>;
+  read(name: string, start: number, end: number | undefined): Promise<{ bytes: Uint8Array; size: number | undefined }>;
   /** Returns the names of all files. */
   list?: () => Promise<string[]>;
 }

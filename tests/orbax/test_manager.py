@@ -544,6 +544,7 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
         {"async_options": ocp.AsyncOptions(timeout_secs=5)},
         {"read_only": True, "max_to_keep": 3},
         {"file_options": ocp.options.FileOptions(path_permission_mode=0o750)},
+        {"file_options": ocp.options.FileOptions(skip_sync_file_validations=True)},
     ],
 )
 def test_options_without_effect_are_logged(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

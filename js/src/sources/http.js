@@ -20,7 +20,7 @@ export function httpSource(base, request = fetch) {
       let answer;
       try {
         // A cache may hold a manifest that was replaced. A name of an array file is never used twice.
-        answer = await request(url, { headers, cache: isRange ? "default" : "no-cache" });
+        answer = await request(url.href, { headers, cache: isRange ? "default" : "no-cache" });
         if (answer.status === 200 && !isRange) return sized(new Uint8Array(await answer.arrayBuffer()));
         if (answer.status === 206 && isRange) return partOf(answer, start, end, new Uint8Array(await answer.arrayBuffer()));
       } catch (error) {

@@ -118,10 +118,11 @@ def restore(
         those of quantized weights. Their codes never become floats without a rule.
     grow: globs of the lists, tuples, dicts, arrays and `None` in the template that take the entries, shape or contents
         that the checkpoint has. What the template lacks in them comes back as the kind that was saved.
-    sharding: replaces the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a function of
-        (path, shape, dtype), or a pytree of those that is a prefix of the template. NumPy leaves that it places become
-        JAX arrays. "saved" places JAX arrays as they were: on the mesh that is set, else on one like that of the save,
-        or on the same device, in the same memory. NumPy arrays then stay NumPy arrays.
+    sharding: replaces the template's sharding: a sharding, a `PartitionSpec` for the mesh that is set, a `Format` (a
+        layout with a sharding), a function of (path, shape, dtype) that returns one of these, or a pytree of those that
+        is a prefix of the template. NumPy leaves that it places become JAX arrays. "saved" places JAX arrays
+        as they were: on the mesh that is set, else on one like that of the save, or on the same device, in the same
+        memory. NumPy arrays then stay NumPy arrays.
     verify: checks the checksum of every byte that is used, before anything is returned.
     mmap: adopts mapped files instead of copying; by default those of Treering on file systems that are known to be safe
         for it. Other programs may write into their files in place. Mapped arrays then change, or end the process.

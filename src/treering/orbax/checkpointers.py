@@ -44,7 +44,8 @@ class Checkpointer:
         check_processes(multiprocessing_options)
         warn_unused(
             type(self).__name__,
-            file_options=(getattr(file_options, "path_permission_mode", None), None),
+            path_permission_mode=(getattr(file_options, "path_permission_mode", None), None),
+            skip_sync_file_validations=(getattr(file_options, "skip_sync_file_validations", False), False),
             atomicity_options=(atomicity_options, None),
             checkpoint_metadata_store=(checkpoint_metadata_store, None),
             temporary_path_class=(temporary_path_class, None),

@@ -42,7 +42,10 @@ class MultiprocessingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """Options of files, which have no effect, which is logged: the umask decides who may read."""
+    """Options of files. They have no effect; a manager or checkpointer that is given one logs a warning.
+
+    The umask decides who may read. Treering checks each sync.
+    """
 
     path_permission_mode: int | None = None
     skip_sync_file_validations: bool = False
@@ -124,6 +127,10 @@ _WITHOUT_EFFECT = {
     "num_deletion_threads": "Treering deletes in one background thread",
     "atomicity_options": "Treering always commits a step in one operation",
     "temporary_path_class": "Treering always commits a step in one operation",
+}
+_WITHOUT_EFFECT_ON_FILES = {
+    "path_permission_mode": "set the umask of the process instead",  # Kauldron always passes one.
+    "skip_sync_file_validations": "Treering checks each sync",
 }
 
 
@@ -211,8 +218,9 @@ class CheckpointManagerOptions:
                 f"multiprocessing_options={several!r:.200}: expected primary_host=0 and active_processes=None, because "
                 "all processes of a job save together; for a disk on each host see docs/how-to/local-tier.md"
             )
-        if getattr(self.file_options, "path_permission_mode", None) is not None:  # Kauldron always passes one.
-            _log.warning("file_options: path_permission_mode has no effect: set the umask of the process instead")
+        for name, reason in _WITHOUT_EFFECT_ON_FILES.items():
+            if getattr(self.file_options, name, None) not in (None, False):
+                _log.warning("file_options: %s has no effect: %s", name, reason)
         waits = self.async_options
         if waits is not None and (getattr(waits, "barrier_sync_fn", None) or waits.timeout_secs != 1200):
             _log.warning(
