@@ -510,6 +510,29 @@ def test_a_change_does_not_wait_for_a_slow_copy(local: str, remote: str) -> None
     assert tr.steps(remote) == [2]
 
 
+def test_delete_removes_the_copy_of_an_upload_that_has_just_ended(
+    local: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload ends after `delete` has listed the copies of the step, and before it pauses the uploads."""
+    remote, pause = tmp_path / "remote", copies.Uploader.paused
+    with tr.Checkpointer(remote, local=local, upload_limit=10) as ckpts:
+        ckpts.save(1, _state(1))
+        ckpts.wait()
+        _until(lambda: "uploading step 1" in repr(ckpts))
+
+        def late(self: copies.Uploader) -> Any:
+            self.lift_limit()
+            self.wait()
+            return pause(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(copies.Uploader, "paused", late)  # the order of two threads, not what they do
+            ckpts.delete(1)
+        assert tr.steps(remote) == tr.steps(local) == []
+        ckpts.save(2, _state(2))
+    assert tr.steps(remote) == [2]
+
+
 @pytest.mark.long
 def test_the_limit_is_kept(local: str, tmp_path: pathlib.Path) -> None:
     begun = time.monotonic()

@@ -16,6 +16,7 @@ from ...stores.read_errors import is_full
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
+from ..step_fallback import StepCopy
 from .clearing import clear_steps
 from .generation import Generation
 from .host_copies import HostCopies
@@ -225,13 +226,18 @@ class TieredRun(TierReads):
             pins.pin(self.remote.steps.store, path, wanted)
 
     def delete(self, step: int) -> None:
-        places = self.step_copies(step)
-        for place in places:
-            self._side(place.path).check_unpinned_and_unlinked(place.path)
-        is_remote = any(self._side(place.path) is self.remote for place in places)
+        def deletable() -> tuple[list[StepCopy], bool]:
+            """Returns the copies of the step, and True if one is remote."""
+            places = self.step_copies(step)
+            for place in places:
+                self._side(place.path).check_unpinned_and_unlinked(place.path)
+            return places, any(self._side(place.path) is self.remote for place in places)
+
+        _, is_remote = deletable()
         if is_remote:
             self._claim()
         with self._uploader.paused():
+            places, is_remote = deletable()  # Listed again: until the pause an upload may have ended.
             self._seen_remote = []
             if is_remote:
                 self._generation.enter()  # Otherwise an older local tier, which this job lacks, would upload it again.
