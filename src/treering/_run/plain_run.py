@@ -125,6 +125,11 @@ class PlainRun:
         """
         path = self._own_step_path(step)
         self.check_unpinned_and_unlinked(path)
+        if made := [one.step for one in self.steps.valid_steps() if one.base == step]:
+            raise MismatchError(
+                f"{path}: expected a step that no other needs, but step {made[0]} is stored as the difference to it; "
+                f"delete step {made[0]} first"
+            )
         self.delete_listed(path)
 
     def delete_listed(self, path: str, *, pinned: bool = False, check: Callable[[], None] | None = None) -> bool:

@@ -14,7 +14,7 @@ from .._save.save_reuse import Bases
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal, summary
-from ..keep import Policy, Saved
+from ..keep import Policy, Saved, with_bases
 from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
@@ -276,7 +276,8 @@ class Retention:
         self, keep: Policy, saved: Sequence[Saved], protected: Collection[int | None]
     ) -> set[int | None]:
         """Returns the steps that stay. Some of them may not exist."""
-        return {*keep.kept(saved), *self._directory.protected_steps(), *protected, *(one.step for one in saved[-1:])}
+        others = {*self._directory.protected_steps(), *protected, *(one.step for one in saved[-1:])}
+        return {*keep.kept(saved), *with_bases(saved, others)}
 
     def _retain(self, protected: Collection[int | None], check: Callable[[], None] = lambda: None) -> None:
         if self._keep is None:
@@ -296,10 +297,13 @@ class Retention:
         unwanted = self._steps_to_delete(saved, committed, self._steps_to_keep(self._keep, saved, protected))
         unwanted.update(self._emptied_to_delete(self._keep, saved, committed, protected))
         linked = self._links_to_steps() if unwanted else {}
-        for step, path in unwanted.items():
+        bases = {one.step: one.base for one in saved if one.base is not None}
+        # A step goes before the base that it is stored as the difference to.
+        for step, path in sorted(unwanted.items(), reverse=True) if bases else unwanted.items():
             try:
-                if not self._is_protected(step, path, linked):
+                if step not in bases.values() and not self._is_protected(step, path, linked):
                     self._delete(path, check)
+                    bases.pop(step, None)
             except MismatchError as error:
                 _log.info("step %d stays: %s", step, error)
             except UnsupportedError as error:

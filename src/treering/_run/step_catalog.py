@@ -203,7 +203,11 @@ class StepCatalog:
         if self._may_lack_files or not self.is_damaged(step, path):
             return None
         found = summary.read_emptied(self.store, path)
-        return found and SavedStep(step, *found)
+        return found and self._saved(step, found)
+
+    def _saved(self, step: int, found: summary.StepSummary) -> SavedStep:
+        base = None if found.base is None else run_layout.parse_step_name(found.base, self.prefix)
+        return SavedStep(step, found.metrics, found.created_seconds, found.nbytes, found.linked, base, found.late)
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage, until the step is replaced."""
@@ -263,7 +267,7 @@ class StepCatalog:
 
     def _read_status(self, step: int, path: str) -> StepStatus:
         try:
-            return SavedStep(step, *summary.read(self.store, path, allow_missing_files=self._may_lack_files))
+            return self._saved(step, summary.read(self.store, path, allow_missing_files=self._may_lack_files))
         except CorruptError as error:
             _log.warning("step %d is damaged and is ignored: %s", step, error)
             return "damaged"

@@ -49,7 +49,7 @@ from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
 from ..formats.treering import host_files, manifest
 from ..formats.treering.commit import Transaction
-from ..formats.treering.manifest_fields import File, Layout, Manifest, Placement
+from ..formats.treering.manifest_fields import Base, File, Layout, Manifest, Placement
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -59,7 +59,7 @@ from .info import Info
 from .layout import PlannedFile
 from .room import Room, RoomMaker
 from .second_copies import OptionalSink, PlannedCopy
-from .shared_files import Reuse, SharedFile, WrittenFile, share, with_answer
+from .shared_files import Deltas, Reuse, SharedFile, WrittenFile, share, with_answer
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
@@ -71,6 +71,7 @@ class Job(NamedTuple):
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
     is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
+    `deltas` has made differences of arrays to those of `base`.
     """
 
     path: str
@@ -82,6 +83,8 @@ class Job(NamedTuple):
     hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
     reuse: Reuse | None = None
+    deltas: Deltas | None = None
+    base: Base | None = None
 
 
 class Committed(NamedTuple):
@@ -142,6 +145,8 @@ class NativeSave:
                 one if one.is_reused else with_answer(one, self._sinks[one.listed.name].stored) for one in self._written
             ]
             reuse.committed(self._written)
+        if deltas := self._job.deltas:
+            deltas.committed(manifest.xxh3(self._manifest))
         shared_bytes = sum([one.shared_bytes for one in self._written])
         write_seconds = written_at - began - self._sync_seconds
         return Written(outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes)
@@ -331,6 +336,7 @@ def _manifest(
             software=job.info.software,
             step=job.info.step,
             metrics=job.info.metrics,
+            base=job.base,
             metadata=job.info.metadata,
             metadata_floats=job.info.metadata_floats,
             files=[file for report in listed for file in report],

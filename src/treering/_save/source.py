@@ -27,7 +27,7 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
 from .info import Info
-from .shared_files import Reuse
+from .shared_files import Deltas, Reuse
 from .target import SaveTarget
 
 if TYPE_CHECKING:
@@ -39,12 +39,14 @@ class PlainTree(NamedTuple):
 
     leaves: the leaves of the tree.
     reuse: finds the arrays that earlier steps have.
+    deltas: stores arrays as differences to another checkpoint.
     """
 
     skeleton: Skeleton
     described: Described
     leaves: Sequence[Any] = ()
     reuse: Reuse | None = None
+    deltas: Deltas | None = None
 
 
 class TreeView(NamedTuple):
@@ -53,11 +55,13 @@ class TreeView(NamedTuple):
     view: the leaves as Treering will write them.
     live: the live tree; None for a checkpoint.
     change: makes the same view of any source that has the same leaves as the live tree.
+    deltas: as in `PlainTree`.
     """
 
     view: View
     live: LiveTree | None = None
     change: Callable[[Checkpoint], View] | None = None
+    deltas: Deltas | None = None
 
     @property
     def described(self) -> Described | None:
