@@ -174,3 +174,20 @@ def typed_states() -> Any:
         "buffer": [{"image": jnp.full(2, 1), "label": n} for n in range(3)],
     }
     return {"data": [state], "x": np.arange(8, dtype=np.float32)}
+
+
+def versions() -> list[dict[str, Any]]:
+    """Versions of published weights: a few elements differ, then none, then the sign of all."""
+    numbers = np.linspace(-3, 3, 600)
+    first = {
+        "bf16": numbers.astype(ml_dtypes.bfloat16),
+        "f32": numbers.astype(np.float32).reshape(20, 30),
+        "f64": numbers,
+        "i8": np.arange(600, dtype=np.int8),
+        "same": np.ones(100, np.float32),
+    }
+    second = {name: array.copy() for name, array in first.items()}
+    for array in (second["bf16"], second["f32"].reshape(-1), second["f64"], second["i8"]):
+        array[[0, 7, 599]] += np.ones((), array.dtype)
+    second["f32"].reshape(-1)[300] = np.float32(-1e30)
+    return [first, second, {name: array.copy() for name, array in second.items()}, {**second, "f32": -second["f32"]}]

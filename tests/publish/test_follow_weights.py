@@ -166,9 +166,9 @@ def test_arrays_that_were_changed_are_never_shown(tmp_path: pathlib.Path, caplog
     weights: Any = tr.follow_weights(tmp_path, _weights(0), timeout=5)
     _publish(tmp_path, 1, 2)
     assert _next(weights) == 2
-    shown = weights.gi_frame.f_locals["shown"]
-    shown._arrays["w"].flags.writeable = True
-    shown._arrays["w"][2999 * 4] ^= 1
+    held = weights.gi_frame.f_locals["versions"].gi_frame.f_locals["held"]
+    held._arrays["w"].flags.writeable = True
+    held._arrays["w"][2999 * 4] ^= 1
     _publish(tmp_path, 3)
     assert _next(weights) == 3 and "read completely" in caplog.text
 

@@ -19,8 +19,11 @@ from click.testing import CliRunner
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import golden_trees
+import spec_reader
 import treering as tr
 from helpers import assert_same
+from hostile_input import flip
 from jobs import run_job
 from treering import stores
 from treering._cli.main import cli
@@ -342,6 +345,23 @@ def test_damage_of_a_base_is_an_error_that_names_it(tmp_path: pathlib.Path, capl
     assert moved.is_dir()
 
 
+def test_verify_names_a_damaged_base(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that are made from a damaged one are damaged, too. A run is read once, not once for each version."""
+    _publish(str(tmp_path), _history(5))
+    checked: list[str] = []
+    own = Reader._own_problems
+    monkeypatch.setattr(Reader, "_own_problems", lambda self, share: checked.append(self.path[-1]) or own(self, share))
+    assert tr.verify(tmp_path).ok and checked == ["1", "2", "3", "4", "5"]
+    (file,) = (tmp_path / "step-00000002").glob("*.safetensors")
+    file.chmod(0o644)
+    flip(file, file.stat().st_size - 1)
+    found = [(problem.file, problem.leaves != ()) for problem in tr.verify(tmp_path).problems]
+    assert {name for name, _ in found if "step-00000002" in name and "arrays" not in name} == {
+        f"step-0000000{version}/step-00000002" for version in (3, 4, 5)
+    }
+    assert tr.verify(tmp_path / "step-00000001").ok and not tr.verify(tmp_path / "step-00000005").ok
+
+
 def test_a_version_that_was_written_otherwise_is_refused(tmp_path: pathlib.Path) -> None:
     """A sealed manifest with other fields of a difference raises an error before anything is made of it."""
     from treering.formats.treering.manifest import xxh3
@@ -397,3 +417,14 @@ def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
     assert_same(tr.restore(tmp_path / "copy", trees[2]), trees[2])
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "copy", step=4)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_golden_versions(version: int) -> None:
+    """The library and the independent reader find what was published by the release that introduced differences."""
+    path = pathlib.Path(__file__).parents[1] / "golden" / "v1-differences" / f"step-{version:08}"
+    expected = golden_trees.versions()[version - 1]
+    assert tr.verify(path).ok and tr.open(path).metrics == {"reward": version / 4}
+    assert bool(json.loads((path / "treering.json").read_bytes()).get("base")) == (version > 1)
+    for found in (spec_reader.tree(path), tr.restore(path)):
+        assert_same(found, expected)

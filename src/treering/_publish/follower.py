@@ -63,78 +63,90 @@ def follow_weights(
     the arrays stays in host memory, which on CPUs is that of the tree itself: do not donate the tree. Raises
     `MismatchError` if the versions do not fit `like`, and `UnsupportedError` for one of a later release.
     """
-    after = None if version is None else step_number(version) - 1
-    steps = follow(stream, after=after if after is None or after >= 0 else None, timeout=timeout, newest=True)
-    return _weights(stores.absolute_run(stream), steps, like, options)
+    versions = read_versions(stores.absolute_run(stream), version, timeout)
+    return _restored(versions, like, options)
 
 
-def _weights(root: str, steps: Iterator[Checkpoint], like: Any, options: "RestoreOptions") -> Iterator[Weights]:
-    shown = _Shown(like, options)
-    newest: int | None = None
-    with contextlib.closing(steps):  # pyright: ignore[reportArgumentType] (it is a generator)
-        for ckpt in steps:
-            for one in _from_newest(root, ckpt, newest):
-                try:
-                    tree = shown.restored(one)
-                except (CorruptError, NotFoundError) as error:
-                    _log.warning("%s: version %s is left out: %s", root, one.step, error)
-                    shown.forget()
-                    continue
-                newest = one.step
-                yield Weights(one.step or 0, tree, one.metrics)
-                del tree
-                break
+def _restored(versions: "Iterator[ReadVersion]", like: Any, options: "RestoreOptions") -> Iterator[Weights]:
+    leaves = HeldLeaves()
+    for ckpt, same in versions:
+        tree = ckpt._restore(like, None, **options, held=leaves.unless_changed(same))
+        yield Weights(ckpt.step or 0, tree, ckpt.metrics)
+        del tree
 
 
-def _from_newest(root: str, newest: Checkpoint, shown: int | None) -> Iterator[Checkpoint]:
-    """Yields a version, and then those before it, down to the one that is shown."""
+class ReadVersion(NamedTuple):
+    """A version whose arrays are in memory and have the checksums that were published.
+
+    same: the paths of the arrays that are the same as in the version before.
+    """
+
+    ckpt: Checkpoint
+    same: frozenset[str]
+
+
+def read_versions(root: str, first: int | None, timeout: float | None) -> Iterator[ReadVersion]:
+    """Returns the newest version of a stream that can be read, and then each time the newest one that has come.
+
+    Logs versions that are damaged or gone. For `first` and `timeout` see `follow_weights`.
+    """
+    after = -1 if first is None else step_number(first) - 1
+    # Wrong arguments raise now, not with the first version.
+    steps = follow(root, after=after if after >= 0 else None, timeout=timeout, newest=True)
+    return _read(root, steps, after)
+
+
+def _read(root: str, steps: Iterator[Checkpoint], after: int) -> Iterator[ReadVersion]:
+    held = _Held()
+    for newest in steps:
+        for ckpt in _from_newest(root, newest, after):
+            try:
+                found = held.read(ckpt)
+            except (CorruptError, NotFoundError) as error:
+                _log.warning("%s: version %s is left out: %s", root, ckpt.step, error)
+                continue
+            after = ckpt.step or 0
+            yield found
+            break
+
+
+def _from_newest(root: str, newest: Checkpoint, after: int) -> Iterator[Checkpoint]:
+    """Yields a version, and then those between it and the one that was yielded last, the newest first."""
     yield newest
     store = stores.get(root)
     found = run_layout.located_steps(store, root)
-    assert newest.step is not None
-    for step in sorted((step for step in found if (shown or -1) < step < newest.step), reverse=True):
-        with contextlib.suppress(CorruptError, NotFoundError):
-            yield open_step(store, found[step].path, step, found[step].format)
+    for step in sorted(found, reverse=True):
+        if newest.step is not None and after < step < newest.step:
+            with contextlib.suppress(CorruptError, NotFoundError):
+                yield open_step(store, found[step].path, step, found[step].format)
 
 
-class _Shown:
-    """The version that was yielded last: the bytes of its arrays, and its leaves."""
+class _Held:
+    """The bytes of the arrays of the version that was read last."""
 
-    def __init__(self, like: Any, options: "RestoreOptions"):
-        self._like, self._options = like, options
+    def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
-        self._identity = ""
-        self._leaves = HeldLeaves()
         self._source: Reader | None = None  # With it, the versions that it is made from stay open.
 
-    def forget(self) -> None:
-        """Forgets the arrays, so that the next version is read completely."""
-        self._arrays, self._identity, self._leaves, self._source = {}, "", HeldLeaves(), None
-
-    def restored(self, ckpt: Checkpoint) -> Any:
-        """Returns the tree of another version. Raises what `Checkpoint.restore` does; then nothing has changed."""
+    def read(self, ckpt: Checkpoint) -> ReadVersion:
+        """Reads another version. Raises `CorruptError` if it is damaged; then nothing has changed."""
         source = ckpt._source
         if not isinstance(source, Reader):
-            return ckpt.restore(self._like, **self._options)
+            return ReadVersion(ckpt, frozenset())
+        paths = [entry.path for entry in arrays_of(source) if source.origin(entry.path) == entry.path]
         try:
-            return self._restored(source)
+            arrays = deltas.read_arrays(source, paths, self._arrays, self._source.identity if self._source else "")
         except CorruptError as error:
             if not self._arrays:
                 raise
             _log.warning("%s is read completely, as the arrays in memory may have been changed: %s", ckpt.path, error)
-            self.forget()
-            return self._restored(source)
-
-    def _restored(self, source: Reader) -> Any:
-        paths = [entry.path for entry in arrays_of(source) if source.origin(entry.path) == entry.path]
-        arrays = deltas.read_arrays(source, paths, self._arrays, self._identity)
+            arrays = deltas.read_arrays(source, paths)
         for array in arrays.values():
             array.flags.writeable = False
-        same = {path for path, array in arrays.items() if self._arrays.get(path) is array}
+        same = frozenset(path for path, array in arrays.items() if self._arrays.get(path) is array)
+        self._arrays, self._source = arrays, source
         made: Any = _Made(source, arrays)
-        tree = Checkpoint(made)._restore(self._like, None, **self._options, held=self._leaves.unless_changed(same))
-        self._arrays, self._identity, self._source = arrays, source.identity, source
-        return tree
+        return ReadVersion(Checkpoint(made), same)
 
 
 class _Made:

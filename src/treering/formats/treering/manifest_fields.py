@@ -14,7 +14,7 @@ from ..._threads.preload_decoders import preload_decoders
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 STATES = "iterator-states"  # the feature of an array that is the states of an iterator
-DELTA = "delta"  # the feature of an array that is stored as its difference to that of an earlier checkpoint
+DELTA = "differences"  # the feature of an array that is stored as its difference to that of an earlier checkpoint
 
 
 class ExtendedPlace(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -68,6 +68,7 @@ class Reader:
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         self._stored_rows: dict[str, ArrayRow] = {}  # the bytes of iterators' states and of deltas, as arrays
+        self._is_sound = False  # True once all bytes, and those of its bases, were found right
         self.deltas: dict[str, Delta] = {}  # the arrays that are stored as differences to those of `base`
         if b'"iterator' in self._manifest_bytes:  # a value of this type, or the name of the feature `STATES`
             self._find_iterators()
@@ -320,11 +321,37 @@ class Reader:
         return arrays, memory
 
     def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
-        """Reads every byte, or a share of them, and yields all damage.
+        """Reads every byte, or a share of them, and yields all damage. A base with damage is one problem of this.
 
         Raises at the end `UnsupportedError` if a later release wrote a file, and `PermissionError` if a file may not be
         read.
         """
+        is_sound = True
+        for problem in self._own_problems(share):
+            is_sound = False
+            yield problem
+        for base, why in self._damaged_bases(share) if self.deltas else ():
+            is_sound = False
+            yield Problem(base, tuple(self.deltas), None, why)
+        if is_sound and share == EVERYTHING:
+            self._is_sound = True
+            _open_readers[self.path, self.identity] = self
+
+    def _damaged_bases(self, share: Share) -> Iterator[tuple[str, str]]:
+        """Checks a share of the bytes of the bases. Yields the name of one that is damaged or missing, and why."""
+        one = self
+        while (made_from := one.made_from) and not one._is_sound:
+            try:
+                one = one.base
+                found = None if one._is_sound else next((p for p in one._own_problems(share) if p.leaves), None)
+            except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
+                yield made_from.name, str(error)
+                return
+            if found:
+                yield made_from.name, str(found)
+
+    def _own_problems(self, share: Share) -> Iterator[Problem]:
         unread: set[int] = set()
         refused: list[UnsupportedError | PermissionError] = []
         begin, end = share.of(sum(listed.size - listed.header for listed in self._manifest.files))
@@ -353,12 +380,6 @@ class Reader:
                 yield Problem(name, (), None, str(found))
             elif isinstance(found, UnsupportedError):
                 refused.append(found)
-        if base := self.made_from:
-            try:
-                self.base  # noqa: B018 (reading the property opens it)
-            except (CorruptError, OSError) as error:
-                raise_if_momentary(error)
-                yield Problem(base.name, tuple(self.deltas), None, str(error))
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and not unread.intersection(self._locations.files_of(row)):
                 try:
