@@ -1,8 +1,6 @@
 """The functions of the namespaces `utils` and `test_utils` of Orbax that programs call."""
 
 import os
-import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -10,6 +8,9 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..stores import absolute
+from ..stores.directories import trusted_folder
+from ..stores.directory_trees import remove_tree
+from ..stores.posix import Disk
 from .leaf_templates import real_sharding
 from .namespaces import lookup
 from .run import as_path
@@ -165,7 +166,9 @@ def erase_and_create_empty(directory: str | os.PathLike[str]) -> Any:
     path = absolute(directory)
     if "://" in path:
         raise UnsupportedError(f"{path}: expected a directory on a disk; delete the objects in the bucket yourself")
-    if os.path.lexists(path):
-        shutil.rmtree(path)
-    pathlib.Path(path).mkdir()
+    disk = Disk()
+    with trusted_folder(os.path.dirname(path)) as above:
+        place = above.entry(os.path.basename(path))
+        remove_tree(disk, place)
+        disk.make_dir(place)
     return as_path(path)
