@@ -7,10 +7,8 @@ import jax
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..stores import absolute
-from ..stores.directories import trusted_folder
-from ..stores.directory_trees import remove_tree
-from ..stores.posix import Disk
+from ..stores import absolute, get
+from ..stores.file_io import is_folder, remove_unused
 from .leaf_templates import real_sharding
 from .namespaces import lookup
 from .run import as_path
@@ -166,9 +164,8 @@ def erase_and_create_empty(directory: str | os.PathLike[str]) -> Any:
     path = absolute(directory)
     if "://" in path:
         raise UnsupportedError(f"{path}: expected a directory on a disk; delete the objects in the bucket yourself")
-    disk = Disk()
-    with trusted_folder(os.path.dirname(path)) as above:
-        place = above.entry(os.path.basename(path))
-        remove_tree(disk, place)
-        disk.make_dir(place)
+    store = get(path)
+    if is_folder(store, path):
+        remove_unused(store, path)
+    store.make_folder(path)
     return as_path(path)
