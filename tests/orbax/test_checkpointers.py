@@ -80,6 +80,22 @@ def test_force_deletes_nothing_but_checkpoints(tmp_path: Path, write: str) -> No
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("then", ["treering", "orbax"])
+@pytest.mark.parametrize("first", ["treering", "orbax"])
+def test_force_keeps_files_next_to_a_checkpoint(
+    tmp_path: Path, first: str, then: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They stay in the directory, or in one next to it, which is logged. Files of the checkpoint go."""
+    tr.save(tmp_path / "a", TREE, format=first)
+    (tmp_path / "a" / "notes.txt").write_text("keep")
+    ocp.PyTreeCheckpointer(write=then).save(tmp_path / "a", {"w": jnp.zeros(4), "n": 0}, force=True)
+    assert_same(ocp.PyTreeCheckpointer().restore(tmp_path / "a", TREE), {"w": jnp.zeros(4), "n": 0})
+    old = [path for path in tmp_path.iterdir() if path.name != "a"]
+    assert [path.name for one in old for path in one.iterdir()] == ["notes.txt"] * (first != then)
+    assert ("files in it that are not part of a checkpoint are in" in caplog.text) == (first != then)
+    assert (tmp_path / "a" / "notes.txt").exists() == (first == then)
+
+
 def test_what_is_missing_is_a_file_not_found_error(tmp_path: Path) -> None:
     for call in (ocp.PyTreeCheckpointer().restore, ocp.StandardCheckpointer().metadata):
         with pytest.raises(FileNotFoundError) as error:

@@ -365,6 +365,51 @@ def test_nnx_partitioning_is_followed_on_set_mesh(tmp_path: Path) -> None:
     assert module.bias.get_value().sharding == jax.NamedSharding(mesh, jax.P())
 
 
+def with_attributes(**attributes: Any) -> nnx.Module:
+    module = nnx.Module()
+    module.w = module.tied = nnx.Param(jnp.ones(2))
+    module.shape = nnx.static(jax.ShapeDtypeStruct((7,), jnp.float32))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+CONTAINERS: dict[str, Callable[[], nnx.Module]] = {
+    "WeightNorm": lambda: nnx.WeightNorm(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)),
+    "dict": lambda: with_attributes(a=nnx.data({"x": jnp.arange(2.0), "m": nnx.Linear(1, 1, rngs=nnx.Rngs(2))})),
+    "nested": lambda: with_attributes(a=nnx.List([nnx.data(({"x": jnp.ones(1)}, [jnp.zeros(3)]))])),
+    "no Variable": lambda: nnx.Dict(a=nnx.data({"x": jnp.arange(2.0)})),
+}
+
+
+@pytest.mark.parametrize("init", CONTAINERS.values(), ids=CONTAINERS)
+def test_arrays_in_containers_of_modules_have_shapes(tmp_path: Path, init: Callable[[], nnx.Module]) -> None:
+    """NNX takes a shape in a dict for a static value; an array there is a leaf, and so is the shape."""
+    tr.save(tmp_path / "a", init())
+    assert_same_objects(tr.restore(tmp_path / "a", nnx.eval_shape(init)), init())
+    skipped = tr.restore(tmp_path / "a", jax.tree.map(lambda leaf: ..., init()))
+    assert set(jax.tree.leaves(skipped)) == {...}
+    with pytest.raises(UnsupportedError, match="has no values"):
+        tr.save(tmp_path / "b", nnx.eval_shape(init))
+
+
+TRACED = {
+    "a/0": lambda: with_attributes(a=nnx.List([jnp.ones(2)])),
+    "b/k": lambda: with_attributes(b=nnx.Dict(k=jax.random.key(0))),
+}
+
+
+@pytest.mark.parametrize("path", TRACED)
+@pytest.mark.parametrize("evaluate", [nnx.eval_shape, jax.eval_shape])
+def test_tracers_left_in_templates_are_errors(tmp_path: Path, path: str, evaluate: Callable[..., Any]) -> None:
+    tr.save(tmp_path / "a", TRACED[path]())
+    template = evaluate(TRACED[path])
+    if not flax.has_static(nnx.split(template)[0], jax.core.Tracer):
+        pytest.skip("this Flax leaves no tracer")
+    with pytest.raises(UnsupportedError, match=f"a tracer: {path}; wrap the array in `nnx.data`"):
+        tr.restore(tmp_path / "a", template, extra="ignore")
+
+
 def test_nnx_cached_plain_state_may_share_variable_later() -> None:
     """A remembered structure does not show shared Variables, so these are looked for every time."""
     one, other = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))

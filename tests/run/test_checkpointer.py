@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -882,6 +882,27 @@ def test_late_metrics_count_although_steps_are_remembered(
     assert evaluated.steps == [1, 2, 5, 6]
     tr.record(tmp_path, 5, {"loss": 0.0})
     assert evaluated.steps == [1, 5, 6]
+
+
+def train(run: pathlib.Path, steps: Iterable[int], keep: tr.keep.Policy | None) -> tr.Checkpointer:
+    with tr.Checkpointer(run, keep=keep) as ckpts:
+        for step in steps:
+            ckpts.save(step, {"x": step})
+    return ckpts
+
+
+@pytest.mark.parametrize("newest", ["held", "collected", "has not saved", "has not saved, and is collected"])
+def test_only_the_newest_policy_counts_late_metrics(tmp_path: pathlib.Path, newest: str) -> None:
+    earlier = train(tmp_path, [1], tr.keep.best(2, "m", "max", unscored="drop"))
+    held = [train(tmp_path, [42, 43, 44], None)]
+    if "not saved" in newest:
+        held = [tr.Checkpointer(tmp_path), earlier]
+    if "collected" in newest:
+        del held[0]
+        gc.collect()
+    for step in (42, 43, 44):
+        tr.record(tmp_path, step, {"m": 1 / step})
+    assert tr.steps(tmp_path) == [1, 42, 43, 44]
 
 
 def test_late_metrics_count_at_the_end(

@@ -147,6 +147,24 @@ def test_folders_are_searched_without_links_and_environments(tmp_path: pathlib.P
     assert (outside / "b.py").read_text() == ALIAS
 
 
+def test_a_file_that_is_edited_meanwhile_stays(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    edited = f"{ALIAS}\nrate = 3e-4\n"
+
+    class Edited(Disk):
+        def create(self, path: str) -> int:
+            (tmp_path / "b.py").write_text(edited)  # when the first program is written
+            return super().create(path)
+
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(ALIAS)
+    use_disk(Edited())
+    done = migrate(str(tmp_path), write=True)
+    assert done.failed == {str(tmp_path / "b.py"): "it was edited meanwhile and is not changed; migrate it again"}
+    assert done.changed == [str(tmp_path / "a.py")] and "b.py" not in done.diff
+    assert (tmp_path / "a.py").read_text() == NEW_ALIAS and (tmp_path / "b.py").read_text() == edited
+    assert base_names(os.listdir(tmp_path)) == ["a.py", "b.py"]
+
+
 def test_a_file_that_cannot_be_written_is_named_and_stays(tmp_path: pathlib.Path, use_disk: Any) -> None:
     class ReadOnly(Disk):
         def rename(self, old: Entry, new: Entry) -> None:

@@ -1,10 +1,13 @@
 """Supports what JAX does not know about the pytrees of Flax and Haliax, if the user has imported these libraries."""
 
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 _MAX_STRUCTURES = 16  # that are remembered
 _plain: dict[Any, bool] = {}  # treedefs of trees without graph objects; True if they have Variables, none of them empty
@@ -100,7 +103,7 @@ def split(tree: Any) -> Split:
     leaves, outer, objects, variables = list(found.leaves), found.structure, list(found.objects), list(found.variables)
     at = objects + variables  # in this order, so that a Variable of an object keeps its path in the object
     graph = {i: leaves[i] for i in objects}
-    graphdef, state = nnx.split([leaves[i] for i in at])
+    graphdef, state = _split_with_shapes(nnx, [leaves[i] for i in at])
     for n, i in enumerate(at):
         own = state.get(n, {})
         leaves[i] = own if isinstance(own, nnx.Variable) else nnx.State(own)
@@ -116,6 +119,47 @@ def split(tree: Any) -> Split:
         return outer.unflatten(new)
 
     return Split(outer.unflatten(leaves), join, graphdef, outer, graph)
+
+
+def _split_with_shapes(nnx: Any, parts: list[Any]) -> tuple[Any, Any]:
+    """Splits as `nnx.split` does, but shapes and `...` in containers of objects are leaves, as the arrays there are.
+
+    NNX takes only arrays in a dict for leaves, and other values for static ones. So copies of the objects get arrays.
+    """
+    import jax
+
+    graphdef, state = nnx.split(parts)
+    shapes = (jax.ShapeDtypeStruct, type(...))
+    if not has_static(graphdef, *shapes):
+        return graphdef, state
+    stands_for: dict[int, Any] = {}
+    marks: list[Any] = []  # keeps the marks alive, so that no id is used twice
+
+    def mark(kinds: tuple[type, ...], value: Any) -> Any:
+        if not isinstance(value, kinds):
+            return value
+        marks.append(np.empty(0))
+        stands_for[id(marks[-1])] = value
+        return marks[-1]
+
+    def is_object(value: Any) -> bool:
+        return isinstance(value, nnx.Pytree | nnx.Variable)
+
+    copies = nnx.merge(graphdef, state)
+    for node in [one for _, one in nnx.iter_graph(copies) if isinstance(one, nnx.Pytree)]:
+        children = set(map(id, jax.tree.leaves(node, is_leaf=functools.partial(operator.is_not, node))))
+        is_pytree = children != {id(node)}  # In other objects, each attribute with an array is data.
+        for name, value in list(vars(node).items()):
+            if not is_object(value) and (id(value) in children or not is_pytree):
+                put = functools.partial(mark, shapes if is_pytree else shapes[:1])
+                object.__setattr__(node, name, jax.tree.map(put, value, is_leaf=is_object))
+    graphdef, state = nnx.split(copies)
+    return graphdef, jax.tree.map(lambda leaf: stands_for.get(id(leaf), leaf), state, is_leaf=is_object)
+
+
+def has_static(graphdef: Any, *kinds: type) -> bool:
+    """Returns True if NNX objects hold a value of one of these types as a static one."""
+    return any(isinstance(getattr(kind, "value", None), kinds) for _, kind in getattr(graphdef, "attributes", ()))
 
 
 def unshare(tree: Any, *, objects: bool) -> Any:

@@ -103,19 +103,24 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 def graph_fields(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the static attributes of NNX graph objects that can be recorded. `objects` has them by their paths."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, name, value in graph_values(objects):
+        if (one := to_json(value)) is not ...:
+            found.setdefault(place, {})[name] = one
+    return found
+
+
+def graph_values(objects: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yields what NNX graph objects hold: the path of the container, the name, and the value."""
     from flax import nnx
 
-    found: dict[str, dict[str, Any]] = {}
     for at, node in objects.items():
         for path, value in nnx.iter_graph(node):
-            if not path or str(path[-1]).startswith("_pytree__"):
-                continue
-            if (one := to_json(value)) is not ...:
+            if path and not str(path[-1]).startswith("_pytree__"):
                 place = at
                 for key in path[:-1]:
                     place = join(place, key_text(key), root=not place)
-                found.setdefault(place, {})[str(path[-1])] = one
-    return found
+                yield place, str(path[-1]), value
 
 
 def static_differences(saved: Static, own: Static) -> list[str]:

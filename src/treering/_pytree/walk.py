@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._core.leaf_paths import join, key_text, key_texts, relative_to
+from .._core.leaf_paths import join, join_names, key_text, key_texts, relative_to
 from .._core.skeleton import LEAF, Node, Skeleton, encode_key
 from .._threads.reentry import runs_user_code
 from ..errors import UnsupportedError
@@ -111,12 +111,35 @@ def _static_of(split: flax.Split) -> Static:
     with contextlib.suppress(Exception):  # The user's static values may raise anything when they are compared.
         if last and bool(last[0] == split.graphdef) and bool(last[1] == split.outer):
             return last[2]
+    found = static.graph_fields(_objects_by_path(split))
+    _graph = split.graphdef, split.outer, found
+    return found
+
+
+def _objects_by_path(split: flax.Split) -> dict[str, Any]:
+    """Returns the NNX graph objects of a tree by their paths."""
     marks = [object() for _ in range(split.outer.num_leaves)]
     outer = flatten_tree(split.outer.unflatten(marks))
     at = {id(leaf): path for path, leaf in zip(outer.paths, outer.leaves, strict=True)}
-    found = static.graph_fields({at[id(marks[number])]: node for number, node in split.objects.items()})
-    _graph = split.graphdef, split.outer, found
-    return found
+    return {at[id(marks[number])]: node for number, node in split.objects.items()}
+
+
+def check_no_static_tracers(split: flax.Split, name: str) -> None:
+    """Raises `UnsupportedError` if an NNX object of a template holds a tracer as a static value.
+
+    `eval_shape` leaves it there if the object has a plain array or key as an attribute (Flax 0.12).
+    """
+    from jax.core import Tracer
+
+    if not flax.has_static(split.graphdef, Tracer):
+        return
+    values = static.graph_values(_objects_by_path(split))
+    found = [join(place, key, root=not place) for place, key, value in values if isinstance(value, Tracer)]
+    raise UnsupportedError(
+        f"{name}: expected a template of arrays or shapes, found what `eval_shape` leaves in an NNX module in place of "
+        f"a plain array, a tracer: {join_names(tuple(found))}; wrap the array in `nnx.data`, or pass a module made "
+        "without `eval_shape`"
+    )
 
 
 def forget_structures() -> None:

@@ -88,6 +88,8 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     split = like.split if isinstance(like, Initial) else flax.split(like)
     flat_tree = like.flat_tree if isinstance(like, Initial) else walk.flatten_split(split)
     check_no_tracers(flat_tree.paths, flat_tree.leaves, name)
+    if not isinstance(like, Initial):
+        walk.check_no_static_tracers(split, name)
     template, join = split.tree, split.join
     skeleton, elsewhere = source.skeleton, functools.partial(OutsideState.of, source)
     if source.positional:

@@ -7,6 +7,7 @@ deletes nothing, because another job may have restored a step that the policy do
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from .. import stores
@@ -48,6 +49,7 @@ class LateMetrics:
         self.pid = os.getpid()
         self.real_root = directory.steps.store.real_path(directory.root)
         _instances.add(self)
+        _newest[self.real_root] = weakref.ref(self)
 
     def on_resume(self, step: int) -> None:
         """Applies the policy when a job continues from a step. Does nothing if saves and `close` apply it already."""
@@ -90,22 +92,31 @@ class LateMetrics:
 
 
 _instances: WeakRegistry[LateMetrics] = WeakRegistry()
+# The newest Checkpointer of each run. Its entry stays when it is collected, so that no earlier policy applies again.
+_newest: dict[str, weakref.ref[LateMetrics]] = {}
+
+
+def _real_root(root: str) -> str:
+    """Returns the one path of a run; links may give it several."""
+    return stores.get(root).real_path(root)
 
 
 def _checkpointers_of(root: str) -> list[LateMetrics]:
-    """Returns the LateMetrics of the Checkpointers that this process has made for a run, the oldest first."""
-    real_root = stores.get(root).real_path(root)  # Links may give it several paths.
+    """Returns the LateMetrics of the Checkpointers of a run that this process has made and that still exist."""
+    real_root = _real_root(root)
     return [one for one in _instances.all() if one.real_root == real_root and one.pid == os.getpid()]
 
 
 def _apply_late_metrics(root: str) -> None:
     """Applies the policy after a step of a run got metrics.
 
-    Uses the policy of the Checkpointer of this process that writes the run, or of the last one that wrote it.
+    Uses the policy of the Checkpointer of this process that writes the run. Otherwise the newest one decides: its
+    policy applies if it has written the run and is closed. If it was collected, no step is deleted.
     """
     same_run = _checkpointers_of(root)
+    newest = _newest.get(_real_root(root), lambda: None)()
     writing = [one for one in same_run if one.directory.is_held]
-    for one in writing or [one for one in same_run if one.closed and one.directory.has_held_lock][-1:]:
+    for one in writing or [one for one in same_run if one is newest and one.closed and one.directory.has_held_lock]:
         one.apply_late_metrics()
 
 

@@ -1,9 +1,11 @@
 """Saves and restores one checkpoint at a path, by a handler and the arguments of a call."""
 
+import contextlib
 import logging
 import os
 import posixpath
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from .. import formats, stores
@@ -13,9 +15,11 @@ from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
 from ..formats.orbax import removal
+from ..formats.orbax.owned_files import owned_files
 from ..formats.treering import pins, summary
 from ..formats.treering import removal as native_removal
-from ..stores.file_io import is_folder
+from ..stores.file_io import files_in, is_folder
+from ..stores.store import Store
 from . import handler_files, items, registration
 from .errors import CheckpointExistsError
 from .item_restore import part_of
@@ -90,10 +94,26 @@ def _replace(place: str, mark: str) -> None:
         store.move(old, place, last="")
         raise
     store.settle(posixpath.dirname(place))
-    native = summary.stat_manifest(store, old) is not None
-    (native_removal if native else removal).unpublish(store, old)()
+    if summary.stat_manifest(store, old) is not None:
+        native_removal.unpublish(store, old)()
+    else:
+        _remove_orbax(store, old)
     if store.stat(old) is not None:
         _log.warning("%s: it was replaced; files in it that are not part of a checkpoint are in %s", place, old)
+
+
+def _remove_orbax(store: Store, path: str) -> None:
+    """Removes an Orbax checkpoint, but no file that is not part of it."""
+    found, owned = set(files_in(store, path)), set(owned_files(store, path))
+    if found <= owned:
+        removal.unpublish(store, path)()
+        return
+    for name in found & owned:
+        store.delete(posixpath.join(path, name))
+    folders = {str(parent) for name in owned for parent in PurePosixPath(name).parents} - {"."}
+    for folder in sorted(folders, key=len, reverse=True):
+        with contextlib.suppress(OSError):  # It has other files, or does not exist.
+            store.remove_folder(posixpath.join(path, folder))
 
 
 def _opened(directory: str | os.PathLike[str]) -> tuple[Checkpoint, str | None]:

@@ -1,15 +1,14 @@
 """The functions of the namespaces `utils` and `test_utils` of Orbax that programs call."""
 
 import os
-import pathlib
-import shutil
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..stores import absolute
+from ..stores import absolute, get
+from ..stores.file_io import is_folder, remove_unused
 from .leaf_templates import real_sharding
 from .namespaces import lookup
 from .run import as_path
@@ -165,7 +164,8 @@ def erase_and_create_empty(directory: str | os.PathLike[str]) -> Any:
     path = absolute(directory)
     if "://" in path:
         raise UnsupportedError(f"{path}: expected a directory on a disk; delete the objects in the bucket yourself")
-    if os.path.lexists(path):
-        shutil.rmtree(path)
-    pathlib.Path(path).mkdir()
+    store = get(path)
+    if is_folder(store, path):
+        remove_unused(store, path)
+    store.make_folder(path)
     return as_path(path)

@@ -16,11 +16,11 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 
 from ..errors import CorruptError, ExistsError, SaveError
-from .directories import close_folder, folder, make_dirs, open_folder
+from .directories import close_folder, folder, make_dirs, open_folder, trusted_folder
 from .directory_trees import remove_tree, sync_tree
 from .file_sink import FileSink
 from .nfs import warn_foreign_owner, warn_no_locks
-from .posix import Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat
+from .posix import MAX_LINKS, Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat, read_link
 from .preserved_files import CheckOthers, OldFolder, Owned, inspect_old
 from .sequential import SequentialWriter
 from .temporary_names import final_name, temporary_sibling
@@ -36,7 +36,7 @@ def new_file(disk: Disk, path: str, *, overwrite: bool) -> Iterator[SequentialWr
     A file that replaces another gets that file's mode and group. If the path is a link, its target is replaced. Raises
     `ExistsError` for a link that another user may have made.
     """
-    if overwrite:
+    if overwrite and os.path.islink(path):
         path = _link_target(path)
     with _parents(disk, path) as parent:
         place = parent.entry(os.path.basename(path))
@@ -154,15 +154,21 @@ def scratch_directory(disk: Disk, path: str) -> Iterator[str]:
 
 def _link_target(path: str) -> str:
     """Returns the path that a link leads to. Raises `ExistsError` if another user may have made the link."""
-    link = lstat(path)
-    if link is None or not stat.S_ISLNK(link.st_mode):
-        return path
-    if not is_trusted(link, os.stat(os.path.dirname(path))):
-        raise ExistsError(
-            f"{path}: expected a checkpoint to replace, found a link that user {link.st_uid} owns, in a directory that "
-            "others may write to; write to another path, or remove the link"
-        )
-    return os.path.realpath(path)
+    for _ in range(MAX_LINKS):
+        with trusted_folder(os.path.dirname(path)) as parent:
+            if (found := read_link(parent.entry(os.path.basename(path)))) is None:
+                return path
+            link, target = found
+            if not is_trusted(link, os.stat(parent) if parent.fd is None else os.fstat(parent.fd)):
+                raise ExistsError(
+                    f"{path}: expected a checkpoint to replace, found a link that user {link.st_uid} owns, in a "
+                    "directory that others may write to; write to another path, or remove the link"
+                )
+        path = os.path.join(os.path.dirname(path), target)
+        if os.path.basename(path) in ("", ".", ".."):
+            with trusted_folder(path):
+                path = os.path.realpath(path)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
 def _replace_folder(disk: Disk, new: Opened, temporary: Entry, place: Entry, replaced: OldFolder) -> None:
@@ -322,7 +328,7 @@ def _parents(disk: Disk, path: str) -> Iterator[Opened]:
     try:
         parent = os.path.dirname(path)
         make_dirs(disk, parent, made)
-        with folder(disk, os.path.realpath(parent)) as opened:
+        with trusted_folder(parent) as found, folder(disk, found.entry(".")) as opened:
             yield Opened(parent, opened.fd)
     except BaseException:
         with contextlib.suppress(OSError):

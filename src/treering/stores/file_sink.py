@@ -5,7 +5,7 @@ import errno
 import os
 from collections.abc import Hashable
 
-from .posix import Disk, Opened
+from .posix import Disk, Entry, Opened, open_trusted
 from .store import FinishedFile
 
 
@@ -16,16 +16,21 @@ class FileSink:
     """
 
     stored = None
+    _fd = -1
+    _folder_fd: int | None = None  # its own descriptor of the folder, so that each operation need not open it
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
         self._disk = disk
-        self._fd = disk.create(path)
+        if not isinstance(path, Entry):
+            self._folder_fd = open_trusted(os.path.dirname(path))
         try:
+            self._fd = disk.create(self.place)
             is_taken = disk.lock(self._fd) is False or not disk.same_file(self._fd, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                disk.unlink(path)
+            if self._fd >= 0:
+                with contextlib.suppress(OSError):
+                    disk.unlink(self.place)
             self.close()
             raise
         if is_taken:
@@ -50,6 +55,11 @@ class FileSink:
         return sink
 
     @property
+    def place(self) -> str:
+        """The file's name in its folder, which is open until `close`."""
+        return self.path if self._folder_fd is None else Entry(self.path, self._folder_fd)
+
+    @property
     def opened(self) -> Opened:
         return Opened(self.path, self._fd)
 
@@ -66,12 +76,19 @@ class FileSink:
         self._disk.sync(self._fd)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
-        (self._disk.rename if overwrite else self._disk.link)(self.path, path)
+        if self._folder_fd is not None and os.path.dirname(path) == os.path.dirname(self.path):
+            path = Entry(path, self._folder_fd)
+        (self._disk.rename if overwrite else self._disk.link)(self.place, path)
 
     def is_at(self, path: str) -> bool:
         return self._disk.same_file(self._fd, path)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1  # cleared first: a child forked in between must not close a reused number
-        if fd >= 0:
-            self._disk.close(fd)
+        # Cleared first: a child forked in between must not close a reused number.
+        fd, self._fd, folder_fd, self._folder_fd = self._fd, -1, self._folder_fd, None
+        try:
+            if fd >= 0:
+                self._disk.close(fd)
+        finally:
+            if folder_fd is not None:
+                os.close(folder_fd)

@@ -17,7 +17,7 @@ from .file_io import check_free
 from .file_sink import FileSink
 from .lease import WriterLock
 from .open_file import File
-from .posix import Disk, Entry
+from .posix import Disk
 from .store import CheckOthers, FinishedFile, Owned, Stat, Writer
 
 
@@ -98,16 +98,11 @@ class Filesystem:
                 self.disk.unlink(new)
             sink.close()
             raise
-        self._sinks[new] = sink
         return sink
 
     def delete(self, path: str) -> None:
-        # A sink's name has random digits from this process, so even behind a link it names nothing else.
-        if path in self._sinks:
-            self.disk.unlink(path)
-            return
-        with _trusted_entry(path) as entry:
-            self.disk.unlink(entry)
+        sink = self._sinks.get(path)
+        self.disk.unlink(sink.place if sink else path)
 
     def delete_all(self, path: str, names: Iterable[str]) -> None:
         failed: OSError | None = None
@@ -137,15 +132,13 @@ class Filesystem:
         make_dirs(self.disk, path, made)
 
     def remove_folder(self, path: str) -> None:
-        with _trusted_entry(path) as entry:
-            self.disk.remove_dir(entry)
+        self.disk.remove_dir(path)
 
     def settle(self, path: str) -> None:
         self.disk.sync_dir(path)
 
     def move(self, old: str, new: str, *, last: str) -> None:
-        with _trusted_entry(old) as here, _trusted_entry(new) as there:
-            self.disk.rename_new(here, there)
+        self.disk.rename_new(old, new)
 
     def new_file(self, path: str, *, overwrite: bool) -> AbstractContextManager[Writer]:
         check_free(self, path, overwrite=overwrite, folder=False)
@@ -175,13 +168,6 @@ class Filesystem:
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> WriterLock:
         return WriterLock(self.disk, run, busy)
-
-
-@contextlib.contextmanager
-def _trusted_entry(path: str) -> Iterator[Entry]:
-    """Opens the directory of a path, to remove or rename the last name. Raises the errors of `posix.open_trusted`."""
-    with trusted_folder(os.path.dirname(path)) as folder:
-        yield folder.entry(os.path.basename(path))
 
 
 def _stat(found: os.stat_result) -> Stat:

@@ -18,7 +18,7 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from .._threads.forks import free_in_children
@@ -48,8 +48,9 @@ _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 _LOOKUP_ATTEMPTS = 5  # to look up a name while another host replaces its file
 _FOLDER_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW"))
 _PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
+_QUICK_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC if hasattr(os, "O_PATH") else 0
 _OTHERS_WRITE_BITS = stat.S_IWGRP | stat.S_IWOTH
-_MAX_LINKS = 40  # on the way to a directory, the limit of Linux
+MAX_LINKS = 40  # on the way to a directory, the limit of Linux
 # Threads share a file's position. Used only without positioned reads and writes.
 _position_lock = free_in_children(threading.Lock())
 
@@ -105,6 +106,33 @@ def _dir_relative(path: str) -> tuple[str, int | None]:
     return path, None
 
 
+@contextlib.contextmanager
+def _changing(path: str) -> Iterator[tuple[str, int | None]]:
+    """Yields the name that is about to change, and the descriptor of its directory; see `open_trusted`."""
+    if not HAS_DIR_FD or isinstance(path, Entry):
+        yield _dir_relative(path)
+        return
+    folder, name = os.path.split(path)
+    dir_fd = open_trusted(folder)
+    try:
+        yield name, dir_fd
+    finally:
+        if dir_fd is not None:
+            os.close(dir_fd)
+
+
+@contextlib.contextmanager
+def _changing_both(old: str, new: str) -> Iterator[tuple[tuple[str, int | None], tuple[str, int | None]]]:
+    """Yields the same for two names. Opens a directory that both have once."""
+    with _changing(new) as (to, there):
+        is_same = not isinstance(old, Entry) and os.path.dirname(old) == os.path.dirname(new)
+        if is_same and there is not None:
+            yield (os.path.basename(old), there), (to, there)
+            return
+        with _changing(old) as place:
+            yield place, (to, there)
+
+
 def _fd_or_path(path: str) -> str | int:
     """Returns the descriptor of an open file or directory, or else its path."""
     return path.fd if HAS_DIR_FD and isinstance(path, Opened) and path.fd is not None else path
@@ -119,8 +147,25 @@ def lstat(path: str) -> os.stat_result | None:
         return None
 
 
+def read_link(path: Entry) -> tuple[os.stat_result, str] | None:
+    """Returns the `lstat` of a link, and the path that this link leads to; None if it is no link."""
+    name, dir_fd = _dir_relative(path)
+    if _PATH_FLAGS is None or dir_fd is None:
+        found = lstat(path)
+        return (found, os.readlink(name, dir_fd=dir_fd)) if found and stat.S_ISLNK(found.st_mode) else None
+    try:
+        fd = os.open(name, _PATH_FLAGS, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(fd)
+        return (found, os.readlink("", dir_fd=fd)) if stat.S_ISLNK(found.st_mode) else None
+    finally:
+        os.close(fd)
+
+
 def open_trusted(path: str) -> int | None:
-    """Opens a directory to remove or rename names in it; None where there are no calls relative to a directory.
+    """Opens a directory to change names in it; None where there are no calls relative to a directory.
 
     Raises `PermissionError` for a link on the way that another user may have made; see `is_trusted`.
     """
@@ -130,6 +175,8 @@ def open_trusted(path: str) -> int | None:
         link = lstat(path)
         own = link is not None and stat.S_ISLNK(link.st_mode) and link.st_uid in (os.geteuid(), 0)
         return os.open(os.path.realpath(path) if own else path, _FOLDER_FLAGS)
+    if (direct := _open_without_links(path)) is not None:
+        return direct
     names, links = path.split("/")[::-1], 0
     here = os.open("/", flags)
     try:
@@ -142,7 +189,7 @@ def open_trusted(path: str) -> int | None:
                 os.close(outer)
                 continue
             try:
-                if (links := links + 1) > _MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
+                if (links := links + 1) > MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
                     what = f"user {found.st_uid} has made the link {name} on the way; pass the path that it leads to"
                     raise PermissionError(errno.EACCES, what)
                 names += os.readlink("", dir_fd=inner).split("/")[::-1]
@@ -156,6 +203,22 @@ def open_trusted(path: str) -> int | None:
         error.filename = path
         raise
     return here
+
+
+def _open_without_links(path: str) -> int | None:
+    """Opens a directory if no link is on the way to it, in three system calls at any depth. Otherwise returns None.
+
+    Where the directory is, the system says after it was opened. So it does not matter what became of a name before.
+    """
+    try:
+        found = os.open(path, _QUICK_FLAGS)
+    except OSError:  # The caller raises the error.
+        return None
+    with contextlib.suppress(OSError):  # no /proc
+        if os.readlink(f"/proc/self/fd/{found}") == path:
+            return found
+    os.close(found)
+    return None
 
 
 def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = False) -> bool:
@@ -223,13 +286,13 @@ class Disk:
 
     @names_owner
     def make_dir(self, path: str) -> None:
-        name, dir_fd = _dir_relative(path)
-        os.mkdir(name, dir_fd=dir_fd)
+        with _changing(path) as (name, dir_fd):
+            os.mkdir(name, dir_fd=dir_fd)
 
     @names_owner
     def remove_dir(self, path: str) -> None:
-        name, dir_fd = _dir_relative(path)
-        os.rmdir(name, dir_fd=dir_fd)
+        with _changing(path) as (name, dir_fd):
+            os.rmdir(name, dir_fd=dir_fd)
 
     @names_owner
     def hard_link(self, old: str, new: str) -> bool:
@@ -242,8 +305,9 @@ class Disk:
     @names_owner
     def copy_link(self, old: str, new: str) -> None:
         """Makes a symbolic link with the target of another. Raises `FileExistsError` if the name is taken."""
-        (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
-        os.symlink(os.readlink(name, dir_fd=dir_fd), to, dir_fd=there)
+        name, dir_fd = _dir_relative(old)
+        with _changing(new) as (to, there):
+            os.symlink(os.readlink(name, dir_fd=dir_fd), to, dir_fd=there)
 
     def set_mode(self, path: str, mode: int) -> None:
         os.chmod(_fd_or_path(path), mode)
@@ -269,8 +333,8 @@ class Disk:
     @names_owner
     def rename(self, old: str, new: str) -> None:
         """Renames a file. It replaces another file in one step."""
-        (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
-        os.replace(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
+        with _changing_both(old, new) as ((name, dir_fd), (to, there)):
+            os.replace(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
 
     @names_owner
     def rename_new(self, old: str, new: str) -> None:
@@ -278,8 +342,8 @@ class Disk:
         if not _renameat2(old, new, _NO_REPLACE):
             if lstat(new):  # If another writer makes it right after this look, only an empty directory can be lost.
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-            (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
-            os.rename(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
+            with _changing_both(old, new) as ((name, dir_fd), (to, there)):
+                os.rename(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
 
     def exchange(self, a: str, b: str) -> bool:
         """Exchanges two names in one step; returns False where the system cannot."""
@@ -287,8 +351,8 @@ class Disk:
 
     @names_owner
     def unlink(self, path: str) -> None:
-        name, dir_fd = _dir_relative(path)
-        os.unlink(name, dir_fd=dir_fd)
+        with _changing(path) as (name, dir_fd):
+            os.unlink(name, dir_fd=dir_fd)
 
     def sync_dir(self, path: str) -> None:
         """Makes the names in a directory durable."""
@@ -312,17 +376,17 @@ class Disk:
         here can end that if writes are refused.
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        name, dir_fd = _dir_relative(path)
         mode = 0o666  # Read-only comes when it is complete: file servers may apply the mode to open files too.
-        if (direct := getattr(os, "O_DIRECT", 0)) and _filesystem_type(os.path.dirname(path)) != _FUSE_FS_TYPE:
-            try:
-                return os.open(name, flags | direct, mode, dir_fd=dir_fd)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=dir_fd)  # some kernels create the file before they refuse the flag
-        return os.open(name, flags, mode, dir_fd=dir_fd)
+        with _changing(path) as (name, dir_fd):
+            if (direct := getattr(os, "O_DIRECT", 0)) and _filesystem_type(os.path.dirname(path)) != _FUSE_FS_TYPE:
+                try:
+                    return os.open(name, flags | direct, mode, dir_fd=dir_fd)
+                except OSError as error:
+                    if error.errno not in UNSUPPORTED:
+                        raise
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=dir_fd)  # some kernels create the file before they refuse the flag
+            return os.open(name, flags, mode, dir_fd=dir_fd)
 
     def make_read_only(self, fd: int) -> None:
         """Marks an open file as read-only, where the file system can store that."""
@@ -337,7 +401,8 @@ class Disk:
         A link is not followed, because its target could be any file and must not be overwritten.
         """
         extra = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
-        return os.open(path, os.O_CREAT | os.O_RDWR | sum(extra), 0o666)
+        with _changing(path) as (name, dir_fd):
+            return os.open(name, os.O_CREAT | os.O_RDWR | sum(extra), 0o666, dir_fd=dir_fd)
 
     def lock(self, fd: int) -> bool | None:
         """Takes the file's advisory lock without waiting: False if another process holds it, None without locks.
@@ -554,10 +619,11 @@ def _lock(fd: int, *, shared: bool) -> bool | None:
 
 
 def _hard_link(old: str, new: str) -> bool:
-    (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
     follow = os.link not in os.supports_follow_symlinks
+    name, dir_fd = _dir_relative(old)  # It does not change.
     try:
-        os.link(name, to, src_dir_fd=dir_fd, dst_dir_fd=there, follow_symlinks=follow)
+        with _changing(new) as (to, there):
+            os.link(name, to, src_dir_fd=dir_fd, dst_dir_fd=there, follow_symlinks=follow)
     except OSError as error:
         # EIO is an error of the disk, or how some mounts refuse links. The link may exist after such an answer.
         if error.errno == errno.EIO and (found := lstat(old)):
@@ -574,11 +640,11 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     call = getattr(_libc(), "renameat2", None) if sys.platform == "linux" else None
     if call is None:
         return False
-    (name, dir_fd), (to, there) = _dir_relative(old), _dir_relative(new)
-    dir_fd, there = _AT_FDCWD if dir_fd is None else dir_fd, _AT_FDCWD if there is None else there
-    if call(dir_fd, os.fsencode(name), there, os.fsencode(to), flags) == 0:
-        return True
-    number = ctypes.get_errno()
+    with _changing_both(old, new) as ((name, dir_fd), (to, there)):
+        dir_fd, there = _AT_FDCWD if dir_fd is None else dir_fd, _AT_FDCWD if there is None else there
+        if call(dir_fd, os.fsencode(name), there, os.fsencode(to), flags) == 0:
+            return True
+        number = ctypes.get_errno()
     if number in UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), new)

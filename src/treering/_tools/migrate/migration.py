@@ -74,7 +74,7 @@ def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migra
         if done.after != source:
             with _noting_failure(name, result):
                 if write:
-                    _write(name, done.after)
+                    _write(name, source, done.after)
                 result.changed.append(name)
                 result.diff += _diff(os.path.relpath(name, base or "."), *done.texts)
     for name in found.notebooks:
@@ -107,10 +107,13 @@ def _read(name: str) -> bytes:
         return file.read()
 
 
-def _write(name: str, source: bytes) -> None:
+def _write(name: str, source: bytes, after: bytes) -> None:
+    """Writes a program. Raises `OSError` if it is no longer what was read, as after an edit in the meantime."""
     place = stores.absolute(name)
     with stores.get(place).new_file(place, overwrite=True) as file:
-        file.write(source)
+        file.write(after)
+        if _read(name) != source:
+            raise OSError("it was edited meanwhile and is not changed; migrate it again")
 
 
 def _mentions_orbax(source: bytes) -> bool:
