@@ -154,6 +154,27 @@ def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
         tr.open(path)
 
 
+@pytest.mark.parametrize("name", ["list", "sequential", "among others"])
+def test_orbax_restores_the_state_of_a_model_with_a_list(tmp_path: pathlib.Path, name: str) -> None:
+    """Orbax cannot restore into such a model, but into its state, which NNX puts into the model."""
+
+    def tree(seed: int) -> Any:
+        rngs = nnx.Rngs(seed)
+        chain = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs))
+        return {"list": Model(seed), "sequential": chain, "among others": {"model": chain, "n": np.full(2, seed)}}[name]
+
+    saved, other = tree(0), tree(1)
+    tr.save(tmp_path / "ours", saved, format="orbax")
+    like = {**other, "model": nnx.state(other["model"])} if isinstance(other, dict) else nnx.state(other)
+    found = read_by_orbax(tmp_path / "ours", like)
+    want = {**saved, "model": nnx.state(saved["model"])} if isinstance(saved, dict) else nnx.state(saved)
+    assert bits(found) == bits(want)
+    model, state = (other["model"], found["model"]) if isinstance(other, dict) else (other, found)
+    nnx.update(model, state)
+    assert bits(model) == bits(saved["model"] if isinstance(saved, dict) else saved)
+    assert bits(tr.restore(tmp_path / "ours", tree(2))) == bits(saved)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", TREES)
 def test_what_is_written_fits_orbaxs_template(tmp_path: pathlib.Path, name: str) -> None:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ..rules import Rule
 
 
+_OWN = "_pytree__state"  # NNX's name of the child of an object that is for NNX alone
+
+
 class PlainTree(NamedTuple):
     """A live tree whose arrays are saved as they are.
 
@@ -74,11 +77,7 @@ def describe(target: SaveTarget, tree: Any) -> SavedTree:
     if isinstance(tree, Checkpoint):
         return TreeView(save_view(tree, options.rules, options.dtype, target.info))
     with gc_paused():
-        flat_tree = (
-            walk.flatten_tree(flax.unbox_graph_modules(tree))
-            if "variable" in format.boxes
-            else walk.flatten_split(flax.split(tree))
-        )
+        flat_tree = _flatten_for_levels(tree) if "variable" in format.boxes else walk.flatten_split(flax.split(tree))
         guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, flat_tree.leaves)):
             flat_tree, guessed = inline_checkpoints(flat_tree)
@@ -99,6 +98,17 @@ def describe(target: SaveTarget, tree: Any) -> SavedTree:
     live = LiveTree(target.path, flat_tree.skeleton, described)
     change = functools.partial(_view_to_write, target, flat_tree.boxes, guessed)
     return TreeView(change(Checkpoint(live)), live, change)
+
+
+def _flatten_for_levels(tree: Any) -> walk.FlatTree:
+    """Flattens a tree as Orbax does, with the entries of NNX objects that hold nothing, unless it has an `nnx.List`.
+
+    Orbax cannot restore into a tree with such a list, only into the states of its objects, which lack these entries.
+    """
+    flat_tree = walk.flatten_tree(flax.unbox_graph_modules(tree))
+    objects = [node.names() for node in flat_tree.skeleton if isinstance(node, Node) and _OWN in node.names()]
+    has_list = any(int in map(type, names) for names in objects)
+    return walk.flatten_tree(flax.unshare(tree, objects=True)) if has_list else flat_tree
 
 
 def _view_to_write(
