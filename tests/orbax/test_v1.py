@@ -667,6 +667,19 @@ def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path) -> None:
             assert jax.tree.all(jax.tree.map(np.array_equal, found, tree)), name
 
 
+@WRITES
+def test_boxes_of_flax_are_levels(tmp_path: Path, write: str) -> None:
+    model, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    real.save(tmp_path / "theirs", nnx.state(model))
+    with ocp.Context(write=write):
+        ocp.save(tmp_path / "ours", nnx.state(model))
+    assert_same(ocp.load(tmp_path / "ours"), real.load(tmp_path / "theirs"))
+    assert_same(ocp.load(tmp_path / "ours", nnx.state(other)), nnx.state(model))
+    assert set(ocp.metadata(tmp_path / "ours").metadata["kernel"]) == {"value"}
+    tr.convert(tmp_path / "ours", tmp_path / "back", format="orbax")
+    assert_same(real.load(tmp_path / "back", nnx.state(other)), nnx.state(model))
+
+
 def test_options_have_their_older_names(tmp_path: Path) -> None:
     context = ocp.Context()
     assert context.async_options is context.asynchronous and context.array_options is context.array

@@ -162,6 +162,17 @@ def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     return getattr(source, "static", {})
 
 
+Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
+
+
+def flax_boxes(source: Source) -> Boxes:
+    """Returns the boxes of Flax around the leaves and containers of a source, such as NNX Variables.
+
+    Paths do not show them. A source without an attribute `flax_boxes` records none.
+    """
+    return getattr(source, "flax_boxes", {})
+
+
 def model_config(source: Source) -> Mapping[str, Any]:
     """Returns what the model's configuration next to a checkpoint says about quantized weights.
 
