@@ -201,6 +201,7 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
 
 # The names of the classes of `treering.orbax.nodes`. They have dots, so no class of a program has such a name.
 COMPOSITE = "treering.orbax.Composite"  # of a tree whose children are items, as Orbax has them
+COMPOSITE_V1 = "treering.orbax.v1.Composite"  # of the same for version 1 of Orbax, in trees to write
 HANDLER_FILES = "treering.orbax.HandlerFiles"  # of an item whose leaves are the files of a handler, as bytes
 JSON_ITEM = "treering.orbax.Json"  # of an item that is a dict or a list of JSON
 
