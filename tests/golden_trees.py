@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
+from flax.core.meta import Partitioned
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
@@ -147,6 +149,25 @@ def placed() -> Any:
         "static": Static(jnp.ones(2)),
         "number": 1,
     }
+
+
+def reduced() -> Any:
+    """Arrays whose type says that mesh axes are reduced. JAX 0.9 has no such type."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    x, both = frozenset("x"), frozenset("xy")
+    specs = {"one": jax.P(None, reduced=x), "cut": jax.P("y", reduced=x), "both": jax.P(reduced=both)}
+    return {
+        name: jax.device_put(np.arange(8, dtype=np.float32) + n, NamedSharding(mesh, spec))
+        for n, (name, spec) in enumerate(specs.items())
+    }
+
+
+def boxed() -> Any:
+    """Boxes of Flax around leaves and around a container."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    model.kernel, model.bias = nnx.Param(jnp.arange(6.0).reshape(2, 3)), nnx.Param(jnp.arange(3.0))
+    cache = nnx.Cache({"k": jnp.ones(2), "v": jnp.zeros(2)})
+    return {"model": nnx.state(model), "cache": cache, "linen": Partitioned(jnp.ones((2, 2)), ("in", None)), "n": 3}
 
 
 DEEP = {"n": 3, "rng": np.arange(3, dtype=np.uint32), "half": np.float16(1.5), "deep": ({1: b"x", None: 2.5}, [True])}

@@ -49,7 +49,7 @@ from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
 from ..formats.treering import host_files, manifest
 from ..formats.treering.commit import Transaction
-from ..formats.treering.manifest_fields import Base, File, Layout, Manifest, Placement
+from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout, Manifest, Placement
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -345,6 +345,7 @@ def _manifest(
             placement=placement,
             static=job.catalogue.static,
             iterators=rows.iterators,
+            boxes=_boxes(job),
             tree=list(job.tree),
             leaves=rows.leaves,
         )
@@ -361,6 +362,20 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
         if piece.leaf not in found and piece.box != full_box(entry.shape):
             found.add(piece.leaf)
     return found
+
+
+_last_boxes: tuple[Any, ...] = (None, None, {})  # a tree, its boxes, and the record of them
+
+
+def _boxes(job: Job) -> Any:
+    """Returns the record of the boxes of Flax. It is fast if the tree is the last one."""
+    global _last_boxes
+    boxes = job.catalogue.boxes
+    if not boxes:
+        return {}
+    if _last_boxes[0] is not job.tree or _last_boxes[1] is not boxes:
+        _last_boxes = job.tree, boxes, BoxesOfNodes.of(job.tree, boxes)
+    return _last_boxes[2]
 
 
 # The structure of the last manifest that passed `_check_readable`, without values

@@ -316,7 +316,7 @@ def _describe_view(
                 shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
     shards.sort(key=lambda ordered: ordered[0])
     places = [_place(view, live, entry) if isinstance(entry, ArrayEntry) else None for entry in entries]
-    catalogue = Catalogue(entries, {}, shardings, spread, places, view.static)
+    catalogue = Catalogue(entries, {}, shardings, spread, places, view.static, view.flax_boxes)
     return Described(catalogue, tuple(shard for _, shard in shards), [None] * len(shards))
 
 

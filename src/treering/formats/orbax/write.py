@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._core.boxes import full_box
-from ..._core.source import Source
+from ..._core.skeleton import Node
+from ..._core.source import COMPOSITE_V1, Source
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
@@ -28,6 +29,7 @@ from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
 
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _OF_TREES = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
+_OF_TREES_V1 = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 _OF_VALUES = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 
 
@@ -49,7 +51,9 @@ def write(
     items = items_of(contents) if _is_composite(**options) else _only_tree(contents)
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
-    handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
+    root = contents.skeleton[0] if contents.skeleton else None
+    of_trees = _OF_TREES_V1 if isinstance(root, Node) and root.name == COMPOSITE_V1 else _OF_TREES
+    handlers = dict.fromkeys(items.trees, of_trees) | dict.fromkeys(items.values, _OF_VALUES)
     handlers |= dict.fromkeys(items.iterators, iterators.HANDLER)
     # A handler may have written a file of that name itself.
     own = [name for name, files in items.files.items() if COMMITTED in files]

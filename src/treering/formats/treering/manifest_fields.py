@@ -1,13 +1,15 @@
 """Defines the fields of the manifest as types. `manifest` reads and writes them; `validity` checks their rules."""
 
 import datetime
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ..._core.entries import ArrayEntry, DeltaEntry, StatesEntry, ValueEntry
-from ..._core.skeleton import Node
+from ..._core.skeleton import Node, Skeleton, containers
+from ..._core.source import Boxes
 from ..._core.values import MAX_EXACT_INT
 from ..._threads.preload_decoders import preload_decoders
 
@@ -147,6 +149,31 @@ class Placement(msgspec.Struct, frozen=True):
         return [places[number] for count, number in self.leaves for _ in range(count)]
 
 
+class BoxesOfNodes(msgspec.Struct, frozen=True):
+    """The boxes of Flax around leaves and containers.
+
+    kinds: what boxes there are around one node, from the outside in: the kind of each, and the name of its child.
+    nodes: runs of nodes of the tree: the length of the run, and the number of its kind, or -1 for nodes without a box.
+    """
+
+    kinds: list[tuple[tuple[str, str], ...]]
+    nodes: list[tuple[Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=-1)]]]
+
+    @staticmethod
+    def of(tree: Skeleton, boxes: Boxes) -> "BoxesOfNodes":
+        """Returns what a manifest records of boxes that are given by path."""
+        by_node = [tuple(boxes.get(path, ())) for _, path, _ in containers(tree)]
+        kinds = list(dict.fromkeys(filter(None, by_node)))
+        numbers = {kind: number for number, kind in enumerate(kinds)} | {(): -1}
+        return BoxesOfNodes(kinds, [(len(list(run)), numbers[kind]) for kind, run in itertools.groupby(by_node)])
+
+    def by_path(self, tree: Skeleton) -> Boxes:
+        """Returns the boxes by path. Raises `ValueError`, `IndexError` or `OverflowError` if they do not fit."""
+        kinds = [*self.kinds, ()]
+        by_node = itertools.chain.from_iterable(itertools.repeat(kinds[number], count) for count, number in self.nodes)
+        return {path: kind for (_, path, _), kind in zip(containers(tree), by_node, strict=True) if kind}
+
+
 class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """An array file: its name, its size, and the size and checksum of everything before the tensors.
 
@@ -181,7 +208,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     metadata_floats: the places in `metadata` of floats that JSON cannot write; `decode` puts the floats there.
     holders: `holders[h][i]` lists the files that may hold cell `i` of a layout with these holders.
-    iterators: an `IteratorInfo` by path; anything else is ignored.
+    iterators, boxes: an `IteratorInfo` by path, and `BoxesOfNodes`; anything else is ignored.
     """
 
     format: str
@@ -200,6 +227,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     placement: Placement | None = None
     static: Mapping[str, Mapping[str, Any]] = {}
     iterators: Any = {}
+    boxes: Any = {}
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
 
@@ -223,4 +251,4 @@ class Summary(msgspec.Struct, frozen=True):
         return as_utc(self.created).timestamp()
 
 
-preload_decoders(Manifest, Summary)
+preload_decoders(Manifest, Summary, BoxesOfNodes)

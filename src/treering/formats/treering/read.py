@@ -19,7 +19,7 @@ from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, StatesEntry
 from ..._core.iterator_states import Packed, unpack
 from ..._core.skeleton import Skeleton
-from ..._core.source import EVERYTHING, Problem, Share
+from ..._core.source import EVERYTHING, Boxes, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import read_file
@@ -30,7 +30,7 @@ from .._shared import strict_json
 from . import deltas, manifest, metrics, summary, validity
 from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
-from .manifest_fields import ArrayRow, Base, Delta, File, as_utc
+from .manifest_fields import ArrayRow, Base, BoxesOfNodes, Delta, File, as_utc
 from .object_reads import read_objects
 from .open_files import OpenFiles
 from .piece_locations import PieceLocations
@@ -224,6 +224,15 @@ class Reader:
     def static(self) -> Mapping[str, Mapping[str, Any]]:
         """The static values of containers that are not part of the tree, by path and name."""
         return self._manifest.static
+
+    @functools.cached_property
+    def flax_boxes(self) -> Boxes:
+        """The boxes of Flax around leaves and containers, or nothing if the record is not as it should be."""
+        try:
+            found = msgspec.convert(self._manifest.boxes or {"kinds": [], "nodes": []}, BoxesOfNodes)
+            return found.by_path(self.skeleton) if found.nodes else {}
+        except (ValueError, IndexError, OverflowError):
+            return {}
 
     def origin(self, path: str) -> str:
         """Returns the path of the first leaf that was the same array object as a leaf."""

@@ -74,8 +74,8 @@ def check(manifest: Manifest, top: dict[str, Any]) -> None:
         raise ValueError(f"{nulls[0]} is null; a field without a value must be left out")
     check_summary(manifest)
     _check_depth("the metadata", manifest.metadata, integers=True)
-    # What is recorded about iterators is ignored where it is not as it should be, like a field that is not known.
-    for name in top.keys() - ({*manifest.__struct_fields__, "xxh3"} - {"iterators"}):
+    # What is recorded about iterators and boxes is ignored where it is not as it should be, like an unknown field.
+    for name in top.keys() - ({*manifest.__struct_fields__, "xxh3"} - {"iterators", "boxes"}):
         _check_depth(f"the field {name!r:.100}", top[name], integers=False)
     shapes = [_check_layout(layout, n, manifest.holders) for n, layout in enumerate(manifest.layouts)]
     for n, listed in enumerate(manifest.holders):
