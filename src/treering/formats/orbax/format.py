@@ -12,7 +12,8 @@ Trees have the containers that Orbax records: tuples have become lists, named tu
 other node without children ``None``. A folder without a mark of completion is not a checkpoint.
 
 Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
-and version 1's ``load``. With the option ``composite=True`` it writes one item for each key at the top of the tree,
+and version 1's ``load``. A step whose number is the name of its folder (``30``, ``ckpt_30``) becomes one of a
+``CheckpointManager``: the tree is its item ``default``, and several items of the adapter stay so. With the option ``composite=True`` it writes one item for each key at the top of the tree,
 for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
 if it holds numbers or text and no arrays, values in JSON. An iterator of Grain is an item, too.
 """
