@@ -162,8 +162,7 @@ def _call_text(place: str, step: int | None) -> str:
 def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[SaveTarget, View]:
     """Returns the target of a save of a checkpoint, and the view of its leaves, without saving.
 
-    Raises the errors that `save` raises before it reads arrays. Only the real save finds leaves that the format cannot
-    hold.
+    Raises the errors that `save` raises before it reads arrays.
     """
     place, info = stores.absolute(path), _encode_info_of(ckpt, None, None, None)
     call = coordinator.begin_call(_call_text(place, None), processes="this")
@@ -172,4 +171,5 @@ def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions
     target.check_info_kept(view)
     target.check_iterators(view)
     target.check_path_free()
+    target.check_leaves(view)
     return target, view

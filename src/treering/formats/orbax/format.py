@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..._core.source import Source
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.file_io import is_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
@@ -53,6 +53,7 @@ class Orbax(ZarrFolders):
     name = "orbax"
     suffixes = ()
     boxes = ("variable", "axis-metadata")
+    holds_iterators = True
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -122,17 +123,6 @@ class Orbax(ZarrFolders):
         if found and int(found[2]) == contents.step:
             kept.append("step")
         return kept
-
-    def check_iterators(self, contents: Source, *, composite: Any = False, **_: Any) -> None:
-        """Raises `UnsupportedError` for the iterators of a tree that cannot be items."""
-        from .iterators import no_item, refused
-
-        found = {path: entry for path, entry in contents.entries.items() if entry.type == "iterator"}
-        reasons = {
-            path: refused(one) if composite and "/" not in path else no_item(path) for path, one in found.items()
-        }
-        if lines := [f"  {path or '(root)'}: {reason}" for path, reason in reasons.items() if reason]:
-            raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *lines]))
 
     def _writer(self) -> Callable[..., int]:
         from .write import write
