@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 from .. import formats, stores
 from .._core import dtypes
@@ -148,10 +148,8 @@ class SaveTarget(NamedTuple):
         if found and getattr(self.format, "holds_iterators", False):
             self.check_leaves(view)
         elif found:
-            lines = [
-                f"{self.path}: {', '.join(found)}: only the native format holds the state of data iterators, and the "
-                "format 'orbax' that of Grain's; leave it out with treering.rules.drop"
-            ]
+            only = "only the native format holds the state of data iterators, and the format 'orbax' that of Grain's"
+            lines = [f"{self.path}: {', '.join(found)}: {only}; leave it out with treering.rules.drop"]
             try:
                 rest = {path: leaf for path, leaf in view.leaves.items() if path not in found}
                 self.check_leaves(view.changed(rest, None))
@@ -164,8 +162,8 @@ class SaveTarget(NamedTuple):
         if not type(self.format).__module__.startswith("treering."):
             return  # Another package's format may write without the store.
         with contextlib.suppress(_WriteBegins):
-            options = self.options.format_options
-            self.format.write(_UnwrittenStore(self.store), self.path, view, overwrite=self.options.overwrite, **options)
+            options, unwritten = self.options, cast(Store, _UnwrittenStore(self.store))
+            self.format.write(unwritten, self.path, view, overwrite=options.overwrite, **options.format_options)
 
 
 class _WriteBegins(BaseException):

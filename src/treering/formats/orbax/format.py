@@ -13,16 +13,16 @@ other node without children ``None``. A folder without a mark of completion is n
 
 Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
 and version 1's ``load``. A step whose number is the name of its folder (``30``, ``ckpt_30``) becomes one of a
-``CheckpointManager``: the tree is its item ``default``, and several items of the adapter stay so. With the option ``composite=True`` it writes one item for each key at the top of the tree,
-for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
-if it holds numbers or text and no arrays, values in JSON. An iterator of Grain is an item, too.
+``CheckpointManager``: the tree is its item ``default``, and the items of a step of the adapter stay items. With the
+option ``composite=True``, Treering writes one item for each key at the top of the tree, for the ``args.Composite`` of a
+``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or, if it holds numbers or text and no
+arrays, values in JSON. An iterator of Grain is an item, too.
 """
 
 import errno
 import os
 import posixpath
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from ..._core.source import Source
 from ...errors import CorruptError
