@@ -458,6 +458,36 @@ def test_a_program_can_move_to_the_adapter_first(name: str, tmp_path: pathlib.Pa
     )
 
 
+CONTINUED = """
+import orbax.checkpoint as ocp
+import numpy as np
+
+manager = ocp.CheckpointManager(here("run")OPTIONS)
+start = 0 if manager.latest_step() is None else manager.latest_step() + 1
+for step in range(start, start + 2):
+    manager.save(step, args=ocp.args.StandardSave({"w": np.full(3, step)}))
+manager.wait_until_finished()
+print(start, np.asarray(manager.restore(start + 1, args=ocp.args.StandardRestore({"w": np.zeros(3, int)}))["w"])[0])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["", "options=ocp.CheckpointManagerOptions(step_prefix='ckpt')", "options=None"])
+def test_a_migrated_program_continues_its_run(options: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "train.py"
+    text = SETUP + CONTINUED.replace("OPTIONS", options and f", {options}")
+    said: list[str] = []
+    for native in (None, False, None, True, True):  # at first Orbax, later the adapter and twice Treering's own calls
+        if native is not None:
+            text, done = migrated(path, text, to_native=native)
+            assert not done.findings
+        path.write_text(text)
+        ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        said.append(ran.stdout.strip())
+    assert said == ["0 1", "2 3", "4 5", "6 7", "8 9"] and "tr.Checkpointer" in text
+
+
 def test_comments_of_removed_statements_stay(tmp_path: pathlib.Path) -> None:
     before = """\
 import orbax.checkpoint as ocp  # one

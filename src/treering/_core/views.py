@@ -291,7 +291,7 @@ class View:
             return needs
         return [origin for entry, _ in needs for origin in self._reader.origins(entry.path)]
 
-    def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
+    def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton | None) -> "View":
         """Returns this view with other leaves of the same source. Step, metrics and metadata stay."""
         view = View(self._reader, leaves, skeleton)
         view.step, view._metrics, view.metadata, view.guessed = self.step, self._metrics, self.metadata, self.guessed

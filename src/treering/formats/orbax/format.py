@@ -12,9 +12,11 @@ Trees have the containers that Orbax records: tuples have become lists, named tu
 other node without children ``None``. A folder without a mark of completion is not a checkpoint.
 
 Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
-and version 1's ``load``. With the option ``composite=True`` it writes one item for each key at the top of the tree,
-for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
-if it holds numbers or text and no arrays, values in JSON. An iterator of Grain is an item, too.
+and version 1's ``load``. A step whose number is the name of its folder (``30``, ``ckpt_30``) becomes one of a
+``CheckpointManager``: the tree is its item ``default``, and the items of a step of the adapter stay items. With the
+option ``composite=True``, Treering writes one item for each key at the top of the tree, for the ``args.Composite`` of a
+``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or, if it holds numbers or text and no
+arrays, values in JSON. An iterator of Grain is an item, too.
 """
 
 import errno
@@ -22,11 +24,10 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.file_io import is_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
@@ -56,6 +57,7 @@ class Orbax(ZarrFolders):
     name = "orbax"
     suffixes = ()
     boxes = ("variable", "axis-metadata")
+    holds_iterators = True
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -126,17 +128,6 @@ class Orbax(ZarrFolders):
         if found and int(found[2]) == contents.step:
             kept.append("step")
         return kept
-
-    def check_iterators(self, contents: Source, *, composite: Any = False, **_: Any) -> None:
-        """Raises `UnsupportedError` for the iterators of a tree that cannot be items."""
-        from .iterators import no_item, refused
-
-        found = {path: entry for path, entry in contents.entries.items() if entry.type == "iterator"}
-        reasons = {
-            path: refused(one) if composite and "/" not in path else no_item(path) for path, one in found.items()
-        }
-        if lines := [f"  {path or '(root)'}: {reason}" for path, reason in reasons.items() if reason]:
-            raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *lines]))
 
     def _writer(self) -> Callable[..., int]:
         from .write import write

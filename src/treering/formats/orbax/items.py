@@ -20,8 +20,9 @@ from .tree import MAX_LEVELS, Tree, read_remnant, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 METRICS = "metrics"
+DEFAULT = "default"  # the only item of a step of a manager
 UNNAMED_ITEMS = {  # Orbax's names of an only item; True: version 1, since 0.12 and before
-    False: ("default",),
+    False: (DEFAULT,),
     True: ("state", "pytree"),
 }
 _ARRAY = "checkpoint"  # the name of an array that is an item, within the item's folder
