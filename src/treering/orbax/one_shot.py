@@ -9,12 +9,12 @@ from typing import Any
 from .. import formats, stores
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
+from .._run.removal import remove
+from .._run.run_layout import RunLayout
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
-from ..formats.orbax import removal
 from ..formats.treering import pins, summary
-from ..formats.treering import removal as native_removal
 from ..stores.file_io import is_folder
 from . import handler_files, items, registration
 from .errors import CheckpointExistsError
@@ -90,8 +90,7 @@ def _replace(place: str, mark: str) -> None:
         store.move(old, place, last="")
         raise
     store.settle(posixpath.dirname(place))
-    native = summary.stat_manifest(store, old) is not None
-    (native_removal if native else removal).unpublish(store, old)()
+    remove(store, old, RunLayout(shared_with_orbax=True))()
     if store.stat(old) is not None:
         _log.warning("%s: it was replaced; files in it that are not part of a checkpoint are in %s", place, old)
 
