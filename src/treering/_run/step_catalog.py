@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import os
@@ -15,10 +14,8 @@ from typing import Literal
 from .. import formats
 from .._threads.forks import free_in_children
 from ..errors import CorruptError, TreeringError, UnsupportedError
-from ..formats.orbax import removal as orbax_removal
-from ..formats.treering import removal, summary
+from ..formats.treering import summary
 from ..keep import Saved
-from ..stores import lease_registry
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Stat, Store
@@ -95,32 +92,6 @@ class StepCatalog:
         others = self._shared if self.layout.shared_with_orbax else None
         made = functools.partial(posixpath.join, self.root)
         return run_layout.Steps(self.store, self.root, self.prefix, made, others)
-
-    def unpublish(self, path: str, check: Callable[[], None]) -> Callable[[], bool]:
-        """Removes a step from the run, after `check`. Returns a function that removes its files."""
-        if self.layout.deleted_to is not None:
-            return self._move_away(path, posixpath.join(self.root, self.layout.deleted_to), check)
-        if self.layout.shared_with_orbax and summary.stat_manifest(self.store, path) is None:
-            return orbax_removal.unpublish(self.store, path, check)
-        return removal.unpublish(self.store, path, check)
-
-    def _move_away(self, path: str, to: str, check: Callable[[], None]) -> Callable[[], bool]:
-        """Moves a step into another directory, after `check`."""
-        if summary.stat_manifest(self.store, path) is not None:
-            removal.check_removable(self.store, path)
-        check()
-        lease_registry.check(path)
-        self.store.make_folders(to, [])
-        name = posixpath.basename(path)
-        taken = set(self.store.list(to))
-        free = next(new for n in itertools.count() if (new := f"{name}.{n}" if n else name) not in taken)
-        try:
-            self.store.move(path, posixpath.join(to, free), last=summary.manifest_path(""))
-        except FileNotFoundError:  # Another process deletes the same step.
-            return lambda: False
-        self.store.settle(to)
-        self.store.settle(self.root)
-        return lambda: True
 
     def _shared(self, own: Container[str]) -> dict[int, str]:
         """Returns the steps in the format of Orbax, and their directories."""

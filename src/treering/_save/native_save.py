@@ -275,7 +275,7 @@ class NativeSave:
                 raise
             self._doubt = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        differing = second_copies.differing_copies(listed, copies)
+        differing = second_copies.differing_copies(listed, copies) if any(copies) else []
         return list(Committed(nbytes, len(data), differing, self._doubt and str(self._doubt)))
 
     def _share_manifest(self, nbytes: int) -> None:

@@ -76,10 +76,7 @@ class SaveTarget(NamedTuple):
     options: SaveOptions
     memory_ok: Callable[[int], bool] | None = None
 
-    @property
-    def writes_live_trees(self) -> bool:
-        """True if the format has the arrays of a live tree as they are, and no view of the tree is needed."""
-        return False
+    writes_live_trees = False  # True if the format has the arrays of a live tree as they are, without a view of it
 
     def requested(self) -> str:
         """Returns as text the options that must be the same in every process."""
@@ -187,9 +184,7 @@ class _UnwrittenStore:
 class NativeTarget(SaveTarget):
     """The place and options of a save in the native format, which each process writes its own part of."""
 
-    @property
-    def writes_live_trees(self) -> bool:
-        return True
+    writes_live_trees = True
 
     def check_at_once(self) -> None:
         if self.call.count == 1 and self.store.has_folders:

@@ -228,7 +228,7 @@ def _remove_one(
 
         check_copy = copy_verified(row.path, to)
         inspection.accept_newer_step(directory)  # Again, because copying and reading back may take long.
-    return directory.delete_listed(row.path, pinned=pinned, check=check)
+    return directory.remove(row.path, pinned=pinned, guard=check)()
 
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:

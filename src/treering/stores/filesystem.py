@@ -34,8 +34,10 @@ class Filesystem:
         self._sinks: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
 
     def stat(self, path: str) -> Stat | None:
-        found = self.disk.stat(path)
-        return found and _stat(found)
+        if (found := self.disk.stat(path)) is None:
+            return None
+        kind = "file" if stat.S_ISREG(found.st_mode) else "folder" if stat.S_ISDIR(found.st_mode) else "other"
+        return Stat(kind, found.st_size, found.st_mtime_ns / 1e9, (found.st_ino, found.st_mtime_ns, found.st_size))
 
     def list(self, path: str) -> "list[str]":
         return self.disk.list(path)
@@ -168,8 +170,3 @@ class Filesystem:
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> WriterLock:
         return WriterLock(self.disk, run, busy)
-
-
-def _stat(found: os.stat_result) -> Stat:
-    kind = "file" if stat.S_ISREG(found.st_mode) else "folder" if stat.S_ISDIR(found.st_mode) else "other"
-    return Stat(kind, found.st_size, found.st_mtime_ns / 1e9, (found.st_ino, found.st_mtime_ns, found.st_size))

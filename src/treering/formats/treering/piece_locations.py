@@ -93,7 +93,7 @@ class PieceLocations:
 
         Raises `UnsupportedError` if header and manifest disagree. Both have the right checksum, so neither is damaged.
         """
-        row = self.resolve(entry)
+        row = entry if isinstance(entry, ArrayRow) and isinstance(entry.where, int) else self.resolve(entry)
         if isinstance(row.where, int) and box == full_box(row.shape):  # Almost all reads take this branch.
             begin, end = self.tensor(self._files.get(row.where), piece_key(row.path, None), row.dtype, row.shape)
             return [PieceRead(row.where, begin, end, row.shape)] if begin < end else []
