@@ -12,7 +12,7 @@ from hostile_input import flip
 from treering._cli.main import cli
 
 ROOT = pathlib.Path(__file__).parents[2]
-NO_JSON = {"browse", "completion", "view"}
+NO_JSON = {"browse", "completion", "pull", "view"}
 ANY = {
     "metrics",
     "metadata",

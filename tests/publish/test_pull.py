@@ -85,7 +85,7 @@ def test_what_cannot_be_pulled_is_named(tmp_path: pathlib.Path) -> None:
     assert "version 1" in _pull(stream, tmp_path / "one").output and _version(tmp_path / "one") == 1
     from treering._publish.pull import pull
 
-    with pytest.raises(MismatchError, match="expected no version with watch=True"):
+    with pytest.raises(MismatchError, match="or to watch for each newest one, found both"):
         next(pull(stream, directory, version=1, watch=True))
 
 

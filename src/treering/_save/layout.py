@@ -10,12 +10,12 @@ import numpy as np
 
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_shape, full_box, sharding_to_json
-from .._core.entries import DeltaEntry, Entry, IteratorEntry, IteratorInfo, StatesEntry, ValueEntry
+from .._core.entries import Entry, IteratorEntry, IteratorInfo, StatesEntry, ValueEntry
 from .._processes.assignment import Assignment, Piece
 from .._pytree.leaves import Catalogue
 from ..formats.safetensors.header import MAX_HEADER_BYTES, Tensor, encode_header
 from ..formats.treering.manifest import BLOCK, piece_key
-from ..formats.treering.manifest_fields import ArrayRow, Layout, Placement, delta_row, states_row
+from ..formats.treering.manifest_fields import ArrayRow, Layout, Placement, states_row
 from ..stores.buffers import PAGE
 
 _OFFSET_DIGITS = 16
@@ -236,9 +236,6 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIn
             continue
         if isinstance(entry, ValueEntry):
             out.leaves.append(entry)
-            continue
-        if isinstance(entry, DeltaEntry):
-            out.leaves.append(delta_row(entry, place(n, entry.shape)))
             continue
         if n in catalogue.tied:
             where = catalogue.entries[catalogue.tied[n]].path

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._core.boxes import Box, full_box
+from .._core.entries import DeltaEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
@@ -49,7 +50,7 @@ from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
 from ..formats.treering import host_files, manifest
 from ..formats.treering.commit import Transaction
-from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout, Manifest, Placement
+from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout, Manifest, Placement, delta_row
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -328,6 +329,13 @@ def _manifest(
         by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
         placement = layout.placement(job.catalogue)
+    leaves = rows.leaves
+    if job.base:
+        stored: list[Any] = leaves
+        leaves = [
+            delta_row(entry, row.where) if isinstance(entry, DeltaEntry) else row
+            for entry, row in zip(entries, stored, strict=True)
+        ]
     data = manifest.seal(
         Manifest(
             format=manifest.FORMAT,
@@ -347,7 +355,7 @@ def _manifest(
             iterators=rows.iterators,
             boxes=_boxes(job),
             tree=list(job.tree),
-            leaves=rows.leaves,
+            leaves=leaves,
         )
     )
     _check_readable(data, job, rows.layouts, placement)

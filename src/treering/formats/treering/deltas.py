@@ -16,21 +16,18 @@ An array without changes is stored as no bytes.
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import full_box
+from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError, UnsupportedError
 from ...stores.buffers import empty_aligned_array
 from . import manifest
-
-if TYPE_CHECKING:
-    from .manifest_fields import Delta
-    from .read import Reader
+from .manifest_fields import Delta
 
 _LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
 _MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
@@ -43,6 +40,23 @@ class Difference(NamedTuple):
     data: np.ndarray
     changed: int
     gap: int
+
+
+class Version(Protocol):
+    """An open checkpoint, as `read_arrays` needs it; see `read.Reader`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def entries(self) -> Mapping[str, Any]: ...
+    @property
+    def deltas(self) -> Mapping[str, Delta]: ...
+    @property
+    def base(self) -> "Version": ...
+    def read(self, wanted: Sequence[tuple[ArrayEntry, Box]]) -> list[np.ndarray]: ...
+    def read_deltas(self, paths: Sequence[str]) -> list[np.ndarray]: ...
 
 
 NO_DIFFERENCE = Difference(np.zeros(0, np.uint8), 0, 1)
@@ -75,7 +89,7 @@ def difference(new: np.ndarray, old: np.ndarray, itemsize: int) -> Difference | 
     return Difference(data, count, gap) if data.size * 2 < new.nbytes else None
 
 
-def applied(old: np.ndarray, data: np.ndarray, delta: "Delta", itemsize: int) -> np.ndarray:
+def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> np.ndarray:
     """Returns a new array of bytes: the old one with a difference. Without changes, returns the old one itself.
 
     Raises `CorruptError` for a difference that does not fit the array or its own description.
@@ -111,7 +125,7 @@ def applied(old: np.ndarray, data: np.ndarray, delta: "Delta", itemsize: int) ->
 
 
 def read_arrays(
-    reader: "Reader",
+    reader: Version,
     paths: Collection[str],
     known: Mapping[str, np.ndarray] | None = None,
     known_identity: str = "",
@@ -123,7 +137,7 @@ def read_arrays(
 
     Raises `CorruptError` if a base is missing or another than the one that was saved, and for other bytes than saved.
     """
-    chain: list[tuple[Reader, list[str]]] = []  # newest first, each with the arrays that it has as they are
+    chain: list[tuple[Version, list[str]]] = []  # newest first, each with the arrays that it has as they are
     left, at = dict.fromkeys(paths), reader
     while left:
         if len(chain) == _MAX_CHAIN:
@@ -154,7 +168,7 @@ def read_arrays(
 
 
 def _applied_to(
-    one: "Reader", reader: "Reader", found: Mapping[str, np.ndarray], job: tuple[str, Any, Any]
+    one: Version, reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Any, Any]
 ) -> np.ndarray:
     path, delta, data = job
     entry, old = reader.entries[path], found[path]
@@ -167,7 +181,7 @@ def _applied_to(
         raise CorruptError(f"{one.path}: {path}: {error}") from None
 
 
-def _check_result(reader: "Reader", found: Mapping[str, np.ndarray], job: "tuple[str, Delta]") -> None:
+def _check_result(reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Delta]) -> None:
     path, delta = job
     if (have := checksum(found[path])) != delta.xxh3:
         raise CorruptError(

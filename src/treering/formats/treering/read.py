@@ -103,9 +103,13 @@ class Reader:
         """The checkpoint next to this one that `deltas` refers to; None if this one is complete."""
         return self._manifest.base
 
-    @functools.cached_property
+    @property
     def base(self) -> "Reader":
         """The open checkpoint that `made_from` names. Raises `CorruptError` if it is gone or was replaced."""
+        return self._base
+
+    @functools.cached_property
+    def _base(self) -> "Reader":  # A protocol has a read-only property; a cached one could be set.
         assert self._manifest.base
         name, identity = self._manifest.base.name, self._manifest.base.xxh3
         path = posixpath.join(posixpath.dirname(self.path), name)

@@ -90,8 +90,6 @@ def check(manifest: Manifest, top: dict[str, Any]) -> None:
     if leaf_paths(manifest.tree, len(paths)) != paths:
         raise ValueError("the leaves are not those of the tree, in its order")
     _check_leaves(manifest, shapes)
-    if manifest.base is None and any(isinstance(row, ArrayRow) and row.of_delta() for row in manifest.leaves):
-        raise ValueError("an array is the difference to one of another checkpoint, and `base` names none")
     if manifest.placement is not None:
         _check_placement(manifest.placement, len(paths))
     _check_depth("the static values", manifest.static, integers=True)
@@ -132,6 +130,8 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
     locations = set(map(_row_location, arrays))
     if not all(isinstance(where, int | tuple | str) for where in locations):
         # The `where` of iterator states and of deltas is an object around the location of bytes, which is checked here.
+        if manifest.base is None and any(row.of_delta() for row in arrays):
+            raise ValueError("an array is the difference to one of another checkpoint, and `base` names none")
         arrays = [row.stored() for row in arrays]
         locations = set(map(_row_location, arrays))
     for where in locations:
