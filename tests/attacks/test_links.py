@@ -23,7 +23,6 @@ from treering.stores import posix
 OTHER_USER = 65534
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another"),
-    pytest.mark.skipif(posix._PATH_FLAGS is None, reason="only Linux opens links themselves"),
 ]
 
 
@@ -210,3 +209,17 @@ def test_no_write_goes_through_the_link_of_another_user(name: str, where: Callab
     if where is on_the_way or (where is as_the_last_name and operation.prepare is not nothing and operation.follows):
         changed, said = attempt(operation, where, tmp_path / "own", 0)
         assert changed and not said, f"a link of this user is not followed: {said}"
+
+
+@pytest.mark.parametrize("name", ["a checkpoint that is replaced", "an archive", "steps that are moved there"])
+@pytest.mark.parametrize("lacks", ["no /proc", "links cannot be opened, as on macOS"])
+def test_links_of_others_on_systems_with_fewer_calls(
+    name: str, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix, "_open_without_links", lambda path: None)
+    if "macOS" in lacks:
+        monkeypatch.setattr(posix, "_PATH_FLAGS", None)
+    changed, said = attempt(OPERATIONS[name], on_the_way, tmp_path / "of another", OTHER_USER)
+    assert not changed, said
+    changed, said = attempt(OPERATIONS[name], on_the_way, tmp_path / "own", 0)
+    assert changed and not said, said

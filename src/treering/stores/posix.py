@@ -172,9 +172,7 @@ def open_trusted(path: str) -> int | None:
     if not HAS_DIR_FD:
         return None
     if (flags := _PATH_FLAGS) is None:
-        link = lstat(path)
-        own = link is not None and stat.S_ISLNK(link.st_mode) and link.st_uid in (os.geteuid(), 0)
-        return os.open(os.path.realpath(path) if own else path, _FOLDER_FLAGS)
+        return _open_after_look(path)
     if (direct := _open_without_links(path)) is not None:
         return direct
     names, links = path.split("/")[::-1], 0
@@ -190,8 +188,7 @@ def open_trusted(path: str) -> int | None:
                 continue
             try:
                 if (links := links + 1) > MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
-                    what = f"user {found.st_uid} has made the link {name} on the way; pass the path that it leads to"
-                    raise PermissionError(errno.EACCES, what)
+                    raise _stranger_error(found, name)
                 names += os.readlink("", dir_fd=inner).split("/")[::-1]
             finally:
                 os.close(inner)
@@ -219,6 +216,22 @@ def _open_without_links(path: str) -> int | None:
             return found
     os.close(found)
     return None
+
+
+def _open_after_look(path: str) -> int:
+    """Does the same where links cannot be opened: looks at each link of the path first."""
+    names = path.split("/")
+    for n in range(2, len(names) + 1):
+        link = lstat(place := "/".join(names[:n]))
+        if link is not None and stat.S_ISLNK(link.st_mode):
+            if not is_trusted(link, os.stat(os.path.dirname(place)), last=n == len(names)):
+                raise _stranger_error(link, names[n - 1], path)
+    return os.open(os.path.realpath(path), _FOLDER_FLAGS)
+
+
+def _stranger_error(link: os.stat_result, name: str, path: str | None = None) -> PermissionError:
+    what = f"user {link.st_uid} has made the link {name} on the way; pass the path that it leads to"
+    return PermissionError(errno.EACCES, what, path)
 
 
 def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = False) -> bool:
