@@ -223,9 +223,9 @@ def _open_after_look(path: str) -> int:
     names = path.split("/")
     for n in range(2, len(names) + 1):
         link = lstat(place := "/".join(names[:n]))
-        if link is not None and stat.S_ISLNK(link.st_mode):
-            if not is_trusted(link, os.stat(os.path.dirname(place)), last=n == len(names)):
-                raise _stranger_error(link, names[n - 1], path)
+        is_link = link is not None and stat.S_ISLNK(link.st_mode)
+        if link and is_link and not is_trusted(link, os.stat(os.path.dirname(place)), last=n == len(names)):
+            raise _stranger_error(link, names[n - 1], path)
     return os.open(os.path.realpath(path), _FOLDER_FLAGS)
 
 
