@@ -73,6 +73,11 @@ def report_to(place: Path) -> None:
     main(["report", str(own), "-o", str(place)])
 
 
+def convert_to(place: Path) -> None:
+    tr.save(own := place.parent.parent / "own", tree(9))
+    main(["convert", str(own), str(place), "--overwrite"])
+
+
 def tiers(local: Path, remote: Path) -> None:
     with tr.Checkpointer(remote, local=local, keep_local=tr.keep.last(1)) as ckpts:
         ckpts.save(4, tree(4))
@@ -123,6 +128,15 @@ OPERATIONS = {
     "metrics": Operation(checkpoint(step=1), lambda place: tr.open(place).record({"m": 1.0})),
     "a copy": Operation(nothing, copy_to()),
     "a copy over another": Operation(checkpoint(), copy_to("--overwrite")),
+    "a conversion": Operation(nothing, convert_to, "c.safetensors"),
+    "a conversion over another file": Operation(checkpoint(), convert_to, "c.safetensors"),
+    "a test of the place": Operation(run, lambda place: main(["doctor", str(place), "--size", "1M"])),
+    "a program that is migrated": Operation(
+        lambda place: place.write_text("import orbax.checkpoint as ocp\n"),
+        lambda place: main(["migrate", "--write", str(place)]),
+        "train.py",
+        follows=False,
+    ),
     "a report": Operation(nothing, report_to, "report.html"),
     "a new run": Operation(nothing, run),
     "the next step": Operation(run, in_run(lambda ckpts: ckpts.save(4, tree(4)))),
