@@ -237,3 +237,47 @@ def test_links_of_others_on_systems_with_fewer_calls(
     assert not changed, said
     changed, said = attempt(OPERATIONS[name], on_the_way, tmp_path / "own", 0)
     assert changed and not said, said
+
+
+CHANGES = {  # what each call of a disk that changes a name does with a path
+    "make_dir": lambda disk, path, own: disk.make_dir(f"{path}/new"),
+    "remove_dir": lambda disk, path, own: disk.remove_dir(f"{path}/folder"),
+    "hard_link": lambda disk, path, own: disk.hard_link(f"{own}/file", f"{path}/new"),
+    "copy_link": lambda disk, path, own: disk.copy_link(f"{own}/link", f"{path}/new"),
+    "link": lambda disk, path, own: disk.link(f"{own}/file", f"{path}/new"),
+    "rename": lambda disk, path, own: disk.rename(f"{own}/file", f"{path}/file"),
+    "rename from there": lambda disk, path, own: disk.rename(f"{path}/file", f"{own}/new"),
+    "rename_new": lambda disk, path, own: disk.rename_new(f"{own}/file", f"{path}/new"),
+    "rename_new from there": lambda disk, path, own: disk.rename_new(f"{path}/file", f"{own}/new"),
+    "exchange": lambda disk, path, own: disk.exchange(f"{own}/file", f"{path}/file"),
+    "unlink": lambda disk, path, own: disk.unlink(f"{path}/file"),
+    "create": lambda disk, path, own: os.close(disk.create(f"{path}/new")),
+    "open_shared": lambda disk, path, own: os.close(disk.open_shared(f"{path}/new")),
+}
+BY_DESCRIPTOR = {"set_mode", "set_group", "make_read_only", "preallocate", "write", "truncate"}
+READS = {
+    *("stat", "list", "sync_dir", "sync", "lock", "lock_shared", "same_file", "close", "open", "open_dir", "size"),
+    *("version", "has_holes", "read", "map", "populate", "is_local"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_call_of_a_disk_follows_the_link_of_another_user(name: str, tmp_path: Path) -> None:
+    methods = {one for one, value in vars(posix.Disk).items() if callable(value) and not one.startswith("_")}
+    assert methods == {one.partition(" ")[0] for one in CHANGES} | BY_DESCRIPTOR | READS, "each call is in one of these"
+    shared, elsewhere, own = tmp_path / "shared", tmp_path / "elsewhere", tmp_path / "own"
+    for folder in (shared, elsewhere / "folder", own):
+        folder.mkdir(parents=True)
+    for folder in (elsewhere, own):
+        (folder / "file").write_text(folder.name)
+    (own / "link").symlink_to("file")
+    (shared / "out").symlink_to(elsewhere)
+    shared.chmod(0o777)
+    before = seen(elsewhere)
+    os.lchown(shared / "out", OTHER_USER, OTHER_USER)
+    with pytest.raises(PermissionError, match=f"user {OTHER_USER} has made the link out on the way"):
+        CHANGES[name](posix.Disk(), str(shared / "out"), str(own))
+    assert seen(elsewhere) == before
+    os.lchown(shared / "out", 0, 0)
+    CHANGES[name](posix.Disk(), str(shared / "out"), str(own))
+    assert seen(elsewhere) != before
