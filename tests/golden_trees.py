@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
+from flax.core.meta import Partitioned
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
@@ -149,6 +151,25 @@ def placed() -> Any:
     }
 
 
+def reduced() -> Any:
+    """Arrays whose type says that mesh axes are reduced. JAX 0.9 has no such type."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    x, both = frozenset("x"), frozenset("xy")
+    specs = {"one": jax.P(None, reduced=x), "cut": jax.P("y", reduced=x), "both": jax.P(reduced=both)}
+    return {
+        name: jax.device_put(np.arange(8, dtype=np.float32) + n, NamedSharding(mesh, spec))
+        for n, (name, spec) in enumerate(specs.items())
+    }
+
+
+def boxed() -> Any:
+    """Boxes of Flax around leaves and around a container."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    model.kernel, model.bias = nnx.Param(jnp.arange(6.0).reshape(2, 3)), nnx.Param(jnp.arange(3.0))
+    cache = nnx.Cache({"k": jnp.ones(2), "v": jnp.zeros(2)})
+    return {"model": nnx.state(model), "cache": cache, "linen": Partitioned(jnp.ones((2, 2)), ("in", None)), "n": 3}
+
+
 DEEP = {"n": 3, "rng": np.arange(3, dtype=np.uint32), "half": np.float16(1.5), "deep": ({1: b"x", None: 2.5}, [True])}
 
 
@@ -174,3 +195,20 @@ def typed_states() -> Any:
         "buffer": [{"image": jnp.full(2, 1), "label": n} for n in range(3)],
     }
     return {"data": [state], "x": np.arange(8, dtype=np.float32)}
+
+
+def versions() -> list[dict[str, Any]]:
+    """Versions of published weights: a few elements differ, then none, then the sign of all."""
+    numbers = np.linspace(-3, 3, 600)
+    first = {
+        "bf16": numbers.astype(ml_dtypes.bfloat16),
+        "f32": numbers.astype(np.float32).reshape(20, 30),
+        "f64": numbers,
+        "i8": np.arange(600, dtype=np.int8),
+        "same": np.ones(100, np.float32),
+    }
+    second = {name: array.copy() for name, array in first.items()}
+    for array in (second["bf16"], second["f32"].reshape(-1), second["f64"], second["i8"]):
+        array[[0, 7, 599]] += np.ones((), array.dtype)
+    second["f32"].reshape(-1)[300] = np.float32(-1e30)
+    return [first, second, {name: array.copy() for name, array in second.items()}, {**second, "f32": -second["f32"]}]

@@ -15,10 +15,10 @@ import numpy as np
 import xxhash
 
 BLOCK = 1 << 20
-STATES = ["iterator-states"]  # the feature that this reader has
+STATES, DELTA = ["iterator-states"], ["differences"]  # the features that this reader has
 LIMIT = 1 << 53  # of integers
 FIELDS = {"format", "version", "requires", "created", "software", "step", "metrics", "metadata", "files"}
-FIELDS |= {"metadata_floats", "layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
+FIELDS |= {"base", "metadata_floats", "layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
 STORED = {"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 STORED |= {f"{u}int{n}": f"{u[:1].upper() or 'I'}{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 STORED |= {"float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
@@ -482,11 +482,14 @@ def build_tree(nodes, values):
     return built[0]
 
 
-def check_file(entry):
-    need(type(entry) is dict and is_texts(entry.get("requires", [])))
-    name = entry.get("name")
+def check_name(name):
     need(type(name) is str and 1 <= len(name.encode()) <= 255 and not set(name) & set("/\\\0"))
     need(name not in (".", "..", "treering.json"))
+
+
+def check_file(entry):
+    need(type(entry) is dict and is_texts(entry.get("requires", [])))
+    check_name(entry.get("name"))
     need(is_int(entry.get("size")))
     if entry.get("requires"):
         need(is_int(entry.get("header", 0), -LIMIT) and type(entry.get("xxh3", "")) is str)
@@ -558,6 +561,12 @@ def check_array(leaf, earlier, files, layouts):
             need(type(lengths) is list and lengths and all(map(is_int, lengths)))
             need((kind, dtype, shape) == ("numpy", "uint8", [sum(lengths)]) and type(where.get("where")) in (int, list))
             check_array(plain(leaf), earlier, files, layouts)
+        if is_delta(leaf):
+            need(is_int(where.get("nbytes")) and is_int(where.get("count")) and where.get("gap") in (1, 2, 4, 8))
+            need(
+                is_hex16(where.get("base")) and is_hex16(where.get("xxh3")) and type(where.get("where")) in (int, list)
+            )
+            check_array(plain(leaf), earlier, files, layouts)
     else:
         need(is_int(where, 0, len(files) - 1))
 
@@ -566,8 +575,14 @@ def is_states(leaf):
     return type(leaf[6]) is dict and leaf[6].get("requires") == STATES
 
 
+def is_delta(leaf):
+    return type(leaf[6]) is dict and leaf[6].get("requires") == DELTA
+
+
 def plain(leaf):
-    """Returns a leaf of states as the array in its files, without the lengths of the states; another leaf as it is."""
+    """Returns a leaf of states, or of a difference, as the array in its files; another leaf as it is."""
+    if is_delta(leaf):
+        return [*leaf[:2], "numpy", "uint8", [leaf[6]["nbytes"]], "", leaf[6]["where"]]
     return [*leaf[:6], leaf[6]["where"]] if is_states(leaf) else leaf
 
 
@@ -595,6 +610,9 @@ class Checkpoint:
             raise Unsupported(str(error)) from None
         need(type(m.get("software")) is dict and is_texts(list(m["software"].values())), "software")
         need(is_int(m.get("step", 0)), "step")
+        if "base" in m:
+            need(type(m["base"]) is dict and is_hex16(m["base"].get("xxh3")))
+            check_name(m["base"].get("name"))
         self.metrics = decode_metrics(m.get("metrics", {}))
         check_json(m.get("metadata"), -(1 << 63), (1 << 64) - 1)
         self.metadata = with_floats(m.get("metadata"), m.get("metadata_floats", []))
@@ -617,6 +635,7 @@ class Checkpoint:
             need(type(leaf) is list and len(leaf) >= 4 and type(leaf[1]) is str and leaf[1] not in self.leaves)
             if leaf[0] == "array":
                 check_array(leaf, self.leaves, m["files"], self.layouts)
+                need(not is_delta(leaf) or "base" in m, "a difference without a base")
             else:
                 need(leaf[0] == "value" and len(leaf) == 4 and type(leaf[2]) is str)
                 self.values[leaf[1]] = decode_value(leaf[2], leaf[3])
@@ -662,13 +681,21 @@ class Checkpoint:
             yield self.files[holder[where[1] % len(holder)]], full, begin, [b - a for a, b in cell]
 
     def verdict(self, leaf):
-        if type(leaf[6]) is dict and not is_states(leaf):
+        if type(leaf[6]) is dict and not (is_states(leaf) or is_delta(leaf)):
             return "unsupported"
-        verdicts = (file.verdict(name, leaf[3], piece) for file, name, _, piece in self.pieces(leaf))
-        return next((verdict for verdict in verdicts if verdict != "valid"), "valid")
+        verdicts = (file.verdict(name, plain(leaf)[3], piece) for file, name, _, piece in self.pieces(leaf))
+        found = next((verdict for verdict in verdicts if verdict != "valid"), "valid")
+        if found == "valid" and is_delta(leaf):
+            try:
+                self.data(leaf)
+            except (Damaged, Unsupported) as error:
+                return error.verdict
+        return found
 
     def data(self, leaf):
         """All elements of an array that is valid, in C order, normalised."""
+        if is_delta(leaf):
+            return normalised(self.with_difference(leaf), leaf[3])
         dtype, shape = leaf[3:5]
         if 0 in shape:
             return b""
@@ -678,6 +705,39 @@ class Checkpoint:
             place = tuple(slice(a, a + n) for a, n in zip(begin, piece, strict=True))
             array[place] = np.frombuffer(file.data(name), element).reshape(piece)
         return normalised(array.tobytes(), dtype)
+
+    def with_difference(self, leaf):
+        base, where = self.manifest["base"], leaf[6]
+        try:
+            other = Checkpoint(os.path.join(os.path.dirname(os.path.abspath(self.directory)), base["name"]))
+        except ValueError as error:
+            raise Damaged(str(error)) from None
+        old = other.leaves.get(leaf[1])
+        old = other.leaves[old[6]] if old and type(old[6]) is str else old
+        if other.checksum != base["xxh3"] or not old or old[3:5] != leaf[3:5] or other.verdict(old) != "valid":
+            raise Damaged("another base")
+        array = np.frombuffer(bytearray(other.data(old)), np.uint8)
+        size = next(n for n in (8, 4, 2, 1) if stored_as(leaf[3])[2] % n == 0)
+        elements, count, gap = array.view(f"<u{size}"), where["count"], where["gap"]
+        if xxhash.xxh3_64_hexdigest(array) != where["base"] or count > elements.size:
+            raise Damaged("another base")
+        if count:
+            import zstandard
+
+            data = zstandard.ZstdDecompressor().decompress(self.data(plain(leaf)), max_output_size=count * (gap + size))
+            if len(data) != count * (gap + size):
+                raise Damaged("another length")
+            place = -1
+            for n in range(count):
+                place += 1 + sum(data[n + count * byte] << 8 * byte for byte in range(gap))
+                change = sum(data[count * gap + n + count * byte] << 8 * byte for byte in range(size))
+                change = change // 2 if change % 2 == 0 else -(change + 1) // 2
+                if place >= elements.size:
+                    raise Damaged("beyond the array")
+                elements[place] = (int(elements[place]) + change) % (1 << 8 * size)
+        if xxhash.xxh3_64_hexdigest(array) != where["xxh3"]:
+            raise Damaged("another array")
+        return array.tobytes()
 
     def states(self, leaf, data):
         ends = list(itertools.accumulate(leaf[6]["lengths"], initial=0))

@@ -13,6 +13,7 @@ LAYERS = [  # from top to bottom
     {"_cli"},
     {"__init__"},
     {"_tools"},
+    {"_publish"},
     {"_run"},
     {"_save"},
     {"_restore"},

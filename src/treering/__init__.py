@@ -11,6 +11,8 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import formats, keep, rules
     from ._core.lazy import LazyArray
+    from ._publish.follower import follow_weights
+    from ._publish.publisher import Publisher
     from ._restore.checkpoint import Checkpoint
     from ._run.checkpointer import Checkpointer
     from ._run.follow import follow
@@ -34,11 +36,13 @@ _HOMES = {
     "Diff": "_tools.diff",
     "LazyArray": "_core.lazy",
     "PendingSave": "_save.pending",
+    "Publisher": "_publish.publisher",
     "SaveReport": "_save.pending",
     "VerifyReport": "_tools.verify",
     "convert": "_tools.convert",
     "diff": "_tools.diff",
     "follow": "_run.follow",
+    "follow_weights": "_publish.follower",
     "formats": "formats",
     "keep": "keep",
     "open": "_run.open",
@@ -58,6 +62,7 @@ __all__ = [
     "Diff",
     "LazyArray",
     "PendingSave",
+    "Publisher",
     "SaveReport",
     "VerifyReport",
     "__version__",
@@ -65,6 +70,7 @@ __all__ = [
     "diff",
     "errors",
     "follow",
+    "follow_weights",
     "formats",
     "keep",
     "record",

@@ -27,6 +27,7 @@ class Saved:
     """A step as policies see it. `created` is in seconds since the epoch, `nbytes` is the size of its files.
 
     linked: on a disk, the sizes of its array files, by identities that are equal for a file that steps share.
+    base: the step that some of its arrays are stored as differences to; None if it is complete.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Saved:
     created: float = 0.0
     nbytes: int = 0
     linked: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
+    base: int | None = None
 
 
 class _Rule(Protocol):
@@ -52,8 +54,8 @@ class Policy:
         return Policy(self.rules + other.rules)
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
-        """Returns the steps that any rule keeps. `saved` are the steps of the run, ascending."""
-        return set().union(*(rule.kept(saved) for rule in self.rules))
+        """Returns the steps that any rule keeps, and their bases. `saved` are the steps of the run, ascending."""
+        return with_bases(saved, set().union(*(rule.kept(saved) for rule in self.rules)))
 
     @property
     def metrics(self) -> set[str]:
@@ -119,6 +121,17 @@ def total_sizes(saved: Iterable[Saved]) -> Iterator[int]:
         total += one.nbytes - sum(nbytes for file, nbytes in one.linked.items() if file in counted)
         counted.update(one.linked)
         yield total
+
+
+def with_bases(saved: Iterable[Saved], steps: Iterable[int]) -> set[int]:
+    """Returns some steps and those without which they cannot be read: their bases, the bases of these, and so on."""
+    bases = {one.step: one.base for one in saved if one.base is not None}
+    found: set[int] = set()
+    for step in steps:
+        while step is not None and step not in found:
+            found.add(step)
+            step = bases.get(step)
+    return found
 
 
 def rank(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> list[int]:

@@ -446,3 +446,24 @@ def test_steps_are_chosen_by_numbers_and_ranges(tmp_path: pathlib.Path, treering
     assert treering("cp", run, copy, "--steps", "100, 200..300").code == 0 and tr.steps(copy) == [100, 200, 250, 300]
     found = treering("cp", step_of(run, 1), tmp_path / "one", "--steps", "1")
     assert found.code == 3 and "expected a run to choose steps from, found one" in found.err
+
+
+@pytest.mark.parametrize("format", ["safetensors", "flax", "equinox", "levanter", "t5x", "orbax"])
+def test_a_dry_run_makes_the_checks_of_the_run(format: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    source, out = tmp_path / "a", tmp_path / "out"
+    arrays = {"w": np.ones(3), "key": jax.random.key(0), "big": 1 << 70, "rng": np.random.default_rng(0)}
+    tr.save(source, arrays)
+    call = ("convert", source, out, "--format", format)
+    dry, real = treering(*call, "--dry-run"), treering(*call)
+    assert (dry.code, dry.err) == (real.code, real.err) == (3, dry.err)
+    named = ["rng", "big", *(["key"] if format != "orbax" else [])]  # Orbax holds keys.
+    assert all(name in dry.err for name in named) and list(tmp_path.iterdir()) == [source]
+    call = (*call, *(f"--drop={name}" for name in named))
+    assert treering(*call, "--dry-run").code == treering(*call).code == 0
+
+
+def test_a_dry_run_refuses_options_of_other_formats(tmp_path: pathlib.Path, treering: Any) -> None:
+    tr.save(tmp_path / "a", {"w": np.ones(3)})
+    call = ("convert", tmp_path / "a", tmp_path / "b", "--format", "flax", "--max-shard-size", "1G")
+    dry, real = treering(*call, "--dry-run"), treering(*call)
+    assert dry.code == real.code == 3 and dry.err == real.err

@@ -144,7 +144,7 @@ def test_a_step_that_is_a_link_to_another_keeps_that(run: pathlib.Path, treering
 
 
 def test_each_of_two_prunes_counts_what_it_deleted(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
-    check = PlainRun.prepare_delete
+    check = PlainRun.prepare_removal
 
     def another_is_faster(self: PlainRun, path: str, **options: Any) -> None:
         check(self, path, **options)
@@ -153,7 +153,7 @@ def test_each_of_two_prunes_counts_what_it_deleted(run: pathlib.Path, treering: 
             removal.delete(stores.get(path), path)
             removal.delete(stores.get(path), path.replace("02", "03"))
 
-    monkeypatch.setattr(PlainRun, "prepare_delete", another_is_faster)
+    monkeypatch.setattr(PlainRun, "prepare_removal", another_is_faster)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 0 and found.out.startswith("1 of 3 deleted, ") and tr.steps(run) == [4]
     assert "2 deleted by another process meanwhile: 2, 3" in found.out
@@ -313,13 +313,13 @@ def test_prune_keeps_steps_that_a_job_saves_again(
 ) -> None:
     """Steps that a job saves again while prune reads are not deleted."""
 
-    def meanwhile(self: Any, *args: Any, **options: Any) -> bool:
+    def meanwhile(self: Any, *args: Any, **options: Any) -> Any:
         monkeypatch.undo()
         _in_another_process(run, rewind=1, save=[2, 3, 4])
         return remove(self, *args, **options)
 
-    remove = PlainRun.delete_listed
-    monkeypatch.setattr(PlainRun, "delete_listed", meanwhile)
+    remove = PlainRun.remove
+    monkeypatch.setattr(PlainRun, "remove", meanwhile)
     found = treering("prune", run, "last:1", *flags, "--yes")
     assert (found.code, tr.steps(run)) == (3, [1, 2, 3, 4]) and found.out.startswith("0 of 3 deleted, ")
     assert "step 1 is not deleted: " in found.err and "expected the valid step that stays, found it gone" in found.err
@@ -333,8 +333,8 @@ def test_prune_stops_at_a_step_that_was_replaced(run: pathlib.Path, treering: An
             with tr.Checkpointer(run) as ckpts:
                 ckpts.save(2, {"x": -2}, on_exists="overwrite")
 
-    check = PlainRun.prepare_delete
-    monkeypatch.setattr(PlainRun, "prepare_delete", meanwhile)
+    check = PlainRun.prepare_removal
+    monkeypatch.setattr(PlainRun, "prepare_removal", meanwhile)
     found = treering("prune", run, "last:1", "--yes", "--json")
     assert (found.code, found.json["deleted"], tr.steps(run)) == (3, [1], [2, 3, 4])
     assert "found another in its place" in found.json["failed"]["2"] and tr.restore(run, step=2)["x"] == -2
@@ -382,11 +382,13 @@ def test_a_newer_step_of_the_job_may_stay_instead(run: pathlib.Path, treering: A
 def test_delete_is_undone_if_the_kept_step_disappears(run: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
     """prune restores the last manifest if the step that stays disappears during the deletion."""
 
-    def both(store: Any, path: str, check: Any) -> Any:
-        finish = unpublish(store, path, check)
-        monkeypatch.undo()
-        removal.delete(store, str(run / "step-00000004"))
-        return finish
+    def both(store: Any, path: str, check: Any, guard: Any) -> Any:
+        def too() -> None:
+            monkeypatch.undo()
+            removal.delete(store, str(run / "step-00000004"))
+            guard()
+
+        return unpublish(store, path, check, too)
 
     unpublish = removal.unpublish
     tr.record(run, 1, {"late": 1.0})
@@ -414,11 +416,13 @@ def test_a_step_comes_back_if_its_copy_goes_with_it(
 ) -> None:
     """prune restores the manifest of a moved step if its copy disappears with it."""
 
-    def the_same(store: Any, path: str, check: Any) -> Any:
-        finish = unpublish(store, path, check)
-        (tmp_path / "archive" / "step-00000001" / "treering.json").unlink()
-        monkeypatch.undo()
-        return finish
+    def the_same(store: Any, path: str, check: Any, guard: Any) -> Any:
+        def too() -> None:
+            (tmp_path / "archive" / "step-00000001" / "treering.json").unlink()
+            monkeypatch.undo()
+            guard()
+
+        return unpublish(store, path, check, too)
 
     unpublish = removal.unpublish
     monkeypatch.setattr(removal, "unpublish", the_same)

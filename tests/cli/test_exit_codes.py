@@ -38,6 +38,7 @@ CALLS = {  # {run} is the place of the column, {out} a free path.
     "doctor": "doctor {run} --size 1K",
     "browse": "browse {run}",
     "migrate": "migrate {run}",
+    "pull": "pull {run} {out}",
 }
 TABLE = """
                  good  missing  no-run  empty  finished  damaged  closed  closed-run  foreign  runs  mixed
@@ -62,9 +63,10 @@ rewind--dry-run  0     3        3       3      3         0        3       3     
 doctor           0     3        0       0      0         0        0       3           0        0     0
 browse           2     2        2       2      2         2        2       2           2        2     2
 migrate          0     3        0       0      0         0        0       0           0        0     0
+pull             0     3        3       3      3         0        0       3           0        3     3
 """
 SILENT = {"pin", "unpin", "rewind"}  # without --json
-NO_JSON = {"browse", "completion"}
+NO_JSON = {"browse", "completion", "pull"}
 ASKS = {"prune": "prune {run} last:1", "delete": "delete {run} 1"}  # Without a terminal to ask, the exit code is 2.
 
 

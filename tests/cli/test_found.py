@@ -88,14 +88,14 @@ def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treer
     assert dry.json["deleted"] == [0, 1, 3] and "step 2 stays: " in dry.err
     from treering._run.plain_run import PlainRun
 
-    delete = PlainRun.delete_listed
+    remove = PlainRun.remove
 
-    def failing(self: PlainRun, path: str, **options: Any) -> bool:
+    def failing(self: PlainRun, path: str, **options: Any) -> Any:
         if path.endswith("1"):
             raise OSError(5, "Input/output error")
-        return delete(self, path, **options)
+        return remove(self, path, **options)
 
-    monkeypatch.setattr(PlainRun, "delete_listed", failing)
+    monkeypatch.setattr(PlainRun, "remove", failing)
     found = treering("prune", run, "last:1", "--yes")
     assert found.code == 3 and "step 1 is not deleted: [Errno 5]" in found.err
     assert tr.steps(run) == [1, 2, 4] and found.out.startswith("2 of 3 deleted, ")

@@ -12,7 +12,7 @@ from hostile_input import flip
 from treering._cli.main import cli
 
 ROOT = pathlib.Path(__file__).parents[2]
-NO_JSON = {"browse", "completion", "view"}
+NO_JSON = {"browse", "completion", "pull", "view"}
 ANY = {
     "metrics",
     "metadata",
@@ -43,6 +43,7 @@ FIELDS = {
     "[{file, leaves, block, what}], unsupported, closed, deleted, archived, passed_over}]}",
     "convert": "{path, nbytes, seconds, dry_run}",
     "convert --dry-run": "{path, format, step, leaves, nbytes, dry_run}",
+    "convert (of a run to orbax)": "{path, written, left_behind, nbytes, dry_run}",
     "cp": "{copied, there, left_behind, gone, nbytes, there_read, dry_run}",
     "report": "{path, nbytes, read, notes}",
     "prune": "{path, deleted, nbytes, dry_run, failed: {*}, gone, to, verified, damaged}",
@@ -66,6 +67,7 @@ CALLS = {  # The run has a damaged step 1. The order matters: some calls change 
     "verify (of several runs)": "verify {runs}",
     "convert": "convert {run} {runs}/../c.safetensors",
     "convert --dry-run": "convert {run} {runs}/../d.safetensors --dry-run",
+    "convert (of a run to orbax)": "convert {run} {runs}/../orbax --format orbax",
     "cp": "cp {run} {runs}/../copy",
     "report": "report {run} --steps 0 --output {runs}/../report.html",
     "pin": "pin {run} 2",

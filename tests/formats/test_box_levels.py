@@ -22,6 +22,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
+from formats.test_later_versions import change
 from helpers import assert_same
 from treering import rules
 from treering.errors import CorruptError, MismatchError
@@ -154,6 +155,27 @@ def test_a_model_with_a_list(tmp_path: pathlib.Path) -> None:
         tr.open(path)
 
 
+@pytest.mark.parametrize("name", ["list", "sequential", "among others"])
+def test_orbax_restores_the_state_of_a_model_with_a_list(tmp_path: pathlib.Path, name: str) -> None:
+    """Orbax cannot restore into such a model, but into its state, which NNX puts into the model."""
+
+    def tree(seed: int) -> Any:
+        rngs = nnx.Rngs(seed)
+        chain = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs))
+        return {"list": Model(seed), "sequential": chain, "among others": {"model": chain, "n": np.full(2, seed)}}[name]
+
+    saved, other = tree(0), tree(1)
+    tr.save(tmp_path / "ours", saved, format="orbax")
+    like = {**other, "model": nnx.state(other["model"])} if isinstance(other, dict) else nnx.state(other)
+    found = read_by_orbax(tmp_path / "ours", like)
+    want = {**saved, "model": nnx.state(saved["model"])} if isinstance(saved, dict) else nnx.state(saved)
+    assert bits(found) == bits(want)
+    model, state = (other["model"], found["model"]) if isinstance(other, dict) else (other, found)
+    nnx.update(model, state)
+    assert bits(model) == bits(saved["model"] if isinstance(saved, dict) else saved)
+    assert bits(tr.restore(tmp_path / "ours", tree(2))) == bits(saved)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", TREES)
 def test_what_is_written_fits_orbaxs_template(tmp_path: pathlib.Path, name: str) -> None:
@@ -166,6 +188,63 @@ def test_what_is_written_fits_orbaxs_template(tmp_path: pathlib.Path, name: str)
         for one in about["tree_metadata"].values():
             one["value_metadata"].pop("write_shape", None)
     assert ours["tree_metadata"] == expected["tree_metadata"]
+
+
+def as_state(tree: Any) -> Any:
+    return nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name != "empty"])
+def test_what_is_converted_fits_orbaxs_template(tmp_path: pathlib.Path, name: str) -> None:
+    tree, like = TREES[name](0), as_state(TREES[name](1))
+    tr.save(tmp_path / "native", tree)
+    tr.convert(tmp_path / "native", tmp_path / "again")  # The native format keeps the record of boxes.
+    tr.convert(tmp_path / "again", tmp_path / "theirs", format="orbax")
+    assert bits(read_by_orbax(tmp_path / "theirs", like)) == bits(tree)
+
+
+def test_parts_that_are_converted_keep_the_levels(tmp_path: pathlib.Path) -> None:
+    state = nnx.state(Model(0))
+    tr.save(tmp_path / "native", {"ema": {"model": state}, "boxed": network(0), "n": 3})
+    for at, like in (("ema/model", state), ("ema", {"model": state}), ("boxed", network(1))):
+        path = tmp_path / at.replace("/", "-")
+        tr.convert(tmp_path / "native", path, format="orbax", at=at)
+        assert bits(read_by_orbax(path, like)) == bits(tr.restore(tmp_path / "native", like, at=at))
+    moved = [rules.rename("^ema/model/", "weights/"), rules.drop("boxed/**"), rules.drop("n")]
+    tr.convert(tmp_path / "native", tmp_path / "moved", format="orbax", rules=moved)
+    assert bits(read_by_orbax(tmp_path / "moved", {"weights": state}))["['weights']['dense']['kernel'].value"]
+    tr.save(tmp_path / "merged", {"a": tr.open(tmp_path / "native").at("ema"), "b": nnx.Param(jnp.ones(2))})
+    tr.convert(tmp_path / "merged", tmp_path / "all", format="orbax")
+    like = {"a": {"model": state}, "b": nnx.Param(jnp.zeros(2))}
+    assert bits(read_by_orbax(tmp_path / "all", like)["a"]["model"]) == bits(state)
+    away = [rules.rename("^ema/model/cache/k$", "k"), rules.drop("n")]
+    tr.convert(tmp_path / "native", tmp_path / "away", format="orbax", rules=away)
+    names = set(tr.open(tmp_path / "away"))  # A box does not follow a part of its contents.
+    assert {"k", "ema/model/dense/kernel/value"} <= names and not any(name.startswith("value") for name in names)
+
+
+BAD_RECORDS: dict[str, Any] = {
+    "a list": [],
+    "a kind that is not listed": {"kinds": [], "nodes": [[3, 5]]},
+    "fewer nodes": {"kinds": [[["variable", "value"]]], "nodes": [[1, 0]]},
+    "many nodes": {"kinds": [[["variable", "value"]]], "nodes": [[1 << 53, 0]]},
+    "a run of no node": {"kinds": [[["variable", "value"]]], "nodes": [[0, 0], [3, 0]]},
+    "another shape": {"kinds": [["variable"]], "nodes": [[3, 0]]},
+}
+
+
+@pytest.mark.parametrize("case", [*BAD_RECORDS, "none"])
+def test_a_record_of_boxes_that_is_not_understood(tmp_path: pathlib.Path, case: str) -> None:
+    """Older checkpoints have no record of boxes, and one of another form is ignored."""
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    tr.save(tmp_path / "a", state)
+    change(
+        tmp_path / "a" / "treering.json",
+        lambda m: m.pop("boxes") and None if case == "none" else m.update(boxes=BAD_RECORDS[case]),
+    )
+    assert_same(tr.restore(tmp_path / "a", state), state)
+    tr.convert(tmp_path / "a", tmp_path / "b", format="orbax")
+    assert set(tr.open(tmp_path / "b")) == {"bias", "kernel"}
 
 
 @pytest.mark.parametrize("name", ["boxed", "train state"])

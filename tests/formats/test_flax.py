@@ -352,6 +352,23 @@ def test_several_prefixes_are_named(tmp_path: Path) -> None:
     assert tr.steps(tmp_path) == [9, 10]
 
 
+def test_several_prefixes_of_directories_are_named(tmp_path: Path, backend: Any) -> None:
+    """Flax saves through Orbax by default, which makes a directory of each step."""
+    backend(True)
+    for step, prefix in ((9, "model_"), (10, "model_"), (11, "ema_")):
+        checkpoints.save_checkpoint(tmp_path, {"w": np.full(2, step)}, step, prefix=prefix, keep=3)
+    with pytest.raises(NotFoundError) as caught:
+        tr.restore(tmp_path)
+    assert "orbax: it has steps of 2 prefixes, perhaps of different runs: 'ema_', 'model_'; open" in str(caught.value)
+    assert f"({tmp_path}/ema_11, {tmp_path}/model_10)" in str(caught.value)
+    assert tr.restore(tmp_path / "model_10")["w"][0] == 10
+    checkpoints.save_checkpoint(tmp_path, {"w": np.full(2, 4)}, 4)
+    assert tr.steps(tmp_path) == [4] and tr.restore(tmp_path)["w"][0] == 4  # Flax's default prefix has precedence.
+    shutil.rmtree(tmp_path / "ema_11")
+    shutil.rmtree(tmp_path / "checkpoint_4")
+    assert tr.steps(tmp_path) == [9, 10]
+
+
 @pytest.mark.parametrize("names", [["ckpt_0.5", "ckpt_2.25"], ["ckpt_1", "ckpt_2.25"], ["checkpoint_2.25", "x_1"]])
 def test_latest_step_that_is_not_an_integer_is_named(tmp_path: Path, names: list[str]) -> None:
     for name in names:

@@ -32,7 +32,10 @@ TREES = {
     "v1-everything": golden_trees.everything,
     "v1-sharded": golden_trees.sharded,
     "v1-placement": golden_trees.placed,
+    "v1-boxes": golden_trees.boxed,
 }
+if hasattr(jax.sharding.PartitionSpec, "partitions"):  # JAX 0.9 has no reduced axes.
+    TREES["v1-reduced"] = golden_trees.reduced
 RELEASED = sorted(golden.RELEASED.iterdir())
 GOLDEN_TREES = TREES | {
     f"released/{folder.name}/{name}": tree
@@ -121,6 +124,20 @@ def test_golden_arrays_go_where_they_were(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level("INFO"):
         tr.restore(GOLDEN / "v1-placement", like={**tree, "static": golden_trees.Static(jax.numpy.ones(2), 4, (1,))})
     assert "static/epoch (saved 3, now 4), static/sizes (saved [1, 2], now [1])" in caplog.text
+
+
+@pytest.mark.skipif("v1-reduced" not in TREES, reason="JAX 0.9 has no reduced axes")
+def test_golden_arrays_have_reduced_axes() -> None:
+    tree = golden_trees.reduced()
+    for like in (tree, jax.eval_shape(lambda: tree)):
+        found = tr.restore(GOLDEN / "v1-reduced", like=like, sharding="saved")
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, tree)
+
+
+def test_golden_boxes_are_levels_for_orbax(tmp_path: pathlib.Path) -> None:
+    tr.convert(GOLDEN / "v1-boxes", tmp_path / "orbax", format="orbax")
+    names = {"model/bias/value", "model/kernel/value", "cache/value/k", "cache/value/v", "linen/value", "n"}
+    assert set(tr.open(tmp_path / "orbax")) == names
 
 
 def test_golden_iterators_and_metrics() -> None:

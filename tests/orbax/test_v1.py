@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,6 +29,7 @@ import treering as tr
 import treering.orbax as v0
 from jobs import run_job
 from treering.errors import CorruptError, MismatchError, TreeringError, UnsupportedError
+from treering.formats.orbax.items import UNNAMED_ITEMS
 from treering.orbax import pathways
 from treering.orbax import v1 as ocp
 from treering.stores.posix import Disk
@@ -128,6 +131,49 @@ def test_orbax_reads_what_is_written_for_it(tmp_path: Path, monkeypatch: pytest.
     assert_same(real.load(tmp_path / "a", shapes(tree())), tree())
     assert_same(real.load(tmp_path / "a"), tree())
     assert_same(real.load_checkpointables(tmp_path / "b"), {"model": tree(), "numbers": {"n": 1}})
+
+
+CALLS: dict[str, Any] = {
+    "load": lambda path: real.load(path),
+    "load of the name": lambda path: real.load(path, checkpointable_name="state"),
+    "load_checkpointables": lambda path: real.load_checkpointables(path),
+    "metadata": lambda path: len(jax.tree.leaves(real.metadata(path).metadata)),
+    "checkpointables_metadata": lambda path: list(real.checkpointables_metadata(path).metadata),
+}
+
+
+@pytest.mark.parametrize("name", ["a tree", "an array", "a number"])
+def test_every_call_of_orbax_takes_what_is_written_for_it(tmp_path: Path, name: str) -> None:
+    given = {"a tree": {"w": jnp.arange(2.0)}, "an array": jnp.arange(2.0), "a number": 3}[name]
+    real.save(tmp_path / "theirs", given)
+    with ocp.Context(write="orbax"):
+        ocp.save(tmp_path / "ours", given)
+    for call in CALLS.values():
+        found, expected = call(tmp_path / "ours"), call(tmp_path / "theirs")
+        assert not tr.diff({"found": found}, {"found": expected})
+    assert_same(tr.open(tmp_path / "ours").restore(), tr.open(tmp_path / "theirs").restore())
+    assert_same(ocp.load_checkpointables(tmp_path / "ours"), ocp.load_checkpointables(tmp_path / "theirs"))
+
+
+NAMES_BY_RELEASE = {(0, 11): "pytree", (0, 12): "state"}  # Orbax's name of the tree of `save`, by its first release
+
+
+def test_the_name_of_an_only_tree_is_known_for_each_release(tmp_path: Path) -> None:
+    assert set(NAMES_BY_RELEASE.values()) == set(UNNAMED_ITEMS[True])
+    release = tuple(map(int, importlib.metadata.version("orbax-checkpoint").split(".")[:2]))
+    real.save(tmp_path / "a", tree())
+    (written,) = (one.name for one in (tmp_path / "a").iterdir() if one.is_dir())
+    assert written == NAMES_BY_RELEASE[max(one for one in NAMES_BY_RELEASE if one <= release)]
+    for name in NAMES_BY_RELEASE.values():
+        path = tmp_path / name
+        shutil.copytree(tmp_path / "a", path)
+        (path / written).rename(path / name)
+        about = path / "_CHECKPOINT_METADATA"
+        about.write_text(about.read_text().replace(f'"{written}"', f'"{name}"'))
+        assert_same(tr.restore(path, tree()), tree())
+        assert_same(ocp.load(path), tree())
+        assert_same(ocp.load(path, checkpointable_name=name), tree())
+        assert list(ocp.load_checkpointables(path)) == [name]
 
 
 @pytest.mark.long
@@ -665,6 +711,19 @@ def test_a_variable_in_two_places_is_saved_in_both(tmp_path: Path) -> None:
         for name, tree in given.items():
             found = ckpts.load_checkpointables(1, {name: jax.tree.map(jnp.zeros_like, tree)})[name]
             assert jax.tree.all(jax.tree.map(np.array_equal, found, tree)), name
+
+
+@WRITES
+def test_boxes_of_flax_are_levels(tmp_path: Path, write: str) -> None:
+    model, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    real.save(tmp_path / "theirs", nnx.state(model))
+    with ocp.Context(write=write):
+        ocp.save(tmp_path / "ours", nnx.state(model))
+    assert_same(ocp.load(tmp_path / "ours"), real.load(tmp_path / "theirs"))
+    assert_same(ocp.load(tmp_path / "ours", nnx.state(other)), nnx.state(model))
+    assert set(ocp.metadata(tmp_path / "ours").metadata["kernel"]) == {"value"}
+    tr.convert(tmp_path / "ours", tmp_path / "back", format="orbax")
+    assert_same(real.load(tmp_path / "back", nnx.state(other)), nnx.state(model))
 
 
 def test_options_have_their_older_names(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ TREES = {  # what each checkpoint of a set holds
     "everything": golden_trees.everything,
     "sharded": golden_trees.sharded,
     "placement": golden_trees.placed,
+    "reduced": golden_trees.reduced,
+    "boxes": golden_trees.boxed,
     "run/step-00000001": lambda: golden_trees.trained(1),
     "run/step-00000002": lambda: golden_trees.trained(2),
 }
@@ -26,7 +28,7 @@ METADATA = "metadata"  # a checkpoint with `golden_trees.metadata()`
 
 def write(folder: Path) -> None:
     """Writes the set of this release by the public calls."""
-    for name in ("everything", "sharded", "placement"):
+    for name in ("everything", "sharded", "placement", "reduced", "boxes"):
         tr.save(folder / name, TREES[name]())
     tr.save(folder / METADATA, {"x": 1}, metadata=golden_trees.metadata())
     with tr.Checkpointer(folder / "run") as ckpts:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treering as tr
+import treering.orbax as ocp
 from treering._cli.main import main
 from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 
@@ -122,6 +123,18 @@ def _checkpoints_by_hand(run: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
+def _copies_of_ray(run: pathlib.Path) -> dict[str, Any]:
+    for n, made in enumerate((_save_step_3, lambda path: tr.save(path, init()))):
+        made(run / f"checkpoint_2026-11-28_16-26-5{n}.702806")
+    return {}
+
+
+def _save_step_3(path: pathlib.Path) -> None:
+    _save(path.parent / "other", 3)
+    (path.parent / "other" / "step-00000003").rename(path)
+    shutil.rmtree(path.parent / "other")
+
+
 def _archived_steps(run: pathlib.Path) -> dict[str, Any]:
     _save(run, 1, 2)
     with tr.Checkpointer(run) as ckpts:
@@ -142,6 +155,10 @@ def _run_around(run: pathlib.Path) -> dict[str, Any]:
 _STARTS: dict[str, tuple[Callable[[pathlib.Path], dict[str, Any]], str]] = {
     "prefix": (_another_prefix, "step-00000500 is in it; pass prefix='step-' to continue from there"),
     "by hand": (_checkpoints_by_hand, "epoch_3 is in it; pass prefix='epoch_' to continue from there"),
+    "a time": (
+        _copies_of_ray,
+        "checkpoints in it that are not steps: checkpoint_2026-11-28_16-26-50.702806, checkpoint_2026-11-28_16",
+    ),
     "set aside": (
         _archived_steps,
         "archived steps, which `treering cp` brings back: {run}/rewound-1 (newest step 2)",
@@ -248,3 +265,19 @@ def test_a_directory_of_runs_is_answered_with_the_runs(
     assert not list(tr.follow(tmp_path, timeout=0)) and f"runs in it: {tmp_path}/a" in warnings()[0]
     with pytest.raises(MismatchError, match="from 0"):
         tr.Checkpointer(tmp_path / "a").rewind(-1)
+
+
+def test_newer_steps_of_the_adapter_are_named(tmp_path: pathlib.Path, warnings: Callable[[], list[str]]) -> None:
+    """The adapter gives its steps the names of Orbax. A run must not go back to the last step that Orbax saved."""
+    run = tmp_path / "run"
+    for step, write in ((1, "orbax"), (2, "treering")):
+        with ocp.CheckpointManager(run, write=write) as manager:
+            manager.save(step, args=ocp.args.StandardSave(init()))
+    warnings()
+    with tr.Checkpointer(run) as ckpts:
+        assert ckpts.restore_or_init(init)[1] == 1
+    words = "continues from 1 of another library, but 2 is in it; pass prefix='' to continue from there"
+    assert warnings() == [f"{run}: {words}"]
+    with tr.Checkpointer(run, prefix="") as ckpts:
+        assert ckpts.restore_or_init(init)[1] == 2
+    assert not warnings()

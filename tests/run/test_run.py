@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import pathlib
@@ -22,6 +23,7 @@ import treering as tr
 from jobs import run_job
 from treering import stores
 from treering._run.interval import Interval
+from treering._run.pending_saves import PendingSaves
 from treering._save.pending import PendingSave
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.formats.treering import metrics as metrics_files
@@ -1127,6 +1129,27 @@ def test_metrics_while_the_run_is_written_prune_at_once(tmp_path: pathlib.Path) 
         evaluate(tmp_path, 4)
         assert ckpts.steps == [2, 4, 5], "the other process has no policy"
     assert tr.steps(tmp_path) == [2, 5], "close() applies the policy once more"
+
+
+def test_a_step_returns_if_a_save_begins_while_it_is_deleted(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """A save that began meanwhile judges the step itself, perhaps by another metric."""
+    looks = itertools.count(1)
+
+    def begun(self: PendingSaves) -> None:
+        if next(looks) % 2 == 0:  # right after the manifest was removed
+            raise MismatchError("a save has begun")
+
+    with tr.Checkpointer(tmp_path, keep=KEEP) as ckpts:
+        for step in range(1, 6):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        until(lambda: not ckpts.is_saving)
+        before = ckpts.steps
+        with monkeypatch.context() as patch:
+            patch.setattr(PendingSaves, "check_no_save", begun)
+            for step in (1, 2, 3):
+                tr.record(tmp_path, step, {"val": abs(step - 2.0)})
+        assert next(looks) > 2 and ckpts.steps == before and tr.restore(tmp_path, step=1) == {"x": 1}
 
 
 def test_metrics_that_a_hook_records_prune_at_the_end(tmp_path: pathlib.Path) -> None:

@@ -510,7 +510,7 @@ def test_a_change_does_not_wait_for_a_slow_copy(local: str, remote: str) -> None
     assert tr.steps(remote) == [2]
 
 
-def test_delete_removes_the_copy_of_an_upload_that_has_just_ended(
+def test_delete_removes_the_copy_of_an_upload_that_just_ended(
     local: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload ends after `delete` has listed the copies of the step, and before it pauses the uploads."""

@@ -7,10 +7,12 @@ import stat
 import subprocess
 import sys
 import textwrap
+import types
 from typing import Any
 
 import pytest
 
+from orbax_names import names
 from treering._tools.migrate import Migration, migrate
 from treering.stores.posix import Disk, Entry
 
@@ -49,6 +51,11 @@ FINDINGS = [
     ("from orbax.checkpoint.experimental.emergency import x", 1, "orbax.checkpoint.experimental.emergency.x is not in"),
     (f"{ALIAS}\nocp.NoSuch()", 2, "ocp.NoSuch is not in treering.orbax; see docs/migrate"),
     (f"{ALIAS}\nocp2 = ocp", 2, "ocp is used as a value; check by hand"),
+    (f"{ALIAS}\nclass M(ocp.CheckpointManager):\n  def f(self):\n    self._a = 1\n    return self._checkpoints", 5,
+     "self._checkpoints is private to CheckpointManager of Orbax"),
+    (f"{ALIAS}\nclass M(ocp.CheckpointManager):\n  _a = 1\n  def _b(self): return self._a, super()._save(self._b)", 4,
+     "super()._save is private to CheckpointManager of Orbax"),
+    ("from orbax import checkpoint as o, export\no.NoSuch()\n", 3, "o.NoSuch is not in treering.orbax"),
     ("from orbax.checkpoint import *", 1, "from orbax.checkpoint import * hides the names"),
     ("import orbax.checkpoint\norbax.export.x(orbax.checkpoint.args)", 2, "nothing imports orbax any more; add import"),
     ("m = __import__('orbax.checkpoint')", 1, "the text 'orbax.checkpoint' names a module of Orbax"),
@@ -81,6 +88,40 @@ def test_findings_name_the_line(program: str, line: int, what: str, tmp_path: pa
     if "import orbax.checkpoint.serialization" in program or "_src.path" in program:  # no such module in the adapter
         assert text == program
     assert (found.file, found.line) == (str(tmp_path / "a.py"), line) and found.what.startswith(what), found
+
+
+def test_lines_without_a_change_are_those_of_the_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("from orbax import checkpoint as o, export\no.NoSuch()\n")
+    assert [one.line for one in migrate(str(path)).findings] == [2]
+    assert [one.line for one in migrate(str(path), write=True).findings] == [3]
+    assert path.read_text().splitlines()[2] == "o.NoSuch()"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_import_works_or_is_reported(tmp_path: pathlib.Path) -> None:
+    """Each public name of the installed Orbax is imported in each way that Orbax allows."""
+    statements: list[str] = []
+    for path, value in names():
+        module, _, name = f"orbax.checkpoint.{path}".rpartition(".")
+        statements.append(f"from {module} import {name}")
+        if isinstance(value, types.ModuleType):
+            statements += [f"import {module}.{name} as m", f"import {module}.{name}"]
+    statements = [one for one in dict.fromkeys(statements) if fails(one) is None]
+    assert len(statements) > 300
+    text, done = migrated(tmp_path / "a.py", "\n".join(statements))
+    changed, reported = text.splitlines(), {one.line for one in done.findings}
+    assert len(changed) == len(statements)
+    wrong = {line: found for n, line in enumerate(changed, 1) if n not in reported and (found := fails(line))}
+    assert wrong == {}
+
+
+def fails(statement: str) -> str | None:
+    try:
+        exec(statement, {})
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -415,6 +456,36 @@ def test_a_program_can_move_to_the_adapter_first(name: str, tmp_path: pathlib.Pa
         migrated(tmp_path / "a.py", adapted, to_native=True)[0]
         == migrated(tmp_path / "b.py", program, to_native=True)[0]
     )
+
+
+CONTINUED = """
+import orbax.checkpoint as ocp
+import numpy as np
+
+manager = ocp.CheckpointManager(here("run")OPTIONS)
+start = 0 if manager.latest_step() is None else manager.latest_step() + 1
+for step in range(start, start + 2):
+    manager.save(step, args=ocp.args.StandardSave({"w": np.full(3, step)}))
+manager.wait_until_finished()
+print(start, np.asarray(manager.restore(start + 1, args=ocp.args.StandardRestore({"w": np.zeros(3, int)}))["w"])[0])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["", "options=ocp.CheckpointManagerOptions(step_prefix='ckpt')", "options=None"])
+def test_a_migrated_program_continues_its_run(options: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "train.py"
+    text = SETUP + CONTINUED.replace("OPTIONS", options and f", {options}")
+    said: list[str] = []
+    for native in (None, False, None, True, True):  # at first Orbax, later the adapter and twice Treering's own calls
+        if native is not None:
+            text, done = migrated(path, text, to_native=native)
+            assert not done.findings
+        path.write_text(text)
+        ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        said.append(ran.stdout.strip())
+    assert said == ["0 1", "2 3", "4 5", "6 7", "8 9"] and "tr.Checkpointer" in text
 
 
 def test_comments_of_removed_statements_stay(tmp_path: pathlib.Path) -> None:

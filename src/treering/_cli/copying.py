@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import posixpath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,13 +12,16 @@ from .._printable import safe
 from .arguments import MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
 from .output import PATH, as_json, say, say_json
 
+if TYPE_CHECKING:
+    from .._tools.convert import RunConversion
+
 
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--format", type=Format(), help="The format of TARGET; by default that of its suffix, or treering.")
 @click.option("--source-format", type=Format(), help="The format of SOURCE; by default recognized from its files.")
-@click.option("--step", type=STEP, metavar="N", help="The step of a run; by default the latest valid one.")
+@click.option("--step", type=STEP, metavar="N", help="A step of a run; by default the latest valid one, for orbax all.")
 @click.option("--at", default="", metavar="PATH", help="Only the subtree at this path.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Omit these leaves.")
 @click.option("--rename", type=Rename(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
@@ -51,10 +54,11 @@ def convert(
     dry_run: bool,
     prefix: str | None,
     json_: bool,
-) -> None:
+) -> int:
     """Write the checkpoint SOURCE as TARGET, in another format or the same, in bounded memory.
 
-    Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
+    With --format orbax, all steps of a run become the directory of a CheckpointManager; the exit code is 1 if damaged
+    ones are left behind. Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
     """
     from .. import rules as r
     from .. import stores
@@ -62,24 +66,31 @@ def convert(
     from .._run.open import open_prefixed
     from .._save.target import SaveOptions
     from .._tools.convert import convert as write
-    from .._tools.convert import open_source, plan
+    from .._tools.convert import convert_run, open_source, plan
+    from .._tools.listing import is_run
 
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
-    if prefix is not None:
-        # The Python function has no prefix: it gets the path of the step.
-        source, step = open_prefixed(source, prefix, step=step, format=source_format).path, None
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if composite:
         options["composite"] = True
+    what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, not (json_ or dry_run), options)
+    place = stores.absolute(source)
+    if format == "orbax" and step is None and is_run(stores.get(place), place, prefix):
+        about = {"source_format": source_format, "prefix": prefix, "at": at, "max_expansion": max_expansion}
+        done = convert_run(source, target, what, **about, dry_run=dry_run)
+        _say_run(done, dry_run=dry_run, json_=json_)
+        return int(bool(done.left_behind))
+    if prefix is not None:
+        # The Python function has no prefix: it gets the path of the step.
+        source, step = open_prefixed(source, prefix, step=step, format=source_format).path, None
     if dry_run:
-        what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, False, options)
         found = plan(open_source(source, target, step, source_format, at, max_expansion), target, what)
         if json_:
             say_json({**found._asdict(), "dry_run": True})
         else:
             leaves = count(found.leaves, "leaf", "leaves")
             say(f"{safe(found.path)}: would be written, {found.format}, {leaves}, {nbytes(found.nbytes)} of arrays")
-        return
+        return 0
     place = stores.absolute(target)
     store = stores.get(place)
     run, replaces = external_writes.enclosing_run(store, place), overwrite and store.stat(place) is not None
@@ -103,6 +114,16 @@ def convert(
         say_json({"path": report.path, "nbytes": report.nbytes, "seconds": report.seconds, "dry_run": False})
     else:
         say(f"{safe(report.path)}: {nbytes(report.nbytes)} in {report.seconds:.1f} s")
+    return 0
+
+
+def _say_run(done: "RunConversion", *, dry_run: bool, json_: bool) -> None:
+    if json_:
+        say_json({**dataclasses.asdict(done), "dry_run": dry_run})
+        return
+    steps = f"{count(len(done.written), 'step')} {'would be written' if dry_run else 'written'}"
+    newest = f", the newest as {safe(posixpath.basename(done.written[-1]))}" if done.written else ""
+    say(f"{safe(done.path)}: {steps}{newest}, {nbytes(done.nbytes)}{' of arrays' * dry_run}")
 
 
 @click.command()

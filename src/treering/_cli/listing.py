@@ -176,6 +176,8 @@ def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
         notes.append(click.style(row.state, fg=_STATE_COLORS.get(row.state)))
     if row.format != "treering":
         notes.append(row.format)
+    if row.saved and row.saved.base is not None:
+        notes.append(f"made from {row.saved.base}")
     notes += ["latest"] * (row.step == listing.latest) + ["best"] * (row.step == best and row.state == "good")
     notes += ["pinned"] * row.pinned + ["link"] * row.link + [f"link {safe(name)} leads here" for name in row.linked_by]
     return notes + [click.style("would be deleted", fg="yellow")] * row.deleted

@@ -15,7 +15,7 @@ from click.shell_completion import get_completion_class
 from .._printable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
-from . import contents, copying, deleting, listing, machine, migrating, report, runs, verifying, viewing
+from . import contents, copying, deleting, listing, machine, migrating, publishing, report, runs, verifying, viewing
 from .output import FAILED, say
 from .shell_wording import to_shell_wording
 
@@ -50,7 +50,7 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, _NAME, _COMPLETE_VARIABLE).source())
 
 
-for module in (listing, contents, verifying, runs, deleting, report, viewing, copying, machine, migrating):
+for module in (listing, contents, verifying, runs, deleting, report, viewing, copying, machine, migrating, publishing):
     for command in module.COMMANDS:
         cli.add_command(command)
 

@@ -162,6 +162,17 @@ def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     return getattr(source, "static", {})
 
 
+Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
+
+
+def flax_boxes(source: Source) -> Boxes:
+    """Returns the boxes of Flax around the leaves and containers of a source, such as NNX Variables.
+
+    Paths do not show them. A source without an attribute `flax_boxes` records none.
+    """
+    return getattr(source, "flax_boxes", {})
+
+
 def model_config(source: Source) -> Mapping[str, Any]:
     """Returns what the model's configuration next to a checkpoint says about quantized weights.
 
@@ -190,6 +201,7 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
 
 # The names of the classes of `treering.orbax.nodes`. They have dots, so no class of a program has such a name.
 COMPOSITE = "treering.orbax.Composite"  # of a tree whose children are items, as Orbax has them
+COMPOSITE_V1 = "treering.orbax.v1.Composite"  # of the same for version 1 of Orbax, in trees to write
 HANDLER_FILES = "treering.orbax.HandlerFiles"  # of an item whose leaves are the files of a handler, as bytes
 JSON_ITEM = "treering.orbax.Json"  # of an item that is a dict or a list of JSON
 

@@ -1,6 +1,7 @@
 """Makes leaves of other leaves when they are read, box by box, so that no more is read than is wanted."""
 
 import datetime
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,13 +12,16 @@ from ..errors import MismatchError
 from . import casts, dtypes
 from .boxes import Box, box_shape, full_box, intersect, slices
 from .entries import ArrayEntry, Entry, StatesEntry, ValueEntry
+from .leaf_paths import relative_to
 from .skeleton import Skeleton
 from .source import (
     EVERYTHING,
+    Boxes,
     Problem,
     Share,
     Source,
     expands,
+    flax_boxes,
     left_out,
     model_config,
     pieces,
@@ -256,6 +260,11 @@ class View:
     def created(self) -> datetime.datetime | None:
         return self._reader.created
 
+    @functools.cached_property
+    def flax_boxes(self) -> Boxes:
+        """The boxes of Flax, at the paths to which rules have moved their contents."""
+        return moved_boxes(flax_boxes(self._reader), {path: leaf.source for path, leaf in self.leaves.items()})
+
     @property
     def metrics(self) -> Mapping[str, float]:
         return self._reader.metrics if self._metrics is None else self._metrics
@@ -282,7 +291,7 @@ class View:
             return needs
         return [origin for entry, _ in needs for origin in self._reader.origins(entry.path)]
 
-    def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton) -> "View":
+    def changed(self, leaves: Mapping[str, Leaf], skeleton: Skeleton | None) -> "View":
         """Returns this view with other leaves of the same source. Step, metrics and metadata stay."""
         view = View(self._reader, leaves, skeleton)
         view.step, view._metrics, view.metadata, view.guessed = self.step, self._metrics, self.metadata, self.guessed
@@ -355,6 +364,30 @@ class View:
 
     def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         return self._reader.problems(share)
+
+
+def moved_boxes(boxes: Boxes, sources: Mapping[str, str]) -> Boxes:
+    """Returns boxes at the paths of leaves that were at the paths `sources` before.
+
+    The box of a container moves if all leaves in it move together.
+    """
+    if not boxes or all(path == source for path, source in sources.items()):
+        return boxes
+    found: dict[str, Sequence[tuple[str, str]]] = {}
+    for path, source in sources.items():
+        if levels := boxes.get(source):
+            found[path] = levels
+        here, below = path, source
+        while below and here and here.rpartition("/")[2] == below.rpartition("/")[2]:
+            here, below = here.rpartition("/")[0], below.rpartition("/")[0]
+            if below in boxes and here not in found and _moved_together(here, below, sources):
+                found[here] = boxes[below]
+    return found
+
+
+def _moved_together(path: str, source: str, sources: Mapping[str, str]) -> bool:
+    inside = {one: relative for one in sources if (relative := relative_to(one, path)) is not None}
+    return all(relative_to(sources[one], source) == relative for one, relative in inside.items())
 
 
 def make_all(plans: Sequence[ReadPlan], arrays: "list[np.ndarray]") -> "Iterator[np.ndarray]":

@@ -49,7 +49,7 @@ def begin_call(what: str, *, timeout: float = 30, processes: str = "all") -> Cal
 
 def _check_not_shut_down(what: str) -> None:
     """Raises `MismatchError` if there are still several processes, but no store any more by which they can agree."""
-    job = imported_job_state()
+    job = job_state()
     if job and job.client is None and (job.num_processes or 1) > 1:
         import jax
 

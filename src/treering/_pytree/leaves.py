@@ -89,7 +89,8 @@ class Catalogue(NamedTuple):
     shardings: Mapping[int, jax.sharding.Sharding]
     global_leaves: Collection[int]
     places: Sequence[Mapping[str, Any] | None]
-    static: Mapping[str, Mapping[str, Any]] = {}  # see `walk.FlatTree`
+    static: Mapping[str, Mapping[str, Any]] = {}  # see `walk.FlatTree`, also for `boxes`
+    boxes: Mapping[str, Sequence[tuple[str, str]]] = {}
 
 
 class Described(NamedTuple):

@@ -36,7 +36,8 @@ class LiveTree:
         catalogue, shards, _ = described
         self.metrics: Mapping[str, float] = {}
         self.entries: Mapping[str, Entry] = {entry.path: entry for entry in catalogue.entries}
-        self.catalogue, self.shards, self.static = catalogue, shards, catalogue.static
+        self.catalogue, self.shards = catalogue, shards
+        self.static, self.flax_boxes = catalogue.static, catalogue.boxes
         self._staging: StagedSupply | None = None
         self._leaf = {entry.path: catalogue.tied.get(n, n) for n, entry in enumerate(catalogue.entries)}
         self._by_leaf: dict[int, list[int]] = {}

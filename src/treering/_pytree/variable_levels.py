@@ -5,15 +5,15 @@ Such a box wraps one value. Treering's paths do not show it, but other libraries
 partitioning. Only a tree says where boxes are: the template of a restore, or the tree that is saved.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import TypeVar
 
 from .._core.skeleton import Node, Skeleton, containers
+from .._core.source import Boxes
 from .walk import FlatTree
 
 _T = TypeVar("_T")
 
-Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
 LEVEL_KINDS = (("variable", "axis-metadata"), ("axis-metadata",))  # kinds of boxes that are levels in some format
 
 

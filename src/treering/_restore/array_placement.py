@@ -88,7 +88,7 @@ def on_real_devices(
     meant: dict[Any, ShardingOrNone] = {}  # places by the sharding that was wished
     places: list[ShardingOrNone] = []
     for one, path in zip(wished, paths, strict=True):
-        if one is None and mesh is None:
+        if one is UNCOMMITTED or (one is None and mesh is None):
             places.append(None)
             continue
         place = meant.get(one) if isinstance(one, Sharding) else None
@@ -156,10 +156,8 @@ def _concrete(wish: Any, mesh: Any, path: str) -> ShardingOrNone:
 
     Raises `MismatchError` if no mesh is set for it, if it does not fit the mesh, and for anything but a sharding.
     """
-    if wish is UNCOMMITTED:
-        return None
     if wish is None:
-        return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec())
     memory_kind = None
     if isinstance(wish, NamedSharding) and isinstance(wish.mesh, jax.sharding.AbstractMesh):
         wish, memory_kind = wish.spec, wish.memory_kind

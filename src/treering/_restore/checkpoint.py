@@ -323,7 +323,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         from .policy import Policy
 
         check_not_left_out(self._source)
-        view = self.at(at).apply(rules) if rules else self.at(at)
+        view = self if at == "" else self.at(at)
+        view = view.apply(rules) if rules else view
         policy = Policy(missing, extra, dtype, cast("Sequence[str]", grow), at, bool(rules))
         return _restore.restore(view._source, like, policy, call=call, **options)
 

@@ -5,16 +5,16 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from .._core import dtypes, expansion
-from .._core.entries import NO_ARRAY, Entry
+from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import join_names
-from .._core.source import Source
+from .._core.source import Source, origins
 from .._core.subtree import source_name
 from .._core.views import View
 from .._processes import progress_bar as _progress
@@ -40,6 +40,42 @@ _MAX_BYTES_PER_PROCESS, _MAX_TOGETHER = (
 _MAX_MESSAGE_BYTES = 64 << 20  # bytes of the budget, at most, for messages between processes that read together
 
 
+class HeldLeaves:
+    """The leaves of the last restore. Those that have not changed since become leaves of the next one.
+
+    same: the stored arrays that have not changed, by path.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        self._values, self._same = values or {}, frozenset[str]()
+
+    def unless_changed(self, same: Collection[str]) -> "HeldLeaves":
+        """Returns these leaves for a restore in which only these stored arrays have not changed."""
+        self._same = frozenset(same)
+        return self
+
+    def reuse(self, plan: RestorePlan) -> RestorePlan:
+        """Returns the plan that takes the leaves that have not changed."""
+        kept = {
+            n: LeafTarget("value", value=self._values[path])
+            for n, (path, target) in enumerate(zip(plan.paths, plan.targets, strict=True))
+            if target.entry and path in self._values and self._same.issuperset(self._origins(plan.source, target.entry))
+        }
+        targets = [kept.get(n, target) for n, target in enumerate(plan.targets)]
+        layouts = {n: layout for n, layout in plan.layouts.items() if n not in kept}
+        return plan._replace(targets=targets, layouts=layouts, uncommitted=set(plan.uncommitted) - kept.keys())
+
+    def hold(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+        """Notes the leaves of a restore."""
+        self._values = dict(zip(paths, values, strict=True))
+
+    def _origins(self, source: Source, entry: ArrayEntry) -> Iterator[str]:
+        found = [one.path for one, _ in source.origins(entry.path)] if isinstance(source, View) else [entry.path]
+        while isinstance(source, View):
+            source = source._reader
+        return iter(origins(source, found))
+
+
 @devices.allow_transfers()
 def restore(
     source: Source,
@@ -54,11 +90,13 @@ def restore(
     progress: bool = False,
     read: str | None = None,
     max_expansion: float = expansion.MAX_RATIO,
+    held: HeldLeaves | None = None,
 ) -> Any:
     """Returns the tree of a source in the shape of `like`, or as nested containers if that is None.
 
     Everything is matched before anything is read, so that a wrong template fails at once. With a `call`, all processes
-    of the job restore together. An `Initial` as `like` resumes a job: every leaf gets its saved kind and place.
+    of the job restore together. An `Initial` as `like` resumes a job: every leaf gets its saved kind and place. `held`
+    has leaves of the last restore that become leaves of this one.
 
     Raises `MismatchError` if the template or an argument does not fit the source.
     """
@@ -74,11 +112,15 @@ def restore(
             if like is None
             else plans.by_template(source, like, policy, name, sharding)
         )
+    if held:
+        plan = held.reuse(plan)
     expansion.check(source, (target.entry for target in plan.targets if target.entry), name, max_expansion)
     with _wide_enough(plan.targets):
         values = _values(plan, verify, mmap, memory_limit, progress, read, call)
         source.check_present()  # In a bucket, files that were not read may be missing without an error until now.
         values = _finished(plan, values, moved=like is not None and sharding is not None)
+    if held:
+        held.hold(plan.paths, values)
     with gc_paused():
         tree = plan.build(values)
     if _log.isEnabledFor(logging.INFO):

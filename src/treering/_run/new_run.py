@@ -3,6 +3,7 @@
 import logging
 import posixpath
 import re
+from collections.abc import Mapping
 
 from .. import formats
 from .._core.leaf_paths import join_names
@@ -56,6 +57,21 @@ def warn_of_other_runs(store: Store, root: str, *, local: bool = False, has_last
         _log.warning("%s: starts over, but %s", root, "; ".join(found))
 
 
+def warn_of_newer_steps(store: Store, root: str, prefix: str, newest: str) -> None:
+    """Logs newer steps of other names if a run continues from a step of another library, at the path `newest`.
+
+    `treering.orbax` may have saved them: its steps have the names of Orbax.
+    """
+    name = posixpath.basename(newest)
+    numbered = _NUMBERED_NAME.fullmatch(name)
+    if run_layout.parse_step_name(name, prefix) is not None or numbered is None:
+        return
+    last = int(numbered[2])
+    newer = {other: steps for other, steps in numbered_steps(store, root).items() if max(steps)[0] > last}
+    if found := _advise_prefixes(newer):
+        _log.warning("%s: continues from %s of another library, but %s", root, name, "; ".join(found))
+
+
 def describe_step(store: Store, path: str) -> str:
     """Returns a message that names the step and the run that a checkpoint is; "" if it is not a step."""
     for place in (path, posixpath.dirname(path)):  # Orbax has a folder for each item of a step
@@ -69,7 +85,7 @@ def describe_step(store: Store, path: str) -> str:
             _log.info("%s: not searched for the run: %s", above, error)
             continue
         for step, one in steps.items():
-            if one.path == place:
+            if one.path == place and (one.format is not None or _is_step_name(store, place)):
                 return f"step {step} of the run {above}; pass the run"
     return ""
 
@@ -98,20 +114,52 @@ def runs_below(store: Store, root: str) -> str:
 
 def _checkpoints_within(store: Store, root: str) -> list[str]:
     """Returns messages about the checkpoints in a directory that are not steps of the run."""
-    names, own = store.list(root), dict[str, list[tuple[int, str]]]()
-    for name in names:
-        if (numbered := _NUMBERED_NAME.fullmatch(name)) and run_layout.is_committed(store, root, name):
-            own.setdefault(numbered[1], []).append((int(numbered[2]), name))
-    found = [
-        f"{max(steps)[1]} is in it; pass prefix={prefix!r} to continue from there"
-        for prefix, steps in sorted(own.items())
-    ]
+    own = numbered_steps(store, root)
+    found = _advise_prefixes(own)
     committed = {name for steps in own.values() for _, name in steps}
-    rest = [name for name in names if re.search("[0-9]", name) and name not in committed]
+    rest = [name for name in store.list(root) if re.search("[0-9]", name) and name not in committed]
     rest = [name for name in rest if not summary.is_own_file(name)]
-    if foreign := tuple(name for name in rest if formats.is_foreign(store, posixpath.join(root, name))):
-        found.append(f"there are checkpoints in it that are not steps: {join_names(foreign)}")
+    if others := tuple(
+        name
+        for name in rest
+        if run_layout.is_committed(store, root, name) or formats.is_foreign(store, posixpath.join(root, name))
+    ):
+        found.append(f"there are checkpoints in it that are not steps: {join_names(others)}")
     return found
+
+
+def numbered_steps(store: Store, root: str) -> dict[str, list[tuple[int, str]]]:
+    """Returns the native checkpoints in a directory whose names end with their steps, by the text before these.
+
+    It reads only the newest of each.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in sorted(store.list(root)):
+        if (numbered := _NUMBERED_NAME.fullmatch(name)) and run_layout.is_committed(store, root, name):
+            found.setdefault(numbered[1], []).append((int(numbered[2]), name))
+    return {
+        prefix: steps
+        for prefix, steps in sorted(found.items())
+        if _is_step_name(store, posixpath.join(root, max(steps)[1]))
+    }
+
+
+def _is_step_name(store: Store, path: str) -> bool:
+    """Returns False if the number in the name of a native checkpoint is not that of its step, but a time, for instance.
+
+    A checkpoint that was not saved as a step may have any number, unless there are other numbers before it.
+    """
+    numbered = _NUMBERED_NAME.fullmatch(posixpath.basename(path))
+    if numbered is None:
+        return False
+    is_step = summary.is_step(store, path, int(numbered[2]))
+    return is_step is not False or (summary.is_step(store, path, -1) is True and not re.search("[0-9]", numbered[1]))
+
+
+def _advise_prefixes(steps: Mapping[str, list[tuple[int, str]]]) -> list[str]:
+    return [
+        f"{max(found)[1]} is in it; pass prefix={prefix!r} to continue from there" for prefix, found in steps.items()
+    ]
 
 
 def _archived_steps(store: Store, root: str) -> list[str]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from .._core.entries import step_number
-from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats import StepPath
-from ..formats.treering import pins, removal, summary
+from ..formats.treering import pins
+from ..formats.treering.removal import check_removable
 from ..keep import Saved
-from ..stores.file_io import read_file
-from . import links, new_run, run_layout
+from . import links, new_run, removal, run_layout
 from .step_catalog import StepCatalog
 from .step_fallback import StepCopy, newest_first
 from .tiers.journal import invalidate_local_tiers
@@ -125,52 +125,25 @@ class PlainRun:
         """
         path = self._own_step_path(step)
         self.check_unpinned_and_unlinked(path)
-        self.delete_listed(path)
+        if made := [one.step for one in self.steps.valid_steps() if one.base == step]:
+            raise MismatchError(
+                f"{path}: expected a step that no other needs, but step {made[0]} is stored as the difference to it; "
+                f"delete step {made[0]} first"
+            )
+        self.remove(path)()
 
-    def delete_listed(self, path: str, *, pinned: bool = False, check: Callable[[], None] | None = None) -> bool:
-        """Deletes the step at a listed path. No link may lead to it.
-
-        Returns False if another process has deleted it at the same time. With `pinned`, ignores a pin. `check` is
-        called right before and right after the manifest is deleted. If it raises, the step stays or is published again.
-        """
-
-        def check_before() -> None:
-            self.prepare_delete(path, pinned=pinned)
-            if check is not None:
-                check()
-
-        if check is None:
-            return self.steps.unpublish(path, check_before)()
-        undelete = self._prepare_undelete(path)
-        remove_files = self.steps.unpublish(path, check_before)
-        try:
-            check()  # Two processes that each rely on the step that the other deletes do not both miss its deletion.
-        except BaseException:
-            undelete()
-            raise
-        return remove_files()
-
-    def _prepare_undelete(self, path: str) -> Callable[[], None]:
-        """Reads a step's manifest; returns a function that publishes it again while all files of the step exist."""
-        manifest, names = summary.manifest_path(path), removal.member_files(self._store, path)
-        data = None
-        with contextlib.suppress(FileNotFoundError, CorruptError):
-            data = read_file(self._store, manifest)
-
-        def undelete() -> None:
-            if data is not None and all(self._store.stat(posixpath.join(path, name)) for name in names):
-                with contextlib.suppress(ExistsError), self._store.new_file(manifest, overwrite=False) as file:
-                    file.write(data)
-
-        return undelete
+    def remove(self, path: str, *, pinned: bool = False, guard: Callable[[], None] | None = None) -> Callable[[], bool]:
+        """Removes the step at a listed path, to which no link may lead. With `pinned`, ignores a pin."""
+        prepare = lambda: self.prepare_removal(path, pinned=pinned)  # noqa: E731
+        return removal.remove(self._store, path, self.steps.layout, prepare, guard)
 
     def check_unpinned_and_unlinked(self, path: str, *, pinned: bool = False) -> None:
         """Raises `MismatchError` if a step is pinned or a link, or if a link in the run leads to it."""
         self._check_unpinned(path, pinned)
         links.check_not_linked(self._store, path)
 
-    def prepare_delete(self, path: str, *, pinned: bool = False) -> None:
-        """Prepares the deletion of a step, right before it. Raises `MismatchError` if the step was pinned meanwhile."""
+    def prepare_removal(self, path: str, *, pinned: bool = False) -> None:
+        """Notes that a step is about to be deleted. Raises `MismatchError` if it was pinned meanwhile."""
         self._check_unpinned(path, pinned)
         self.on_delete(path)
 
@@ -334,7 +307,7 @@ class PlainRun:
         """Raises `UnsupportedError` for steps of a later release."""
         for step, path in steps.items():
             try:
-                removal.check_removable(self._store, path)
+                check_removable(self._store, path)
             except UnsupportedError as error:
                 raise UnsupportedError(
                     f"step {step} is neither moved nor replaced; use another directory: {error}"

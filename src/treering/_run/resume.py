@@ -17,6 +17,7 @@ from ..errors import TreeringError
 from ..formats.treering import summary
 from ..stores.nfs import refresh_dir_cache
 from ..stores.read_errors import reading
+from . import new_run
 from .collective import CollectiveCalls
 from .run_directory import RunDirectory
 from .step_fallback import StepCopy, first_valid, retry_if_replaced
@@ -31,7 +32,10 @@ def has_steps(directory: RunDirectory) -> bool:
     Raises `MismatchError` if the directory is a checkpoint and therefore not a run, and `UnsupportedError` if
     directories of steps cannot be read.
     """
-    if directory.all_steps():
+    if steps := directory.all_steps():
+        newest: int = next(reversed(steps))  # type: ignore[assignment]
+        catalog = directory.steps
+        new_run.warn_of_newer_steps(catalog.store, catalog.root, catalog.prefix, steps[newest])
         return True
     directory.check_new()
     return False

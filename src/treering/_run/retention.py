@@ -14,7 +14,7 @@ from .._save.save_reuse import Bases
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import removal as orbax_removal
 from ..formats.treering import pins, removal, summary
-from ..keep import Policy, Saved
+from ..keep import Policy, Saved, with_bases
 from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
@@ -186,15 +186,15 @@ class Retention:
         with self._logging_errors():
             self._retain(protected)
 
-    def retain_late(self, check: Callable[[], None] = lambda: None) -> None:
+    def retain_late(self, guard: Callable[[], None] | None = None) -> None:
         """Does what `retain` does, but only if a metric that the policy uses came after its step was saved.
 
-        `check` is called right before a step is deleted, and raises `MismatchError` if it must stay. After a restore
-        of an earlier step it does nothing: the policy would judge the later steps too, which the next save archives.
+        `guard` raises `MismatchError` if a step must stay; see `removal.remove`. After a restore of an earlier step it
+        does nothing: the policy would judge the later steps too, which the next save archives.
         """
         with self._logging_errors():
             if self._directory.back_to is None and self.has_late_metrics():
-                self._retain((), check)
+                self._retain((), guard)
 
     def has_late_metrics(self, protected: Collection[int | None] = ()) -> bool:
         """Returns True if a metric that the policy uses came late, and a step has to be deleted."""
@@ -276,9 +276,10 @@ class Retention:
         self, keep: Policy, saved: Sequence[Saved], protected: Collection[int | None]
     ) -> set[int | None]:
         """Returns the steps that stay. Some of them may not exist."""
-        return {*keep.kept(saved), *self._directory.protected_steps(), *protected, *(one.step for one in saved[-1:])}
+        others = {*self._directory.protected_steps(), *protected, *(one.step for one in saved[-1:])}
+        return {*keep.kept(saved), *with_bases(saved, others)}
 
-    def _retain(self, protected: Collection[int | None], check: Callable[[], None] = lambda: None) -> None:
+    def _retain(self, protected: Collection[int | None], guard: Callable[[], None] | None = None) -> None:
         if self._keep is None:
             return
         # `protected` has steps that this job has saved, uploaded or restored.
@@ -296,10 +297,13 @@ class Retention:
         unwanted = self._steps_to_delete(saved, committed, self._steps_to_keep(self._keep, saved, protected))
         unwanted.update(self._emptied_to_delete(self._keep, saved, committed, protected))
         linked = self._links_to_steps() if unwanted else {}
-        for step, path in unwanted.items():
+        bases = {one.step: one.base for one in saved if one.base is not None}
+        # A step goes before the base that it is stored as the difference to.
+        for step, path in sorted(unwanted.items(), reverse=True) if bases else unwanted.items():
             try:
-                if not self._is_protected(step, path, linked):
-                    self._delete(path, check)
+                if step not in bases.values() and not self._is_protected(step, path, linked):
+                    self._deletion_queue.add(f"deleting {path}", self._directory.remove(path, guard=guard))
+                    bases.pop(step, None)
             except MismatchError as error:
                 _log.info("step %d stays: %s", step, error)
             except UnsupportedError as error:
@@ -329,14 +333,6 @@ class Retention:
             self._logged_links.add(path)
             _log.warning("%s: step %d stays: %s to it", self._steps.root, step, links.describe_links(leading))
         return leading is not None
-
-    def _delete(self, path: str, check: Callable[[], None]) -> None:
-        def prepare_delete() -> None:
-            self._directory.prepare_delete(path)
-            check()
-
-        delete = self._steps.unpublish(path, prepare_delete)
-        self._deletion_queue.add(f"deleting {path}", delete)
 
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # The metrics of the first step may still be added.

@@ -122,8 +122,8 @@ class RunDirectory(Protocol):
         """Returns the steps that retention must not delete, whatever the policy says."""
         ...
 
-    def prepare_delete(self, path: str) -> None:
-        """Prepares the deletion of a step, right before it. Raises `MismatchError` if the step was pinned meanwhile."""
+    def remove(self, path: str, *, guard: Callable[[], None] | None = None) -> Callable[[], bool]:
+        """Removes a step; see `removal.remove`. Raises `MismatchError` if it was pinned meanwhile, or is a link."""
         ...
 
     def end_writing(self) -> SaveError | None:

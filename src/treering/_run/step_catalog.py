@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import os
@@ -15,10 +14,8 @@ from typing import Literal
 from .. import formats
 from .._threads.forks import free_in_children
 from ..errors import CorruptError, TreeringError, UnsupportedError
-from ..formats.orbax import removal as orbax_removal
-from ..formats.treering import removal, summary
+from ..formats.treering import summary
 from ..keep import Saved
-from ..stores import lease_registry
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Stat, Store
@@ -95,32 +92,6 @@ class StepCatalog:
         others = self._shared if self.layout.shared_with_orbax else None
         made = functools.partial(posixpath.join, self.root)
         return run_layout.Steps(self.store, self.root, self.prefix, made, others)
-
-    def unpublish(self, path: str, check: Callable[[], None]) -> Callable[[], bool]:
-        """Removes a step from the run, after `check`. Returns a function that removes its files."""
-        if self.layout.deleted_to is not None:
-            return self._move_away(path, posixpath.join(self.root, self.layout.deleted_to), check)
-        if self.layout.shared_with_orbax and summary.stat_manifest(self.store, path) is None:
-            return orbax_removal.unpublish(self.store, path, check)
-        return removal.unpublish(self.store, path, check)
-
-    def _move_away(self, path: str, to: str, check: Callable[[], None]) -> Callable[[], bool]:
-        """Moves a step into another directory, after `check`."""
-        if summary.stat_manifest(self.store, path) is not None:
-            removal.check_removable(self.store, path)
-        check()
-        lease_registry.check(path)
-        self.store.make_folders(to, [])
-        name = posixpath.basename(path)
-        taken = set(self.store.list(to))
-        free = next(new for n in itertools.count() if (new := f"{name}.{n}" if n else name) not in taken)
-        try:
-            self.store.move(path, posixpath.join(to, free), last=summary.manifest_path(""))
-        except FileNotFoundError:  # Another process deletes the same step.
-            return lambda: False
-        self.store.settle(to)
-        self.store.settle(self.root)
-        return lambda: True
 
     def _shared(self, own: Container[str]) -> dict[int, str]:
         """Returns the steps in the format of Orbax, and their directories."""
@@ -203,7 +174,11 @@ class StepCatalog:
         if self._may_lack_files or not self.is_damaged(step, path):
             return None
         found = summary.read_emptied(self.store, path)
-        return found and SavedStep(step, *found)
+        return found and self._saved(step, found)
+
+    def _saved(self, step: int, found: summary.StepSummary) -> SavedStep:
+        base = None if found.base is None else run_layout.parse_step_name(found.base, self.prefix)
+        return SavedStep(step, found.metrics, found.created_seconds, found.nbytes, found.linked, base, found.late)
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage, until the step is replaced."""
@@ -263,7 +238,7 @@ class StepCatalog:
 
     def _read_status(self, step: int, path: str) -> StepStatus:
         try:
-            return SavedStep(step, *summary.read(self.store, path, allow_missing_files=self._may_lack_files))
+            return self._saved(step, summary.read(self.store, path, allow_missing_files=self._may_lack_files))
         except CorruptError as error:
             _log.warning("step %d is damaged and is ignored: %s", step, error)
             return "damaged"

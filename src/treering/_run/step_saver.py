@@ -27,7 +27,8 @@ from .schedule import Schedule
 class StepSaver:
     """Saves the steps that are due, or that the caller forces, in the background.
 
-    `has_looked` is True once steps of the run were found, or similar steps and runs were searched for and logged.
+    `reuse` is the option of the saves; see `SaveOptions`. `has_looked` is True once steps of the run were found, or
+    similar steps and runs were searched for and logged.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StepSaver:
         self._last_state, self._preemption = last_state, preemption
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
         self._unchanged = UnchangedArrays(retention.bases) if reuse_unchanged else None
+        self.reuse = self._unchanged and self._unchanged.of_save
         self.has_looked = False
 
     @property
@@ -182,7 +184,7 @@ class StepSaver:
             hosts=self._together.hosts if self._together else None,
             copies=self._together.local_copies if self._together else 1,
             room_maker=self._retention,
-            reuse=self._unchanged and self._unchanged.of_save,
+            reuse=self.reuse,
         )  # fmt: skip
         info = encode_info(step, options.metrics, _merged_metadata(self._metadata, options.metadata))
         return start_save(call, path, tree, info, requested, self._retention, started_at, waited, lease_seconds)

@@ -37,11 +37,13 @@ def encode_info(step: int | None, metrics: Mapping[str, Any] | None, metadata: A
     Raises `MismatchError` for a bad step or metric, and `UnsupportedError` for metadata that is not JSON.
     """
     number = None if step is None else step_number(step)
-    numbers = encode_metrics(metrics)
+    numbers = {} if metrics is None else encode_metrics(metrics)
     metadata_floats: list[str] = []
+    raw = None
     try:
-        metadata = floats_to_text(metadata_to_json(metadata), "", metadata_floats)
-        raw = None if metadata is None else msgspec.Raw(msgspec.json.encode(metadata))
+        if metadata is not None:
+            metadata = floats_to_text(metadata_to_json(metadata), "", metadata_floats)
+            raw = msgspec.Raw(msgspec.json.encode(metadata))
         msgspec.json.encode(numbers)
     except (UnicodeEncodeError, OverflowError) as error:
         raise UnsupportedError(f"metadata and the names of metrics must be valid Unicode and JSON: {error}") from None

@@ -212,9 +212,9 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIn
         return known.get(key)
 
     def place(leaf: int, shape: tuple[int, ...]) -> int | tuple[int, int]:
-        share, sharding = shares.get(leaf), catalogue.shardings.get(leaf)
-        if share is None:
-            return only[0][0] if only else numbers.of(0, leaf, full_box(shape))
+        if (share := shares.get(leaf)) is None:
+            return numbers.of(0, leaf, full_box(shape))
+        sharding = catalogue.shardings.get(leaf)
         if sharding is None and len(share.boxes) == 1:
             return numbers.of(share.writers[0], leaf, share.boxes[0])
         if (found := by_turns(share, sharding)) is not None:
@@ -237,7 +237,10 @@ def rows(catalogue: Catalogue, shares: Mapping[int, Assignment], numbers: FileIn
         if isinstance(entry, ValueEntry):
             out.leaves.append(entry)
             continue
-        where = catalogue.entries[catalogue.tied[n]].path if n in catalogue.tied else place(n, entry.shape)
+        if n in catalogue.tied:
+            where = catalogue.entries[catalogue.tied[n]].path
+        else:
+            where = only[0][0] if only and n not in shares else place(n, entry.shape)
         out.leaves.append(ArrayRow(entry.path, entry.type, entry.dtype, entry.shape, entry.impl, where))
     return out
 

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._core.boxes import Box, full_box
+from .._core.entries import DeltaEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
@@ -49,7 +50,7 @@ from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
 from ..formats.treering import host_files, manifest
 from ..formats.treering.commit import Transaction
-from ..formats.treering.manifest_fields import File, Layout, Manifest, Placement
+from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout, Manifest, Placement, delta_row
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -59,7 +60,7 @@ from .info import Info
 from .layout import PlannedFile
 from .room import Room, RoomMaker
 from .second_copies import OptionalSink, PlannedCopy
-from .shared_files import Reuse, SharedFile, WrittenFile, share, with_answer
+from .shared_files import Deltas, Reuse, SharedFile, WrittenFile, share, with_answer
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
@@ -71,6 +72,7 @@ class Job(NamedTuple):
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
     is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
+    `deltas` has made differences of arrays to those of `base`.
     """
 
     path: str
@@ -82,6 +84,8 @@ class Job(NamedTuple):
     hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
     reuse: Reuse | None = None
+    deltas: Deltas | None = None
+    base: Base | None = None
 
 
 class Committed(NamedTuple):
@@ -142,6 +146,8 @@ class NativeSave:
                 one if one.is_reused else with_answer(one, self._sinks[one.listed.name].stored) for one in self._written
             ]
             reuse.committed(self._written)
+        if deltas := self._job.deltas:
+            deltas.committed(manifest.xxh3(self._manifest))
         shared_bytes = sum([one.shared_bytes for one in self._written])
         write_seconds = written_at - began - self._sync_seconds
         return Written(outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes)
@@ -270,7 +276,7 @@ class NativeSave:
                 raise
             self._doubt = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
-        differing = second_copies.differing_copies(listed, copies)
+        differing = second_copies.differing_copies(listed, copies) if any(copies) else []
         return list(Committed(nbytes, len(data), differing, self._doubt and str(self._doubt)))
 
     def _share_manifest(self, nbytes: int) -> None:
@@ -323,6 +329,13 @@ def _manifest(
         by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
         placement = layout.placement(job.catalogue)
+    leaves = rows.leaves
+    if job.base:
+        stored: list[Any] = leaves
+        leaves = [
+            delta_row(entry, row.where) if isinstance(entry, DeltaEntry) else row
+            for entry, row in zip(entries, stored, strict=True)
+        ]
     data = manifest.seal(
         Manifest(
             format=manifest.FORMAT,
@@ -331,6 +344,7 @@ def _manifest(
             software=job.info.software,
             step=job.info.step,
             metrics=job.info.metrics,
+            base=job.base,
             metadata=job.info.metadata,
             metadata_floats=job.info.metadata_floats,
             files=[file for report in listed for file in report],
@@ -339,8 +353,9 @@ def _manifest(
             placement=placement,
             static=job.catalogue.static,
             iterators=rows.iterators,
+            boxes=_boxes(job),
             tree=list(job.tree),
-            leaves=rows.leaves,
+            leaves=leaves,
         )
     )
     _check_readable(data, job, rows.layouts, placement)
@@ -355,6 +370,20 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
         if piece.leaf not in found and piece.box != full_box(entry.shape):
             found.add(piece.leaf)
     return found
+
+
+_last_boxes: tuple[Any, ...] = (None, None, {})  # a tree, its boxes, and the record of them
+
+
+def _boxes(job: Job) -> Any:
+    """Returns the record of the boxes of Flax. It is fast if the tree is the last one."""
+    global _last_boxes
+    boxes = job.catalogue.boxes
+    if not boxes:
+        return {}
+    if _last_boxes[0] is not job.tree or _last_boxes[1] is not boxes:
+        _last_boxes = job.tree, boxes, BoxesOfNodes.of(job.tree, boxes)
+    return _last_boxes[2]
 
 
 # The structure of the last manifest that passed `_check_readable`, without values

@@ -36,7 +36,7 @@ from .._pytree.staged_supply import StagedSupply
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, UnsupportedError
 from ..formats import JointFormat
-from .shared_files import Reuse
+from .shared_files import Deltas, Reuse
 from .source import PlainTree, SavedTree, TreeView
 from .target import NativeTarget, SaveTarget
 
@@ -63,6 +63,7 @@ class NativePlan(NamedTuple):
     supply: ShardSupply
     caller: ShardSupply
     reuse: Reuse | None = None
+    deltas: Deltas | None = None
 
 
 class ForeignPlan(NamedTuple):
@@ -117,8 +118,8 @@ def plan_save(target: SaveTarget, tree: SavedTree) -> Plan:
     if tree.described:
         target = _with_memory_limit(target, tree.described)
     if isinstance(tree, PlainTree):
-        return _staged(target, tree.skeleton, tree.described, tree.reuse)
-    view, live, change = tree
+        return _staged(target, tree.skeleton, tree.described, tree.reuse)._replace(deltas=tree.deltas)
+    view, live, change, _ = tree
     in_parts = target.call.count == 1 or live is None or _can_write_in_parts(target, view, live)
     if not in_parts and target.options.hosts:
         raise UnsupportedError(
@@ -186,7 +187,7 @@ def _read_while_written(
     No process writes second copies of array files, because it would have to read those parts of the view too. The files
     are copied after the commit instead.
     """
-    call, limit, (view, live, _) = target.call, target.options.memory_limit, tree
+    call, limit, view, live = target.call, target.options.memory_limit, tree.view, tree.live
     assert view.skeleton is not None
     slice_bytes = SLICE_BYTES if limit is None else min(max(limit // 4, _MIN_SLICE_BYTES), SLICE_BYTES)
     # Reading unchanged leaves takes no memory beyond the slice itself, so parallel reads stay within the limit.
@@ -208,13 +209,15 @@ def _read_while_written(
         block_caller=block_caller,
         before_read=check,
     )
-    return NativePlan(target, view.skeleton, described.catalogue, shares, reading, staging or reading)
+    return NativePlan(
+        target, view.skeleton, described.catalogue, shares, reading, staging or reading, deltas=tree.deltas
+    )
 
 
 def _foreign(
     target: SaveTarget, tree: TreeView, staging: StagedSupply | None, check: Callable[[], None]
 ) -> ForeignPlan:
-    view, live, _ = tree
+    view, live = tree.view, tree.live
     compared = _replicated_shards(_describe_view(view, live, SLICE_BYTES)) if target.call.count > 1 else None
     block_caller = live is not None and staging is None
     reading = LazySupply(view, compared.shards if compared else [], block_caller=block_caller, before_read=check)
@@ -313,7 +316,7 @@ def _describe_view(
                 shards.append((order, LocalShard(leaf, part, dtype, nbytes, True, piece)))
     shards.sort(key=lambda ordered: ordered[0])
     places = [_place(view, live, entry) if isinstance(entry, ArrayEntry) else None for entry in entries]
-    catalogue = Catalogue(entries, {}, shardings, spread, places, view.static)
+    catalogue = Catalogue(entries, {}, shardings, spread, places, view.static, view.flax_boxes)
     return Described(catalogue, tuple(shard for _, shard in shards), [None] * len(shards))
 
 

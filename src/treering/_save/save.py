@@ -159,17 +159,21 @@ def _call_text(place: str, step: int | None) -> str:
     return f"save({place!r}{'' if step is None else f', step={step}'})"
 
 
-def preview(path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions) -> tuple[SaveTarget, View]:
+def preview(
+    path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions, step: int | None = None
+) -> tuple[SaveTarget, View]:
     """Returns the target of a save of a checkpoint, and the view of its leaves, without saving.
 
-    Raises the errors that `save` raises before it reads arrays. Only the real save finds leaves that the format cannot
-    hold.
+    step: the step to record, by default that of the checkpoint.
+
+    Raises the errors that `save` raises before it reads arrays.
     """
-    place, info = stores.absolute(path), _encode_info_of(ckpt, None, None, None)
+    place, info = stores.absolute(path), _encode_info_of(ckpt, step, None, None)
     call = coordinator.begin_call(_call_text(place, None), processes="this")
     target = target_of(call, place, info, options)
     view = save_view(ckpt, options.rules, options.dtype, info)
     target.check_info_kept(view)
     target.check_iterators(view)
     target.check_path_free()
+    target.check_leaves(view)
     return target, view

@@ -18,7 +18,7 @@ from .._core.entries import Entry
 from .._processes.assignment import Piece
 from ..errors import CorruptError, SaveError
 from ..formats.treering.array_file import ArrayFile
-from ..formats.treering.manifest_fields import File
+from ..formats.treering.manifest_fields import Base, File
 from ..formats.treering.save_files import SaveFiles
 from ..stores.store import FinishedFile, Sink, Store, Stored
 from .layout import PlannedFile
@@ -100,6 +100,21 @@ class Chosen(NamedTuple):
     order: Sequence[int]
     groups: Sequence[int]
     likely: int = 0
+
+
+class Deltas(Protocol):
+    """What a save stores as differences to another checkpoint; see `_publish.encoder`."""
+
+    def encode(self, plan: Any) -> "tuple[Any, Base | None]":
+        """Returns the `NativePlan` with differences for arrays, and the checkpoint that they refer to.
+
+        Called in the background thread, before anything is written.
+        """
+        ...
+
+    def committed(self, identity: str) -> None:
+        """Notes that the save is committed. `identity` is that of the checkpoint."""
+        ...
 
 
 class Reuse(Protocol):

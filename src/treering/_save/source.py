@@ -15,7 +15,7 @@ from .._core.lazy import LazyArray
 from .._core.leaf_paths import join_names
 from .._core.rebuild import rebuild_tree
 from .._core.skeleton import Node, Skeleton, containers
-from .._core.source import Source
+from .._core.source import Source, flax_boxes
 from .._core.subtree import full_source
 from .._core.values import decode
 from .._core.views import View
@@ -27,11 +27,14 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
 from .info import Info
-from .shared_files import Reuse
+from .shared_files import Deltas, Reuse
 from .target import SaveTarget
 
 if TYPE_CHECKING:
     from ..rules import Rule
+
+
+_OWN = "_pytree__state"  # NNX's name of the child of an object that is for NNX alone
 
 
 class PlainTree(NamedTuple):
@@ -39,12 +42,14 @@ class PlainTree(NamedTuple):
 
     leaves: the leaves of the tree.
     reuse: finds the arrays that earlier steps have.
+    deltas: stores arrays as differences to another checkpoint.
     """
 
     skeleton: Skeleton
     described: Described
     leaves: Sequence[Any] = ()
     reuse: Reuse | None = None
+    deltas: Deltas | None = None
 
 
 class TreeView(NamedTuple):
@@ -53,11 +58,13 @@ class TreeView(NamedTuple):
     view: the leaves as Treering will write them.
     live: the live tree; None for a checkpoint.
     change: makes the same view of any source that has the same leaves as the live tree.
+    deltas: as in `PlainTree`.
     """
 
     view: View
     live: LiveTree | None = None
     change: Callable[[Checkpoint], View] | None = None
+    deltas: Deltas | None = None
 
     @property
     def described(self) -> Described | None:
@@ -72,13 +79,10 @@ def describe(target: SaveTarget, tree: Any) -> SavedTree:
     """Describes a tree or a checkpoint. Raises `UnsupportedError` for leaves that cannot be saved."""
     options, call, format = target.options, target.call, target.format
     if isinstance(tree, Checkpoint):
-        return TreeView(save_view(tree, options.rules, options.dtype, target.info))
+        view = save_view(tree, options.rules, options.dtype, target.info)
+        return TreeView(with_box_levels(view, format.boxes))
     with gc_paused():
-        flat_tree = (
-            walk.flatten_tree(flax.unbox_graph_modules(tree))
-            if "variable" in format.boxes
-            else walk.flatten_split(flax.split(tree))
-        )
+        flat_tree = _flatten_for_levels(tree) if "variable" in format.boxes else walk.flatten_split(flax.split(tree))
         guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, flat_tree.leaves)):
             flat_tree, guessed = inline_checkpoints(flat_tree)
@@ -90,23 +94,33 @@ def describe(target: SaveTarget, tree: Any) -> SavedTree:
             single_process=not coordinator.is_multi_process(),
             collective=call.count > 1,
         )
-        if flat_tree.static:
-            described = described._replace(catalogue=described.catalogue._replace(static=flat_tree.static))
+        if flat_tree.static or flat_tree.boxes:
+            catalogue = described.catalogue._replace(static=flat_tree.static, boxes=flat_tree.boxes)
+            described = described._replace(catalogue=catalogue)
         if call.count == 1 and described.catalogue.global_leaves:
             _check_complete(described)
     if target.writes_live_trees and not options.rules:
         return PlainTree(flat_tree.skeleton, described, flat_tree.leaves)
     live = LiveTree(target.path, flat_tree.skeleton, described)
-    change = functools.partial(_view_to_write, target, flat_tree.boxes, guessed)
+    change = functools.partial(_view_to_write, target, guessed)
     return TreeView(change(Checkpoint(live)), live, change)
 
 
-def _view_to_write(
-    target: SaveTarget, boxes: variable_levels.Boxes, guessed: tuple[str, ...], ckpt: Checkpoint
-) -> View:
+def _flatten_for_levels(tree: Any) -> walk.FlatTree:
+    """Flattens a tree as Orbax does, with the entries of NNX objects that hold nothing, unless it has an `nnx.List`.
+
+    Orbax cannot restore into a tree with such a list, only into the states of its objects, which lack these entries.
+    """
+    flat_tree = walk.flatten_tree(flax.unbox_graph_modules(tree))
+    objects = [node.names() for node in flat_tree.skeleton if isinstance(node, Node) and _OWN in node.names()]
+    has_list = any(int in map(type, names) for names in objects)
+    return walk.flatten_tree(flax.unshare(tree, objects=True)) if has_list else flat_tree
+
+
+def _view_to_write(target: SaveTarget, guessed: tuple[str, ...], ckpt: Checkpoint) -> View:
     """Returns the view to write, of a live tree or of the temporary checkpoint that it was saved as."""
     view = save_view(ckpt, target.options.rules, target.options.dtype, target.info)
-    view = with_box_levels(view, boxes, target.format.boxes)
+    view = with_box_levels(view, target.format.boxes)
     view.guessed += guessed
     return view
 
@@ -134,6 +148,7 @@ def inline_checkpoints(flat_tree: walk.FlatTree) -> tuple[walk.FlatTree, tuple[s
     leaves: list[Any] = []
     skeleton: list[Node | int] = []
     guessed: list[str] = []
+    boxes = dict(flat_tree.boxes)
     rest = iter(flat_tree.leaves)
     for _, at, node in containers(flat_tree.skeleton):
         leaf = None if isinstance(node, Node) else next(rest)
@@ -154,8 +169,10 @@ def inline_checkpoints(flat_tree: walk.FlatTree) -> tuple[walk.FlatTree, tuple[s
         paths += [f"{at}/{path}" if path else at for path in own]
         guessed += [f"{at}/{path}" if path else at for path in unsure]
         source, entries = full_source(leaf._source), leaf._source.entries
+        inside = views.moved_boxes(flax_boxes(source), {path: one.source for path, one in own.items()})
+        boxes.update({f"{at}/{path}" if path else at: levels for path, levels in inside.items()})
         leaves += [LazyArray(source, e) if isinstance(e := entries[path], ArrayEntry) else e for path in own]
-    return walk.FlatTree(paths, leaves, skeleton, flat_tree.boxes, static=flat_tree.static), tuple(guessed)
+    return walk.FlatTree(paths, leaves, skeleton, boxes, static=flat_tree.static), tuple(guessed)
 
 
 def save_view(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info) -> views.View:
@@ -206,16 +223,12 @@ def _in_tree_order(ckpt: Checkpoint) -> tuple[dict[str, views.Leaf], Skeleton, t
     return {path: leaves[path] for path in order}, skeleton, guessed
 
 
-def with_box_levels(view: views.View, boxes: variable_levels.Boxes, kinds: Sequence[str]) -> views.View:
-    """Adds levels to the paths of a live tree for its boxes of some kinds.
-
-    The levels follow the contents of a box to the paths to which rules have moved them.
-    """
+def with_box_levels(view: views.View, kinds: Sequence[str]) -> views.View:
+    """Adds levels to the paths of a view for its boxes of some kinds."""
+    boxes = view.flax_boxes
     if not any(kind in kinds for levels in boxes.values() for kind, _ in levels):
         return view
     assert view.skeleton is not None
-    moved = {path: boxes.get(source, ()) for path in view.leaves if (source := view.source(path)) != path}
-    boxes = {**boxes, **moved}
     leaves = {
         (name := variable_levels.path_with_levels(path, boxes, kinds)): leaf.at(name)
         for path, leaf in view.leaves.items()

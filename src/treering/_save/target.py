@@ -1,8 +1,9 @@
 """The target of a save: its place, format and options, and the checks that a save makes before it writes there."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 from .. import formats, stores
 from .._core import dtypes
@@ -75,10 +76,7 @@ class SaveTarget(NamedTuple):
     options: SaveOptions
     memory_ok: Callable[[int], bool] | None = None
 
-    @property
-    def writes_live_trees(self) -> bool:
-        """True if the format has the arrays of a live tree as they are, and no view of the tree is needed."""
-        return False
+    writes_live_trees = False  # True if the format has the arrays of a live tree as they are, without a view of it
 
     def requested(self) -> str:
         """Returns as text the options that must be the same in every process."""
@@ -139,24 +137,54 @@ class SaveTarget(NamedTuple):
             _log.warning("%s: %s left out: the format %r cannot store it", place, " and ".join(lost), format.name)
 
     def check_iterators(self, view: View) -> None:
-        """Raises `UnsupportedError` if the tree has iterators and the format cannot hold their states."""
+        """Raises `UnsupportedError` if the tree has iterators and the format cannot hold their states.
+
+        The error names the other leaves that the format cannot hold, too.
+        """
         found = [path for path, entry in view.entries.items() if entry.type == "iterator"]
-        check = getattr(self.format, "check_iterators", None)  # The native format and Orbax have it.
-        if found and check is not None:
-            check(view, **self.options.format_options)
+        if found and getattr(self.format, "holds_iterators", False):
+            self.check_leaves(view)
         elif found:
-            raise UnsupportedError(
-                f"{self.path}: {', '.join(found)}: only the native format holds the state of data iterators, and the "
-                "format 'orbax' that of Grain's; leave it out with treering.rules.drop"
-            )
+            only = "only the native format holds the state of data iterators, and the format 'orbax' that of Grain's"
+            lines = [f"{self.path}: {', '.join(found)}: {only}; leave it out with treering.rules.drop"]
+            try:
+                rest = {path: leaf for path, leaf in view.leaves.items() if path not in found}
+                self.check_leaves(view.changed(rest, None))
+            except UnsupportedError as error:
+                lines.append(str(error))
+            raise UnsupportedError("\n".join(lines))
+
+    def check_leaves(self, view: View) -> None:
+        """Makes the checks of the format before it writes anything, and raises their errors."""
+        if not type(self.format).__module__.startswith("treering."):
+            return  # Another package's format may write without the store.
+        with contextlib.suppress(_WriteBegins):
+            options, unwritten = self.options, cast(Store, _UnwrittenStore(self.store))
+            self.format.write(unwritten, self.path, view, overwrite=options.overwrite, **options.format_options)
+
+
+class _WriteBegins(BaseException):
+    """Ends the checks of a format. It is not an error, so no code of the format handles it."""
+
+
+class _UnwrittenStore:
+    """A store to read from. The first request to write raises `_WriteBegins`."""
+
+    _WRITES = frozenset({"create", "delete", "make_folder", "make_folders", "new_file", "new_folder", "remove_folder"})
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._WRITES:
+            raise _WriteBegins
+        return getattr(self._store, name)
 
 
 class NativeTarget(SaveTarget):
     """The place and options of a save in the native format, which each process writes its own part of."""
 
-    @property
-    def writes_live_trees(self) -> bool:
-        return True
+    writes_live_trees = True
 
     def check_at_once(self) -> None:
         if self.call.count == 1 and self.store.has_folders:
@@ -164,6 +192,9 @@ class NativeTarget(SaveTarget):
 
     def check_path_free(self) -> None:
         check_free(self.store, self.path, overwrite=self.options.overwrite)
+
+    def check_leaves(self, view: View) -> None:
+        """Accepts all: this format holds every leaf."""
 
 
 def target_of(call: Call, path: str, info: Info, options: SaveOptions) -> SaveTarget:

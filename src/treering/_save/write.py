@@ -51,7 +51,10 @@ def write(plan: Plan, pool: ThreadPool) -> Written:
 
 def _write_native(plan: NativePlan, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
-    target, skeleton, catalogue, shares, supply, _, reuse = plan
+    base = None
+    if plan.deltas:
+        plan, base = plan.deltas.encode(plan)
+    target, skeleton, catalogue, shares, supply, _, reuse, deltas = plan
     call, options = target.call, target.options
     if call.count > 1:
         catalogue, single = check_consistent(call, skeleton, catalogue, supply, target.requested())
@@ -69,7 +72,7 @@ def _write_native(plan: NativePlan, pool: ThreadPool) -> Written:
             shares = {**shares, **assignment.assign_states(catalogue.entries, call.count)}
     job = Job(
         target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker,
-        reuse,
+        reuse, deltas, base,
     )  # fmt: skip
     save = NativeSave(target.store, job, supply, pool, call)
     if not options.progress:

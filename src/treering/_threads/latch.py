@@ -37,19 +37,16 @@ class Latch:
         """Sets the latch for good, and wakes the waiting threads."""
         self._happened = True
         self.is_lost = None  # frees what it refers to
-        self._open_gate()
+        with contextlib.suppress(RuntimeError):  # raised if the gate is open already
+            self._gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the latch is set, at most `timeout` seconds. Returns True if it is set."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self.is_set():
+        while not (self._happened or self.is_set()):
             left = _MAX_WAIT_SECONDS if end is None else min(_MAX_WAIT_SECONDS, end - time.monotonic())
             if left <= 0:
                 return False
-            if self._gate.acquire(timeout=left):
-                self._open_gate()  # for the next waiting thread
+            if self._gate.acquire(timeout=left):  # Only `set` opens the gate.
+                self.set()  # opens it for the next waiting thread
         return True
-
-    def _open_gate(self) -> None:
-        with contextlib.suppress(RuntimeError):  # raised if the gate is open already
-            self._gate.release()

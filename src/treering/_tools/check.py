@@ -95,10 +95,11 @@ def _check_all(
     targets = find_check_targets(store, place, only, prefix)
     archived = [posixpath.relpath(one, place) for one in targets.archived]
     done = CheckResult(place, closed=list(targets.closed.values()), archived=archived)
+    last: list[Source] = []  # While it is open, the next one does not check it again if it is made from it.
     for target, format in targets.formats.items():
         below = "" if target == place else posixpath.relpath(target, place)
         try:
-            nbytes = _check_one(store, target, format, below, done.problems, share, since)
+            nbytes = _check_one(store, target, format, below, done.problems, share, since, last)
         except NotFoundError as error:
             if target == place:
                 raise
@@ -141,9 +142,18 @@ def _is_deleted(store: Store, step: str, *, native: bool) -> bool:
 
 
 def _check_one(
-    store: Store, path: str, known: str | None, below: str, found: list[Problem], share: Share, since: float | None
+    store: Store,
+    path: str,
+    known: str | None,
+    below: str,
+    found: list[Problem],
+    share: Share,
+    since: float | None,
+    last: list[Source],
 ) -> int | None:
     """Adds the damage to `found` and returns about how many bytes were read, or None if the commit is before `since`.
+
+    last: the open checkpoint before this one, which this one replaces there.
 
     Raises `UnsupportedError` and `PermissionError` only after it has read the rest.
     """
@@ -185,6 +195,7 @@ def _check_one(
         # Missing files are no damage if the checkpoint was replaced while it was read: then it is read again.
         if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
             found.extend(problems)
+            last[:] = [reader]
             if unchecked_error:
                 raise unchecked_error
             begin, end = share.of(reader.nbytes)

@@ -1,22 +1,34 @@
-"""Converts checkpoints from one format to another."""
+"""Converts checkpoints from one format to another, and runs to runs of Orbax."""
 
+import contextlib
+import dataclasses
+import logging
 import os
-from collections.abc import Sequence
+import posixpath
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
-from .. import stores
+from .. import formats, stores
 from .._core import expansion
 from .._core.entries import ArrayEntry
-from .._core.source import arrays_of
+from .._core.leaf_paths import join_names
+from .._core.source import arrays_of, item_names
 from .._core.subtree import check_not_left_out
 from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
-from .._run import external_writes
+from .._run import external_writes, run_layout
 from .._run.open import open_checkpoint
 from .._save.pending import SaveReport
 from .._save.save import preview, save
 from .._save.target import FormatOptions, SaveOptions
+from ..errors import CorruptError, MismatchError, NotFoundError
+from ..formats.orbax import run_metadata
+from ..formats.orbax.schema import STEP
+from ..formats.treering import pins
 from ..rules import Rule
+from ..stores.store import Store
+
+_log = logging.getLogger("treering")
 
 
 @hide_internal_frames
@@ -79,12 +91,12 @@ class Plan(NamedTuple):
     nbytes: int
 
 
-def plan(ckpt: Checkpoint, dst: str | os.PathLike[str], options: SaveOptions) -> Plan:
+def plan(ckpt: Checkpoint, dst: str | os.PathLike[str], options: SaveOptions, step: int | None = None) -> Plan:
     """Returns what `convert` would write, and writes nothing. Raises what `convert` raises before it reads arrays."""
-    target, view = preview(dst, ckpt, options)
+    target, view = preview(dst, ckpt, options, step)
     entries = view.entries.values()
     nbytes = sum(entry.nbytes for entry in entries if isinstance(entry, ArrayEntry))
-    return Plan(target.path, target.format.name, ckpt.step, len(entries), nbytes)
+    return Plan(target.path, target.format.name, view.step, len(entries), nbytes)
 
 
 def open_source(
@@ -103,3 +115,109 @@ def open_source(
     if (run := external_writes.enclosing_run(stores.get(place), place)) is not None:
         external_writes.check_no_writer(stores.get(place), run)
     return ckpt
+
+
+@dataclasses.dataclass
+class RunConversion:
+    """The steps that were written, or would be, and the paths of those that were left behind."""
+
+    path: str
+    written: list[str] = dataclasses.field(default_factory=list)
+    left_behind: list[str] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+
+    @contextlib.contextmanager
+    def _noting_failures(self, source: str) -> Iterator[None]:
+        """Notes and logs the damage that keeps a step from being converted."""
+        try:
+            yield
+        except CorruptError as error:
+            _log.error("not converted: %s", error)
+            self.left_behind.append(source)
+
+
+def convert_run(
+    run: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: SaveOptions,
+    *,
+    source_format: str | None = None,
+    prefix: str | None = None,
+    at: str = "",
+    max_expansion: float = expansion.MAX_RATIO,
+    dry_run: bool = False,
+) -> RunConversion:
+    """Writes all steps of a run as the directory of an Orbax `CheckpointManager`, ascending, with its metadata.
+
+    The names of the steps are those of Orbax: ``30``, or ``ckpt_30`` if they have such a prefix. All steps are checked
+    before the first is written. Damaged steps are logged and left behind.
+
+    Raises the errors of `convert` for each step, `NotFoundError` without steps, and `MismatchError` for a target that
+    is the run itself.
+    """
+    place, to = stores.absolute_run(run), stores.absolute_run(dst)
+    store, target_store = stores.get(place), stores.get(to)
+    if store is target_store and store.real_path(place) == target_store.real_path(to):
+        raise MismatchError(f"{to}: expected a target other than the source, found the source itself")
+    only = None if source_format is None else formats.get(source_format)
+    steps = run_layout.located_steps(store, place, prefix, only)
+    if not steps:
+        raise NotFoundError(f"{place}: expected steps to convert, found none")
+    done, sources = RunConversion(to), list[tuple[str, Checkpoint, Plan, SaveOptions]]()
+    for step, found in steps.items():
+        path = posixpath.join(to, _name_for_orbax(step, posixpath.basename(found.path)))
+        with done._noting_failures(found.path):
+            ckpt = open_source(found.path, path, None, found.format, at, max_expansion)
+            several = item_names(ckpt._source) is not None
+            own = options._replace(format_options={"composite": True}) if several else options
+            sources.append((found.path, ckpt, plan(ckpt, path, own, step), own))
+    _warn_of_lost(store, place, [found.path for found in steps.values()])
+    enclosing = external_writes.enclosing_run(target_store, posixpath.join(to, "0"))
+    with contextlib.ExitStack() as stack:
+        if enclosing is not None and not dry_run:
+            stack.enter_context(external_writes.locked_run(target_store, to, replaces=options.overwrite))
+        for source, ckpt, planned, own in sources:
+            with done._noting_failures(source):
+                done.nbytes += planned.nbytes if dry_run else _write(ckpt, planned, own).nbytes
+                done.written.append(planned.path)
+        if not dry_run and isinstance(metadata := run_metadata.read(store, place), dict):
+            run_metadata.write(target_store, to, metadata)
+    return done
+
+
+def _name_for_orbax(step: int, name: str) -> str:
+    """Returns the name of a step in a directory of Orbax, for its name in a run. The adapter's names stay as they are.
+
+    Orbax finds only names of the length that its option gives, which is no padding by default.
+    """
+    found = STEP.fullmatch(name)
+    if found is not None and len(found[2]) != run_layout.MIN_STEP_DIGITS:
+        return name
+    return f"{found[1] if found else ''}{step}"
+
+
+def _warn_of_lost(store: Store, run: str, paths: Sequence[str]) -> None:
+    if pinned := [posixpath.basename(path) for path in paths if pins.is_pinned(store, path)]:
+        what = "has no pins, so its manager may delete steps that are pinned here"
+        _log.warning("%s: Orbax %s: %s", run, what, join_names(tuple(pinned)))
+    if archived := run_layout.archived_runs(store, run):
+        _log.warning("%s: archived steps are not converted: %s", run, join_names(tuple(archived)))
+
+
+def _write(ckpt: Checkpoint, planned: Plan, options: SaveOptions) -> SaveReport:
+    # The metadata of a step of Orbax include those of its run, which are written for all steps.
+    of_step = getattr(ckpt._source, "step_metadata", None)
+    return save(
+        planned.path,
+        ckpt,
+        step=planned.step,
+        metadata={} if of_step is None and hasattr(ckpt._source, "step_metadata") else of_step,
+        format=planned.format,
+        overwrite=options.overwrite,
+        rules=options.rules,
+        dtype=options.dtype,
+        processes="this",
+        memory_limit=options.memory_limit and options.memory_limit // 2,
+        progress=options.progress,
+        **options.format_options,
+    )

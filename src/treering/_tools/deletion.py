@@ -131,6 +131,12 @@ def select_steps(
             )
         directory.check_unpinned_and_unlinked(row.path, pinned=pinned)
         removal.check_removable(store, row.path)
+    for row in rows:
+        if row.step not in steps and row.saved and row.saved.base in steps:
+            raise MismatchError(
+                f"{row.path}: step {row.step} would stay, and is stored as the difference to step {row.saved.base}; "
+                "delete both or neither"
+            )
     rest = (row for row in reversed(rows) if row.step not in steps)
     is_good = (inspect(row) == "good" for row in rest if row.state == "good")
     if any(row.state == "good" for row in chosen) and not any(is_good):
@@ -181,7 +187,8 @@ def remove_steps(
     pinned: deletes pinned steps too.
     """
     store = directory.steps.store
-    for row in rows:
+    # A step goes before the base that it is stored as the difference to.
+    for row in reversed(rows) if any(row.saved and row.saved.base is not None for row in rows) else rows:
         try:
             if _remove_one(directory, row, known.get(row.path), inspection, to, pinned):
                 done.deleted.append(row)
@@ -221,7 +228,7 @@ def _remove_one(
 
         check_copy = copy_verified(row.path, to)
         inspection.accept_newer_step(directory)  # Again, because copying and reading back may take long.
-    return directory.delete_listed(row.path, pinned=pinned, check=check)
+    return directory.remove(row.path, pinned=pinned, guard=check)()
 
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:

@@ -15,7 +15,7 @@ from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
-from ..keep import Policy, Saved
+from ..keep import Policy, Saved, with_bases
 from ..stores import survival
 from ..stores.file_io import is_folder
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
@@ -204,7 +204,9 @@ def _rows_to_delete(keep: Policy, rows: list[Row]) -> list[Row]:
     Steps that links lead to are included, so that the caller can say why they stay.
     """
     good = [row.saved for row in _valid_native(rows) if row.saved]
-    wanted = keep.kept(good) | {one.step for one in good[-1:]}
+    linked = {row.step for row in rows if row.linked_by}
+    stay = linked.union((one.step for one in good[-1:]), (row.step for row in rows if row.pinned or row.link))
+    wanted = keep.kept(good) | with_bases(good, stay) - linked
     unwanted = {one.step for one in good} - wanted
     unwanted.update(unwanted_emptied(good, [row.emptied for row in rows if row.emptied], keep.kept))
     return [row for row in rows if row.step in unwanted and not (row.pinned or row.link)]

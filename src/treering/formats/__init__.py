@@ -246,7 +246,7 @@ def for_path(path: str, name: str | None) -> Format:
     """
     if name is not None:
         return get(name)
-    if found := next((get(n) for n in names() if path.endswith(get(n).suffixes)), None):
+    if found := next((one for n in names() if path.endswith((one := _registered.get(n) or get(n)).suffixes)), None):
         return found
     if ending := next((ending for ending in _ONLY_READ if path.endswith(ending)), None):
         raise UnsupportedError(
@@ -266,9 +266,7 @@ def detect(store: Store, path: str) -> Format:
     reasons: list[str] = []
     with reading(path), store.glance(path):  # The formats ask for the same files, so the store caches its answers.
         for format in _all_formats():
-            with reading(path):
-                reason = format.refuses(store, path)
-            if reason is None:
+            if (reason := format.refuses(store, path)) is None:
                 return format
             reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.

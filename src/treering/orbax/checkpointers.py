@@ -10,7 +10,7 @@ from . import handlers, items, one_shot
 from .arguments import StandardRestore, StandardSave
 from .errors import CheckpointExistsError, check_processes, warn_unused
 from .metadata import StepMetadata
-from .namespaces import lookup
+from .namespaces import lacks, lookup
 from .options import MultiprocessingOptions
 
 __getattr__ = lookup("checkpointers")
@@ -20,6 +20,7 @@ __getattr__ = lookup("checkpointers")
 _OPTIONS = ("file_options", "atomicity_options", "checkpoint_metadata_store", "temporary_path_class", "write")
 
 
+@lacks("create_temporary_path", "get_temporary_path", "structure", "synchronize_next_awaitable_signal_operation_id")
 class Checkpointer:
     """Saves and restores checkpoints, each at a path of its own. A call returns when its checkpoint is durable.
 
@@ -132,6 +133,7 @@ class Checkpointer:
         self.close()
 
 
+@lacks("cancel")
 class AsyncCheckpointer(Checkpointer):
     """Saves in the background. A program that ends finishes the save first."""
 

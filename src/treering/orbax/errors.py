@@ -51,11 +51,11 @@ class NoEntryError(NotFoundError, KeyError):
     __str__ = NotFoundError.__str__
 
 
-class DeletionInProgressError(UnsupportedError):
+class DeletionInProgressError(UnsupportedError, RuntimeError):
     """A deletion is under way. Never raised: Treering deletes in one operation."""
 
 
-class DeletionRecoveryError(UnsupportedError):
+class DeletionRecoveryError(UnsupportedError, RuntimeError):
     """A deletion cannot be completed. Never raised: Treering deletes in one operation."""
 
 

@@ -4,7 +4,7 @@ import concurrent.futures
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from .namespaces import lookup
+from .namespaces import lacks, lookup
 
 __getattr__ = lookup("future")
 
@@ -17,6 +17,7 @@ class Future(Protocol):
         ...
 
 
+@lacks("cancel")
 class NoopFuture:
     """A future of no work."""
 
@@ -25,6 +26,7 @@ class NoopFuture:
         return None
 
 
+@lacks("cancel")
 class ChainedFuture:
     """A future that waits for others, and then calls a function."""
 
@@ -38,6 +40,7 @@ class ChainedFuture:
         self._call()
 
 
+@lacks("cancel")
 class CommitFutureAwaitingContractedSignals:
     """Runs a coroutine in a thread of its own. The adapter makes the directory first, so there is nothing to await.
 

@@ -1,13 +1,14 @@
 """The handlers of Orbax: bases for your own, and constructors that say the kind of an item."""
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MismatchError
 from . import arguments, registration
 from .errors import check_processes, warn_unused
-from .namespaces import lookup, unsupported_name
+from .namespaces import lacks, lookup, unsupported_name
 
 __getattr__ = lookup("handlers")
 
@@ -157,6 +158,7 @@ class ArrayCheckpointHandler(_ItemHandler):
         warn_unused("ArrayCheckpointHandler", checkpoint_name=(checkpoint_name, None))
 
 
+@lacks("checkpoint_restore_args", "checkpoint_save_args", "post_restore")
 class JaxRandomKeyCheckpointHandler(_ItemHandler):
     """Saves one PRNG key of JAX. A `key_name` has no effect, which is logged."""
 
@@ -164,6 +166,7 @@ class JaxRandomKeyCheckpointHandler(_ItemHandler):
         warn_unused("JaxRandomKeyCheckpointHandler", key_name=(key_name, None))
 
 
+@lacks("checkpoint_restore_args", "checkpoint_save_args", "post_restore")
 class NumpyRandomKeyCheckpointHandler(_ItemHandler):
     """Saves the state of NumPy's generator. A `key_name` has no effect, which is logged."""
 
@@ -171,14 +174,23 @@ class NumpyRandomKeyCheckpointHandler(_ItemHandler):
         warn_unused("NumpyRandomKeyCheckpointHandler", key_name=(key_name, None))
 
 
+@dataclasses.dataclass
 class CompositeOptions:
     """Options of `CompositeCheckpointHandler`, which have no effect here, which is logged."""
 
-    def __init__(self, **options: Any):
-        check_processes(options.pop("multiprocessing_options", None))
-        warn_unused("CompositeOptions", **{name: (value, None) for name, value in options.items()})
+    multiprocessing_options: Any = None
+    temporary_path_class: Any = None
+    file_options: Any = None
+    atomicity_options: Any = None
+    async_options: Any = None
+
+    def __post_init__(self) -> None:
+        check_processes(self.multiprocessing_options)
+        others = {name: (value, None) for name, value in vars(self).items() if name != "multiprocessing_options"}
+        warn_unused("CompositeOptions", **others)
 
 
+@lacks("metadata_from_temporary_paths")
 class CompositeCheckpointHandler(_ItemHandler):
     """Saves several items.
 

@@ -37,6 +37,7 @@ __all__ = [
     "restore_items",
     "save_items",
     "save_tree",
+    "with_levels",
 ]
 
 _log = logging.getLogger("treering")
@@ -124,17 +125,17 @@ def _tree_to_save(kind: Kind, args: Any) -> Any:
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
         _log.warning("ocdbt_target_data_file_size= has no effect; Treering chooses the sizes of files")
     if save_args is None:
-        return _with_levels(item, flat)
+        return with_levels(item, flat)
     given = walk.flatten_tree(save_args)
     by_path = dict(zip(given.paths, given.leaves, strict=True))
     places = {path for _, path, _ in skeleton.containers(flat.skeleton)}
     if rest := [path for path in by_path if path not in places]:
         raise MismatchError(f"save_args: expected the structure of the item, found also {join_names(tuple(rest))}")
     leaves = [_cast(path, leaf, by_path.get(path)) for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
-    return _with_levels(walk.unflatten(item, leaves, flat.structure), flat._replace(leaves=leaves))
+    return with_levels(walk.unflatten(item, leaves, flat.structure), flat._replace(leaves=leaves))
 
 
-def _with_levels(item: Any, flat: walk.FlatTree) -> Any:
+def with_levels(item: Any, flat: walk.FlatTree) -> Any:
     """Returns a tree with a level for each box of Flax, such as `value` for an NNX Variable, as Orbax saves it.
 
     A restore without a target has the level, too. Targets with and without boxes fit it.

@@ -15,12 +15,13 @@ from .._restore.array_placement import ambient_mesh
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError
 from .arguments import Composite
-from .namespaces import lookup
+from .namespaces import lacks, lookup
 from .tree_restore import structure_of
 
 __getattr__ = lookup("metadata")
 
 
+@lacks("from_deserialized_dict", "from_jax_sharding", "to_serialized_string")
 @dataclasses.dataclass(frozen=True)
 class ShardingMetadata:
     """The place of an array when it was saved, as the checkpoint records it."""
@@ -59,6 +60,7 @@ class ValueMetadata:
     directory: Any = dataclasses.field(default=None, compare=False)
 
 
+@lacks("from_shape_dtype_struct")
 @dataclasses.dataclass(frozen=True)
 class ArrayMetadata(ValueMetadata):
     """An array. `sharding` is None if it was a NumPy array."""

@@ -83,8 +83,8 @@ def reached_preemption(step: int) -> bool:
     return process_count() > 1 and bool(multihost_utils.reached_preemption_sync_point(step))
 
 
-def broadcast_one_to_all(pytree: Any, is_source: bool | None = None) -> Any:
+def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
     """Returns the tree of the source process, by default process 0, in all processes."""
     from jax.experimental import multihost_utils
 
-    return multihost_utils.broadcast_one_to_all(pytree, is_source=is_source)
+    return multihost_utils.broadcast_one_to_all(in_tree, is_source=is_source)

@@ -9,9 +9,11 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import UnsupportedNameError
+
+T = TypeVar("T")
 
 _ROOT = "treering.orbax"
 _POLICIES_TO_KEEP = (
@@ -184,6 +186,15 @@ _MISSING = {
     "partial.save_async",
     "delete the directory, or Checkpointer.delete(step)": "delete delete_async",
     "a save that has begun is finished; Checkpointer.delete(step) deletes it then": "cancel",
+    "Treering names what is temporary itself": "create_temporary_path get_temporary_path metadata_from_temporary_paths",
+    "use metadata": "structure",
+    "leave the call out: the adapter needs no signals": "synchronize_next_awaitable_signal_operation_id",
+    "pass the arguments to the save and the restore": "checkpoint_restore_args checkpoint_save_args post_restore",
+    "use the metadata of a checkpoint": "from_deserialized_dict from_jax_sharding from_shape_dtype_struct "
+    "to_serialized_string",
+    "a save names every leaf that it refuses": "validate_abstract_leaves_handleable validate_leaves_handleable",
+    "use treering.orbax.options": "AsyncOptions.v0 AtomicityOptions.v0 FileOptions.v0 MultiprocessingOptions.v0",
+    "use write_concurrent_bytes": "MemoryOptions.RegulatorOptions",
     "use load": "load_async",
     "use load_checkpointables": "load_checkpointables_async",
     "merge the dicts before the save": "merge",
@@ -282,6 +293,27 @@ def _advice_on_name(path: str) -> str:
 def refused(path: str) -> Any:
     """Returns a stand-in for a name of Orbax. Using it raises `UnsupportedNameError`."""
     return _Refused(path)
+
+
+class _MissingAttribute:
+    """Raises an error as soon as the program reads this attribute."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise unsupported_name(self._path)
+
+
+def lacks(*names: str) -> Callable[[type[T]], type[T]]:
+    """Decorates a class that lacks attributes of Orbax's class. Reading one raises `UnsupportedNameError`."""
+
+    def decorate(owner: type[T]) -> type[T]:
+        for name in names:
+            setattr(owner, name, _MissingAttribute(f"{owner.__name__}.{name}"))
+        return owner
+
+    return decorate
 
 
 def is_refused(value: Any) -> bool:

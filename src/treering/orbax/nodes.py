@@ -8,11 +8,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM
+from .._core.source import COMPOSITE, COMPOSITE_V1, HANDLER_FILES, JSON_ITEM
 
 
 class Composite(dict[str, Any]):
     """A tree whose children are the items of a checkpoint."""
+
+
+class CompositeV1(Composite):
+    """A `Composite` that is written as version 1 of Orbax does."""
 
 
 class HandlerFiles(dict[str, Any]):
@@ -28,13 +32,13 @@ class _JsonList(list[Any]):
 
 
 _JsonDict.__name__ = _JsonList.__name__ = JSON_ITEM
-Composite.__name__, HandlerFiles.__name__ = COMPOSITE, HANDLER_FILES
+Composite.__name__, CompositeV1.__name__, HandlerFiles.__name__ = COMPOSITE, COMPOSITE_V1, HANDLER_FILES
 
 
-def composite(items: Mapping[str, Any]) -> Composite:
-    """Returns a tree of items."""
+def composite(items: Mapping[str, Any], *, version_1: bool = False) -> Composite:
+    """Returns a tree of items, for Orbax's version 1 or the older one."""
     _register()
-    return Composite(items)
+    return CompositeV1(items) if version_1 else Composite(items)
 
 
 def handler_files(files: Mapping[str, Any]) -> HandlerFiles:
@@ -55,7 +59,7 @@ def _register() -> None:
     """Registers the containers with JAX, once."""
     from jax.tree_util import SequenceKey, register_pytree_with_keys
 
-    for kind, order in ((Composite, sorted), (HandlerFiles, sorted), (_JsonDict, list)):
+    for kind, order in ((Composite, sorted), (CompositeV1, sorted), (HandlerFiles, sorted), (_JsonDict, list)):
         register_pytree_with_keys(
             kind,
             functools.partial(_children, order),

@@ -11,13 +11,14 @@ from typing import Any
 from .. import formats, stores
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
+from .._run.removal import remove
+from .._run.run_layout import RunLayout
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
 from ..formats.orbax import removal
 from ..formats.orbax.owned_files import owned_files
 from ..formats.treering import pins, summary
-from ..formats.treering import removal as native_removal
 from ..stores.file_io import files_in, is_folder
 from ..stores.store import Store
 from . import handler_files, items, registration
@@ -95,7 +96,7 @@ def _replace(place: str, mark: str) -> None:
         raise
     store.settle(posixpath.dirname(place))
     if summary.stat_manifest(store, old) is not None:
-        native_removal.unpublish(store, old)()
+        remove(store, old, RunLayout(shared_with_orbax=True))()
     else:
         _remove_orbax(store, old)
     if store.stat(old) is not None:

@@ -1,6 +1,8 @@
 """The namespace `step` of Orbax: names of steps, and the steps in a directory."""
 
 import dataclasses
+import datetime
+import errno
 import os
 import posixpath
 import re
@@ -11,6 +13,7 @@ from .. import stores
 from .._run import run_layout
 from .._run.run_layout import steps
 from ..formats.orbax.schema import UNFINISHED
+from .errors import warn_unused
 from .namespaces import lookup
 
 __getattr__ = lookup("step")
@@ -70,16 +73,43 @@ class Metadata:
     step: int
     path: Any
 
+    @property
+    def commit_timestamp_nsecs(self) -> int | None:
+        """The time of the commit, in nanoseconds since 1970; None if it is not recorded."""
+        from .._run.open import open_checkpoint
+
+        created = open_checkpoint(os.fspath(self.path)).created
+        return None if created is None else int(created.timestamp() * 1_000_000) * 1000
+
+    @property
+    def init_timestamp_nsecs(self) -> int | None:
+        """The same time: Treering records one for each checkpoint."""
+        return self.commit_timestamp_nsecs
+
+    @property
+    def commit_timestamp(self) -> datetime.datetime:
+        """The time of the commit in UTC, or else that of the last change of the directory."""
+        if (recorded := self.commit_timestamp_nsecs) is not None:
+            return datetime.datetime.fromtimestamp(recorded / 1e9, datetime.UTC)
+        place = stores.absolute(self.path)
+        if (there := stores.get(place).stat(place)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        return datetime.datetime.fromtimestamp(there.modified, datetime.UTC)
+
 
 def standard_name_format(
     step_prefix: str | None = None,
     step_format_fixed_length: int | None = None,
     single_host_load_and_broadcast: bool = False,
-    **options: Any,
+    temporary_path_cls: Any = None,
+    atomicity_options: Any = None,
 ) -> StandardNameFormat:
-    """Returns the way to name steps. Raises `TypeError` for other options."""
-    if options:
-        raise TypeError(f"standard_name_format: unexpected arguments: {', '.join(options)}")
+    """Returns the way to name steps. The last two options have no effect, which is logged."""
+    warn_unused(
+        "standard_name_format",
+        temporary_path_cls=(temporary_path_cls, None),
+        atomicity_options=(atomicity_options, None),
+    )
     return StandardNameFormat(step_prefix, step_format_fixed_length, single_host_load_and_broadcast)
 
 

@@ -121,25 +121,25 @@ def from_flat_dict(flat_dict: Any, target: Any = None, sep: str | None = None, *
     return made
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(x: Any) -> bool:
     """Returns True for a Python number or a scalar of NumPy."""
-    return isinstance(value, int | float | np.number)
+    return isinstance(x, int | float | np.number)
 
 
-def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None, support_format: bool = False) -> Any:
+def to_shape_dtype_struct(arr: Any, dtype: Any = None, scalar_dtype: Any = None, support_format: bool = False) -> Any:
     """Returns the shape of an array or of its metadata as a leaf of a template, and anything without a shape as it is.
 
     dtype: the dtype of the result; by default that of the array.
     scalar_dtype: the Python type that a number becomes.
     support_format: True to take the layout of the array, too.
     """
-    if isinstance(x, bool | int | float | complex):
-        return x if scalar_dtype is None else scalar_dtype(x)
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        return x
-    place = getattr(x, "format", None) if support_format else None
-    place = real_sharding(getattr(x, "sharding", None)) if place is None else place
-    return jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype, sharding=place)
+    if isinstance(arr, bool | int | float | complex):
+        return arr if scalar_dtype is None else scalar_dtype(arr)
+    if not (hasattr(arr, "shape") and hasattr(arr, "dtype")):
+        return arr
+    place = getattr(arr, "format", None) if support_format else None
+    place = real_sharding(getattr(arr, "sharding", None)) if place is None else place
+    return jax.ShapeDtypeStruct(arr.shape, arr.dtype if dtype is None else dtype, sharding=place)
 
 
 def fully_replicated_host_local_array_to_global_array(arr: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ def aligned(size: int) -> memoryview:
     Large buffers ask for huge pages. The kernel splits a direct write from scattered small pages into many requests,
     which takes half as long again.
     """
-    size = max(round_up(size), PAGE)
+    size = max(-(-size // PAGE) * PAGE, PAGE)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

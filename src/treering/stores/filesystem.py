@@ -34,8 +34,10 @@ class Filesystem:
         self._sinks: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
 
     def stat(self, path: str) -> Stat | None:
-        found = self.disk.stat(path)
-        return found and _stat(found)
+        if (found := self.disk.stat(path)) is None:
+            return None
+        kind = "file" if stat.S_ISREG(found.st_mode) else "folder" if stat.S_ISDIR(found.st_mode) else "other"
+        return Stat(kind, found.st_size, found.st_mtime_ns / 1e9, (found.st_ino, found.st_mtime_ns, found.st_size))
 
     def list(self, path: str) -> "list[str]":
         return self.disk.list(path)
@@ -91,7 +93,7 @@ class Filesystem:
         sink = FileSink.linked(self.disk, new)
         try:
             found = self.disk.stat(new)
-            if found is None or _stat(found).version != old.version:
+            if found is None or (found.st_ino, found.st_mtime_ns, found.st_size) != old.version:  # as in `stat`
                 raise FileNotFoundError(errno.ENOENT, "deleted or replaced", old.path)
             folder = self.disk.stat(os.path.dirname(new))
             if folder and _has_access_of_new(found, folder):
@@ -185,8 +187,3 @@ def _has_access_of_new(file: os.stat_result, folder: os.stat_result) -> bool:
     """
     same_group = file.st_gid == folder.st_gid or (file.st_mode >> 3 ^ file.st_mode) & 0o7 == 0
     return file.st_uid == folder.st_uid and same_group and file.st_mode & 0o577 == folder.st_mode & 0o444
-
-
-def _stat(found: os.stat_result) -> Stat:
-    kind = "file" if stat.S_ISREG(found.st_mode) else "folder" if stat.S_ISDIR(found.st_mode) else "other"
-    return Stat(kind, found.st_size, found.st_mtime_ns / 1e9, (found.st_ino, found.st_mtime_ns, found.st_size))

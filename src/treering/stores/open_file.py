@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from .._threads.forks import free_in_children
 from .._threads.pool import in_parallel
@@ -66,12 +67,12 @@ class File:
         if self._version is not None and self._disk.version(fd) != self._version:
             raise ReplacedError(f"{self.path}: another program wrote into it while it was open; open it again")
 
-    @contextlib.contextmanager
-    def _descriptor(self) -> Iterator[int]:
+    def _descriptor(self) -> AbstractContextManager[int]:
         """Yields the descriptor. A watched file does not fall asleep meanwhile."""
-        if self._version is None:
-            yield self._fd
-            return
+        return contextlib.nullcontext(self._fd) if self._version is None else self._watched_descriptor()
+
+    @contextlib.contextmanager
+    def _watched_descriptor(self) -> Iterator[int]:
         with self._lock:
             if self._asleep:
                 self._wake(self._asleep)

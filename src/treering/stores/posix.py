@@ -281,12 +281,15 @@ class Disk:
 
     def stat(self, path: str) -> os.stat_result | None:
         """Returns the `stat` of a path, or None if nothing exists at the path."""
-        try:
-            return retry_stale(lambda: os.stat(path))
-        except OSError as error:
-            if error.errno not in _ABSENT_ERRNOS:
-                raise
-            return None
+        for _ in range(_LOOKUP_ATTEMPTS):
+            try:
+                return os.stat(path)
+            except OSError as error:
+                if error.errno not in _ABSENT_ERRNOS:
+                    raise
+                if error.errno != errno.ESTALE:
+                    break
+        return None
 
     def list(self, path: str) -> list[str]:
         """Returns the names in a directory, sorted; none if it does not exist."""
@@ -371,12 +374,12 @@ class Disk:
         """Makes the names in a directory durable."""
         if sys.platform == "win32":
             return
-        itself = _fd_or_path(path)
-        fd = os.open(path, os.O_RDONLY) if isinstance(itself, str) else itself
+        opened = path.fd if isinstance(path, Opened) else None
+        fd = os.open(path, os.O_RDONLY) if opened is None else opened
         try:
             os.fsync(fd)
         finally:
-            if fd != itself:
+            if opened is None:
                 os.close(fd)
 
     # Writing
@@ -503,18 +506,17 @@ class Disk:
         if isinstance(path, Entry):
             flags |= getattr(os, "O_NOFOLLOW", 0)
         name, dir_fd = _dir_relative(path)
-        no_file = CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
+        flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
         try:
-            flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
             fd = retry_stale(lambda: os.open(name, flags, dir_fd=dir_fd))
         except OSError as error:
-            if error.errno in _NOT_A_FILE_ERRNOS:
-                raise no_file from None
-            raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            if error.errno not in _NOT_A_FILE_ERRNOS:
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
             os.close(fd)
-            raise no_file
-        return fd
+        raise CorruptError(f"{path}: expected a file, found a folder, a pipe, a device or a loop of links")
 
     def open_dir(self, path: str) -> int:
         """Opens a directory, to lock it or to work in it. Raises `NotADirectoryError` for a link to one."""

@@ -29,7 +29,7 @@ def clear_steps(local: PlainRun, remote: PlainRun, missing: Callable[[], list[in
                 continue
             try:
                 local.check_unpinned_and_unlinked(path, pinned=True)
-                local.delete_listed(path, pinned=True)
+                local.remove(path, pinned=True)()
                 removed += 1
             except LeaseLostError:
                 raise

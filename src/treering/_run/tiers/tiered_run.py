@@ -215,8 +215,8 @@ class TieredRun(TierReads):
                 _log.exception("%s: the lease of the run was not released", one.root)
         return problem
 
-    def prepare_delete(self, path: str) -> None:
-        self._side(path).prepare_delete(path)
+    def remove(self, path: str, *, guard: Callable[[], None] | None = None) -> Callable[[], bool]:
+        return self._side(path).remove(path, guard=guard)
 
     def pin(self, step: int, wanted: bool) -> None:
         places = self.step_copies(step)

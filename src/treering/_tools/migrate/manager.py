@@ -46,6 +46,8 @@ def make(program: Program, call: cst.Call, treering: str) -> Made:
     if (n := given.pop("options", None)) is not None and not options.is_none(call.args[n].value):
         more, best = options.translate(program, call.args[n].value, n, treering, remarks)
         new += more
+    else:
+        new.append(options.prefix_of_steps())
     for name, n in given.items():
         raise UnknownForm(call.args[n], f"{name}= has no counterpart that migrate knows")
     return Made(NewCall(f"{treering}.Checkpointer", new), Run(old_style, best), remarks)

@@ -25,6 +25,8 @@ class Finding(NamedTuple):
 class Migration:
     """The result: files that change, findings, and files that could not be read or written, with the reasons.
 
+    The lines of findings are those of the files as they are now.
+
     `looked_at` counts the programs that were read. Links were not, and of notebooks nothing is changed.
     """
 
@@ -70,13 +72,15 @@ def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migra
             line, reason = (error.line, error.reason) if isinstance(error, Unreadable) else (1, "nested too deeply")
             result.findings.append(Finding(name, line, f"not changed: {reason}"))
             continue
-        result.findings += [Finding(name, line, what) for line, what in done.findings]
+        lines: dict[int, int] = {}
         if done.after != source:
             with _noting_failure(name, result):
                 if write:
                     _write(name, source, done.after)
+                    lines = _new_lines(*done.texts)
                 result.changed.append(name)
                 result.diff += _diff(os.path.relpath(name, base or "."), *done.texts)
+        result.findings += [Finding(name, lines.get(line, line), what) for line, what in done.findings]
     for name in found.notebooks:
         with _noting_failure(name, result):
             if _mentions_orbax(_read(name)):
@@ -123,6 +127,16 @@ def _mentions_orbax(source: bytes) -> bool:
 def _diff(name: str, before: str, after: str) -> str:
     lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{name}", f"b/{name}")
     return "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n" for one in lines)
+
+
+def _new_lines(before: str, after: str) -> dict[int, int]:
+    """Returns the numbers of lines after a change by those before it. A line that is gone has that of its place."""
+    found: dict[int, int] = {}
+    matcher = difflib.SequenceMatcher(None, _lines(before), _lines(after), autojunk=False)
+    for _, begin, end, new_begin, new_end in matcher.get_opcodes():
+        last = max(new_end - 1, new_begin)
+        found.update((line + 1, min(new_begin + line - begin, last) + 1) for line in range(begin, end))
+    return found
 
 
 def _lines(text: str) -> list[str]:

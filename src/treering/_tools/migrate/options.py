@@ -44,13 +44,18 @@ def translate(
     period, most = given.pop("keep_period", None), given.pop("max_to_keep", None)
     if most:
         new.append(("keep", _policy(treering, get("max_to_keep"), best, get("keep_period") if period else None)))
-    if prefix := given.pop("step_prefix", None):
-        if not isinstance(prefix, cst.SimpleString):
-            raise UnknownForm(prefix, "step_prefix= is not a text")
-        new.append(("prefix", text(f"{prefix.evaluated_value}_")))
+    prefix = given.pop("step_prefix", None)
+    if prefix is not None and not isinstance(prefix, cst.SimpleString):
+        raise UnknownForm(prefix, "step_prefix= is not a text")
+    new.append(prefix_of_steps(prefix))
     for name, node in given.items():
         raise UnknownForm(node, f"{name}= has no counterpart that migrate knows")
     return new, best
+
+
+def prefix_of_steps(given: cst.SimpleString | None = None) -> tuple[str, Part]:
+    """Returns the argument with which the steps have Orbax's names. The adapter may have saved some of the run."""
+    return "prefix", text(f"{given.evaluated_value}_" if given and given.evaluated_value else "")
 
 
 def _policy(treering: str, most: Part, best: Best | None, period: Part | None) -> Part:

@@ -24,7 +24,7 @@ def parse(data: bytes) -> Any:
         object_pairs_hook=unique,
         parse_constant=_refuse,
         parse_float=_finite,
-        parse_int=_integer if _may_have_minus_zero(data) else None,
+        parse_int=_integer if b"-" in data and _may_have_minus_zero(data) else None,
     )
     if b"\\u" in data:
         json.dumps(top, ensure_ascii=False).encode()
@@ -52,7 +52,7 @@ def parse_typed(data: bytes, types: Mapping[str, Any]) -> dict[str, Any]:
 def _value(raw: bytes, type: Any) -> Any:
     if type is None:
         return parse(raw)
-    if b"{" in raw or b"\\u" in raw or _may_have_minus_zero(raw):
+    if b"{" in raw or b"\\u" in raw or (b"-" in raw and _may_have_minus_zero(raw)):
         return msgspec.convert(parse(raw), type)
     return msgspec.json.decode(raw, type=type)  # `msgspec` itself enforces all the other rules of `parse`.
 
@@ -74,13 +74,13 @@ def is_plain(data: bytes | bytearray, keys: int) -> bool:
     only quotation marks are escaped. A larger count reveals a key that occurs twice.
     """
     blanks = (b" ", b"\n", b"\r", b"\t")
-    if not data.isascii() or any(one in data for one in blanks) or _may_have_minus_zero(data):
+    if not data.isascii() or any(one in data for one in blanks) or (b"-" in data and _may_have_minus_zero(data)):
         return False
     return data.count(b"\\") == data.count(b'\\"') and data.count(b'":') - data.count(b'\\":') == keys
 
 
 def _may_have_minus_zero(data: bytes | bytearray) -> bool:
-    return b"-" in data and b"-0" in data and (data.endswith(b"-0") or any(one in data for one in _MINUS_ZERO))
+    return b"-0" in data and (data.endswith(b"-0") or any(one in data for one in _MINUS_ZERO))
 
 
 def _integer(text: str) -> int:

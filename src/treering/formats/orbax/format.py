@@ -12,19 +12,22 @@ Trees have the containers that Orbax records: tuples have become lists, named tu
 other node without children ``None``. A folder without a mark of completion is not a checkpoint.
 
 Treering writes a tree directly into a folder, in an OCDBT database of zarr 2, for ``StandardCheckpointer().restore``
-and version 1's ``load``. With the option ``composite=True`` it writes one item for each key at the top of the tree,
-for the ``args.Composite`` of a ``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or,
-if it holds numbers or text and no arrays, values in JSON. An iterator of Grain is an item, too.
+and version 1's ``load``. A step whose number is the name of its folder (``30``, ``ckpt_30``) becomes one of a
+``CheckpointManager``: the tree is its item ``default``, and the items of a step of the adapter stay items. With the
+option ``composite=True``, Treering writes one item for each key at the top of the tree, for the ``args.Composite`` of a
+``CheckpointManager`` and version 1's ``load_checkpointables``. An item is a tree or, if it holds numbers or text and no
+arrays, values in JSON. An iterator of Grain is an item, too.
 """
 
 import errno
 import os
 import posixpath
+import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
+from ..._core.leaf_paths import join_names
 from ..._core.source import Source
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.file_io import is_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
@@ -45,6 +48,8 @@ from .schema import (
     tree_file,
 )
 
+_DEFAULT_PREFIXES = ("", "checkpoint_")  # of Orbax, and of Flax, which saves through Orbax
+
 
 class Orbax(ZarrFolders):
     """See `treering.formats.Format`."""
@@ -52,6 +57,7 @@ class Orbax(ZarrFolders):
     name = "orbax"
     suffixes = ()
     boxes = ("variable", "axis-metadata")
+    holds_iterators = True
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -72,8 +78,8 @@ class Orbax(ZarrFolders):
             items = [name for name in names if _is_tree(store, posixpath.join(path, name))]
         except OSError as error:
             return refusal(error, path)
-        if any(map(STEP.fullmatch, [*checkpoints, *items])):
-            return "it is a folder of steps"
+        if steps := [found for name in (*checkpoints, *items) if (found := STEP.fullmatch(name))]:
+            return _several_runs_error(path, steps) or "it is a folder of steps"
         if checkpoints:  # an item of a checkpoint has no such file
             return f"it is a folder of checkpoints; open one of them by its own path: {', '.join(checkpoints)}"
         return None if items else f"it is a folder without {CHECKPOINT} and {TREE}"
@@ -97,7 +103,8 @@ class Orbax(ZarrFolders):
             if found and is_step(self, store, posixpath.join(folder, name)):
                 runs.setdefault(found[1], {}).setdefault(int(found[2]), name)
         # Steps of several prefixes belong to several runs, and nothing says which of them the user means.
-        return runs.get("") or (next(iter(runs.values())) if len(runs) == 1 else {})
+        of_defaults = next((runs[prefix] for prefix in _DEFAULT_PREFIXES if prefix in runs), None)
+        return of_defaults or (next(iter(runs.values())) if len(runs) == 1 else {})
 
     def damaged_steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
         # On a disk, Orbax commits by renaming the folder. In a bucket, the name alone commits nothing.
@@ -122,21 +129,25 @@ class Orbax(ZarrFolders):
             kept.append("step")
         return kept
 
-    def check_iterators(self, contents: Source, *, composite: Any = False, **_: Any) -> None:
-        """Raises `UnsupportedError` for the iterators of a tree that cannot be items."""
-        from .iterators import no_item, refused
-
-        found = {path: entry for path, entry in contents.entries.items() if entry.type == "iterator"}
-        reasons = {
-            path: refused(one) if composite and "/" not in path else no_item(path) for path, one in found.items()
-        }
-        if lines := [f"  {path or '(root)'}: {reason}" for path, reason in reasons.items() if reason]:
-            raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *lines]))
-
     def _writer(self) -> Callable[..., int]:
         from .write import write
 
         return write
+
+
+def _several_runs_error(folder: str, steps: Sequence[re.Match[str]]) -> str | None:
+    """Returns the reason why a folder with steps of several runs is no run; None if the run is clear."""
+    latest: dict[str, re.Match[str]] = {}
+    for step in sorted(steps, key=lambda step: int(step[2])):
+        latest[step[1]] = step
+    if len(latest) == 1 or any(prefix in latest for prefix in _DEFAULT_PREFIXES):
+        return None
+    paths = tuple(posixpath.join(folder, step[0]) for _, step in sorted(latest.items()))
+    return (
+        f"it has steps of {len(latest)} prefixes, perhaps of different runs: "
+        f"{join_names(tuple(map(repr, sorted(latest))))}; open one step by its path ({join_names(paths)}), or give "
+        "each run its own folder"
+    )
 
 
 def _is_committed(store: Store, path: str) -> bool:

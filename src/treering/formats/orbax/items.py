@@ -20,10 +20,11 @@ from .tree import MAX_LEVELS, Tree, read_remnant, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 METRICS = "metrics"
-_UNNAMED_ITEMS = {
-    False: ("default",),
+DEFAULT = "default"  # the only item of a step of a manager
+UNNAMED_ITEMS = {  # Orbax's names of an only item; True: version 1, since 0.12 and before
+    False: (DEFAULT,),
     True: ("state", "pytree"),
-}  # Orbax's names of an only item; True: version 1
+}
 _ARRAY = "checkpoint"  # the name of an array that is an item, within the item's folder
 _KEY_FILE, _KEY_METADATA = (
     f"jax_random_key/{_ARRAY}",
@@ -78,7 +79,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         return Items(tree, metrics or {}, damage)
     gone = [name for name in expected if name not in names]
     left_out: list[str] = []
-    if len(names) == 1 and names[0] in _UNNAMED_ITEMS[version_1] and not gone:
+    if len(names) == 1 and names[0] in UNNAMED_ITEMS[version_1] and not gone:
         tree = _read_item(store, posixpath.join(path, names[0]), None, handlers.get(names[0]), left_out)
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0], left_out)
@@ -97,7 +98,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
     for name in gone:
         trees[name] = Tree.lost(key_text(name), f"{path}: expected the item {name!r}, found no folder of it")
     if left_out and not trees:  # The step counts, because handlers of a program can restore it.
-        level = names[0] if names[0] in _UNNAMED_ITEMS[version_1] and len(names) == 1 else ""
+        level = names[0] if names[0] in UNNAMED_ITEMS[version_1] and len(names) == 1 else ""
         return Items(_merge_trees({}), metrics or {}, damage, level, left_out, None if level else ())
     made = _merge_trees({name: trees[name] for name in sorted(trees)})
     if all(isinstance(entry, LostEntry) for entry in made.entries):

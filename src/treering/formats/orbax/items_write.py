@@ -8,7 +8,7 @@ from ..._core.describe import rename_code
 from ..._core.entries import ArrayEntry, Entry, IteratorEntry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
-from ..._core.source import COMPOSITE, HANDLER_FILES, JSON_ITEM, Source
+from ..._core.source import COMPOSITE, COMPOSITE_V1, HANDLER_FILES, JSON_ITEM, Source
 from ..._core.values import encode
 from .._shared.safety import problems_of_names
 from . import iterators
@@ -42,7 +42,8 @@ def items_of(contents: Source) -> Items:
 
     An iterator of Grain is an item, as Grain's `CheckpointSave` writes it.
 
-    If the tree is a `COMPOSITE`, an item of the class `JSON_ITEM` is JSON, and one that is a number, text or None.
+    If the tree is a `COMPOSITE`, an item of the class `JSON_ITEM` is JSON, and one that is a number, text or None. In
+    version 1, a leaf is a tree.
 
     The metrics become an item, too, because a `CheckpointManager` looks for them there.
     """
@@ -55,15 +56,17 @@ def items_of(contents: Source) -> Items:
     files: dict[str, Mapping[str, ArrayEntry]] = {}
     states: dict[str, IteratorEntry] = {}
     problems: list[str] = []
-    marked = skeleton[0].name == COMPOSITE
+    version_1 = skeleton[0].name == COMPOSITE_V1
+    marked = version_1 or skeleton[0].name == COMPOSITE
     for name, part, entries in _divided(skeleton, skeleton[0], contents.entries.values()):
         leaves = list(leaves_of(part, entries))
         plain = all(entry.type in _JSON for entry in entries) and any(entry.type != "none" for entry in entries)
-        is_value = not isinstance(part[0], Node) and all(entry.type in _JSON for entry in entries)
+        is_leaf = not isinstance(part[0], Node)
+        is_value = is_leaf and not version_1 and all(entry.type in _JSON for entry in entries)
         is_json = _is_of(part, JSON_ITEM) or is_value if marked else plain
-        state = entries[0] if entries and not isinstance(part[0], Node) else None
+        state = entries[0] if entries and is_leaf else None
         is_state = isinstance(state, IteratorEntry)
-        if reason := _refused(name, part, is_one=is_state or (marked and is_json)):
+        if reason := _refused(name, part, is_one=is_state or (marked and is_json) or (version_1 and is_leaf)):
             problems.append(f"  {name or repr(name)}: {reason}")
         elif isinstance(state, IteratorEntry):
             states[name] = state
@@ -104,7 +107,7 @@ def _divided(skeleton: Skeleton, top: Node, entries: Iterable[Entry]) -> Iterato
 def _refused(name: str, part: Skeleton, *, is_one: bool) -> str | None:
     """Returns the reason why the subtree below a key cannot be an item; None if it can.
 
-    is_one: True if a leaf is an item, because it is the state of an iterator, or marked as JSON.
+    is_one: True if a leaf is an item, because it is the state of an iterator, marked as JSON, or a tree of version 1.
     """
     if not is_one and not isinstance(part[0], Node):
         own = rename_code(name, f"group/{name}")

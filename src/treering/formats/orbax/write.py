@@ -1,4 +1,7 @@
-"""Writes Orbax: one tree in a folder or, with `composite=True`, an item for each key at the top of the tree."""
+"""Writes Orbax: one tree in a folder or, with `composite=True`, an item for each key at the top of the tree.
+
+A step whose folder has its number in its name is one of a `CheckpointManager`: the tree is then the item `default`.
+"""
 
 import json
 import posixpath
@@ -7,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._core.boxes import full_box
-from ..._core.source import Source
+from ..._core.skeleton import Node
+from ..._core.source import COMPOSITE_V1, Source, item_names
 from ..._processes.calls import Call
 from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
@@ -20,14 +24,15 @@ from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import write_folder
 from .._zarr.writer import Writer
 from . import iterators
-from .items import METRICS, VALUES
+from .items import DEFAULT, METRICS, VALUES
 from .items_write import Items, is_files, items_of
 from .owned_files import NAMES, owned_files
-from .schema import CHECKPOINT, COMMITTED, UNFINISHED
+from .schema import CHECKPOINT, COMMITTED, STEP, UNFINISHED
 from .tree_write import add_arrays, leaves_of, problems_of, put, write_rest
 
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _OF_TREES = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
+_OF_TREES_V1 = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 _OF_VALUES = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 
 
@@ -46,10 +51,16 @@ def write(
         raise UnsupportedError(
             f"{path}: Orbax treats a folder with {UNFINISHED!r} in its name as unfinished; choose another name"
         )
-    items = items_of(contents) if _is_composite(**options) else _only_tree(contents)
+    of_manager = is_step_of_manager(path, contents)
+    if _is_composite(**options) or (of_manager and item_names(contents) is not None):
+        items = items_of(contents)
+    else:
+        items = _only_tree(contents, of_manager=of_manager)
     if items.problems:
         raise UnsupportedError("\n".join(["format='orbax' cannot hold these leaves:", *items.problems]))
-    handlers = dict.fromkeys(items.trees, _OF_TREES) | dict.fromkeys(items.values, _OF_VALUES)
+    root = contents.skeleton[0] if contents.skeleton else None
+    of_trees = _OF_TREES_V1 if isinstance(root, Node) and root.name == COMPOSITE_V1 else _OF_TREES
+    handlers = dict.fromkeys(items.trees, of_trees) | dict.fromkeys(items.values, _OF_VALUES)
     handlers |= dict.fromkeys(items.iterators, iterators.HANDLER)
     # A handler may have written a file of that name itself.
     own = [name for name, files in items.files.items() if COMMITTED in files]
@@ -92,7 +103,10 @@ def write(
                     opened.write(content)
         for name, value in items.values.items():
             put(store, posixpath.join(folder, name, METRICS if name == METRICS else VALUES[0]), json.dumps(value))
-        put(store, posixpath.join(folder, CHECKPOINT), _checkpoint(contents, handlers.get("", handlers), begun))
+        # The policies of a manager need the time of the commit of each step.
+        committed = int(contents.created.timestamp() * 1e9) if of_manager and contents.created else time.time_ns()
+        about = _checkpoint(contents, handlers.get("", handlers), min(begun, committed), committed)
+        put(store, posixpath.join(folder, CHECKPOINT), about)
         for mark in marks:
             put(store, posixpath.join(folder, mark), "committed")
 
@@ -114,25 +128,32 @@ def _is_composite(*, composite: Any = False, **unknown: Any) -> bool:
     return composite
 
 
-def _only_tree(contents: Source) -> Items:
-    """Returns the entire tree as the only item, directly in the folder."""
+def is_step_of_manager(path: str, contents: Source) -> bool:
+    """Returns True if a folder has the name that a `CheckpointManager` gives to the step that the contents are."""
+    found = STEP.fullmatch(posixpath.basename(path))
+    return found is not None and int(found[2]) == contents.step
+
+
+def _only_tree(contents: Source, *, of_manager: bool) -> Items:
+    """Returns the entire tree as the only item: `default` with the metrics, or directly in the folder."""
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
     if is_files(contents.skeleton):
         return Items({}, {}, ["  (root): the files of a handler; make them an item among several"])
-    return Items({"": leaves}, {}, list(problems_of(leaves)))
+    values = {METRICS: dict(contents.metrics)} if of_manager and contents.metrics else {}
+    return Items({DEFAULT if of_manager else "": leaves}, values, list(problems_of(leaves)))
 
 
 def _within(folder: str, name: str) -> str:
     return posixpath.join(folder, name) if name else folder
 
 
-def _checkpoint(contents: Source, handlers: Mapping[str, str] | str, begun: int) -> Any:
+def _checkpoint(contents: Source, handlers: Mapping[str, str] | str, begun: int, committed: int) -> Any:
     return {
         "item_handlers": handlers,
         "metrics": dict(contents.metrics),
         "performance_metrics": {},
         "init_timestamp_nsecs": begun,
-        "commit_timestamp_nsecs": time.time_ns(),
+        "commit_timestamp_nsecs": committed,
         "custom_metadata": contents.metadata if isinstance(contents.metadata, dict) else {},
     }

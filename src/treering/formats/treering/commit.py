@@ -154,8 +154,9 @@ class Transaction(SaveFiles):
                 self.store.delete_all(self.path, replaced)
             if self.store.has_locks:
                 collect_garbage(self.store, self.path)
-        with logging_errors(self.path):
-            self.store.delete_all(self.path, self._orphans)
+        if self._orphans:
+            with logging_errors(self.path):
+                self.store.delete_all(self.path, self._orphans)
 
     def abort(self) -> None:
         """Removes everything that this save wrote, unless it is committed, in doubt, or cannot be rolled back."""

@@ -16,6 +16,7 @@ class Native:
     name = "treering"
     suffixes: tuple[str, ...] = ()
     boxes: tuple[str, ...] = ()
+    holds_iterators = True
 
     def refuses(self, store: Store, path: str) -> str | None:
         return None if store.stat(posixpath.join(path, MANIFEST)) else f"there is no {MANIFEST}"
@@ -30,9 +31,6 @@ class Native:
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return INFO_FIELDS
-
-    def check_iterators(self, contents: Source, **options: Any) -> None:
-        """Accepts all: this format holds the states of every iterator."""
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError("treering._save writes the native format, because it uses several threads and processes")

@@ -1,34 +1,46 @@
 """Defines the fields of the manifest as types. `manifest` reads and writes them; `validity` checks their rules."""
 
 import datetime
+import itertools
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..._core.entries import ArrayEntry, StatesEntry, ValueEntry
-from ..._core.skeleton import Node
+from ..._core.entries import ArrayEntry, DeltaEntry, StatesEntry, ValueEntry
+from ..._core.skeleton import Node, Skeleton, containers
+from ..._core.source import Boxes
 from ..._core.values import MAX_EXACT_INT
 from ..._threads.preload_decoders import preload_decoders
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
+_Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 STATES = "iterator-states"  # the feature of an array that is the states of an iterator
+DELTA = "differences"  # the feature of an array that is stored as its difference to that of an earlier checkpoint
 
 
 class ExtendedPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     """The place of an array that only releases with certain features can read.
 
     requires: the features.
-    lengths, where: for the feature `STATES`, the bytes of the state of each process, and the place of the array. For
-        other features, this release does not know their meaning.
+    where: the place of the stored bytes.
+    lengths: for the feature `STATES`, the bytes of the state of each process.
+    nbytes, count, gap, base, xxh3: for the feature `DELTA`; see `Delta`.
+
+    For other features, this release does not know the meaning of these fields.
     """
 
     requires: tuple[str, ...]
     lengths: Any = None
     where: Any = None
+    nbytes: Any = None
+    count: Any = None
+    gap: Any = None
+    base: Any = None
+    xxh3: Any = None
 
     def __hash__(self) -> int:  # The other fields may be lists, which have no hash.
-        return hash(self.requires)
+        return hash((self.requires, repr(self.xxh3), repr(self.where)))
 
 
 class ArrayRow(
@@ -46,20 +58,66 @@ class ArrayRow(
     @property
     def unknown(self) -> tuple[str, ...]:
         """The features that the array requires and that this release does not have."""
-        return self.where.requires if isinstance(self.where, ExtendedPlace) and self.where.requires != (STATES,) else ()
+        where = self.where
+        return (
+            where.requires if isinstance(where, ExtendedPlace) and where.requires not in ((STATES,), (DELTA,)) else ()
+        )
 
     def of_states(self) -> "tuple[tuple[int, ...], ArrayRow] | None":
         """Returns the lengths of an iterator's states in bytes, and the array of their bytes; None for other arrays.
 
         Raises `ValueError` or `msgspec.ValidationError` for a row that breaks the format.
         """
-        if not isinstance(self.where, ExtendedPlace) or self.unknown:
+        if not isinstance(self.where, ExtendedPlace) or self.where.requires != (STATES,):
             return None
         lengths = msgspec.convert(self.where.lengths, tuple[_Natural, ...])
         where = msgspec.convert(self.where.where, int | tuple[int, int])
         if not lengths or (self.type, self.dtype, self.shape) != ("numpy", "uint8", (sum(lengths),)):
             raise ValueError(f"{self.path!r:.100} has states of {list(lengths)!r:.100} bytes, which it cannot have")
         return lengths, ArrayRow(self.path, self.type, self.dtype, self.shape, self.impl, where)
+
+    def of_delta(self) -> "Delta | None":
+        """Returns how an array is stored as a difference; None for other arrays. Raises the errors of `of_states`."""
+        if not isinstance(where := self.where, ExtendedPlace) or where.requires != (DELTA,):
+            return None
+        fields = {name: getattr(where, name) for name in ("nbytes", "count", "gap", "base", "xxh3")}
+        place = msgspec.convert(where.where, int | tuple[int, int])
+        stored = ArrayRow(self.path, "numpy", "uint8", (fields["nbytes"],), "", place)
+        return msgspec.convert({**fields, "stored": stored}, Delta)
+
+    def stored(self) -> "ArrayRow":
+        """Returns the row of the bytes that are stored for this array. Raises the errors of `of_states`."""
+        if states := self.of_states():
+            return states[1]
+        delta = self.of_delta()
+        return delta.stored if delta else self
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """An array that is stored as its difference to the leaf with its path in the base of the checkpoint.
+
+    stored: the row of the bytes of the difference; `deltas` has their form.
+    nbytes: their number.
+    count: the elements that differ.
+    gap: the bytes of a number that says how many elements are left out.
+    base, xxh3: the checksums of the array's bytes in the base, and in this checkpoint.
+    """
+
+    stored: ArrayRow
+    nbytes: _Natural
+    count: _Natural
+    gap: Literal[1, 2, 4, 8]
+    base: _Checksum
+    xxh3: _Checksum
+
+
+def delta_row(entry: DeltaEntry, where: int | tuple[int, int]) -> ArrayRow:
+    """Returns the row of an array that is stored as its difference to that of another checkpoint."""
+    of = entry.array
+    place = ExtendedPlace(
+        (DELTA,), where=where, nbytes=entry.nbytes, count=entry.count, gap=entry.gap, base=entry.base, xxh3=entry.xxh3
+    )
+    return ArrayRow(of.path, of.type, of.dtype, of.shape, of.impl, place)
 
 
 def states_row(entry: StatesEntry, where: int | tuple[int, int]) -> ArrayRow:
@@ -91,6 +149,31 @@ class Placement(msgspec.Struct, frozen=True):
         return [places[number] for count, number in self.leaves for _ in range(count)]
 
 
+class BoxesOfNodes(msgspec.Struct, frozen=True):
+    """The boxes of Flax around leaves and containers.
+
+    kinds: what boxes there are around one node, from the outside in: the kind of each, and the name of its child.
+    nodes: runs of nodes of the tree: the length of the run, and the number of its kind, or -1 for nodes without a box.
+    """
+
+    kinds: list[tuple[tuple[str, str], ...]]
+    nodes: list[tuple[Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=-1)]]]
+
+    @staticmethod
+    def of(tree: Skeleton, boxes: Boxes) -> "BoxesOfNodes":
+        """Returns what a manifest records of boxes that are given by path."""
+        by_node = [tuple(boxes.get(path, ())) for _, path, _ in containers(tree)]
+        kinds = list(dict.fromkeys(filter(None, by_node)))
+        numbers = {kind: number for number, kind in enumerate(kinds)} | {(): -1}
+        return BoxesOfNodes(kinds, [(len(list(run)), numbers[kind]) for kind, run in itertools.groupby(by_node)])
+
+    def by_path(self, tree: Skeleton) -> Boxes:
+        """Returns the boxes by path. Raises `ValueError`, `IndexError` or `OverflowError` if they do not fit."""
+        kinds = [*self.kinds, ()]
+        by_node = itertools.chain.from_iterable(itertools.repeat(kinds[number], count) for count, number in self.nodes)
+        return {path: kind for (_, path, _), kind in zip(containers(tree), by_node, strict=True) if kind}
+
+
 class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """An array file: its name, its size, and the size and checksum of everything before the tensors.
 
@@ -109,12 +192,23 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.size, self.header, self.xxh3
 
 
+class Base(msgspec.Struct, frozen=True):
+    """The checkpoint that a checkpoint with deltas was made from.
+
+    name: its folder, next to that of the checkpoint.
+    xxh3: the checksum of its manifest file, which no other checkpoint has.
+    """
+
+    name: str
+    xxh3: _Checksum
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a checkpoint except the arrays themselves.
 
     metadata_floats: the places in `metadata` of floats that JSON cannot write; `decode` puts the floats there.
     holders: `holders[h][i]` lists the files that may hold cell `i` of a layout with these holders.
-    iterators: an `IteratorInfo` by path; anything else is ignored.
+    iterators, boxes: an `IteratorInfo` by path, and `BoxesOfNodes`; anything else is ignored.
     """
 
     format: str
@@ -124,6 +218,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     software: dict[str, str]
     step: int | None = None
     metrics: dict[str, float | str] = {}
+    base: Base | None = None
     metadata: Any = None
     metadata_floats: list[str] = []
     files: list[File]
@@ -132,6 +227,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     placement: Placement | None = None
     static: Mapping[str, Mapping[str, Any]] = {}
     iterators: Any = {}
+    boxes: Any = {}
     tree: list[Node | int]
     leaves: list[ArrayRow | ValueEntry]
 
@@ -148,10 +244,11 @@ class Summary(msgspec.Struct, frozen=True):
     files: list[File]
     step: int | None = None
     metrics: dict[str, float | str] = {}
+    base: Base | None = None
 
     def created_seconds(self) -> float:
         """Returns the time of the commit, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
 
 
-preload_decoders(Manifest, Summary)
+preload_decoders(Manifest, Summary, BoxesOfNodes)

@@ -16,7 +16,10 @@ from .piece_reads import PieceRead, join_contiguous, split_piece
 
 
 class PieceLocations:
-    """The locations of the pieces of a checkpoint's arrays. `stored` has the iterator states, as arrays, by path."""
+    """The locations of the pieces of a checkpoint's arrays.
+
+    stored: by path, the bytes of iterators' states and of deltas, as arrays.
+    """
 
     def __init__(
         self,
@@ -26,15 +29,15 @@ class PieceLocations:
         stored: Mapping[str, ArrayRow],
         files: OpenFiles,
     ):
-        self._path, self._manifest, self._entries, self._state_rows, self._files = path, read, entries, stored, files
+        self._path, self._manifest, self._entries, self._stored_rows, self._files = path, read, entries, stored, files
         self._cells = [Cells(layout.cuts) for layout in read.layouts]
 
     def target(self, row: ArrayEntry) -> ArrayRow:
         """Returns the row that says where the bytes of an array are. A tied leaf names the row of another leaf."""
-        row = self._state_rows.get(row.path, row)
+        row = self._stored_rows.get(row.path, row)
         assert isinstance(row, ArrayRow)
         found = self._entries[row.where] if isinstance(row.where, str) else row
-        found = self._state_rows.get(found.path, found)
+        found = self._stored_rows.get(found.path, found)
         assert isinstance(found, ArrayRow)
         return found
 
@@ -90,7 +93,7 @@ class PieceLocations:
 
         Raises `UnsupportedError` if header and manifest disagree. Both have the right checksum, so neither is damaged.
         """
-        row = self.resolve(entry)
+        row = entry if isinstance(entry, ArrayRow) and isinstance(entry.where, int) else self.resolve(entry)
         if isinstance(row.where, int) and box == full_box(row.shape):  # Almost all reads take this branch.
             begin, end = self.tensor(self._files.get(row.where), piece_key(row.path, None), row.dtype, row.shape)
             return [PieceRead(row.where, begin, end, row.shape)] if begin < end else []

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..._core import dtypes
 from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, StatesEntry
 from ..._core.iterator_states import Packed, unpack
 from ..._core.skeleton import Skeleton
-from ..._core.source import EVERYTHING, Problem, Share
+from ..._core.source import EVERYTHING, Boxes, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import read_file
@@ -26,10 +27,10 @@ from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from .._shared import strict_json
-from . import manifest, metrics, validity
+from . import deltas, manifest, metrics, summary, validity
 from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
-from .manifest_fields import ArrayRow, File, as_utc
+from .manifest_fields import ArrayRow, Base, BoxesOfNodes, Delta, File, as_utc
 from .object_reads import read_objects
 from .open_files import OpenFiles
 from .piece_locations import PieceLocations
@@ -37,6 +38,9 @@ from .piece_reads import Memory, as_bools, assemble, ranges_by_file
 from .schema import MANIFEST
 
 _log = logging.getLogger("treering")
+# Bases, for as long as one of the checkpoints that are made from them is open. So a program that reads one version of a
+# stream after another does not open all versions before it every time.
+_open_readers: weakref.WeakValueDictionary[tuple[str, str], "Reader"] = weakref.WeakValueDictionary()
 
 
 class Reader:
@@ -63,15 +67,19 @@ class Reader:
             self._manifest = manifest.decode(self._manifest_bytes, name)
         self.identity = manifest.xxh3(self._manifest_bytes)
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
-        self._state_rows: dict[str, ArrayRow] = {}  # the states of iterators, as arrays
+        self._stored_rows: dict[str, ArrayRow] = {}  # the bytes of iterators' states and of deltas, as arrays
+        self._is_sound = False  # True once all bytes, and those of its bases, were found right
+        self.deltas: dict[str, Delta] = {}  # the arrays that are stored as differences to those of `base`
         if b'"iterator' in self._manifest_bytes:  # a value of this type, or the name of the feature `STATES`
             self._find_iterators()
+        if self._manifest.base:
+            self._find_deltas()
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files = OpenFiles(store, path, self._manifest.files, self.identity, len(self._manifest_bytes))
-        self._locations = PieceLocations(path, self._manifest, self.entries, self._state_rows, self._files)
+        self._locations = PieceLocations(path, self._manifest, self.entries, self._stored_rows, self._files)
 
     def _find_iterators(self) -> None:
         """Adds to the entries what is recorded about iterators, and those whose states are stored in array files."""
@@ -79,11 +87,53 @@ class Reader:
         this: weakref.ref[Reader] = weakref.ref(self)
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and (found := row.of_states()):
-                lengths, self._state_rows[row.path] = found
+                lengths, self._stored_rows[row.path] = found
                 read = functools.partial(_read_state, this, row.path)
                 self.entries[row.path] = StatesEntry(row.path, "iterator", lengths, self._iterator_info(row.path), read)
             elif row.type == "iterator":
                 self.entries[row.path] = IteratorEntry(row.path, row.type, row.value, self._iterator_info(row.path))
+
+    def _find_deltas(self) -> None:
+        for row in self._manifest.leaves:
+            if isinstance(row, ArrayRow) and (delta := row.of_delta()):
+                self.deltas[row.path], self._stored_rows[row.path] = delta, delta.stored
+
+    @property
+    def made_from(self) -> Base | None:
+        """The checkpoint next to this one that `deltas` refers to; None if this one is complete."""
+        return self._manifest.base
+
+    @property
+    def base(self) -> "Reader":
+        """The open checkpoint that `made_from` names. Raises `CorruptError` if it is gone or was replaced."""
+        return self._base
+
+    @functools.cached_property
+    def _base(self) -> "Reader":  # A protocol has a read-only property; a cached one could be set.
+        assert self._manifest.base
+        name, identity = self._manifest.base.name, self._manifest.base.xxh3
+        path = posixpath.join(posixpath.dirname(self.path), name)
+        if (known := _open_readers.get((path, identity))) and summary.stat_manifest(self._store, path):
+            return known
+        try:
+            found = Reader(self._store, path)
+        except ReplacedError:
+            raise CorruptError(
+                f"{self.path}: expected {name} next to it, because some of its arrays are stored as differences to "
+                "those in there, found none: it was deleted, or not copied along"
+            ) from None
+        if found.identity != identity:
+            raise CorruptError(
+                f"{self.path}: expected the checkpoint {identity} as {name} next to it, found another one "
+                f"({found.identity}), to which its differences do not apply"
+            )
+        _open_readers[path, identity] = found
+        return found
+
+    def read_deltas(self, paths: Sequence[str]) -> list[np.ndarray]:
+        """Returns the stored bytes of the differences of some arrays."""
+        rows = [self.deltas[path].stored for path in paths]
+        return self._read_stored([(row, full_box(row.shape)) for row in rows], True, None)
 
     def _iterator_info(self, path: str) -> IteratorInfo:
         """Returns what is recorded about an iterator, or nothing if that is not as it should be."""
@@ -95,9 +145,9 @@ class Reader:
 
     def _read_process_state(self, path: str, process: int, exact: bool) -> Any:
         """Reads the state of an iterator in a process. Raises `UnsupportedError` for bytes that are not a state."""
-        row, entry = self._state_rows[path], self.entries[path]
+        row, entry = self._stored_rows[path], self.entries[path]
         assert isinstance(entry, StatesEntry)
-        (data,) = self.read([(row, entry.box(process))], mmap=False)
+        (data,) = self._read_stored([(row, entry.box(process))], True, False)
         try:
             return unpack(Packed(data, entry.info.types_of(process)), strict_json.parse, exact=exact)
         except (*strict_json.MALFORMED, CorruptError) as error:
@@ -134,10 +184,18 @@ class Reader:
     def check_present(self) -> None:
         """Raises `CorruptError` unless every array file is present in its full size. Open files were checked before."""
         self._files.check_present()
+        one = self
+        while one.made_from:
+            one = one.base
+            one._files.check_present()
 
     def open_files(self, numbers: Iterable[int] | None = None) -> None:
         """Opens array files, by default all, so that they can be read after a delete. Does nothing in a bucket."""
         self._files.open_files(numbers)
+        one = self
+        while numbers is None and one.made_from:
+            one = one.base
+            one._files.open_files(None)
 
     @property
     def manifest_bytes(self) -> bytes:
@@ -171,6 +229,15 @@ class Reader:
         """The static values of containers that are not part of the tree, by path and name."""
         return self._manifest.static
 
+    @functools.cached_property
+    def flax_boxes(self) -> Boxes:
+        """The boxes of Flax around leaves and containers, or nothing if the record is not as it should be."""
+        try:
+            found = msgspec.convert(self._manifest.boxes or {"kinds": [], "nodes": []}, BoxesOfNodes)
+            return found.by_path(self.skeleton) if found.nodes else {}
+        except (ValueError, IndexError, OverflowError):
+            return {}
+
     def origin(self, path: str) -> str:
         """Returns the path of the first leaf that was the same array object as a leaf."""
         where = getattr(self.entries[path], "where", None)
@@ -193,8 +260,29 @@ class Reader:
         `mmap=None` returns views of the mapped file where that is safe, True always, False never. With `verify`, every
         block that holds a wanted byte is checked before anything is returned. Raises `CorruptError` for a wrong one.
         """
-        if self._state_rows:
-            wanted = [(self._state_rows.get(entry.path, entry), box) for entry, box in wanted]
+        if self.deltas:
+            return self._read_with_deltas(wanted, verify, mmap)
+        return self._read_stored(wanted, verify, mmap)
+
+    def _read_with_deltas(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
+    ) -> list[np.ndarray]:
+        """Reads some boxes of arrays that may be stored as differences. These take new memory in any case."""
+        paths = [self.origin(entry.path) for entry, _ in wanted]
+        rest = [n for n, path in enumerate(paths) if path not in self.deltas]
+        found = dict(zip(rest, self._read_stored([wanted[n] for n in rest], verify, mmap), strict=True))
+        made = deltas.read_arrays(self, {path for path in paths if path in self.deltas})
+        for n, (entry, box) in enumerate(wanted):
+            if n not in found:
+                array = made[paths[n]].view(dtypes.to_numpy(entry.dtype)).reshape(entry.shape)
+                found[n] = array[(*(slice(begin, end) for begin, end in box), ...)].copy()
+        return [found[n] for n in range(len(wanted))]
+
+    def _read_stored(
+        self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
+    ) -> list[np.ndarray]:
+        if self._stored_rows:
+            wanted = [(self._stored_rows.get(entry.path, entry), box) for entry, box in wanted]
         if self._store.object_bytes is None:
             arrays, memory = self._read_files(wanted, verify, mmap)
         else:
@@ -216,6 +304,8 @@ class Reader:
 
     def pieces(self, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]:
         """Returns file number and box of each piece with a part of a box; see `treering._core.source.pieces`."""
+        if self.origin(entry.path) in self.deltas:
+            return [(0, full_box(entry.shape))]
         row = self._locations.resolve(entry)
         return [(number, piece) for number, piece, _ in self._locations.overlapping(row, box)]
 
@@ -244,11 +334,37 @@ class Reader:
         return arrays, memory
 
     def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
-        """Reads every byte, or a share of them, and yields all damage.
+        """Reads every byte, or a share of them, and yields all damage. A base with damage is one problem of this.
 
         Raises at the end `UnsupportedError` if a later release wrote a file, and `PermissionError` if a file may not be
         read.
         """
+        is_sound = True
+        for problem in self._own_problems(share):
+            is_sound = False
+            yield problem
+        for base, why in self._damaged_bases(share) if self.deltas else ():
+            is_sound = False
+            yield Problem(base, tuple(self.deltas), None, why)
+        if is_sound and share == EVERYTHING:
+            self._is_sound = True
+            _open_readers[self.path, self.identity] = self
+
+    def _damaged_bases(self, share: Share) -> Iterator[tuple[str, str]]:
+        """Checks a share of the bytes of the bases. Yields the name of one that is damaged or missing, and why."""
+        one = self
+        while (made_from := one.made_from) and not one._is_sound:
+            try:
+                one = one.base
+                found = None if one._is_sound else next((p for p in one._own_problems(share) if p.leaves), None)
+            except (CorruptError, OSError) as error:
+                raise_if_momentary(error)
+                yield made_from.name, str(error)
+                return
+            if found:
+                yield made_from.name, str(found)
+
+    def _own_problems(self, share: Share) -> Iterator[Problem]:
         unread: set[int] = set()
         refused: list[UnsupportedError | PermissionError] = []
         begin, end = share.of(sum(listed.size - listed.header for listed in self._manifest.files))
@@ -280,7 +396,8 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and not unread.intersection(self._locations.files_of(row)):
                 try:
-                    self._locations.parts(row, full_box(row.shape), None)
+                    stored = self._locations.target(row)
+                    self._locations.parts(stored, full_box(stored.shape), None)
                     self._check_states(row.path, share)
                 except UnsupportedError as error:
                     refused.append(error)

@@ -13,7 +13,7 @@ import xxhash
 
 from ..._threads.pool import in_parallel
 from ..._threads.python_gc import gc_paused
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, ExistsError, UnsupportedError
 from ...stores import lease_registry
 from ...stores.file_io import is_in_use, read_file, remove_unused
 from ...stores.read_errors import UnreadableError
@@ -178,20 +178,27 @@ def delete(store: Store, path: str) -> None:
     unpublish(store, path)()
 
 
-def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None) -> Callable[[], bool]:
+def unpublish(
+    store: Store, path: str, check: Callable[[], None] = lambda: None, guard: Callable[[], None] | None = None
+) -> Callable[[], bool]:
     """Removes the manifest of a checkpoint, which is quick. Returns a function that removes its files, which is slow.
 
     The returned function returns False if another process has removed the manifest at the same time and the store can
     tell.
 
     check: called right before the manifest is removed; it may raise.
+    guard: called right after that. If it raises, the manifest is published again while all files exist. So two
+        processes that each rely on the step that the other removes do not both miss its removal.
 
     Raises `UnsupportedError` for a checkpoint of a later release, and `LeaseLostError` if another job has acquired the
     lease of the run.
     """
     manifest = posixpath.join(path, MANIFEST)
     check_removable(store, path)
-    names = member_files(store, path)
+    names, data = member_files(store, path), None
+    if guard:
+        with contextlib.suppress(FileNotFoundError, CorruptError):
+            data = read_file(store, manifest)
     check()
     lease_registry.check(path)  # Another job may have acquired the lease since. Then the checkpoint may be that job's.
     try:
@@ -199,6 +206,14 @@ def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None)
         is_ours = True
     except FileNotFoundError:  # Another process deletes the same checkpoint.
         is_ours = False
+    try:
+        if guard:
+            guard()
+    except BaseException:
+        if data is not None and all(store.stat(posixpath.join(path, name)) for name in names):
+            with contextlib.suppress(ExistsError), store.new_file(manifest, overwrite=False) as file:
+                file.write(data)
+        raise
 
     def remove_files() -> bool:
         with contextlib.suppress(FileNotFoundError):  # The other process has removed the directory too.

@@ -30,6 +30,7 @@ class StepSummary(NamedTuple):
     nbytes: int  # of the manifest and the array files
     linked: dict[Hashable, int]  # see `keep.Saved`
     late: frozenset[str]  # the names of the metrics that were added after the save
+    base: str | None = None  # the name of its base, a folder next to it
 
 
 def manifest_path(path: str) -> str:
@@ -108,7 +109,8 @@ def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepS
     added = _added(store, path, manifest.xxh3(data))
     numbers = {**validity.metrics(summary.metrics), **added}
     nbytes = len(data) + sum(listed.size for listed in summary.files)
-    return StepSummary(numbers, summary.created_seconds(), nbytes, linked, frozenset(added))
+    base = summary.base.name if summary.base else None
+    return StepSummary(numbers, summary.created_seconds(), nbytes, linked, frozenset(added), base)
 
 
 def read_emptied(store: Store, path: str) -> StepSummary | None:

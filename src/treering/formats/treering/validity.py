@@ -68,13 +68,14 @@ preload_decoders(_Sharding, _Place)
 
 def check(manifest: Manifest, top: dict[str, Any]) -> None:
     """Checks everything that needs no array files. `top` has all fields of the JSON, also those unknown here."""
-    optional = [("step", top), ("placement", top), *(("sharding", layout) for layout in top.get("layouts", ()))]
+    optional = [("step", top), ("placement", top), ("base", top)]
+    optional += [("sharding", layout) for layout in top.get("layouts", ())]
     if nulls := [name for name, fields in optional if fields.get(name, ...) is None]:
         raise ValueError(f"{nulls[0]} is null; a field without a value must be left out")
     check_summary(manifest)
     _check_depth("the metadata", manifest.metadata, integers=True)
-    # What is recorded about iterators is ignored where it is not as it should be, like a field that is not known.
-    for name in top.keys() - ({*manifest.__struct_fields__, "xxh3"} - {"iterators"}):
+    # What is recorded about iterators and boxes is ignored where it is not as it should be, like an unknown field.
+    for name in top.keys() - ({*manifest.__struct_fields__, "xxh3"} - {"iterators", "boxes"}):
         _check_depth(f"the field {name!r:.100}", top[name], integers=False)
     shapes = [_check_layout(layout, n, manifest.holders) for n, layout in enumerate(manifest.layouts)]
     for n, listed in enumerate(manifest.holders):
@@ -128,8 +129,10 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
         _check_array(row)
     locations = set(map(_row_location, arrays))
     if not all(isinstance(where, int | tuple | str) for where in locations):
-        # The `where` of iterator states is an object around the location of their bytes. That location is checked here.
-        arrays = [(row.of_states() or ((), row))[1] for row in arrays]
+        # The `where` of iterator states and of deltas is an object around the location of bytes, which is checked here.
+        if manifest.base is None and any(row.of_delta() for row in arrays):
+            raise ValueError("an array is the difference to one of another checkpoint, and `base` names none")
+        arrays = [row.stored() for row in arrays]
         locations = set(map(_row_location, arrays))
     for where in locations:
         if type(where) is int and not 0 <= where < len(manifest.files):
@@ -166,6 +169,8 @@ def check_summary(summary: Manifest | Summary) -> None:
     if summary.step is not None and not 0 <= summary.step <= MAX_EXACT_INT:
         raise ValueError(f"the step is {summary.step}")
     metrics(summary.metrics)
+    if summary.base:
+        _check_name(summary.base.name)
     if not _TIME.fullmatch(summary.created):
         raise ValueError(f"{summary.created!r:.100} is not a time with its offset, such as 2026-01-31T12:00:00Z")
     if not 1970 <= datetime.datetime.fromisoformat(summary.created).year < datetime.MAXYEAR:
@@ -184,10 +189,13 @@ def metrics(found: Mapping[str, float | str]) -> dict[str, float]:
         raise ValueError(f"a metric: {error}") from None
 
 
-def _check_file(file: File) -> None:
-    name = file.name
+def _check_name(name: str) -> None:
     if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0") or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"{file.name!r:.100} is not the name of a file next to the manifest")
+        raise ValueError(f"{name!r:.100} is not the name of a file next to the manifest or to its folder")
+
+
+def _check_file(file: File) -> None:
+    _check_name(file.name)
     known = 8 <= file.header <= min(file.size, MAX_HEADER_BYTES + 8) and _CHECKSUM.fullmatch(file.xxh3)
     if not file.requires and not known:
         about = f"a header of {file.header} bytes and the checksum {file.xxh3!r:.40}"

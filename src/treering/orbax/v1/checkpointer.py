@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from ... import formats, stores
 from ...errors import CorruptError, UnsupportedError
-from .. import nodes
 from ..errors import StepAlreadyExistsError, UnsupportedValueError, warn_unused
 from ..manager import CheckpointManager
 from ..manager_items import ManagerItems, agree
@@ -44,10 +43,7 @@ class CheckpointableItems(ManagerItems):
 
     def tree(self, args: Any, *, for_orbax: bool) -> Any:
         """Returns the tree of checkpointables."""
-        tree = saving.tree_of(args, get_context(self.context), for_orbax=for_orbax)
-        if for_orbax and not isinstance(tree, nodes.Composite):
-            return nodes.composite({saving.STATE: tree})  # Orbax finds a step's tree by this name only.
-        return tree
+        return saving.tree_of(args, get_context(self.context), for_orbax=for_orbax)
 
 
 class Checkpointer(StepReader):

@@ -10,6 +10,7 @@ from ..._core.subtree import check_not_left_out
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
+from ...formats.orbax.items import UNNAMED_ITEMS
 from ...formats.orbax.schema import CHECKPOINT, UNFINISHED, deleted_item, read_checkpoint_metadata
 from ...stores.file_io import read_file
 from .. import item_restore
@@ -19,7 +20,7 @@ from .options import CheckpointLayout
 from .own_files import HANDLER, class_of_handler
 from .saving import STATE
 
-_TREE_NAMES = (STATE, "pytree", "AUTO", item_restore.DEFAULT_ITEM, None)  # names of a tree without a name
+_TREE_NAMES = (*UNNAMED_ITEMS[True], *UNNAMED_ITEMS[False], "AUTO", None)  # names of a tree without a name
 
 
 class Part(NamedTuple):

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-from ..namespaces import lookup
+from ..namespaces import lacks, lookup
 from ..options import AtomicityMode as AtomicityMode
 from .registry import local_registry
 
@@ -24,6 +24,7 @@ class Options:
         object.__setattr__(self, name, value)
 
 
+@lacks("v0")
 @dataclasses.dataclass(kw_only=True)
 class AsyncOptions(Options):
     """`post_finalization_callback` is called after each commit, in the background. The others have no effect."""
@@ -33,6 +34,7 @@ class AsyncOptions(Options):
     create_directories_asynchronously: bool = True
 
 
+@lacks("v0")
 @dataclasses.dataclass(kw_only=True)
 class MultiprocessingOptions(Options):
     """Says which processes save. Only the defaults are supported: all of them, and process 0 commits."""
@@ -42,6 +44,7 @@ class MultiprocessingOptions(Options):
     barrier_sync_key_prefix: str | None = None
 
 
+@lacks("v0")
 @dataclasses.dataclass(kw_only=True)
 class FileOptions(Options):
     """`path_class` is the class of paths in results, by default that of etils if it is installed."""
@@ -158,6 +161,7 @@ class DeletionOptions(Options):
     gcs_deletion_options: GcsDeletionOptions = dataclasses.field(default_factory=GcsDeletionOptions)
 
 
+@lacks("RegulatorOptions")
 @dataclasses.dataclass(kw_only=True)
 class MemoryOptions(Options):
     """`write_concurrent_bytes` limits the bytes of copies held at a time by a save. The others are not supported."""
@@ -180,6 +184,7 @@ class SafetensorsOptions(Options):
     read_chunk_bytes: int | None = None
 
 
+@lacks("v0")
 @dataclasses.dataclass(kw_only=True)
 class AtomicityOptions(Options):
     """Options without effect. Treering has one way to commit."""

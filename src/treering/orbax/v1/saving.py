@@ -151,19 +151,21 @@ def check_names(checkpointables: Any) -> dict[str, Any]:
 
 
 def tree_of(checkpointables: Mapping[str, Any], context: Context, *, for_orbax: bool) -> Any:
-    """Returns the tree that has checkpointables: the tree `state` itself if that is the only one, or a `Composite`.
+    """Returns the tree that has checkpointables: a `Composite`, or the tree `state` itself if that is the only one.
 
-    for_orbax: the tree is saved in the format of Orbax, which has the states of iterators as files.
+    for_orbax: the tree is saved in the format of Orbax, which has the states of iterators as files, and finds a tree by
+        its name only.
 
     Raises `NoEntryError` for an object that nothing can save.
     """
     if wrong := [name for name, value in checkpointables.items() if value is None]:
         raise MismatchError(f"{wrong[0]}: expected an object to save, found None")
     made = {name: _part(name, value, context, for_orbax) for name, value in checkpointables.items()}
+    if for_orbax:
+        return nodes.composite(made, version_1=True)
     only = made.get(STATE)
-    return (
-        only if len(made) == 1 and STATE in made and not isinstance(only, nodes.HandlerFiles) else nodes.composite(made)
-    )
+    is_one_tree = len(made) == 1 and STATE in made and not isinstance(only, nodes.HandlerFiles)
+    return only if is_one_tree else nodes.composite(made)
 
 
 def _part(name: str, value: Any, context: Context, for_orbax: bool) -> Any:

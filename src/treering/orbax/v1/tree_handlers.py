@@ -4,11 +4,12 @@ import json
 from collections.abc import Awaitable
 from typing import Any
 
-from ..namespaces import unsupported_name
+from ..namespaces import lacks, unsupported_name
 from . import describing, loading, saving
 from .trees import unsupported_leaf
 
 
+@lacks("validate_abstract_leaves_handleable", "validate_leaves_handleable")
 class PyTreeHandler:
     """Saves trees, as `save` does. The leaves of other types that `leaf_handler_registry` adds are not supported."""
 

@@ -44,7 +44,7 @@ def tree_to_save(tree: Any, context: Context) -> Any:
     saving = context.array.saving
     general, scoped = saving.storage_options.dtype, saving.scoped_storage_options_creator
     if general is None and scoped is None:
-        return tree
+        return items.with_levels(tree, flat)
 
     def save_args(path: Any, leaf: Any) -> SaveArgs:
         own = None if scoped is None else scoped(path, leaf)

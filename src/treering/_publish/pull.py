@@ -1,0 +1,71 @@
+"""`treering pull`: keeps a directory a complete Hugging Face checkpoint of the newest version of a stream."""
+
+import os
+from collections.abc import Iterator
+
+from .. import stores
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint
+from .._save.save import save
+from ..errors import CorruptError, MismatchError, NotFoundError
+from .follower import read_versions
+
+_SHARD_BYTES = "5GB"  # as in Hugging Face's libraries
+
+
+def pull(
+    stream: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    watch: bool = False,
+    timeout: float | None = None,
+) -> Iterator[tuple[int, bool]]:
+    """Writes a version of a stream as safetensors, in place of the version that a directory has.
+
+    The new files are complete and durable before they take the place of the old ones in one step, so a kill at any
+    moment leaves the old version or the new one. Other files, such as ``config.json``, stay. Yields each version, and
+    True if it was written, False if the directory had it already.
+
+    version: the version; by default the newest that can be read.
+    watch: continues with each newest version, until the stream is finished or `timeout` seconds have passed without
+        one.
+
+    Raises `NotFoundError` if the stream has no version to read, `CorruptError` if `version` is damaged, `ExistsError`
+    for a directory that is not a checkpoint in this format, and `UnsupportedError` for leaves that it cannot hold.
+    """
+    root, target = stores.absolute_run(stream), stores.absolute(directory)
+    if watch and version is not None:
+        raise MismatchError(
+            f"version {version}: expected a version, or to watch for each newest one, found both"
+        )
+    if version is not None:
+        yield _written(root, target, open_checkpoint(root, step=version))
+        return
+    found = None
+    for found in read_versions(root, None, timeout if watch else 0):
+        yield _written(root, target, found.ckpt)
+        if not watch:
+            return
+    if found is None:
+        raise NotFoundError(f"{root}: expected a version that can be read, found none")
+
+
+def _written(root: str, target: str, ckpt: Checkpoint) -> tuple[int, bool]:
+    """Writes a version unless the directory has it. Returns its number, and True if it was written."""
+    mark = {"stream": root, "version": ckpt.step, "identity": ckpt._source.identity}
+    is_new = _mark_in(target) != mark
+    if is_new:
+        save(
+            target, ckpt, format="safetensors", overwrite=True, metadata=mark, max_shard_size=_SHARD_BYTES,
+            processes="this",
+        )  # fmt: skip
+    return ckpt.step or 0, is_new
+
+
+def _mark_in(target: str) -> object:
+    """Returns the metadata of the checkpoint in a directory; None if there is none."""
+    try:
+        return open_checkpoint(target).metadata
+    except (CorruptError, NotFoundError):
+        return None

@@ -1,0 +1,226 @@
+"""Arrays that are stored as their difference to the same leaf of an earlier checkpoint, the base.
+
+In reinforcement learning a trainer publishes its weights after every step, and few of their elements differ from those
+of the step before. The difference is sparse, by an idea of the delta formats of slime and SkyRL, which store the
+exclusive or of all bytes. Positions and small integers take less: most elements change by one unit in the last place.
+
+A difference has three parts, one after another, compressed together as one zstd frame:
+
+- the gaps: for each changed element, the number of elements between it and the one before; first the lowest byte of
+  each number, then the next byte of each, and so on (`gap` bytes);
+- the changes: new minus old as an unsigned integer of the element's size, modulo its range, in zigzag form (0, -1, 1,
+  -2, … become 0, 1, 2, 3, …), byte by byte in the same way.
+
+An array without changes is stored as no bytes.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core.boxes import Box, full_box
+from ..._core.entries import ArrayEntry
+from ..._threads.pool import in_parallel
+from ...errors import CorruptError, UnsupportedError
+from ...stores.buffers import empty_aligned_array
+from . import manifest
+from .manifest_fields import Delta
+
+_LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
+_MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
+_MAX_CHAIN = 10_000  # checkpoints, from one with deltas back to one that has the array itself
+
+
+class Difference(NamedTuple):
+    """The stored bytes of a difference. `changed` and `gap` are `count` and `gap` of `manifest_fields.Delta`."""
+
+    data: np.ndarray
+    changed: int
+    gap: int
+
+
+class Version(Protocol):
+    """An open checkpoint, as `read_arrays` needs it; see `read.Reader`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def entries(self) -> Mapping[str, Any]: ...
+    @property
+    def deltas(self) -> Mapping[str, Delta]: ...
+    @property
+    def base(self) -> "Version": ...
+    def read(self, wanted: Sequence[tuple[ArrayEntry, Box]]) -> list[np.ndarray]: ...
+    def read_deltas(self, paths: Sequence[str]) -> list[np.ndarray]: ...
+
+
+NO_DIFFERENCE = Difference(np.zeros(0, np.uint8), 0, 1)
+
+
+def checksum(array: np.ndarray) -> str:
+    """Returns the checksum of the bytes of an array in C order."""
+    return manifest.xxh3(_elements(array, 1))
+
+
+def difference(new: np.ndarray, old: np.ndarray, itemsize: int) -> Difference | None:
+    """Returns the difference of two arrays of bytes, or None if it would not be much smaller than the array.
+
+    itemsize: the bytes of an element. Raises `UnsupportedError` without the package `zstandard`.
+    """
+    now, before = _elements(new, itemsize), _elements(old, itemsize)
+    differs = now != before
+    if (count := int(np.count_nonzero(differs))) * _MAX_SHARE > now.size:
+        return None
+    if not count:
+        return NO_DIFFERENCE
+    places = np.flatnonzero(differs)
+    gaps = np.diff(places, prepend=-1) - 1
+    gap = next(size for size in (1, 2, 4, 8) if size == 8 or int(gaps.max()) < 1 << 8 * size)
+    step = now[places] - before[places]
+    bits, signed = 8 * step.itemsize, step.view(f"i{step.itemsize}")
+    zigzag = ((signed << 1) ^ (signed >> (bits - 1))).view(step.dtype)
+    planes = np.concatenate([_planes(gaps.astype(f"<u{gap}")), _planes(zigzag)])
+    data = np.frombuffer(_zstandard().ZstdCompressor(level=_LEVEL).compress(planes.data), np.uint8)
+    return Difference(data, count, gap) if data.size * 2 < new.nbytes else None
+
+
+def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> np.ndarray:
+    """Returns a new array of bytes: the old one with a difference. Without changes, returns the old one itself.
+
+    Raises `CorruptError` for a difference that does not fit the array or its own description.
+    """
+    if not delta.count:
+        return old
+    new = empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
+    new[:] = _elements(old, 1)
+    elements = _elements(new, itemsize)
+    size, zstandard = elements.itemsize, _zstandard()
+    nbytes = delta.count * (delta.gap + size)
+    if delta.count > elements.size:
+        raise CorruptError(f"{delta.count} of {elements.size} elements are said to differ")
+    try:
+        found = zstandard.get_frame_parameters(data.data).content_size
+        if found != nbytes:  # Looked at before memory is taken for it.
+            raise CorruptError(f"expected a difference of {nbytes} bytes, found one of {found}")
+        unpacked = zstandard.ZstdDecompressor().decompress(data.data, max_output_size=nbytes)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"the difference cannot be unpacked: {error}") from None
+    planes = np.frombuffer(unpacked, np.uint8)
+    if planes.size != nbytes:
+        raise CorruptError(f"expected a difference of {nbytes} bytes, found one of {planes.size}")
+    gaps = _joined(planes[: delta.count * delta.gap], delta.gap)
+    zigzag = _joined(planes[delta.count * delta.gap :], size)
+    if delta.gap == 8 and int(gaps.max()) > elements.size:
+        raise CorruptError("the difference has elements beyond the array")
+    places = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if int(places[-1]) >= elements.size:
+        raise CorruptError("the difference has elements beyond the array")
+    elements[places] += (zigzag >> 1) ^ (-(zigzag & 1).view(f"i{size}")).view(zigzag.dtype)
+    return new
+
+
+def read_arrays(
+    reader: Version,
+    paths: Collection[str],
+    known: Mapping[str, np.ndarray] | None = None,
+    known_identity: str = "",
+) -> dict[str, np.ndarray]:
+    """Returns complete arrays of a checkpoint with deltas, as arrays of bytes that nothing may change.
+
+    known: the arrays of the checkpoint with `known_identity`, where the search for bases ends. An array that is still
+        the same is the same object.
+
+    Raises `CorruptError` if a base is missing or another than the one that was saved, and for other bytes than saved.
+    """
+    chain: list[tuple[Version, list[str]]] = []  # newest first, each with the arrays that it has as they are
+    left, at = dict.fromkeys(paths), reader
+    while left:
+        if len(chain) == _MAX_CHAIN:
+            raise CorruptError(f"{reader.path}: expected at most {_MAX_CHAIN} bases, one from another, found more")
+        is_known = known is not None and at.identity == known_identity
+        here = [path for path in left if is_known or path not in at.deltas]
+        chain.append((at, here))
+        for path in here:
+            del left[path]
+        at = at.base if left else at
+    found: dict[str, np.ndarray] = {}
+    last: dict[str, Delta] = {}  # the newest delta of each array
+    for one, here in reversed(chain):
+        changed = [path for path in found if path in one.deltas]
+        jobs = [(path, one.deltas[path], data) for path, data in zip(changed, one.read_deltas(changed), strict=True)]
+        apply = functools.partial(_applied_to, one, reader, found)
+        for (path, delta, _), array in zip(jobs, _map(jobs, apply), strict=True):
+            found[path], last[path] = array, delta
+        if known is not None and one.identity == known_identity:
+            found.update({path: known[path] for path in here if path in known})
+            here = [path for path in here if path not in known]
+        entries = [one.entries[path] for path in here]
+        arrays = one.read([(entry, full_box(entry.shape)) for entry in entries if isinstance(entry, ArrayEntry)])
+        for path, array in zip(here, arrays, strict=True):
+            found[path] = _elements(array, 1)
+    _map(list(last.items()), functools.partial(_check_result, reader, found))
+    return found
+
+
+def _applied_to(
+    one: Version, reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Any, Any]
+) -> np.ndarray:
+    path, delta, data = job
+    entry, old = reader.entries[path], found[path]
+    assert isinstance(entry, ArrayEntry)
+    if old.nbytes != entry.nbytes:
+        raise CorruptError(f"{one.path}: {path}: expected a base of {entry.nbytes} bytes, found {old.nbytes}")
+    try:
+        return applied(old, data, delta, dtypes.itemsize(entry.dtype))
+    except CorruptError as error:
+        raise CorruptError(f"{one.path}: {path}: {error}") from None
+
+
+def _check_result(reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Delta]) -> None:
+    path, delta = job
+    if (have := checksum(found[path])) != delta.xxh3:
+        raise CorruptError(
+            f"{reader.path}: {path}: expected an array with the checksum {delta.xxh3}, found {have} after its "
+            "difference was applied; nothing of it is used"
+        )
+
+
+def _map(jobs: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(jobs)
+
+    def one(n: int) -> None:
+        results[n] = work(jobs[n])
+
+    in_parallel([*range(len(jobs))], one)
+    return results
+
+
+def _elements(array: np.ndarray, itemsize: int) -> np.ndarray:
+    """Returns a view of the bytes of an array as unsigned integers."""
+    size = itemsize if itemsize in (1, 2, 4) else 8 if itemsize % 8 == 0 else 1
+    return array.reshape(-1).view(np.uint8).view(f"<u{size}")
+
+
+def _planes(numbers: np.ndarray) -> np.ndarray:
+    """Returns the lowest bytes of all numbers, then the next bytes, and so on."""
+    return np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, numbers.itemsize).T).reshape(-1)
+
+
+def _joined(planes: np.ndarray, size: int) -> np.ndarray:
+    """Returns the numbers whose planes these are."""
+    return np.ascontiguousarray(planes.reshape(size, -1).T).view(f"<u{size}").reshape(-1)
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise UnsupportedError(
+            "published weights need the package zstandard: pip install 'treering[publish]'"
+        ) from None
+    return zstandard

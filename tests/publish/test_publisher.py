@@ -1,0 +1,430 @@
+"""Versions of published weights: every one is what was published, whatever happens in between."""
+
+import itertools
+import json
+import logging
+import pathlib
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import obstore.store
+import pytest
+from click.testing import CliRunner
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import golden_trees
+import spec_reader
+import treering as tr
+from helpers import assert_same
+from hostile_input import flip
+from jobs import run_job
+from treering import stores
+from treering._cli.main import cli
+from treering.errors import CorruptError, MismatchError, NotFoundError, SaveError, UnsupportedError
+from treering.formats.treering import deltas
+from treering.formats.treering.read import Reader
+from treering.stores.objects.store import ObjectStore
+
+pytest.importorskip("zstandard")
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def stream(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
+    """A place for a stream."""
+    if request.param == "disk":
+        yield str(tmp_path / "stream")
+        return
+    buckets = ObjectStore()
+    buckets.add("weights://b", obstore.store.MemoryStore())
+    with stores.using(buckets, "weights"):
+        yield f"weights://b/{secrets.token_hex(4)}"
+
+
+def _tree(seed: int = 0) -> dict[str, Any]:
+    """Makes arrays of every size of element, some of them odd, and leaves that are no arrays."""
+    rng = np.random.default_rng(seed)
+    shared = jnp.asarray(rng.standard_normal((40, 30)), jnp.bfloat16)
+    return {
+        "embed": shared,
+        "head": shared,
+        "f32": jnp.asarray(rng.standard_normal((3, 500)), jnp.float32),
+        "f8": rng.standard_normal(700).astype(ml_dtypes.float8_e4m3fn),
+        "f64": rng.standard_normal(90),
+        "c128": rng.standard_normal(50) + 1j,
+        "i4": rng.integers(-8, 8, 600).astype(ml_dtypes.int4),
+        "bits": rng.integers(0, 2, 900) > 0,
+        "key": jax.random.key(seed),
+        "nothing": jnp.zeros((0, 4)),
+        "one": np.float32(seed),
+        "steps": 3,
+        "name": "policy",
+    }
+
+
+def _changed(tree: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Changes a few elements of some arrays, one of them completely, by any bits."""
+    rng = np.random.default_rng(seed)
+    new = dict(tree)
+    for name in rng.permutation([name for name, leaf in tree.items() if hasattr(leaf, "dtype") and name != "key"])[:6]:
+        array = np.array(tree[name], order="C")
+        flat = array.reshape(-1).view(np.uint8)
+        places = slice(None) if rng.random() < 0.15 else rng.integers(0, max(flat.size, 1), min(flat.size, 9))
+        if array.dtype not in (np.bool_, ml_dtypes.int4):
+            flat[places] ^= rng.integers(0, 256, flat[places].size, np.uint8)
+        elif array.size:
+            array.reshape(-1)[rng.integers(0, array.size, 5)] = 1
+        new[name] = jnp.asarray(array) if isinstance(tree[name], jax.Array) else array.reshape(tree[name].shape)[()]
+    new["head"] = new["embed"]
+    return {**new, "steps": seed}
+
+
+def _publish(stream: str, trees: list[Any], first: int = 1, **options: Any) -> None:
+    with tr.Publisher(stream, **options) as publisher:
+        for version, tree in enumerate(trees, first):
+            publisher.publish(version, tree)
+
+
+def _reader(stream: str, version: int) -> Reader:
+    found = tr.open(stream, step=version)._source
+    assert isinstance(found, Reader)
+    return found
+
+
+def _history(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    return list(itertools.accumulate(range(1, count), _changed, initial=_tree(seed)))
+
+
+@pytest.mark.parametrize("full_every", [1, 3, 100])
+def test_every_version_is_what_was_published(stream: str, full_every: int) -> None:
+    trees = _history(8)
+    _publish(stream, trees, full_every=full_every)
+    for version, tree in enumerate(trees, 1):
+        ckpt = tr.open(stream, step=version)
+        assert_same(ckpt.restore(tree), tree)
+        assert_same(tr.open(stream, step=version).at("f32").restore(tree["f32"]), tree["f32"])
+        assert tr.verify(ckpt.path).ok and tr.diff(ckpt.path, tree).equal
+        assert (_reader(stream, version).made_from is None) == ((version - 1) % full_every == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_differences_of_any_arrays(seed: int) -> None:
+    """A difference gives the new array back. Bytes that are cut or changed give it back, or raise `CorruptError`."""
+    rng = np.random.default_rng(seed)
+    for size in (1, 2, 4, 8, 16):
+        old = rng.integers(0, 256, size * int(rng.integers(1, 200_000)), np.uint8)
+        for count in (0, 1, 3, old.size // size // 5):
+            new = old.copy()
+            places = rng.choice(old.size // size, min(count, old.size // size), replace=False)
+            new.reshape(-1, size)[places] = rng.integers(0, 256, (places.size, size), np.uint8)
+            made = deltas.difference(new, old, size)
+            if made is None:
+                continue
+            delta = _delta(made)
+            assert np.array_equal(deltas.applied(old, made.data, delta, size), new)
+            for _ in range(20 if made.changed else 0):
+                data = made.data.copy()[: rng.integers(1, made.data.size + 1)]
+                data[rng.integers(0, data.size)] ^= 1 << rng.integers(0, 8)
+                try:
+                    found = deltas.applied(old, data, delta, size)
+                except CorruptError:
+                    continue
+                assert found.size == old.size
+
+
+def _delta(made: deltas.Difference) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(count=made.changed, gap=made.gap)
+
+
+def test_few_bytes_are_sent_for_few_changes(tmp_path: pathlib.Path) -> None:
+    """A small step of bfloat16 weights takes less than half the bytes of the compressed exclusive or."""
+    import zstandard
+
+    rng = np.random.default_rng(0)
+    master = rng.standard_normal(1 << 20, np.float32) * 0.02
+    old, new = (
+        (master + step * 3e-6 * rng.standard_normal(1 << 20, np.float32)).astype(ml_dtypes.bfloat16) for step in (0, 1)
+    )
+    _publish(f"{tmp_path}/s", [{"w": old}, {"w": new}, {"w": new}])
+    sent = [_reader(f"{tmp_path}/s", version).deltas["w"].nbytes for version in (2, 3)]
+    xor = zstandard.ZstdCompressor(level=1).compress((old.view(np.uint8) ^ new.view(np.uint8)).tobytes())
+    assert sent[0] < 0.5 * len(xor) and sent[1] == 0
+
+
+def test_rules_casts_meshes_and_donated_arrays(tmp_path: pathlib.Path) -> None:
+    """Publishes the tree after the rules, as it was at the call, whatever JAX does with its arrays later."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    weights = jax.device_put(np.arange(4096, dtype=np.float32).reshape(64, 64), NamedSharding(mesh, P("x")))
+    update = jax.jit(lambda tree: jax.tree.map(lambda w: w.at[::17].add(1.0), tree), donate_argnums=0)
+    rules = [tr.rules.rename("layers/w", "model.layers.0.weight"), tr.rules.drop("opt/**")]
+    tree: Any = {"layers": {"w": weights}, "opt": {"mu": jnp.zeros(3)}}
+    expected: list[np.ndarray] = []
+    with (
+        tr.Publisher(tmp_path / "plain") as plain,
+        tr.Publisher(tmp_path / "ruled", rules=rules, dtype="bfloat16") as ruled,
+    ):
+        for version in range(1, 5):
+            expected.append(np.array(tree["layers"]["w"]))
+            plain.publish(version, tree)
+            ruled.publish(version, tree)
+            tree = update(tree)
+    for version, array in enumerate(expected, 1):
+        found = tr.open(tmp_path / "plain", step=version).restore()
+        assert np.array_equal(found["layers"]["w"], array)
+        other = tr.open(tmp_path / "ruled", step=version).restore()
+        assert list(other) == ["model.layers.0.weight"]
+        assert np.array_equal(other["model.layers.0.weight"], array.astype(ml_dtypes.bfloat16))
+    assert _reader(str(tmp_path / "ruled"), 4).deltas and _reader(str(tmp_path / "plain"), 4).deltas
+
+
+def test_arrays_that_are_the_same_object_are_not_copied(tmp_path: pathlib.Path) -> None:
+    tree = {"frozen": jnp.ones(5000), "w": jnp.zeros(5000)}
+    staged: list[int] = []
+    with tr.Publisher(tmp_path) as publisher:
+        of_save: Callable[..., Any] = publisher._run._saver.reuse  # type: ignore[assignment]
+
+        def counting(target: Any, saved: Any) -> Any:
+            found = of_save(target, saved)
+            staged.append(sum(shard.nbytes for shard in found.described.shards))
+            return found
+
+        publisher._run._saver.reuse = counting
+        for version in range(1, 4):
+            publisher.publish(version, {**tree, "w": tree["w"].at[version].set(1.0)})
+        publisher.wait()
+        publisher.publish(4, tree)
+    assert staged == [40_000, 20_000, 20_000, 20_000]
+    assert np.array_equal(tr.open(tmp_path, step=4).restore()["frozen"], tree["frozen"])
+
+
+def test_a_publisher_that_starts_again_continues(stream: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It compares with the last version in the stream, and keeps the distance of complete versions."""
+    trees = _history(7)
+    _publish(stream, trees[:2], full_every=5)
+    _publish(stream, trees[1:4], first=3, full_every=5)  # Version 3 is version 2 again.
+    third = _reader(stream, 3)
+    assert third.made_from and all(delta.count == 0 for delta in third.deltas.values())
+    _publish(stream, trees[4:], first=6, full_every=5)
+    complete = [version for version in tr.steps(stream) if _reader(stream, version).made_from is None]
+    assert tr.steps(stream) == [1, 2, 3, 4, 5, 6, 7, 8] and complete == [1, 6]
+    for version, tree in zip(range(3, 9), trees[1:], strict=True):
+        assert_same(tr.open(stream, step=version).restore(tree), tree)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_retention_keeps_what_versions_are_made_from(stream: str) -> None:
+    trees = _history(12)
+    with tr.Publisher(stream, full_every=4, keep=tr.keep.last(2)) as publisher:
+        for version, tree in enumerate(trees, 1):
+            publisher.publish(version, tree)
+            publisher.wait()
+            publisher._run._saver._retention.wait()
+            complete = (version - 1) // 4 * 4 + 1
+            first = complete if version > complete else max(complete - 4, 1)  # The version before needs its bases.
+            assert tr.steps(stream) == list(range(first, version + 1)), version
+    for version in tr.steps(stream):
+        assert_same(tr.open(stream, step=version).restore(trees[0]), trees[version - 1])
+
+
+def test_a_version_that_others_need_is_not_deleted(tmp_path: pathlib.Path) -> None:
+    _publish(str(tmp_path), _history(6), full_every=3)
+    run = tr.Checkpointer(tmp_path)
+    with pytest.raises(MismatchError, match="step 2 is stored as the difference to it; delete step 2 first"):
+        run.delete(1)
+    run.delete(3)
+    run.delete(2)
+    run.pin(5)
+    run.close()
+    result = CliRunner().invoke(cli, ["delete", str(tmp_path), "4", "--yes"])
+    assert "step 5 would stay, and is stored as the difference to step 4" in str(result.exception)
+    plan = CliRunner().invoke(cli, ["prune", str(tmp_path), "last:1", "--dry-run"]).output
+    done = CliRunner().invoke(cli, ["prune", str(tmp_path), "last:1", "--yes"])
+    assert done.exit_code == 0 and tr.steps(tmp_path) == [4, 5, 6], (plan, done.output)
+
+
+def test_a_pinned_version_keeps_its_bases(tmp_path: pathlib.Path) -> None:
+    trees = _history(7)
+    with tr.Publisher(tmp_path, full_every=2, keep=tr.keep.last(1)) as publisher:
+        for version, tree in enumerate(trees, 1):
+            publisher.publish(version, tree)
+            publisher.wait()
+            if version == 2:
+                tr.Checkpointer(tmp_path).pin(2)
+    assert tr.steps(tmp_path) == [1, 2, 7]
+    assert_same(tr.open(tmp_path, step=2).restore(trees[1]), trees[1])
+
+
+def test_wrong_calls_are_refused_by_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"w": jnp.zeros((4, 2)), "b": jnp.ones(2)}
+    with pytest.raises(MismatchError, match="full_every=0: expected an integer from 1 to 1000"):
+        tr.Publisher(tmp_path, full_every=0)
+    with tr.Publisher(tmp_path) as publisher:
+        publisher.publish(5, tree)
+        for version in (5, 4):
+            with pytest.raises(MismatchError, match=f"version {version}: expected a later one than 5"):
+                publisher.publish(version, tree)
+        for other, problem in (
+            ({**tree, "w": jnp.zeros((2, 4))}, r"w: expected float32 \[4, 2\], found float32 \[2, 4\]"),
+            ({**tree, "w": jnp.zeros((4, 2), jnp.bfloat16)}, "found bfloat16"),
+            ({"w": tree["w"]}, "missing: b"),
+            ({**tree, "c": tree["b"]}, "not in it: c"),
+        ):
+            with pytest.raises(MismatchError, match=problem):
+                publisher.publish(6, other)
+        with pytest.raises(MismatchError, match="expected an integer"):
+            publisher.publish(-1, tree)
+    with tr.Publisher(tmp_path) as publisher, pytest.raises(MismatchError, match="missing: b"):
+        publisher.publish(6, {"w": tree["w"]})  # A publisher that starts again knows the stream, too.
+    assert tr.steps(tmp_path) == [5]
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    publisher = tr.Publisher(tmp_path)
+    pending = publisher.publish(6, {**tree, "w": tree["w"].at[0, 0].set(1.0)})
+    assert pending
+    with pytest.raises(UnsupportedError, match=r"pip install 'treering\[publish\]'"):
+        pending.result()
+    publisher.close()
+
+
+def test_a_failed_version_is_not_a_base(tmp_path: pathlib.Path, use_disk: Any) -> None:
+    """The version after a failed one is stored as the difference to the last committed one."""
+    from treering.stores.posix import Disk
+
+    full = False
+
+    class Full(Disk):
+        def write(self, *args: Any) -> Any:
+            if full:
+                raise OSError(28, "No space left on device")
+            return super().write(*args)
+
+    use_disk(Full())
+    trees = _history(4)
+    publisher = tr.Publisher(tmp_path)
+    publisher.publish(1, trees[0])
+    publisher.wait()
+    full = True
+    pending = publisher.publish(2, trees[1])
+    assert pending
+    with pytest.raises(SaveError):
+        pending.result()
+    full = False
+    publisher.publish(3, trees[2])
+    publisher.close()
+    made_from = _reader(str(tmp_path), 3).made_from
+    assert made_from and made_from.name == "step-00000001"
+    assert_same(tr.open(tmp_path, step=3).restore(trees[2]), trees[2])
+
+
+def test_damage_of_a_base_is_an_error_that_names_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    trees = _history(4)
+    _publish(str(tmp_path / "s"), trees)
+    base, newest = tmp_path / "s" / "step-00000002", f"{tmp_path}/s/step-00000004"
+    moved = base.rename(tmp_path / "away")
+    with pytest.raises(CorruptError, match=r"expected step-00000002 next to it.*deleted, or not copied along"):
+        tr.restore(newest, trees[3])
+    report = tr.verify(f"{tmp_path}/s/step-00000003")
+    assert not report.ok and "step-00000002" in str(report.problems[0])
+    ckpt = tr.open(tmp_path / "s")
+    assert ckpt.step == 1 and "step 4" in caplog.text and "step 3" in caplog.text
+    _publish(str(tmp_path / "other"), trees)
+    pathlib.Path(tmp_path / "other" / "step-00000002").rename(base)
+    with pytest.raises(CorruptError, match="as step-00000002 next to it, found another one"):
+        tr.restore(newest, trees[3])
+    with tr.Publisher(tmp_path / "s") as publisher:  # The last version cannot be its base.
+        publisher.publish(5, trees[3])
+    assert _reader(str(tmp_path / "s"), 5).made_from is None and "the next version is complete" in caplog.text
+    assert moved.is_dir()
+
+
+def test_verify_names_a_damaged_base(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that are made from a damaged one are damaged, too. A run is read once, not once for each version."""
+    _publish(str(tmp_path), _history(5))
+    checked: list[str] = []
+    own = Reader._own_problems
+    monkeypatch.setattr(Reader, "_own_problems", lambda self, share: checked.append(self.path[-1]) or own(self, share))
+    assert tr.verify(tmp_path).ok and checked == ["1", "2", "3", "4", "5"]
+    (file,) = (tmp_path / "step-00000002").glob("*.safetensors")
+    file.chmod(0o644)
+    flip(file, file.stat().st_size - 1)
+    found = [(problem.file, problem.leaves != ()) for problem in tr.verify(tmp_path).problems]
+    assert {name for name, _ in found if "step-00000002" in name and "arrays" not in name} == {
+        f"step-0000000{version}/step-00000002" for version in (3, 4, 5)
+    }
+    assert tr.verify(tmp_path / "step-00000001").ok and not tr.verify(tmp_path / "step-00000005").ok
+
+
+def test_a_version_that_was_written_otherwise_is_refused(tmp_path: pathlib.Path) -> None:
+    """A sealed manifest with other fields of a difference raises an error before anything is made of it."""
+    from treering.formats.treering.manifest import xxh3
+
+    old, new = np.zeros(5000, np.uint8), np.zeros(5000, np.uint8)
+    new[::100] = 1
+    _publish(str(tmp_path), [{"w": old}, {"w": new}])
+    path = tmp_path / "step-00000002" / "treering.json"
+    sound = json.loads(path.read_bytes())
+    changes: dict[str, tuple[Any, type[Exception]]] = {
+        "count": (5001, CorruptError),
+        "gap": (3, UnsupportedError),
+        "nbytes": (7, UnsupportedError),
+        "xxh3": ("0123456789abcdef", CorruptError),
+        "base": ("no", UnsupportedError),
+        "where": (9, UnsupportedError),
+    }
+    for name, (value, error) in changes.items():
+        changed = json.loads(json.dumps(sound))
+        changed.pop("xxh3")
+        changed["leaves"][0][6][name] = value
+        body = json.dumps(changed, separators=(",", ":")).encode()[:-1]
+        path.unlink()
+        path.write_bytes(body + b',"xxh3":"' + xxh3(body).encode() + b'"}\n')
+        with pytest.raises(error):
+            tr.restore(tmp_path / "step-00000002", {"w": new})
+    changed = json.loads(json.dumps(sound))
+    changed.pop("xxh3")
+    for base in (None, {"name": "../other", "xxh3": "0" * 16}, {"name": "step-00000001"}):
+        changed["base"] = base
+        body = json.dumps(changed, separators=(",", ":")).encode()[:-1]
+        path.write_bytes(body + b',"xxh3":"' + xxh3(body).encode() + b'"}\n')
+        with pytest.raises(UnsupportedError):
+            tr.open(tmp_path / "step-00000002")
+
+
+def test_several_processes_publish_complete_versions(tmp_path: pathlib.Path) -> None:
+    results = run_job(tmp_path, "publish.in_parts", processes=2)
+    assert all("because several processes publish it" in result.output for result in results)
+    for version in (1, 2):
+        found = tr.open(tmp_path / "stream", step=version).restore()
+        assert np.array_equal(found["w"], np.arange(16.0) + version)
+
+
+def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
+    """A converted version is complete. A copy of the stream has all that its versions are made from."""
+    trees = _history(3)
+    _publish(str(tmp_path / "s"), trees)
+    tr.convert(tmp_path / "s" / "step-00000003", tmp_path / "one")
+    assert_same(tr.restore(tmp_path / "one", trees[2]), trees[2])
+    result = CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/copy"])
+    assert result.exit_code == 0, result.output
+    assert_same(tr.restore(tmp_path / "copy", trees[2]), trees[2])
+    with pytest.raises(NotFoundError):
+        tr.open(tmp_path / "copy", step=4)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_golden_versions(version: int) -> None:
+    """The library and the independent reader find what was published by the release that introduced differences."""
+    path = pathlib.Path(__file__).parents[1] / "golden" / "v1-differences" / f"step-{version:08}"
+    expected = golden_trees.versions()[version - 1]
+    assert tr.verify(path).ok and tr.open(path).metrics == {"reward": version / 4}
+    assert bool(json.loads((path / "treering.json").read_bytes()).get("base")) == (version > 1)
+    for found in (spec_reader.tree(path), tr.restore(path)):
+        assert_same(found, expected)
