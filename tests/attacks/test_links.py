@@ -230,7 +230,7 @@ def test_no_write_goes_through_the_link_of_another_user(name: str, where: Callab
 def test_links_of_others_on_systems_with_fewer_calls(
     name: str, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(posix, "_open_without_links", lambda path: None)
+    monkeypatch.setattr(posix, "_OPEN_FILES", "/nowhere")
     if "macOS" in lacks:
         monkeypatch.setattr(posix, "_PATH_FLAGS", None)
     changed, said = attempt(OPERATIONS[name], on_the_way, tmp_path / "of another", OTHER_USER)
