@@ -102,8 +102,19 @@ def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treer
 
 
 def test_a_metric_that_no_step_has_is_named(run: pathlib.Path, treering: Any) -> None:
-    found = treering("prune", run, "best:1:typo:min", "--yes")
-    assert "no step has the metric 'typo'" in found.err and len(tr.steps(run)) == 5
+    tr.record(run, 2, {"validation/loss": 0.5, "validation/acc": 1})
+    names = "loss, validation/acc, validation/loss; the closest name is validation/loss"
+    for call in (
+        ["prune", run, "last:1", "best:1:val/loss:min", "--yes"],
+        ["ls", run, "--keep", "best:1:val/loss:min"],
+    ):
+        found = treering(*call)
+        assert f"no step has the metric 'val/loss', so all stay; they have {names}\n" in found.err
+        assert found.code == 0 and len(tr.steps(run)) == 5
+    found = treering("ls", run, "--best", "val/loss:min")
+    assert found.code == 3 and f"expected a step with the metric 'val/loss', found {names}\n" in found.err
+    with pytest.raises(tr.errors.MismatchError, match=names):
+        tr.Checkpointer(run).best_step("val/loss", "min")
 
 
 def test_cp_leaves_steps_of_a_later_release_behind(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:

@@ -152,15 +152,15 @@ def _run_fields(run: str, prefix: str | None) -> dict[str, Any]:
 
 
 def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
+    from .._run import metrics
     from ..keep import Saved, rank
 
     saved = [Saved(row.step, row.metrics) for row in listing.rows if row.state == "good"]
     ranked = rank(saved, metric, mode)  # type: ignore[arg-type]
     if not ranked:
-        known = sorted({name for row in listing.rows for name in row.metrics})
-        raise NotFoundError(
-            f"{listing.path}: expected a step with the metric {metric!r}, found {', '.join(known) or 'no metrics'}"
-        )
+        known = {name for row in listing.rows for name in row.metrics}
+        found = metrics.name_known(metric, known)
+        raise NotFoundError(f"{listing.path}: expected a step with the metric {metric!r}, found {found}")
     return ranked[0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from .. import formats, stores
-from .._run import links, new_run
+from .._run import links, metrics, new_run
 from .._run import run_layout as _run
 from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
@@ -213,10 +213,10 @@ def _rows_to_delete(keep: Policy, rows: list[Row]) -> list[Row]:
 def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
     """Marks the rows that a `Checkpointer` with this policy would delete."""
     unwanted = {row.step for row in _rows_to_delete(keep, rows)}
-    for metric in keep.metrics - {name for row in _valid_native(rows) for name in row.metrics}:
-        # The command line removes the advice to see `best(unscored=)`, for which it has no option
-        # (_cli/shell_wording.py).
-        _log.warning("%s: no step has the metric %r; see best(unscored=): those without it are kept", place, metric)
+    known = {name for row in _valid_native(rows) for name in row.metrics}
+    for metric in keep.metrics - known:
+        text = "%s: no step has the metric %r, so all stay; they have %s"
+        _log.warning(text, place, metric, metrics.name_known(metric, known))
     result: list[Row] = []
     for row in rows:
         if row.step in unwanted and row.linked_by:
