@@ -3,7 +3,7 @@
 import logging
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from .. import formats
 from .._core.leaf_paths import join_names
@@ -142,6 +142,13 @@ def numbered_steps(store: Store, root: str) -> dict[str, list[tuple[int, str]]]:
         for prefix, steps in sorted(found.items())
         if _is_step_name(store, posixpath.join(root, max(steps)[1]))
     }
+
+
+def other_checkpoints(store: Store, root: str, steps: Container[str]) -> list[str]:
+    """Returns the names of the native checkpoints in a run besides its steps. Links are left out."""
+    names = [name for name in sorted(store.list(root)) if name not in steps and not summary.is_own_file(name)]
+    own = [name for name in names if not store.is_link(posixpath.join(root, name))]
+    return [name for name in own if run_layout.is_committed(store, root, name)]
 
 
 def _is_step_name(store: Store, path: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from .. import formats, stores
+from .._core.leaf_paths import join_names
 from .._run import links, metrics, new_run
 from .._run import run_layout as _run
 from .._run.step_catalog import StepCatalog, unwanted_emptied
@@ -55,6 +56,7 @@ class Row:
 class Listing:
     """The steps of a run, ascending. `archived` are the directories of steps that a `rewind` archived.
 
+    `not_listed` are the names of other checkpoints in the directory, such as steps whose names begin otherwise.
     `closed` are paths without a row that may be steps or contain steps, and that this process may not read. `tier` is
     "local" or "remote" in a run with a local tier; `survives` says what the copies there survive.
     """
@@ -66,6 +68,7 @@ class Listing:
     closed: tuple[str, ...] = ()
     tier: Literal["local", "remote"] | None = None
     survives: str | None = None
+    not_listed: tuple[str, ...] = ()
 
     @functools.cached_property  # asked for each row
     def latest(self) -> int | None:
@@ -90,6 +93,7 @@ def list_run(
     place = stores.absolute(path)
     store = stores.get(place)
     check_run(store, place, prefix)
+    is_chosen = prefix is not None
     with store.glance(place):
         prefix = prefix if prefix is not None else _run.find_prefix(store, place)
         steps = StepCatalog(store, place, _run.RunLayout(prefix))
@@ -108,6 +112,8 @@ def list_run(
         archived = tuple(_run.archived_runs(store, place))
         finished = store.stat(posixpath.join(place, _run.FINISHED_MARK)) is not None
         tier = _tier(store, place)
+        known_names = {os.path.basename(row.path) for row in rows}
+        not_listed = () if is_chosen else tuple(new_run.other_checkpoints(store, place, known_names))
         linked = links.find_links(store, place)
         rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
@@ -120,9 +126,10 @@ def list_run(
             if rows[n].state == "good":
                 break
         rows = _mark_deleted(store, place, keep, rows)
-    return Listing(
-        place, tuple(rows), archived, finished, closed, tier, survival.survives(store, place) if tier else None
-    )
+        if not_listed:
+            _log.warning("%s: these checkpoints have other names and stay: %s", place, join_names(not_listed))
+    survives = survival.survives(store, place) if tier else None
+    return Listing(place, tuple(rows), archived, finished, closed, tier, survives, not_listed)
 
 
 def _tier(store: Store, place: str) -> Literal["local", "remote"] | None:
