@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import os
-from collections.abc import Hashable
+import shutil
+from collections.abc import Hashable, Iterator
 
 from .posix import Disk, Opened
+from .read_errors import is_full
 from .store import FinishedFile
 
 
@@ -54,16 +56,32 @@ class FileSink:
         return Opened(self.path, self._fd)
 
     def preallocate(self, nbytes: int) -> None:
-        self._disk.preallocate(self._fd, nbytes)
+        with self._naming_full_disk(nbytes):
+            self._disk.preallocate(self._fd, nbytes)
 
     def write(self, data: memoryview, offset: int) -> None:
-        self._disk.write(self._fd, data, offset)
+        with self._naming_full_disk(len(data)):
+            self._disk.write(self._fd, data, offset)
 
     def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
-        self._disk.truncate(self._fd, nbytes)
-        if read_only:
-            self._disk.make_read_only(self._fd)
-        self._disk.sync(self._fd)
+        with self._naming_full_disk(0):
+            self._disk.truncate(self._fd, nbytes)
+            if read_only:
+                self._disk.make_read_only(self._fd)
+            self._disk.sync(self._fd)
+
+    @contextlib.contextmanager
+    def _naming_full_disk(self, nbytes: int) -> Iterator[None]:
+        """Adds to the error of a full disk the path, the bytes that were needed, and those that are free."""
+        try:
+            yield
+        except OSError as error:
+            if is_full(error) and error.filename is None:
+                needed = f"{nbytes} bytes were" if nbytes else "room was"
+                free = shutil.disk_usage(os.path.dirname(self.path)).free
+                text = f"{os.strerror(error.errno or 0)}, {needed} needed, {free} are free"
+                raise OSError(error.errno, text, str(self.path)) from None
+            raise
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         (self._disk.rename if overwrite else self._disk.link)(self.path, path)
