@@ -405,3 +405,15 @@ def test_a_folder_of_checkpoints_is_listed_and_checked(tmp_path: pathlib.Path, t
     assert treering("verify", tmp_path / "trial").code == 1
     found = treering("ls", tmp_path / "trial")
     assert found.code == 3 and names[1] in found.out and "2 checkpoints" in found.out
+
+
+@pytest.mark.parametrize("call", ["show", "stats", "diff", "convert"])
+def test_damage_of_the_only_step_is_said_once(call: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    run = tmp_path / "run"
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(1, {"w": np.ones(100_000)})
+    os.truncate(next(run.glob("step-*/arrays*")), 1000)
+    found = treering(call, run, *[tmp_path / "other"] * (call in ("diff", "convert")))
+    assert (
+        found.code == 3 and found.err.count("it is cut short") == 1 and found.err.startswith("error: step 1 is damaged")
+    )

@@ -43,6 +43,7 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     For a directory of runs or checkpoints it prints one line each. The exit code is 3 if this user may not read a part.
     """
     from .. import stores
+    from .._run.new_run import numbered_steps
     from .._tools.listing import list_run, runs_in
     from .._tools.runs_folder import scan_runs_folder
 
@@ -54,8 +55,8 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
         place = stores.absolute(run)
         runs = runs_in(stores.get(place), place)
         folder = None if runs else scan_runs_folder(stores.get(place), place, None, prefix)
-        if not (runs or folder):
-            raise
+        if not (runs or folder) or (folder and numbered_steps(stores.get(place), place)):
+            raise  # The error names the prefix of steps.
         if best or keep:
             raise click.UsageError(
                 f"{place}: expected one run with --best and --keep, found a directory of runs"
