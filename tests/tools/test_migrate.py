@@ -173,6 +173,19 @@ def test_the_diff_is_a_patch(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "pkg" / "b.py").read_bytes() == f"{NEW_ALIAS}\r\ny\r\n".encode()
 
 
+@pytest.mark.parametrize("path", ["src", ".", "src/train.py", "{root}/src"])
+def test_git_applies_the_diff_from_the_current_folder(
+    path: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(f"{ALIAS}\n")
+    monkeypatch.chdir(tmp_path)
+    path = path.format(root=tmp_path)
+    done = subprocess.run([sys.executable, "-m", "treering", "migrate", path], capture_output=True, check=True)
+    subprocess.run(["git", "apply"], input=done.stdout, check=True)  # git ignores the summary at the end
+    assert (tmp_path / "src" / "train.py").read_text() == f"{NEW_ALIAS}\n"
+
+
 SETUP = """
 import os
 

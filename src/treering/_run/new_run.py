@@ -159,8 +159,10 @@ def _is_step_name(store: Store, path: str) -> bool:
     numbered = _NUMBERED_NAME.fullmatch(posixpath.basename(path))
     if numbered is None:
         return False
-    is_step = summary.is_step(store, path, int(numbered[2]))
-    return is_step is not False or (summary.is_step(store, path, -1) is True and not re.search("[0-9]", numbered[1]))
+    if summary.is_step(store, path, int(numbered[2])):
+        return True
+    is_other = summary.is_step(store, path, -1) is False  # None if the manifest cannot be read
+    return not is_other and not re.search("[0-9]", numbered[1])
 
 
 def _advise_prefixes(steps: Mapping[str, list[tuple[int, str]]]) -> list[str]:
