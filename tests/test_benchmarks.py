@@ -99,7 +99,7 @@ def test_the_page_has_the_main_rows_of_the_results() -> None:
         assert line == f"| restore, cold | large | 50 ms | – | – | – | {shown} | – | – | – | {ratio} |"
 
 
-def test_pages_tell_the_figures_of_the_results() -> None:
+def test_pages_have_the_figures_of_the_results() -> None:
     """The front pages round the same figures. Another run of the benchmarks must change all of them."""
     rows: dict[tuple[str, str], list[str]] = {}
     for line in (_ROOT / "benchmarks" / "results" / "benchmarks.md").read_text().splitlines():
