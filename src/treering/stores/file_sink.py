@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Hashable
 
 from .posix import Disk, Entry, Opened, open_trusted
+from .read_errors import is_full
 from .store import FinishedFile
 
 
@@ -60,16 +62,34 @@ class FileSink:
         return Opened(self.path, self._fd)
 
     def preallocate(self, nbytes: int) -> None:
-        self._disk.preallocate(self._fd, nbytes)
+        try:
+            self._disk.preallocate(self._fd, nbytes)
+        except OSError as error:
+            raise self._naming_full_disk(error, nbytes) from None
 
     def write(self, data: memoryview, offset: int) -> None:
-        self._disk.write(self._fd, data, offset)
+        try:
+            self._disk.write(self._fd, data, offset)
+        except OSError as error:
+            raise self._naming_full_disk(error, len(data)) from None
 
     def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
-        self._disk.truncate(self._fd, nbytes)
-        if read_only:
-            self._disk.make_read_only(self._fd)
-        self._disk.sync(self._fd)
+        try:
+            self._disk.truncate(self._fd, nbytes)
+            if read_only:
+                self._disk.make_read_only(self._fd)
+            self._disk.sync(self._fd)
+        except OSError as error:
+            raise self._naming_full_disk(error, 0) from None
+
+    def _naming_full_disk(self, error: OSError, nbytes: int) -> OSError:
+        """Returns the error of a full disk with the path, the bytes that were needed, and those that are free."""
+        if not is_full(error) or error.filename is not None:
+            return error
+        needed = f"{nbytes} bytes were" if nbytes else "room was"
+        free = shutil.disk_usage(os.path.dirname(self.path)).free
+        text = f"{os.strerror(error.errno or 0)}, {needed} needed, {free} are free"
+        return OSError(error.errno, text, str(self.path))
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         if self._folder_fd is not None and os.path.dirname(path) == os.path.dirname(self.path):
