@@ -36,9 +36,7 @@ def pull(
     """
     root, target = stores.absolute_run(stream), stores.absolute(directory)
     if watch and version is not None:
-        raise MismatchError(
-            f"version {version}: expected a version, or to watch for each newest one, found both"
-        )
+        raise MismatchError(f"version {version}: expected a version, or to watch for each newest one, found both")
     if version is not None:
         yield _written(root, target, open_checkpoint(root, step=version))
         return
