@@ -38,7 +38,7 @@ from treering.errors import (
 )
 from treering.formats.safetensors.folder import written_names
 from treering.formats.safetensors.schema import key_of, path_of
-from treering.formats.safetensors.shards import limit_of
+from treering.formats.safetensors.write import limit_of
 from treering.stores.posix import Disk
 from treering.testing._doubles import FailingDisk
 

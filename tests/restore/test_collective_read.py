@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jobs import run_job
 from sampling import sample_points
-from treering._processes.read_assignment import assign_reads
-from treering._restore.collective_read import exchange_members
+from treering._restore.collective_read import assign_reads, exchange_members
 from treering._threads.prefetch import prefetch
 
 pytestmark = pytest.mark.long

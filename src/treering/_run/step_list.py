@@ -1,13 +1,42 @@
-"""The part of a Checkpointer that only reads: the steps of its run."""
+"""The part of a Checkpointer that only reads: the steps of its run, and the paths of their copies."""
 
+import posixpath
 from typing import Literal
 
 from .._core.entries import step_number
 from .._core.tracebacks import hide_internal_frames_of_methods
+from ..stores import survival
 from . import metrics
-from .copy_path import CopyPath, copy_paths
 from .pending_saves import PendingSaves
 from .run_directory import RunDirectory
+from .step_fallback import StepCopy
+
+
+class CopyPath(str):
+    """The path of a copy of a step.
+
+    survives: what this copy survives: "nothing", "the process", "the process and a restart of the host", "the loss of
+        any one host", or "the loss of all hosts".
+    """
+
+    survives: str
+
+    def __new__(cls, path: str, survives: str = "") -> "CopyPath":
+        copy = super().__new__(cls, path)
+        copy.survives = survives
+        return copy
+
+
+def _copy_paths(directory: RunDirectory, step: int) -> list[CopyPath]:
+    """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none."""
+
+    def survives(place: StepCopy) -> str:
+        found, uploads = survival.survives(place.store, place.path), directory.uploads
+        if uploads and found != survival.ALL_HOSTS and posixpath.dirname(place.path) != directory.root:
+            return survival.ANY_HOST if uploads.is_on_two_hosts(place.path) else found
+        return found
+
+    return [CopyPath(place.path, survives(place)) for place in directory.step_copies(step)]
 
 
 @hide_internal_frames_of_methods
@@ -69,7 +98,7 @@ class StepList:
         for a disk, "the loss of any one host" for the disks of two hosts, "the loss of all hosts" for a bucket or a
         network file system.
         """
-        return copy_paths(self._directory, step)
+        return _copy_paths(self._directory, step)
 
     @property
     def uncopied(self) -> list[int]:

@@ -1,7 +1,8 @@
-"""Saves a pytree: the calls `save` and `save_async`."""
+"""Saves a pytree: the calls `save` and `save_async`, and their option `base`."""
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 from .. import stores
@@ -10,13 +11,18 @@ from .._core.views import View
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from .._threads.reentry import refuse_reentry
+from ..errors import MismatchError, NotFoundError
+from ..formats.treering import summary
 from ..rules import Rule
-from .base import sharing_files_of
 from .info import Info, encode_info
 from .job import start_save
 from .pending import PendingSave, SaveReport
-from .source import save_view
+from .save_reuse import Bases
+from .source import PlainTree, SavedTree, save_view
 from .target import FormatOptions, SaveOptions, SaveTarget, target_of
+from .unchanged import UnchangedArrays
+
+_log = logging.getLogger("treering")
 
 
 @hide_internal_frames
@@ -141,7 +147,7 @@ def _start(
         given = {"step": step, "metrics": metrics, "metadata": metadata}
         options = options._replace(
             explicit_info=frozenset([name for name, value in given.items() if value is not None]),
-            reuse=None if base is None else sharing_files_of(base),
+            reuse=None if base is None else _sharing_files_of(base),
         )
         return start_save(call, place, tree, _encode_info_of(tree, step, metrics, metadata), options)
 
@@ -177,3 +183,30 @@ def preview(
     target.check_path_free()
     target.check_leaves(view)
     return target, view
+
+
+def _sharing_files_of(base: Checkpoint | str | os.PathLike[str]) -> Callable[[SaveTarget, SavedTree], SavedTree]:
+    """Returns the option `reuse` of a save that shares the files of a checkpoint.
+
+    Raises `NotFoundError` if there is none in the native format.
+    """
+    path = base.path if isinstance(base, Checkpoint) else stores.absolute(base)
+    store = stores.get(path)
+    if summary.stat_manifest(store, path) is None:
+        raise NotFoundError(
+            f"base={path!r}: expected a checkpoint in the native format, found none; nothing was written"
+        )
+    arrays = UnchangedArrays(lambda info, nbytes: Bases([path], "", [path]))
+
+    def reuse(target: SaveTarget, tree: SavedTree) -> SavedTree:
+        if not isinstance(tree, PlainTree):
+            raise MismatchError(
+                f"base={path!r}: expected a tree of arrays for the native format, found rules, a checkpoint or another "
+                "format; leave out base= or save the tree as it is; nothing was written"
+            )
+        if store is not target.store or store.sharing != "links":
+            _log.warning("%s: all arrays are written, because it cannot share files with %s", target.path, path)
+            return tree
+        return arrays.of_save(target, tree)
+
+    return reuse

@@ -107,16 +107,14 @@ def _dir_relative(path: str) -> tuple[str, int | None]:
     return path, None
 
 
-@contextlib.contextmanager
-def _changing(path: str) -> Iterator[tuple[str, int | None]]:
+def _changing(path: str) -> contextlib.AbstractContextManager[tuple[str, int | None]]:
     """Yields the name that is about to change, and the descriptor of its directory; see `open_trusted`."""
-    if isinstance(path, Entry) and path.dir_fd is not None:
-        yield os.path.basename(path), path.dir_fd
-        return
-    if not HAS_DIR_FD:
-        yield path, None
-        return
-    folder, name = os.path.split(path)
+    is_open = not HAS_DIR_FD or (isinstance(path, Entry) and path.dir_fd is not None)
+    return contextlib.nullcontext(_dir_relative(path)) if is_open else _changing_in(*os.path.split(path))
+
+
+@contextlib.contextmanager
+def _changing_in(folder: str, name: str) -> Iterator[tuple[str, int | None]]:
     dir_fd = open_trusted(folder)
     try:
         yield name, dir_fd
@@ -444,22 +442,20 @@ class Disk:
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         """Writes all of an aligned buffer."""
         while len(data):
-            written = self._write_some(fd, data, offset)
+            try:
+                written = os.pwrite(fd, data, offset) if hasattr(os, "pwrite") else self._write_next(fd, data, offset)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED or not hasattr(os, "pwrite"):
+                    raise
+                self._end_direct_io(fd)  # Another thread may have done the same; doing it twice is harmless.
+                written = os.pwrite(fd, data, offset)
             if written % PAGE and written < len(data):  # direct I/O must continue at a page boundary
                 written -= written % PAGE
                 if not written:
                     raise OSError(errno.EIO, "the file system writes less than a page at a time")
             data, offset = data[written:], offset + written
 
-    def _write_some(self, fd: int, data: memoryview, offset: int) -> int:
-        if hasattr(os, "pwrite"):
-            try:
-                return os.pwrite(fd, data, offset)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
-                self._end_direct_io(fd)  # Another thread may have done the same; doing it twice is harmless.
-                return os.pwrite(fd, data, offset)
+    def _write_next(self, fd: int, data: memoryview, offset: int) -> int:
         with _position_lock:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.write(fd, data)
