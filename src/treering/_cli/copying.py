@@ -74,8 +74,10 @@ def convert(
     if composite:
         options["composite"] = True
     what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, not (json_ or dry_run), options)
-    place = stores.absolute(source)
-    if format == "orbax" and step is None and is_run(stores.get(place), place, prefix):
+    place, to = stores.absolute(source), stores.absolute(target)
+    # A target that would be a step of a run gets one step.
+    is_step = external_writes.enclosing_run(stores.get(to), to) is not None
+    if format == "orbax" and step is None and not is_step and is_run(stores.get(place), place, prefix):
         about = {"source_format": source_format, "prefix": prefix, "at": at, "max_expansion": max_expansion}
         done = convert_run(source, target, what, **about, dry_run=dry_run)
         _say_run(done, dry_run=dry_run, json_=json_)

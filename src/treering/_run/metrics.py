@@ -10,7 +10,6 @@ from .._core.entries import step_number
 from .._core.leaf_paths import closest, join_names
 from .._core.tracebacks import hide_internal_frames
 from .._printable import safe
-from .._pytree.metrics import encode_metrics
 from ..errors import MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved, rank
@@ -34,6 +33,7 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     value that is not a real scalar, `UnsupportedError` for a step that another library wrote, and `SaveError` if
     writing fails.
     """
+    from .._pytree.metrics import encode_metrics  # It needs JAX, which a listing of metrics does not.
 
     place, number, numbers = stores.absolute(run), step_number(step), encode_metrics(metrics)
     store = stores.get(place)
