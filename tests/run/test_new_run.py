@@ -317,6 +317,6 @@ def test_a_disk_that_fills_is_warned_of_before(tmp_path: pathlib.Path, warnings:
                 ckpts.wait()
                 said = warnings()
                 assert len(said) == (step == 3), said
-                assert step != 3 or "two more saves will not fit: they need 2.02 MB, and " in said[0]
+                assert step != 3 or "two more saves will not fit: they need 2.01 MB, and " in said[0]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
