@@ -17,6 +17,12 @@ import treering as tr
 from treering.stores.posix import Disk
 
 
+def git_directory(repository: str) -> Path | None:
+    """Returns the git directory of a snapshot; None if there is none."""
+    folder = Path(os.environ.get("TREERING_PROGRAMS", ""), repository.replace("/", "+"))
+    return next((path for path in (folder, folder / "repo", folder / ".git") if (path / "objects").is_dir()), None)
+
+
 def assert_same(a: Any, b: Any) -> None:
     """Asserts that two pytrees are equal bit for bit, in structure, kinds of leaves and contents."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
@@ -81,7 +87,7 @@ class Closed(Disk):
 
 
 REAL = Path(__file__).parent / "real"
-READ_ONLY = ("npz", "tensorflow", "torch", "keras", "dcp")  # formats that are not written
+READ_ONLY = ("npz", "tensorflow", "torch", "keras", "dcp", "slime", "skyrl")  # formats that are not written
 
 
 def described(library: str) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -96,3 +97,44 @@ def test_the_page_has_the_main_rows_of_the_results() -> None:
         (line,) = summary.main_rows(f"{head}| restore, cold | large | 50 ms | {cell} |\n").splitlines()[2:]
         shown = cell.partition(" ±")[0]
         assert line == f"| restore, cold | large | 50 ms | – | – | – | {shown} | – | – | – | {ratio} |"
+
+
+def test_pages_have_the_figures_of_the_results() -> None:
+    """The front pages round the same figures. Another run of the benchmarks must change all of them."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for line in (_ROOT / "benchmarks" / "results" / "benchmarks.md").read_text().splitlines():
+        operation, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 4:
+            rows.setdefault((operation, cells[0]), cells[1:])
+
+    def seconds(operation: str, state: str, *columns: int) -> float:
+        found = [rows[operation, state][column].split() for column in columns]
+        return min(float(one[0]) * {"s": 1, "ms": 1e-3}[one[1]] for one in found)
+
+    save, stall = "durable save", "stall of an asynchronous save"
+    figures = {  # each with its value in Treering's column, or the faster of Orbax's two
+        "README.md": [
+            (r"durable save, 16 arrays of 64 MiB \| ([\d.]+) s", seconds(save, "large", 0), 1),
+            (r"durable save, 16 arrays of 64 MiB \| [\d.]+ s \| ([\d.]+) s", seconds(save, "large", 2, 3), 1),
+            (r"durable save, 5,000 small leaves \| ([\d.]+) s", seconds(save, "small", 0), 1),
+            (r"durable save, 5,000 small leaves \| [\d.]+ s \| ([\d.]+) s", seconds(save, "small", 2, 3), 1),
+        ],
+        "docs/index.md": [
+            (r"durable save of 1 GiB takes ([\d.]+) s", seconds(save, "large", 0), 1),
+            (r"\(Orbax [\d.]+: ([\d.]+) s\)", seconds(save, "large", 2, 3), 1),
+        ],
+        "docs/migrate/orbax.md": [
+            (r"5,000 small leaves takes ([\d.]+) s", seconds(save, "small", 0), 1),
+            (r"with Orbax ([\d.]+) s and", seconds(save, "small", 2, 3), 1),
+            (r"stalls the loop for ([\d.]+) ms", seconds(stall, "small", 0), 1e-3),
+            (r"with Orbax [\d.]+ s and ([\d.]+) ms", seconds(stall, "small", 2, 3), 1e-3),
+        ],
+    }
+    wrong = [
+        f"{page}: {pattern}: expected {value}"
+        for page, listed in figures.items()
+        for pattern, value, unit in listed
+        if (found := re.search(pattern, (_ROOT / page).read_text())) is None
+        or float(found[1]) * unit != pytest.approx(value, rel=0.03)
+    ]
+    assert not wrong

@@ -163,10 +163,10 @@ def saving_again(run: str, state: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("make", "files", "calls"),
     [
-        (lambda paths, first, state: lambda: tr.save(next(paths), state), 43, 307),
-        (lambda paths, first, state: saving_again(next(paths), state), 56, 395),
-        (lambda paths, first, state: lambda: tr.restore(first, state), 62, 382),
-        (lambda paths, first, state: lambda: tr.open(first), 29, 150),
+        (lambda paths, first, state: lambda: tr.save(next(paths), state), 43, 300),
+        (lambda paths, first, state: saving_again(next(paths), state), 56, 388),
+        (lambda paths, first, state: lambda: tr.restore(first, state), 62, 385),
+        (lambda paths, first, state: lambda: tr.open(first), 29, 153),
         (lambda paths, first, state: lambda: tr.verify(first), 38, 273),
     ],
     ids=["save", "Checkpointer.save", "restore", "open", "verify"],

@@ -23,7 +23,6 @@ from treering.stores import posix
 OTHER_USER = 65534
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another"),
-    pytest.mark.skipif(posix._PATH_FLAGS is None, reason="only Linux opens links themselves"),
 ]
 
 
@@ -72,6 +71,11 @@ def copy_to(*options: str) -> Callable[[Path], None]:
 def report_to(place: Path) -> None:
     run(own := place.parent.parent / "own")
     main(["report", str(own), "-o", str(place)])
+
+
+def convert_to(place: Path) -> None:
+    tr.save(own := place.parent.parent / "own", tree(9))
+    main(["convert", str(own), str(place), "--overwrite"])
 
 
 def tiers(local: Path, remote: Path) -> None:
@@ -124,6 +128,15 @@ OPERATIONS = {
     "metrics": Operation(checkpoint(step=1), lambda place: tr.open(place).record({"m": 1.0})),
     "a copy": Operation(nothing, copy_to()),
     "a copy over another": Operation(checkpoint(), copy_to("--overwrite")),
+    "a conversion": Operation(nothing, convert_to, "c.safetensors"),
+    "a conversion over another file": Operation(checkpoint(), convert_to, "c.safetensors"),
+    "a test of the place": Operation(run, lambda place: main(["doctor", str(place), "--size", "1M"])),
+    "a program that is migrated": Operation(
+        lambda place: place.write_text("import orbax.checkpoint as ocp\n"),
+        lambda place: main(["migrate", "--write", str(place)]),
+        "train.py",
+        follows=False,
+    ),
     "a report": Operation(nothing, report_to, "report.html"),
     "a new run": Operation(nothing, run),
     "the next step": Operation(run, in_run(lambda ckpts: ckpts.save(4, tree(4)))),
@@ -210,3 +223,61 @@ def test_no_write_goes_through_the_link_of_another_user(name: str, where: Callab
     if where is on_the_way or (where is as_the_last_name and operation.prepare is not nothing and operation.follows):
         changed, said = attempt(operation, where, tmp_path / "own", 0)
         assert changed and not said, f"a link of this user is not followed: {said}"
+
+
+@pytest.mark.parametrize("name", ["a checkpoint that is replaced", "an archive", "steps that are moved there"])
+@pytest.mark.parametrize("lacks", ["no /proc", "links cannot be opened, as on macOS"])
+def test_links_of_others_on_systems_with_fewer_calls(
+    name: str, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix, "_OPEN_FILES", "/nowhere")
+    if "macOS" in lacks:
+        monkeypatch.setattr(posix, "_PATH_FLAGS", None)
+    changed, said = attempt(OPERATIONS[name], on_the_way, tmp_path / "of another", OTHER_USER)
+    assert not changed, said
+    changed, said = attempt(OPERATIONS[name], on_the_way, tmp_path / "own", 0)
+    assert changed and not said, said
+
+
+CHANGES = {  # what each call of a disk that changes a name does with a path
+    "make_dir": lambda disk, path, own: disk.make_dir(f"{path}/new"),
+    "remove_dir": lambda disk, path, own: disk.remove_dir(f"{path}/folder"),
+    "hard_link": lambda disk, path, own: disk.hard_link(f"{own}/file", f"{path}/new"),
+    "copy_link": lambda disk, path, own: disk.copy_link(f"{own}/link", f"{path}/new"),
+    "link": lambda disk, path, own: disk.link(f"{own}/file", f"{path}/new"),
+    "rename": lambda disk, path, own: disk.rename(f"{own}/file", f"{path}/file"),
+    "rename from there": lambda disk, path, own: disk.rename(f"{path}/file", f"{own}/new"),
+    "rename_new": lambda disk, path, own: disk.rename_new(f"{own}/file", f"{path}/new"),
+    "rename_new from there": lambda disk, path, own: disk.rename_new(f"{path}/file", f"{own}/new"),
+    "exchange": lambda disk, path, own: disk.exchange(f"{own}/file", f"{path}/file"),
+    "unlink": lambda disk, path, own: disk.unlink(f"{path}/file"),
+    "create": lambda disk, path, own: os.close(disk.create(f"{path}/new")),
+    "open_shared": lambda disk, path, own: os.close(disk.open_shared(f"{path}/new")),
+}
+BY_DESCRIPTOR = {"set_mode", "set_group", "make_read_only", "preallocate", "write", "truncate"}
+READS = {
+    *("stat", "list", "sync_dir", "sync", "lock", "lock_shared", "same_file", "close", "open", "open_dir", "size"),
+    *("version", "has_holes", "read", "map", "populate", "is_local"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_call_of_a_disk_follows_the_link_of_another_user(name: str, tmp_path: Path) -> None:
+    methods = {one for one, value in vars(posix.Disk).items() if callable(value) and not one.startswith("_")}
+    assert methods == {one.partition(" ")[0] for one in CHANGES} | BY_DESCRIPTOR | READS, "each call is in one of these"
+    shared, elsewhere, own = tmp_path / "shared", tmp_path / "elsewhere", tmp_path / "own"
+    for folder in (shared, elsewhere / "folder", own):
+        folder.mkdir(parents=True)
+    for folder in (elsewhere, own):
+        (folder / "file").write_text(folder.name)
+    (own / "link").symlink_to("file")
+    (shared / "out").symlink_to(elsewhere)
+    shared.chmod(0o777)
+    before = seen(elsewhere)
+    os.lchown(shared / "out", OTHER_USER, OTHER_USER)
+    with pytest.raises(PermissionError, match=f"user {OTHER_USER} has made the link out on the way"):
+        CHANGES[name](posix.Disk(), str(shared / "out"), str(own))
+    assert seen(elsewhere) == before
+    os.lchown(shared / "out", 0, 0)
+    CHANGES[name](posix.Disk(), str(shared / "out"), str(own))
+    assert seen(elsewhere) != before

@@ -1,8 +1,10 @@
 """cp, convert and rewind with a run that a job writes or prunes; existing and damaged copies; dry runs."""
 
+import contextlib
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -467,3 +469,39 @@ def test_a_dry_run_refuses_options_of_other_formats(tmp_path: pathlib.Path, tree
     call = ("convert", tmp_path / "a", tmp_path / "b", "--format", "flax", "--max-shard-size", "1G")
     dry, real = treering(*call, "--dry-run"), treering(*call)
     assert dry.code == real.code == 3 and dry.err == real.err
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the path of a file system of 2 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("call", ["cp", "prune", "convert", "orbax", "levanter", "flax", "report"])
+def test_a_full_disk_is_named_with_its_bytes(
+    call: str, small_disk: pathlib.Path, tmp_path: pathlib.Path, treering: Any
+) -> None:
+    run, to = tmp_path / "run", small_disk / "copy"
+    with tr.Checkpointer(run) as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"w": np.random.default_rng(step).random(1_000_000)})
+    if call == "report":
+        with contextlib.suppress(OSError), open(small_disk / "other", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    given = {
+        "cp": ("cp", run, to),
+        "prune": ("prune", run, "last:1", "--to", to, "--yes"),
+        "report": ("report", run, "--steps", "0", "-o", to),
+    }.get(call, ("convert", run, to, "--format", "treering" if call == "convert" else call))
+    found = treering(*given)
+    assert found.code == 3 and str(small_disk) in found.err and "No space left on device" in found.err
+    assert re.search(r"\d+ bytes (were needed|free)|room for \d+ bytes", found.err), found.err
+    assert re.search(r"\d+ (are free|bytes free)", found.err), found.err
+    assert tr.steps(run) == [1, 2]

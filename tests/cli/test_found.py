@@ -102,8 +102,19 @@ def test_prune_leaves_what_it_cannot_delete_and_goes_on(run: pathlib.Path, treer
 
 
 def test_a_metric_that_no_step_has_is_named(run: pathlib.Path, treering: Any) -> None:
-    found = treering("prune", run, "best:1:typo:min", "--yes")
-    assert "no step has the metric 'typo'" in found.err and len(tr.steps(run)) == 5
+    tr.record(run, 2, {"validation/loss": 0.5, "validation/acc": 1})
+    names = "loss, validation/acc, validation/loss; the closest name is validation/loss"
+    for call in (
+        ["prune", run, "last:1", "best:1:val/loss:min", "--yes"],
+        ["ls", run, "--keep", "best:1:val/loss:min"],
+    ):
+        found = treering(*call)
+        assert f"no step has the metric 'val/loss', so all stay; they have {names}\n" in found.err
+        assert found.code == 0 and len(tr.steps(run)) == 5
+    found = treering("ls", run, "--best", "val/loss:min")
+    assert found.code == 3 and f"expected a step with the metric 'val/loss', found {names}\n" in found.err
+    with pytest.raises(tr.errors.MismatchError, match=names):
+        tr.Checkpointer(run).best_step("val/loss", "min")
 
 
 def test_cp_leaves_steps_of_a_later_release_behind(run: pathlib.Path, tmp_path: pathlib.Path, treering: Any) -> None:
@@ -334,3 +345,75 @@ def test_a_checkpoint_instead_of_a_run_is_named_as_one(tmp_path: pathlib.Path, t
         ckpts.save(1, {"w": np.ones(3)})
     (step,) = (tmp_path / "run").glob("step-*")
     assert "it is step 1 of the run" in treering("report", step).err
+
+
+def test_checkpoints_with_other_names_are_named(tmp_path: pathlib.Path, treering: Any) -> None:
+    """A folder has the steps of two runs, and a checkpoint of its own. Each command names what it leaves out."""
+    run, names = tmp_path / "run", "00000001, 00000002, best"
+    for prefix, steps in (("", (1, 2)), ("step-", (4, 5))):
+        with tr.Checkpointer(run, prefix=prefix) as ckpts:
+            for step in steps:
+                ckpts.save(step, {"w": np.ones(3)})
+    tr.save(run / "best", {"w": np.ones(3)})
+    found = treering("ls", run)
+    assert found.code == 0 and f"not listed: 3 checkpoints with other names ({names}); use --prefix\n" in found.err
+    assert treering("ls", run, "--json").json["not_listed"] == names.split(", ")
+    assert "not listed" not in treering("ls", run, "--prefix", "").err
+    assert "3 with other names" in treering("ls", tmp_path).out
+    found = treering("prune", run, "last:1", "--yes")
+    assert found.code == 0 and f"these checkpoints have other names and stay: {names}\n" in found.err
+    found = treering("cp", run, tmp_path / "copy")
+    assert found.code == 0 and f"checkpoints with other names are not copied: {names}\n" in found.err
+    assert treering("verify", run, "--json").json["checked"] == 4
+
+
+@pytest.mark.parametrize("removed", ["treering.json", "arrays"])
+def test_half_a_copy_is_named(tmp_path: pathlib.Path, treering: Any, removed: str) -> None:
+    """Tools copy files in any order, so an interrupted copy lacks the manifest or arrays."""
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in (1, 2, 3):
+            ckpts.save(step, {"w": np.full((300, 300), step, "f4")})
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for file in (tmp_path / "copy" / "step-00000003").glob(f"{removed}*"):
+        file.unlink()
+    found, report = treering("verify", tmp_path / "copy"), tr.verify(tmp_path / "copy")
+    assert "step-00000003" in found.out and "step-00000003" in str(report)
+    assert treering("ls", tmp_path / "copy").out.count("unfinished" if removed == "treering.json" else "damaged") == 1
+    if removed == "treering.json":
+        assert found.code == 0 and report.ok and report.unfinished == ("step-00000003",)
+        found = treering("cp", tmp_path / "copy", tmp_path / "other")
+        assert found.code == 0 and "unfinished steps are not copied: step-00000003\n" in found.err
+    else:
+        assert found.code == 1 and not report.ok
+    assert tr.open(tmp_path / "copy").step == 2
+
+
+def test_a_folder_of_checkpoints_is_listed_and_checked(tmp_path: pathlib.Path, treering: Any) -> None:
+    """Ray's folder of a trial, for instance."""
+    names = ["checkpoint_2026-11-28_16-26-49.999999", "checkpoint_2026-11-28_16-26-50.702806"]
+    for n, name in enumerate(names):
+        tr.save(tmp_path / "trial" / name, {"w": np.full(3, n)}, step=n)
+    found = treering("verify", tmp_path / "trial")
+    assert found.code == 0 and all(name in found.out for name in names) and "2 checkpoints, " in found.out
+    found = treering("du", tmp_path / "trial", "--json").json
+    assert [part["path"] for part in found["parts"]] == names
+    found = treering("ls", tmp_path / "trial", "--json").json["checkpoints"]
+    assert [(pathlib.Path(one["path"]).name, one["step"], one["format"]) for one in found] == [
+        (name, n, "treering") for n, name in enumerate(names)
+    ]
+    (tmp_path / "trial" / names[0] / "treering.json").write_bytes(b"{")
+    assert treering("verify", tmp_path / "trial").code == 1
+    found = treering("ls", tmp_path / "trial")
+    assert found.code == 3 and names[1] in found.out and "2 checkpoints" in found.out
+
+
+@pytest.mark.parametrize("call", ["show", "stats", "diff", "convert"])
+def test_damage_of_the_only_step_is_said_once(call: str, tmp_path: pathlib.Path, treering: Any) -> None:
+    run = tmp_path / "run"
+    with tr.Checkpointer(run) as ckpts:
+        ckpts.save(1, {"w": np.ones(100_000)})
+    os.truncate(next(run.glob("step-*/arrays*")), 1000)
+    found = treering(call, run, *[tmp_path / "other"] * (call in ("diff", "convert")))
+    assert (
+        found.code == 3 and found.err.count("it is cut short") == 1 and found.err.startswith("error: step 1 is damaged")
+    )

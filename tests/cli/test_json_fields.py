@@ -26,9 +26,10 @@ ANY = {
 # `{*: …}` has keys from files, `[…]` is a list. The words after a command say how it is called.
 FIELDS = {
     "ls": "{path, finished, set_aside, steps: [{step, path, state, format, created, nbytes, metrics: {*}, pinned, "
-    "link, linked_by, deleted, latest}], closed, tier, survives, best}",
-    "ls (of several runs)": "{path, runs: [{path, latest, created, nbytes, finished, error, good, damaged, "
+    "link, linked_by, deleted, latest}], closed, tier, survives, not_listed, best}",
+    "ls (of several runs)": "{path, runs: [{path, latest, created, nbytes, finished, error, not_listed, good, damaged, "
     "unsupported, closed, unfinished}]}",
+    "ls (of checkpoints)": "{path, checkpoints: [{path, format, step, created, nbytes, error}]}",
     "du": "{path, nbytes, parts: [{path, nbytes}], closed}",
     "show": "{path, format, step, created, nbytes, metrics: {*}, metadata: {*}, leaves: {*: {type, dtype, "
     "shape, nbytes}}}",
@@ -38,9 +39,9 @@ FIELDS = {
     "sample}}}",
     "diff": "{only_a, only_b, changed: {*}, equal, values: {*: {differing, size, largest, relative, cosine}}}",
     "verify": "{path, ok, nbytes, checked, problems: [{file, leaves, block, what}], unsupported, closed, deleted, "
-    "archived, passed_over, part}",
+    "archived, passed_over, unfinished, part}",
     "verify (of several runs)": "{path, ok, nbytes, part, not_checked, runs: [{path, ok, nbytes, checked, problems: "
-    "[{file, leaves, block, what}], unsupported, closed, deleted, archived, passed_over}]}",
+    "[{file, leaves, block, what}], unsupported, closed, deleted, archived, passed_over, unfinished}]}",
     "convert": "{path, nbytes, seconds, dry_run}",
     "convert --dry-run": "{path, format, step, leaves, nbytes, dry_run}",
     "convert (of a run to orbax)": "{path, written, left_behind, nbytes, dry_run}",
@@ -58,6 +59,7 @@ FIELDS = {
 CALLS = {  # The run has a damaged step 1. The order matters: some calls change the run.
     "ls": "ls {run} --best loss:min",
     "ls (of several runs)": "ls {runs}",
+    "ls (of checkpoints)": "ls {runs}/../finals",
     "du": "du {run}",
     "show": "show {run}",
     "show (of a leaf)": "show {run} w",
@@ -102,6 +104,7 @@ def test_the_fields_are_those_that_are_documented(tmp_path: pathlib.Path, treeri
     with tr.Checkpointer(run, metadata={"lr": 0.1}) as ckpts:
         for step in (1, 2, 3):
             ckpts.save(step, {"w": np.arange(4.0) + step}, metrics={"loss": 1.0})
+    tr.save(tmp_path / "finals" / "best", {"w": 1})
     (run.parent / "program.py").write_text("from orbax.checkpoint import _src")
     (file,) = (run / "step-00000001").glob("arrays-*")
     flip(file, os.stat(file).st_size - 1)

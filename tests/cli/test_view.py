@@ -4,10 +4,12 @@ import http.client
 import json
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +131,21 @@ def test_ctrl_c_ends_the_command_quietly(run: pathlib.Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
+
+
+def test_each_run_of_a_directory_has_a_url(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(run, tmp_path / "sweep" / "a")
+    shutil.copytree(run, tmp_path / "sweep" / "b")
+    tr.save(tmp_path / "sweep" / "orbax", {"w": np.ones(3)}, format="orbax")
+    command = [sys.executable, "-m", "treering", "view", str(tmp_path / "sweep")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        lines = [process.stdout.readline().strip() for _ in range(2)]
+        for name, line in zip("ab", lines, strict=True):
+            path, _, url = line.partition(": ")
+            assert path == str(tmp_path / "sweep" / name)
+            with urllib.request.urlopen(url.replace("#served", "files.json"), timeout=30) as answer:
+                assert json.load(answer)["path"] == path
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert f"not shown: {tmp_path / 'sweep' / 'orbax'}: expected a Treering checkpoint" in process.stderr.read()

@@ -29,6 +29,8 @@ import optax
 import pytest
 from flax import nnx, struct
 
+from helpers import git_directory
+
 # by writer: the library, and the format of the adapter
 WRITERS = {"orbax": ("orbax", ""), "treering": ("treering", "treering"), "treering-as-orbax": ("treering", "orbax")}
 IMPORTS = [  # the one changed line, in its forms
@@ -50,12 +52,6 @@ class Program(NamedTuple):
     drive: Callable[..., Iterator[Any]]
     packages: Mapping[str, str]
     stubs: tuple[str, ...] = ()
-
-
-def git_directory(repository: str) -> pathlib.Path | None:
-    """Returns the git directory of a snapshot; None if there is none."""
-    folder = pathlib.Path(os.environ.get("TREERING_PROGRAMS", ""), repository.replace("/", "+"))
-    return next((path for path in (folder, folder / "repo", folder / ".git") if (path / "objects").is_dir()), None)
 
 
 class Snapshot(importlib.abc.MetaPathFinder, importlib.abc.Loader):

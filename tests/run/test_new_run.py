@@ -281,3 +281,25 @@ def test_newer_steps_of_the_adapter_are_named(tmp_path: pathlib.Path, warnings: 
     with tr.Checkpointer(run, prefix="") as ckpts:
         assert ckpts.restore_or_init(init)[1] == 2
     assert not warnings()
+
+
+def test_what_is_no_function_without_arguments_is_answered(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, init())
+    for run in (tmp_path / "run", tmp_path / "new"):
+        with tr.Checkpointer(run) as ckpts:
+            with pytest.raises(
+                TypeError, match=r"expected init, a function .*, found a dict; .* lambda: make_state\(\)"
+            ):
+                ckpts.restore_or_init(init())  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"missing a required argument: 'key'\); .* lambda: init\(key\)"):
+                ckpts.restore_or_init(lambda key: init())  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"has no argument best; expected like, step, fallback, at, "):
+                ckpts.restore(best="loss")  # type: ignore[call-arg]
+
+
+def test_a_part_shows_its_own_size(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "a", {"model": np.ones(1000, "float32"), "opt": np.ones(1_000_000, "float32")})
+    ckpt = tr.open(tmp_path / "a")
+    assert all("1 leaf · 4.00 KB" in part._repr_html_() for part in (ckpt.at("model"), ckpt.select("model")))
+    assert "2 leaves · 4.0" in ckpt._repr_html_() and "MB" in ckpt._repr_html_()

@@ -1285,16 +1285,27 @@ for ckpt in tr.follow({str(tmp_path)!r}, timeout=60):
 @pytest.fixture
 def events(tmp_path: pathlib.Path) -> Iterator[Any]:
     """Writes scalars into an event file, in the old and in the new way of TensorFlow."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
     from tensorboard.util.tensor_util import make_tensor_proto
 
     writers: dict[str, Any] = {}
 
-    def write(run: str, tag: str, step: int, value: float, *, as_tensor: bool = False, job: str = "") -> None:
+    def write(
+        run: str,
+        tag: str,
+        step: int,
+        value: float,
+        *,
+        as_tensor: bool = False,
+        job: str = "",
+        purge_step: int | None = None,
+    ) -> None:
         folder = str(tmp_path / "logs" / run)
         writer = writers[folder + job] = writers.get(folder + job) or EventFileWriter(folder, filename_suffix=job)
+        if purge_step is not None:
+            writer.add_event(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
         if as_tensor:
             one = Summary.Value(tag=tag, tensor=make_tensor_proto(np.float32(value)))
             one.metadata.plugin_data.plugin_name = "scalars"
@@ -1329,6 +1340,54 @@ def test_metrics_are_found_in_event_files_when_they_arrive(tmp_path: pathlib.Pat
         ckpts.save(47, {"x": 47}, metrics={"eval/acc": 0.1})
         ckpts.wait()
         assert ckpts.steps == [43, 47]
+
+
+def test_runs_behind_links_are_read(tmp_path: pathlib.Path, events: Any) -> None:
+    """As TensorBoard does. Links may lead to each other."""
+    for step in (1, 2):
+        events("../elsewhere/run-7", "loss", step, step)
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / "logs" / "latest").symlink_to(tmp_path / "elsewhere" / "run-7")
+    (tmp_path / "elsewhere" / "run-7" / "around").symlink_to(tmp_path / "logs")
+    with tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "logs") as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        assert ckpts.best_step("latest/loss", "max") == 2
+
+
+def test_a_restarted_writer_forgets_later_scalars(tmp_path: pathlib.Path, events: Any) -> None:
+    """As TensorBoard does for `purge_step`: the job went back to step 2, and wrote no accuracy of step 3 since."""
+    for step, value in ((1, 0.1), (2, 0.2), (3, 0.9)):
+        events("", "acc", step, value, job=".1")
+        events("other", "acc", step, value)
+    events("", "acc", 4, 0.3, job=".2", purge_step=3)
+    with tr.Checkpointer(tmp_path / "run", tensorboard=tmp_path / "logs") as ckpts:
+        for step in (1, 2, 3, 4):
+            ckpts.save(step, {"x": step})
+        ckpts.wait()
+        assert ckpts.best_step("acc", "max") == 4 and ckpts.best_step("other/acc", "max") == 3
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/logs", "gs:/bucket/logs"])
+def test_event_files_in_a_bucket_are_refused(url: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"found a URL; event files are read only from disks: sync them to one"):
+        tr.Checkpointer(tmp_path / "run", tensorboard=url)
+
+
+def test_a_tag_without_its_run_is_named_again(tmp_path: pathlib.Path, events: Any, caplog: Any) -> None:
+    """The first warning comes before the first evaluation, when the right name cannot be in it."""
+    keep = tr.keep.last(1) | tr.keep.best(1, "val/acc", "max")
+    with tr.Checkpointer(tmp_path / "run", keep=keep, tensorboard=tmp_path / "logs") as ckpts:
+        for step in range(1, 13):
+            events("eval", "loss", step, 1 / step)
+            if step > 2:
+                events("eval", "val/acc", step, step)
+            ckpts.save(step, {"x": step}).result()
+            ckpts.wait()
+    said = [text for text in caplog.messages if "none of the" in text]
+    assert [text.split("none of the ")[1].split()[0] for text in said] == ["2", "3", "6", "12"]
+    assert said[1].endswith("they have eval/loss, eval/val/acc; the closest name is eval/val/acc")
 
 
 @pytest.mark.long

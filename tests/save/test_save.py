@@ -385,6 +385,15 @@ class _Config:
 
 _Version = collections.namedtuple("_Version", "major minor")
 _CONFIG = ml_collections.ConfigDict({"width": ml_collections.config_dict.required_placeholder(int)})
+
+
+class NestedSummary:
+    """As wandb's `SummarySubDict`: every attribute is a key."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
 LOOP: list[Any] = []
 LOOP.append(LOOP)
 DICT_LOOP: dict[str, Any] = {}
@@ -396,6 +405,7 @@ DICT_LOOP["a"] = DICT_LOOP
     [
         ({"step": -1}, "step=-1: expected an integer from 0 to"),
         ({"step": 1.5}, "step=1.5: expected an integer"),
+        ({"metrics": {"eval": NestedSummary()}}, r"metrics\['eval'\]: expected a name and a real scalar"),
         ({"metrics": {"loss": np.ones(3)}}, r"metrics\['loss'\]: expected a name and a real scalar"),
         ({"metadata": {"a": [1, {2: 3}]}}, r"metadata\['a'\]\[1\]: the key 2 is a int"),
         ({"metadata": {"a": object()}}, r"metadata\['a'\]: a object is not JSON"),

@@ -25,6 +25,10 @@ from treering.errors import NotFoundError, UnsupportedError
 from treering.stores import buffers, nfs
 from treering.stores.posix import Disk
 
+as_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user, or owners"
+)
+
 
 class NoHints(mmap.mmap):
     """Memory on a kernel without transparent huge pages, where the hint raises an error."""
@@ -122,7 +126,7 @@ def test_run_with_only_unlistable_steps_is_not_restarted(
         assert ckpts.restore_or_init(lambda: {"n": 0}) == ({"n": 2}, 2)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user")
+@as_root
 @pytest.mark.slow
 def test_a_volume_of_which_root_has_closed_folders() -> None:
     """A job without root's rights uses a volume with real directories that only root may read.
@@ -235,7 +239,7 @@ def test_a_colleague_of_the_group_may_go_on_after_a_killed_job(tmp_path: pathlib
         assert mode == (0o775 if "." not in name else 0o444), (name, oct(mode))
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user")
+@as_root
 @pytest.mark.slow
 def test_two_colleagues_one_after_the_other() -> None:
     """Two users of a group continue a run in turns, each after the other's job was killed."""
@@ -271,7 +275,7 @@ STAYS = (
 )
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change its user")
+@as_root
 @pytest.mark.slow
 def test_what_a_killed_colleague_owns_is_no_obstacle_or_is_named() -> None:
     """With umask 022, a colleague may write the run, but not what the first job has made in it."""
@@ -317,3 +321,35 @@ def test_a_lock_file_of_another_user_that_cannot_be_locked(tmp_path: pathlib.Pat
     with tr.Checkpointer(tmp_path) as ckpts, pytest.raises(tr.errors.SaveError, match=r"rm .*writer\.lock"):
         ckpts.save(1, {"x": 1}).result()
     assert os.listdir(tmp_path) == ["writer.lock"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+@pytest.mark.parametrize(
+    ("change", "is_linked"),
+    [
+        (lambda file: None, True),
+        (lambda file: file.chmod(file.stat().st_mode | 0o200), True),  # as copied by another tool
+        (lambda file: file.chmod(0o464), False),  # others could change it later
+        (lambda file: file.chmod(0o400), False),  # readers of the new checkpoint could not read it
+        pytest.param(lambda file: os.chown(file, 65534, 65534), False, marks=as_root),
+        pytest.param(lambda file: os.chown(file, 65534, -1), False, marks=as_root),
+    ],
+    ids=["same", "writable", "group", "private", "owner", "owner alone"],
+)
+def test_files_of_another_owner_or_mode_are_not_linked(
+    tmp_path: pathlib.Path, umask: int, change: Callable[[pathlib.Path], object], is_linked: bool
+) -> None:
+    """A checkpoint shares files with its base only if the same users may read and change them."""
+    tree = {"w": np.random.default_rng(0).standard_normal(400_000).astype(np.float32)}
+    before = os.umask(umask)
+    try:
+        tr.save(tmp_path / "base", tree)
+        (file,) = (tmp_path / "base").glob("*.safetensors")
+        change(file)
+        tr.save(tmp_path / "c", tree, base=tmp_path / "base")
+    finally:
+        os.umask(before)
+    assert file.stat().st_nlink == 1 + is_linked
+    (made,) = (tmp_path / "c").glob("*.safetensors")
+    assert made.stat().st_uid == os.geteuid() and made.stat().st_mode & 0o577 == 0o444 & ~umask
+    assert tr.verify(tmp_path / "c").ok and np.array_equal(tr.restore(tmp_path / "c")["w"], tree["w"])

@@ -232,6 +232,19 @@ def test_the_diff_is_a_patch(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "pkg" / "b.py").read_bytes() == f"{NEW_ALIAS}\r\ny\r\n".encode()
 
 
+@pytest.mark.parametrize("path", ["src", ".", "src/train.py", "{root}/src"])
+def test_git_applies_the_diff_from_the_current_folder(
+    path: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(f"{ALIAS}\n")
+    monkeypatch.chdir(tmp_path)
+    path = path.format(root=tmp_path)
+    done = subprocess.run([sys.executable, "-m", "treering", "migrate", path], capture_output=True, check=True)
+    subprocess.run(["git", "apply"], input=done.stdout, check=True)  # git ignores the summary at the end
+    assert (tmp_path / "src" / "train.py").read_text() == f"{NEW_ALIAS}\n"
+
+
 SETUP = """
 import os
 
@@ -421,8 +434,13 @@ LEFT = {
         4,
         "self.m stays with treering.orbax",
     ),
-    "def f():\n  return ocp.CheckpointManager(d)": (3, "ocp.CheckpointManager stays with treering.orbax"),
-    "def f(m): m.save(1, S(x))": (2, "ocp.args.StandardSave stays with treering.orbax"),
+    "def f():\n  return ocp.CheckpointManager(d)": (
+        3,
+        "ocp.CheckpointManager stays with treering.orbax: a function returns it",
+    ),
+    "f(ocp.CheckpointManager(d))": (2, "ocp.CheckpointManager stays with treering.orbax: it is passed on"),
+    "a.b = ocp.CheckpointManager(d)": (2, "ocp.CheckpointManager stays with treering.orbax: a.b = ocp.Ch"),
+    "def f(m): m.save(1, S(x))": (2, "ocp.args.StandardSave stays with treering.orbax: nothing in this file"),
     "def f(m=None): m.save(1)\nm = ocp.CheckpointManager(d)\nf(m)": (2, "m stays with treering.orbax: m has a default"),
     "def f(m): m.close()\nm = ocp.CheckpointManager(d)\nf(m)\nf(1)": (5, "m stays with treering.orbax: f is also used"),
     "c = ocp.StandardCheckpointer()\ndef f(c): c.save(p, x)\nf(c)": (3, "c stays with treering.orbax: it is passed"),

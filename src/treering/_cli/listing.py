@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._core.leaf_paths import join_names
 from .._core.units import count, nbytes, number
 from .._printable import safe
 from ..errors import MismatchError, NotFoundError, TreeringError
@@ -39,10 +40,12 @@ def _parse_best(value: str) -> tuple[str, str]:
 def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, csv_: bool, json_: bool) -> int:
     """List the steps of a RUN with time, size, metrics and notes: latest, pinned, damaged, unfinished.
 
-    For a directory of runs it prints one line for each run. The exit code is 3 if this user may not read a part.
+    For a directory of runs or checkpoints it prints one line each. The exit code is 3 if this user may not read a part.
     """
     from .. import stores
+    from .._run.new_run import numbered_steps
     from .._tools.listing import list_run, runs_in
+    from .._tools.runs_folder import scan_runs_folder
 
     check_one_format(json_, csv_)
     wanted = _parse_best(best) if best else None
@@ -50,23 +53,34 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
         listing = list_run(run, union(keep), prefix)
     except NotFoundError:
         place = stores.absolute(run)
-        if not (runs := runs_in(stores.get(place), place)):
-            raise
+        runs = runs_in(stores.get(place), place)
+        folder = None if runs else scan_runs_folder(stores.get(place), place, None, prefix)
+        if not (runs or folder) or (folder and numbered_steps(stores.get(place), place)):
+            raise  # The error names the prefix of steps.
         if best or keep:
             raise click.UsageError(
                 f"{place}: expected one run with --best and --keep, found a directory of runs"
             ) from None
+        if folder:
+            return _ls_checkpoints(place, folder.checkpoints, csv_=csv_, json_=json_)
         return _ls_runs(place, runs, prefix, csv_=csv_, json_=json_)
     first = _best_step(listing, *wanted) if wanted else None
     rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
         about |= {"closed": listing.closed, "tier": listing.tier, "survives": listing.survives}
+        about["not_listed"] = listing.not_listed
         say_json({**about, "best": first} if wanted else about)
     elif csv_:
         _print_csv(rows)
     else:
         _print_listing(listing, first)
+    if listing.not_listed and not json_:
+        names = join_names(listing.not_listed)
+        say(
+            f"not listed: {count(len(listing.not_listed), 'checkpoint')} with other names ({names}); use --prefix",
+            err=True,
+        )
     for path in listing.closed:
         say(f"not listed, because this user may not read it: {safe(path)}", err=True)
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
@@ -122,6 +136,7 @@ def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool,
             notes = [
                 f"{one[state]} {click.style(state, fg=colour)}" for state, colour in _STATE_COLORS.items() if one[state]
             ]
+            notes += [f"{one['not_listed']} with other names"] * bool(one["not_listed"])
             notes += ["finished"] * one["finished"] + [click.style(safe(one["error"]), fg="red")] * bool(one["error"])
             latest = "" if one["latest"] is None else str(one["latest"])
             name = safe(os.path.basename(one["path"]))
@@ -133,12 +148,50 @@ def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool,
     return FAILED if any(one["error"] or one["closed"] for one in found) else 0
 
 
+def _ls_checkpoints(place: str, paths: Sequence[str], *, csv_: bool, json_: bool) -> int:
+    """Lists the checkpoints of a directory that is no run, one line each, and returns the exit code."""
+    found = [_checkpoint_fields(path) for path in paths]
+    plain = [{**one, "created": utc_time(one["created"])} for one in found]
+    if json_:
+        say_json({"path": place, "checkpoints": plain})
+    elif csv_:
+        say_csv(plain, list(plain[0]))
+    else:
+        rows = [
+            [
+                safe(os.path.basename(one["path"])),
+                one["format"] or "",
+                "" if one["step"] is None else str(one["step"]),
+                local_time(one["created"]),
+                nbytes(one["nbytes"]),
+                click.style(safe(one["error"] or ""), fg="red"),
+            ]
+            for one in found
+        ]
+        table(["checkpoint", "format", "step", "saved", "size", "notes"], rows, left=["checkpoint", "format", "notes"])
+        say(f"{count(len(found), 'checkpoint')} · {nbytes(sum(one['nbytes'] or 0 for one in found))}")
+    return FAILED if any(one["error"] for one in found) else 0
+
+
+def _checkpoint_fields(path: str) -> dict[str, Any]:
+    from .._run.open import open_checkpoint
+
+    about = {"path": path, "format": None, "step": None, "created": None, "nbytes": None, "error": None}
+    try:
+        ckpt = open_checkpoint(path)
+    except (TreeringError, PermissionError) as error:
+        return {**about, "error": str(error)}
+    created = ckpt.created and ckpt.created.timestamp()
+    return {**about, "format": ckpt.format, "step": ckpt.step, "created": created, "nbytes": ckpt.nbytes}
+
+
 def _run_fields(run: str, prefix: str | None) -> dict[str, Any]:
     """Returns the line of a run among others: the number of steps in each state, and the latest valid step."""
     from .._tools.listing import list_run
 
     states = {"good": 0, **dict.fromkeys(_STATE_COLORS, 0)}
     about = {"path": run, "latest": None, "created": None, "nbytes": None, "finished": False, "error": None}
+    about["not_listed"] = 0
     try:
         listing = list_run(run, prefix=prefix)
     except (TreeringError, PermissionError) as error:
@@ -148,19 +201,20 @@ def _run_fields(run: str, prefix: str | None) -> dict[str, Any]:
     states["closed"] += len(listing.closed)
     created = max((row.created for row in listing.rows if row.created is not None), default=None)
     about |= {"latest": listing.latest, "created": created, "finished": listing.finished}
+    about["not_listed"] = len(listing.not_listed)
     return {**about, **states, "nbytes": sum(row.nbytes or 0 for row in listing.rows)}
 
 
 def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
+    from .._run import metrics
     from ..keep import Saved, rank
 
     saved = [Saved(row.step, row.metrics) for row in listing.rows if row.state == "good"]
     ranked = rank(saved, metric, mode)  # type: ignore[arg-type]
     if not ranked:
-        known = sorted({name for row in listing.rows for name in row.metrics})
-        raise NotFoundError(
-            f"{listing.path}: expected a step with the metric {metric!r}, found {', '.join(known) or 'no metrics'}"
-        )
+        known = {name for row in listing.rows for name in row.metrics}
+        found = metrics.name_known(metric, known)
+        raise NotFoundError(f"{listing.path}: expected a step with the metric {metric!r}, found {found}")
     return ranked[0]
 
 
@@ -218,11 +272,14 @@ def _has_runs(store: "Store", place: str) -> bool:
     """Returns True if a directory is a run or has runs in it, and False if it is a checkpoint."""
     from .. import formats
     from .._tools.listing import is_empty_run, is_run, runs_in
+    from .._tools.runs_folder import scan_runs_folder
 
     try:
         if is_run(store, place) or is_empty_run(store, place):
             return True
-        return not formats.has_folder(store, place) and bool(runs_in(store, place))
+        if formats.has_folder(store, place):
+            return False
+        return bool(runs_in(store, place)) or scan_runs_folder(store, place, None, None) is not None
     except MismatchError:  # The steps have several prefixes, so it is a directory of steps.
         return True
 

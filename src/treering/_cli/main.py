@@ -73,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], debug: bool) -> int:
     """Runs the command and returns its exit code. Prints errors and returns their exit code."""
+    said: list[str] = []
     try:
-        with _log_on_stderr(arguments, debug):
+        with _log_on_stderr(arguments, debug, said):
             return _invoke(arguments)
     except (BrokenPipeError, click.Abort):
         raise
@@ -85,7 +86,9 @@ def _run(arguments: list[str], debug: bool) -> int:
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:
         what = str(error) if isinstance(error, TreeringError | OSError) else repr(error)
-        _say_error(debug, to_shell_wording(what, cli.commands, arguments))
+        what = to_shell_wording(what, cli.commands, arguments)
+        if debug or not any(line.endswith(f": {what}") for line in said):  # The log may have said it, with the step.
+            _say_error(debug, what)
         for note in getattr(error, "__notes__", ()) if isinstance(error, TreeringError) else ():
             say(click.style(safe(note), dim=True), err=True)
         return FAILED
@@ -140,19 +143,21 @@ def _invoke(arguments: list[str]) -> int:
 class _StderrHandler(logging.Handler):
     """Prints each log record as a line. It looks up the stream for each record, because tests replace it."""
 
-    def __init__(self, arguments: Sequence[str]):
+    def __init__(self, arguments: Sequence[str], said: list[str]):
         super().__init__()
-        self._arguments = arguments
+        self._arguments, self._said = arguments, said
 
     def emit(self, record: logging.LogRecord) -> None:
         message = to_shell_wording(record.getMessage(), cli.commands, self._arguments)
         say(f"{record.levelname.lower()}: {safe(message)}", err=True)
+        if record.levelno == logging.ERROR:
+            self._said.append(message)
 
 
 @contextlib.contextmanager
-def _log_on_stderr(arguments: Sequence[str], debug: bool) -> Iterator[None]:
-    """Prints the library's log on stderr within a `with` block."""
-    log, handler = logging.getLogger("treering"), _StderrHandler(arguments)
+def _log_on_stderr(arguments: Sequence[str], debug: bool, said: list[str]) -> Iterator[None]:
+    """Prints the library's log on stderr within a `with` block. Adds its errors to `said`."""
+    log, handler = logging.getLogger("treering"), _StderrHandler(arguments, said)
     before = log.propagate, log.level
     log.addHandler(handler)
     log.propagate = False

@@ -16,7 +16,6 @@ _PYTHON_ADVICE = re.compile(
     r"|, or pass a store that is registered with [^;\n]*"
     r"| \(reading needs no Checkpointer: [^)]*\)"
     r"|, or clip them with rules before the cast: \[[^\n]*\]"
-    r"|\bsee best\(unscored=\): "
     r"| to continue from there"
     r"| to Checkpointer\b"
 )

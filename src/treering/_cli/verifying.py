@@ -129,10 +129,13 @@ def _result_fields(checked: "CheckResult") -> dict[str, Any]:
         "deleted": checked.deleted,
         "archived": checked.archived,
         "passed_over": checked.passed_over,
+        "unfinished": checked.unfinished,
     }
 
 
 def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
+    from .._tools.verify import UNFINISHED
+
     which = "" if part is None else f", part {part[0]} of {part[1]}"
     say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_result_text(checked)}")
     for problem in checked.problems:
@@ -143,6 +146,8 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
         say(f"  deleted meanwhile: {safe(step)}")
     for archived in checked.archived:
         say(f"  archived steps were also checked: {safe(archived)}")
+    for step in checked.unfinished:
+        say(f"  not checked: {safe(step)}: {UNFINISHED}")
     if checked.passed_over:
         say(f"  skipped, committed earlier: {count(checked.passed_over, 'checkpoint')}")
 

@@ -1,10 +1,18 @@
 """The command view, which shows a checkpoint or a run in the browser."""
 
 import contextlib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
+from .._printable import safe
+from ..errors import TreeringError
 from .output import PATH, say
+
+if TYPE_CHECKING:
+    from .._tools.view import ServedFiles
 
 
 @click.command()
@@ -13,14 +21,41 @@ from .output import PATH, say
 def view(path: str, port: int | None) -> None:
     """Show a checkpoint, a safetensors file or a run in the browser: open the URL that it prints.
 
-    It serves PATH to this machine only, until Ctrl-C. The URL has a random token, and nothing is written.
+    For a directory of runs it prints a URL for each, with ports from --port on. It serves PATH to this machine only,
+    until Ctrl-C. The URL has a random token, and nothing is written.
     """
+    from .. import stores
+    from .._tools.runs_folder import scan_runs_folder
     from .._tools.view import ServedFiles, ViewServer
 
-    with ViewServer(ServedFiles(path), port or 0) as server:
-        say(server.url)
+    place = stores.absolute(path)
+    folder = scan_runs_folder(stores.get(place), place, None, None)
+    served = _served([*folder.checkpoints, *folder.runs]) if folder else []
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(ViewServer(files, port + n if port else 0))
+            for n, files in enumerate(served or [ServedFiles(path)])
+        ]
+        for server in servers:
+            say(f"{safe(server.files.path)}: {server.url}" if folder else server.url)
+        for server in servers[1:]:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
         with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+            servers[0].serve_forever()
+
+
+def _served(paths: Sequence[str]) -> "list[ServedFiles]":
+    """Returns what the page can show, and names the rest on stderr."""
+    from .._tools.view import ServedFiles
+
+    found: list[ServedFiles] = []
+    for path in paths:
+        try:
+            found.append(ServedFiles(path))
+        except (TreeringError, PermissionError) as error:
+            say(f"not shown: {safe(error)}", err=True)
+    return found
 
 
 COMMANDS = (view,)

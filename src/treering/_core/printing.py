@@ -6,8 +6,8 @@ from .._printable import safe
 from . import html, units
 from .describe import describe_entry, value_text
 from .entries import ArrayEntry, Entry
-from .source import Source
-from .subtree import source_name
+from .source import Source, arrays_of
+from .subtree import full_source, source_name
 
 
 def text(source: Source, most: int) -> str:
@@ -39,6 +39,12 @@ def page(source: Source) -> str:
     step = "" if source.step is None else f"step {source.step}"
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"
     leaves = units.count(len(source.entries), "leaf", "leaves")
-    head = html.line(source.format, step, leaves, units.nbytes(source.nbytes), saved)
+    head = html.line(source.format, step, leaves, units.nbytes(_size(source)), saved)
     metrics = html.table(source.metrics) if source.metrics else ""
     return html.page(source_name(source), head, metrics, html.tree(source.entries, what))
+
+
+def _size(source: Source) -> int:
+    """Returns the bytes of a checkpoint on the disk or, for a part of one, those of its arrays."""
+    is_part = full_source(source) is not source
+    return sum(entry.nbytes for entry in arrays_of(source)) if is_part else source.nbytes

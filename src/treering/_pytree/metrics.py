@@ -22,7 +22,7 @@ def encode_metrics(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     for name, value in (found or {}).items():
         try:
             array = np.asarray(value)
-        except (TypeError, ValueError):  # NumPy raises for a tracer, and for lists of several lengths.
+        except Exception:  # NumPy raises for a tracer and for uneven lists. Objects of trackers raise anything.
             array = None
         if not isinstance(name, str) or array is None or array.shape != () or array.dtype.kind not in "biufV":
             raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")

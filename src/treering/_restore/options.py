@@ -29,8 +29,12 @@ class RestoreOptions(ReadOptions, total=False):
     sharding: Any
 
 
-def check(options: Mapping[str, Any], call: str) -> None:
-    """Raises `TypeError` for an unknown option, so that a job fails at its start and not at its first restore."""
+def check(options: Mapping[str, Any], call: str, named: Sequence[str]) -> None:
+    """Raises `TypeError` for an unknown option, so that a job fails at its start and not at its first restore.
+
+    named: the arguments of the call besides the options, which the error lists first.
+    """
     known = RestoreOptions.__required_keys__ | RestoreOptions.__optional_keys__
     if unknown := sorted(options.keys() - known):
-        raise TypeError(f"{call} has no argument {', '.join(unknown)}; expected {', '.join(sorted(known))}")
+        expected = [*named, *sorted(known - {*named})]
+        raise TypeError(f"{call} has no argument {', '.join(unknown)}; expected {', '.join(expected)}")

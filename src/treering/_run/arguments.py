@@ -1,7 +1,9 @@
 """Checks the arguments of a Checkpointer before anything is touched."""
 
+import inspect
 import os
 from collections.abc import Callable
+from typing import Any
 
 from .._processes import coordinator
 from .._save.pending import SaveReport
@@ -43,6 +45,24 @@ def check(
     if local is None and local_copies != 1:
         raise MismatchError(f"local_copies={local_copies!r}: expected local=, the disks that get the copies")
     coordinator.check_timeout(timeout)
+
+
+def check_init(init: Any) -> None:
+    """Raises `TypeError` unless `init` is a function that can be called without arguments."""
+    if not callable(init):
+        raise TypeError(
+            f"restore_or_init(): expected init, a function without arguments that returns the state, found a "
+            f"{type(init).__name__}; pass the function that makes it, such as lambda: make_state()"
+        )
+    try:
+        inspect.signature(init).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"restore_or_init(): expected init, a function without arguments, found one that needs some ({error}); "
+            "pass them within a lambda: lambda: init(key)"
+        ) from None
+    except ValueError:  # Python does not know the parameters of some functions of C.
+        pass
 
 
 def local_policy(keep_local: Policy | int | None) -> Policy | None:

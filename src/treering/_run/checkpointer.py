@@ -360,7 +360,7 @@ class Checkpointer(StepList):
         After restoring an earlier step with `step=`, the next save archives the later steps, as `rewind` does. Until
         then nothing changes. This job never deletes the step that it restored.
         """
-        _options.check(options, "restore()")
+        _options.check(options, "restore()", ("like", "step", "fallback"))
         what = f"restore({'' if step is None else f'step={step}'})"
         refuse_reentry(what, self)
         tree = resume.restore(what, self._collective, self._directory, like, step, fallback, options)
@@ -393,7 +393,9 @@ class Checkpointer(StepList):
         """
         from .._restore import initial
 
-        _options.check(options, "restore_or_init()")  # Also in the first job, which restores nothing.
+        # Also in the first job, which restores nothing.
+        _options.check(options, "restore_or_init()", ("init", "sharding", "fallback"))
+        arguments.check_init(init)
         refuse_reentry("restore_or_init()", self)
         found = resume.has_begun_for_all(self._collective, self._directory)
         self._saver.has_looked = True

@@ -2,13 +2,14 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.leaf_paths import join_names
+from .._core.leaf_paths import closest, join_names
 from .._core.tracebacks import hide_internal_frames
+from .._printable import safe
 from .._pytree.metrics import encode_metrics
 from ..errors import MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
@@ -52,8 +53,17 @@ def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> in
 
     Raises `MismatchError` for a metric that no step has, if steps have other metrics.
     """
-    known = sorted({name for one in saved for name in one.metrics})
+    known = {name for one in saved for name in one.metrics}
     if known and metric not in known:
-        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {join_names(tuple(known))}")
+        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {name_known(metric, known)}")
     numbers = [one for one in saved if not math.isnan(one.metrics.get(metric, math.nan))]
     return next(iter(rank(numbers, metric, mode)), None)
+
+
+def name_known(metric: str, known: Iterable[str]) -> str:
+    """Returns for a message the metrics that steps have, and the one with the name closest to a missing metric."""
+    names = sorted(known)
+    if not names:
+        return "no metrics"
+    hint = closest(metric, names)
+    return join_names(tuple(names)) + (f"; the closest name is {safe(hint)}" if hint and len(names) > 1 else "")

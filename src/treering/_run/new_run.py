@@ -3,7 +3,7 @@
 import logging
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from .. import formats
 from .._core.leaf_paths import join_names
@@ -144,6 +144,13 @@ def numbered_steps(store: Store, root: str) -> dict[str, list[tuple[int, str]]]:
     }
 
 
+def other_checkpoints(store: Store, root: str, steps: Container[str]) -> list[str]:
+    """Returns the names of the native checkpoints in a run besides its steps. Links are left out."""
+    names = [name for name in sorted(store.list(root)) if name not in steps and not summary.is_own_file(name)]
+    own = [name for name in names if not store.is_link(posixpath.join(root, name))]
+    return [name for name in own if run_layout.is_committed(store, root, name)]
+
+
 def _is_step_name(store: Store, path: str) -> bool:
     """Returns False if the number in the name of a native checkpoint is not that of its step, but a time, for instance.
 
@@ -152,8 +159,10 @@ def _is_step_name(store: Store, path: str) -> bool:
     numbered = _NUMBERED_NAME.fullmatch(posixpath.basename(path))
     if numbered is None:
         return False
-    is_step = summary.is_step(store, path, int(numbered[2]))
-    return is_step is not False or (summary.is_step(store, path, -1) is True and not re.search("[0-9]", numbered[1]))
+    if summary.is_step(store, path, int(numbered[2])):
+        return True
+    is_other = summary.is_step(store, path, -1) is False  # None if the manifest cannot be read
+    return not is_other and not re.search("[0-9]", numbered[1])
 
 
 def _advise_prefixes(steps: Mapping[str, list[tuple[int, str]]]) -> list[str]:

@@ -6,7 +6,6 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from .._core.leaf_paths import closest, join_names
 from .._core.values import decode_float
 from .._save.info import Info
 from .._save.pending import PendingSave, SaveReport
@@ -20,6 +19,7 @@ from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
 from . import links, run_layout
+from . import metrics as metric_names
 from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
 from .step_catalog import SavedStep, unwanted_emptied
@@ -43,7 +43,8 @@ class Retention:
         self._has_valid_step = False  # True once this job has saved or uploaded a step here
         self._has_cleaned = False
         self._has_uncommitted_save = False  # set when a save begins, cleared by its commit
-        self._logged_metrics: set[str] = set()  # metrics that no step had, already logged
+        # Metrics that no step had when it was logged: the names and the number of steps that there were.
+        self._logged_metrics: dict[str, tuple[frozenset[str], int]] = {}
         self._logged_links: set[str] = set()  # steps that stay because links lead to them, already logged
         self._logged_denials: set[str] = set()  # steps that stay because this user may not delete them, already logged
         # A slow hook must not delay deletions, and a save may have to wait for the deletions alone. The release of the
@@ -337,11 +338,13 @@ class Retention:
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # The metrics of the first step may still be added.
             return
-        known = sorted({name for one in saved for name in one.metrics})
-        for metric in metrics.difference(known, self._logged_metrics):
-            closest_name = closest(metric, known)
-            hint = f"they have {join_names(tuple(known))}" if known else "they have no metrics"
-            hint += f"; the closest name is {closest_name}" if closest_name else ""
-            root, count = self._steps.root, len(saved)
-            _log.warning("%s: keep.best: none of the %d steps has the metric %r yet; %s", root, count, metric, hint)
-            self._logged_metrics.add(metric)
+        known = frozenset(name for one in saved for name in one.metrics)
+        root, count = self._steps.root, len(saved)
+        for metric in metrics - known:
+            names, last = self._logged_metrics.get(metric, (frozenset(), 0))
+            # The right name may come with the first evaluation, and steps without the metric fill the disk.
+            if not last or names != known or count >= 2 * last:
+                self._logged_metrics[metric] = known, count
+                found = metric_names.name_known(metric, known)
+                text = "%s: keep.best: none of the %d steps has the metric %r yet; they have %s"
+                _log.warning(text, root, count, metric, found)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import stores
 from .._core import html
 from .._core.source import Written
 from .._core.units import nbytes
@@ -25,6 +26,7 @@ from .._threads.pool import ThreadPool
 from .._threads.thread import Thread, lost_thread
 from .._threads.weak_registry import WeakRegistry
 from ..errors import RequestError, SaveError, TreeringError, UnsupportedError
+from ..stores.read_errors import is_full
 
 _log = logging.getLogger("treering")
 _LONG_STALL_SECONDS = 1.0  # A call that blocks the training loop for this long or longer is logged.
@@ -319,15 +321,23 @@ class PendingSave:
         return f"<PendingSave {self.path}: {'failed' if self._error else 'done' if self.done() else 'under way'}>"
 
 
+def _free_bytes_if_full(error: BaseException, path: str) -> int | None:
+    """Returns the bytes that are free, if the disk was full and the file system says it."""
+    if not (isinstance(error, OSError) and is_full(error)):
+        return None
+    ask = getattr(stores.get(path), "free_bytes", None)
+    return ask(path) if ask else None
+
+
 def _as_save_error(error: BaseException, path: str) -> BaseException:
     """Returns the error as callers get it, without the arrays that its traceback would keep alive.
 
     Errors of Treering stay what they are, except failed requests to a bucket. These and all others become `SaveError`.
     """
     if not isinstance(error, TreeringError) or isinstance(error, RequestError):
-        wrapped = SaveError(
-            f"{path}: saving failed: {str(error) or type(error).__name__}; an earlier checkpoint there is untouched"
-        )
+        full = f", with {free} bytes free now" if (free := _free_bytes_if_full(error, path)) is not None else ""
+        what = str(error) or type(error).__name__
+        wrapped = SaveError(f"{path}: saving failed: {what}{full}; an earlier checkpoint there is untouched")
         wrapped.__cause__ = error
         error = wrapped
     part: BaseException | None = error

@@ -8,6 +8,7 @@ peers join this exchange once they have written their files, or their disks are 
 and all processes repeat the exchange.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -86,7 +87,7 @@ class Room:
 
     def _wait(self, path: str, nbytes: int, error: OSError) -> None:
         needed = f"{nbytes} bytes" if nbytes else "a new file"
-        problem = f"{path}: expected room for {needed}, found {self._free(path)} ({error.strerror})"
+        problem = f"{path}: expected room for {needed}, found {self._free(path)} ({os.strerror(error.errno or 0)})"
         try:
             # While process 0 decides, it cannot begin another exchange. Without a maker no process can free room.
             if self._decides or self._maker is None:

@@ -200,7 +200,11 @@ def share(files: SaveFiles, name: str, shared: SharedFile) -> WrittenFile:
     old = saved.finished
     is_shared = _is_shared(files, name, old)
     if is_shared is None:
-        _log.warning("%s: copied to %s, because it got no second name (hard link) there", old.path, files.path)
+        _log.warning(
+            "%s: copied to %s, because it got no second name (hard link) there: the disk has no links, or the file has "
+            "another owner or mode than new files",
+            old.path, files.path,
+        )  # fmt: skip
     elif not is_shared:
         _log.info("%s: copied to %s, because it was deleted or replaced just now", old.path, files.path)
     if not is_shared:

@@ -31,7 +31,7 @@ class CheckResult:
 
     `unsupported` and `closed` say why some checkpoints cannot be checked. `deleted` are the paths of checkpoints that
     were deleted meanwhile. `passed_over` is the number of checkpoints that were committed before `since`. `archived`
-    are directories of archived steps; their steps are among the parts.
+    are directories of archived steps; their steps are among the parts. `unfinished` are steps without a manifest.
     """
 
     path: str
@@ -43,6 +43,7 @@ class CheckResult:
     deleted: list[str] = dataclasses.field(default_factory=list)
     passed_over: int = 0
     archived: list[str] = dataclasses.field(default_factory=list)
+    unfinished: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -93,7 +94,8 @@ def _check_all(
     store = stores.get(place)
     targets = find_check_targets(store, place, only, prefix)
     archived = [posixpath.relpath(one, place) for one in targets.archived]
-    done = CheckResult(place, closed=list(targets.closed.values()), archived=archived)
+    unfinished = [posixpath.relpath(one, place) for one in targets.unfinished]
+    done = CheckResult(place, closed=list(targets.closed.values()), archived=archived, unfinished=unfinished)
     last: list[Source] = []  # While it is open, the next one does not check it again if it is made from it.
     for target, format in targets.formats.items():
         below = "" if target == place else posixpath.relpath(target, place)

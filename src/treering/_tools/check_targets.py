@@ -16,12 +16,14 @@ from ..stores.store import Store
 class CheckTargets(NamedTuple):
     """The paths to check with their formats, and unreadable paths. A format of None is recognized on opening.
 
-    `archived` are the directories of archived steps; their steps are among the paths.
+    `archived` are the directories of archived steps; their steps are among the paths. `unfinished` are the paths of
+    steps without a manifest, whose save or copy is not complete.
     """
 
     formats: dict[str, str | None]
     closed: dict[str, PermissionError]
     archived: list[str]
+    unfinished: list[str]
 
 
 def find_check_targets(store: Store, place: str, only: formats.Format | None, prefix: str | None) -> CheckTargets:
@@ -32,11 +34,11 @@ def find_check_targets(store: Store, place: str, only: formats.Format | None, pr
     """
     with store.glance(place):
         single = summary.stat_manifest(store, place) is not None
-        found = CheckTargets({}, {}, []) if single else _steps(store, place, only, prefix)
+        found = CheckTargets({}, {}, [], []) if single else _steps(store, place, only, prefix)
         if not (found.formats or found.closed):
             if prefix is not None:
                 raise NotFoundError(f"{place}: expected a run with steps whose names begin with {prefix!r}, found none")
-            return CheckTargets({place: None if only is None else check_exists(store, place, only).name}, {}, [])
+            return CheckTargets({place: None if only is None else check_exists(store, place, only).name}, {}, [], [])
         # The folder of a run may also have the weights that the run began with.
         weights = formats.is_known(store, place) if only is None else formats.accepts(only, store, place)
     given = None if only is None else only.name
@@ -58,6 +60,11 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
         found.update(dict.fromkeys(_neighbors(store, place, found), "treering"))
     closed = dict(unreadable_steps(store, place, found))
     archived: list[str] = []
+    unfinished: list[str] = []
+    if native and found:
+        known = {posixpath.basename(path) for path in found}
+        names = unfinished_steps(store, place, prefix, known)
+        unfinished += [path for name in names if (path := posixpath.join(place, name)) not in closed]
     for folder in run_layout.archived_runs(store, place):
         if folder in closed:
             continue
@@ -69,7 +76,15 @@ def _steps(store: Store, place: str, only: formats.Format | None, prefix: str | 
         archived += [folder, *below.archived] if below.formats or below.closed else []
         found.update(below.formats)
         closed.update(below.closed)
-    return CheckTargets(found, closed, archived)
+        unfinished += below.unfinished
+    return CheckTargets(found, closed, archived, unfinished)
+
+
+def unfinished_steps(store: Store, run: str, prefix: str | None, known: Collection[str]) -> list[str]:
+    """Returns the names in a run that are those of steps, without the `known` steps."""
+    prefix = run_layout.find_prefix(store, run) if prefix is None else prefix
+    names = [name for name in sorted(store.list(run)) if name not in known]
+    return [name for name in names if run_layout.parse_step_name(name, prefix) is not None]
 
 
 def _neighbors(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from ..formats.treering import summary
 from ..formats.treering.copied_files import CopiedFiles
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
+from .check_targets import unfinished_steps
 from .checkpoint_copy import CheckpointCopy
 
 _FOREIGN_REASON = "written by another library; convert it instead"
@@ -105,6 +106,8 @@ def copy_checkpoints(
         )
     else:
         names = _names_to_copy(source_store, path, steps, prefix, done)
+        if prefix is None and not steps:
+            _warn_of_others(source_store, path)
         paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
         pairs = [CheckpointCopy(source_store, one, target_store, other) for one, other in paths]
         prefix, run = _run.find_prefix(source_store, path) if prefix is None else prefix, to
@@ -147,6 +150,14 @@ def copy_checkpoints(
     if not single and (archived := _run.archived_runs(source_store, path)):
         _log.warning("%s: archived steps are not copied: %s", path, join_names(tuple(archived)))
     return done
+
+
+def _warn_of_others(store: Store, run: str) -> None:
+    known = {posixpath.basename(path) for path in _run.all_steps(store, run).values()}
+    if others := new_run.other_checkpoints(store, run, known):
+        _log.warning("%s: checkpoints with other names are not copied: %s", run, join_names(tuple(others)))
+    if unfinished := unfinished_steps(store, run, None, known):
+        _log.warning("%s: unfinished steps are not copied: %s", run, join_names(tuple(unfinished)))
 
 
 def _join_names(paths: Sequence[str]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from .. import formats, stores
-from .._run import links, new_run
+from .._core.leaf_paths import join_names
+from .._run import links, metrics, new_run
 from .._run import run_layout as _run
 from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
@@ -55,6 +56,7 @@ class Row:
 class Listing:
     """The steps of a run, ascending. `archived` are the directories of steps that a `rewind` archived.
 
+    `not_listed` are the names of other checkpoints in the directory, such as steps whose names begin otherwise.
     `closed` are paths without a row that may be steps or contain steps, and that this process may not read. `tier` is
     "local" or "remote" in a run with a local tier; `survives` says what the copies there survive.
     """
@@ -66,6 +68,7 @@ class Listing:
     closed: tuple[str, ...] = ()
     tier: Literal["local", "remote"] | None = None
     survives: str | None = None
+    not_listed: tuple[str, ...] = ()
 
     @functools.cached_property  # asked for each row
     def latest(self) -> int | None:
@@ -90,6 +93,7 @@ def list_run(
     place = stores.absolute(path)
     store = stores.get(place)
     check_run(store, place, prefix)
+    is_chosen = prefix is not None
     with store.glance(place):
         prefix = prefix if prefix is not None else _run.find_prefix(store, place)
         steps = StepCatalog(store, place, _run.RunLayout(prefix))
@@ -108,6 +112,8 @@ def list_run(
         archived = tuple(_run.archived_runs(store, place))
         finished = store.stat(posixpath.join(place, _run.FINISHED_MARK)) is not None
         tier = _tier(store, place)
+        known_names = {os.path.basename(row.path) for row in rows}
+        not_listed = () if is_chosen else tuple(new_run.other_checkpoints(store, place, known_names))
         linked = links.find_links(store, place)
         rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
@@ -120,9 +126,10 @@ def list_run(
             if rows[n].state == "good":
                 break
         rows = _mark_deleted(store, place, keep, rows)
-    return Listing(
-        place, tuple(rows), archived, finished, closed, tier, survival.survives(store, place) if tier else None
-    )
+        if not_listed:
+            _log.warning("%s: these checkpoints have other names and stay: %s", place, join_names(not_listed))
+    survives = survival.survives(store, place) if tier else None
+    return Listing(place, tuple(rows), archived, finished, closed, tier, survives, not_listed)
 
 
 def _tier(store: Store, place: str) -> Literal["local", "remote"] | None:
@@ -215,10 +222,10 @@ def _rows_to_delete(keep: Policy, rows: list[Row]) -> list[Row]:
 def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> list[Row]:
     """Marks the rows that a `Checkpointer` with this policy would delete."""
     unwanted = {row.step for row in _rows_to_delete(keep, rows)}
-    for metric in keep.metrics - {name for row in _valid_native(rows) for name in row.metrics}:
-        # The command line removes the advice to see `best(unscored=)`, for which it has no option
-        # (_cli/shell_wording.py).
-        _log.warning("%s: no step has the metric %r; see best(unscored=): those without it are kept", place, metric)
+    known = {name for row in _valid_native(rows) for name in row.metrics}
+    for metric in keep.metrics - known:
+        text = "%s: no step has the metric %r, so all stay; they have %s"
+        _log.warning(text, place, metric, metrics.name_known(metric, known))
     result: list[Row] = []
     for row in rows:
         if row.step in unwanted and row.linked_by:

@@ -1,4 +1,4 @@
-"""Lists a directory of runs: the runs, the checkpoints next to them, and folders with others further below."""
+"""Lists a directory of runs or checkpoints: both, and folders with others further below."""
 
 import posixpath
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class RunsFolder(NamedTuple):
 
 
 def scan_runs_folder(store: Store, place: str, only: formats.Format | None, prefix: str | None) -> RunsFolder | None:
-    """Returns the contents of a directory of runs, or None if the path is one run or checkpoint, or missing.
+    """Returns the contents of a directory of runs or checkpoints, or None if it has neither or is one itself.
 
     Weights whose files are in the directory itself are its first checkpoint.
 
@@ -34,13 +34,11 @@ def scan_runs_folder(store: Store, place: str, only: formats.Format | None, pref
         if _is_single(store, place, only, prefix):
             return None
         weights = prefix is None and only is None and formats.is_known(store, place)
-        runs = runs_in(store, place)
-        if not (runs or weights):
-            return None
-        found = RunsFolder(runs, [place] if weights else [], [])
+        found = RunsFolder(runs_in(store, place), [place] if weights else [], [])
         if prefix is None:
             _add_checkpoints(store, place, only, found)
-        return found if runs or len(found.checkpoints) > 1 or found.folders_below else None
+        others = found.checkpoints != [place] or found.folders_below
+        return found if found.runs or (found.checkpoints and others) else None
 
 
 def _is_single(store: Store, place: str, only: formats.Format | None, prefix: str | None) -> bool:

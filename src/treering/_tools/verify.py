@@ -10,14 +10,20 @@ from .._core.units import count, nbytes
 from ..errors import UnsupportedError
 from .check import check
 
+UNFINISHED = "it has no manifest, so its save or copy is not complete"
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """The result of `verify`. `problems` name the file, the leaves and the 1 MiB block. `nbytes` bytes were read."""
+    """The result of `verify`. `problems` name the file, the leaves and the 1 MiB block. `nbytes` bytes were read.
+
+    `unfinished` are steps that were not checked, because they have no manifest: their save or copy is not complete.
+    """
 
     path: str
     nbytes: int
     problems: tuple[Problem, ...]
+    unfinished: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -30,15 +36,21 @@ class VerifyReport:
     def _repr_html_(self) -> str:
         found = [(problem.file, str(problem)) for problem in self.problems]
         summary = "all good" if self.ok else count(len(found), "problem")
-        return html.page(self.path, html.line(nbytes(self.nbytes), summary), html.listed("damage", found))
+        unfinished = html.listed("not checked", [(name, UNFINISHED) for name in self.unfinished])
+        line = html.line(nbytes(self.nbytes), summary)
+        return html.page(self.path, line, html.listed("damage", found), unfinished)
 
     def __repr__(self) -> str:
-        found = f"{len(self.problems)} problems" if self.problems else "all good"
-        return f"<VerifyReport {self.path}: {self.nbytes} bytes, {found}>"
+        return f"<VerifyReport {self._head()}>"
 
     def __str__(self) -> str:
+        not_checked = [f"  not checked: {name}: {UNFINISHED}" for name in self.unfinished]
+        return "\n".join([self._head(), *(f"  {problem}" for problem in self.problems), *not_checked])
+
+    def _head(self) -> str:
         found = f"{len(self.problems)} problems" if self.problems else "all good"
-        return "\n".join([f"{self.path}: {self.nbytes} bytes, {found}", *(f"  {problem}" for problem in self.problems)])
+        unfinished = f", {len(self.unfinished)} unfinished" if self.unfinished else ""
+        return f"{self.path}: {self.nbytes} bytes, {found}{unfinished}"
 
 
 @hide_internal_frames
@@ -59,7 +71,7 @@ def verify(
     `PermissionError` for those that this process may not read. The message says what damage was found.
     """
     checked = check(path, subset, format)
-    report = VerifyReport(checked.path, checked.nbytes, tuple(checked.problems))
+    report = VerifyReport(checked.path, checked.nbytes, tuple(checked.problems), tuple(checked.unfinished))
     unchecked = [*checked.unsupported, *checked.closed]
     if len(unchecked) == 1 and not checked.checkpoints and report.ok:
         raise unchecked[0]

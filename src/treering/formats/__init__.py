@@ -144,6 +144,8 @@ _MODULES = {
     "treering": "treering.formats.treering.format",
     "t5x": "treering.formats.t5x.format",
     "fjformer": "treering.formats.fjformer.format",
+    "slime": "treering.formats.slime.format",
+    "skyrl": "treering.formats.skyrl.format",
     # Before the formats below: of a folder with one model in several formats, most libraries read this one.
     "safetensors": "treering.formats.safetensors.format",
     "flax": "treering.formats.flax.format",

@@ -92,15 +92,22 @@ class Filesystem:
             return None
         sink = FileSink.linked(self.disk, new)
         try:
-            found = self.stat(new)
-            if found is None or found.version != old.version:
+            found = self.disk.stat(new)
+            if found is None or (found.st_ino, found.st_mtime_ns, found.st_size) != old.version:  # as in `stat`
                 raise FileNotFoundError(errno.ENOENT, "deleted or replaced", old.path)
+            folder = self.disk.stat(os.path.dirname(new))
+            if folder and _has_access_of_new(found, folder):
+                return sink
         except BaseException:
-            with contextlib.suppress(OSError):
-                self.disk.unlink(new)
-            sink.close()
+            self._drop(sink)
             raise
-        return sink
+        self._drop(sink)
+        return None
+
+    def _drop(self, sink: FileSink) -> None:
+        with contextlib.suppress(OSError):
+            self.disk.unlink(sink.path)
+        sink.close()
 
     def delete(self, path: str) -> None:
         sink = self._sinks.get(path)
@@ -170,3 +177,13 @@ class Filesystem:
 
     def lease(self, run: str, busy: Callable[[], bool] = lambda: False) -> WriterLock:
         return WriterLock(self.disk, run, busy)
+
+
+def _has_access_of_new(file: os.stat_result, folder: os.stat_result) -> bool:
+    """Returns True if the users who may read or change a file are those of a finished file that is new in a folder.
+
+    They differ if the file has another owner, group or mode: then the owner could change it later, others could write
+    to it, or readers of the folder could not read it.
+    """
+    same_group = file.st_gid == folder.st_gid or (file.st_mode >> 3 ^ file.st_mode) & 0o7 == 0
+    return file.st_uid == folder.st_uid and same_group and file.st_mode & 0o577 == folder.st_mode & 0o444

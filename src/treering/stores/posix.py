@@ -49,6 +49,7 @@ _LOOKUP_ATTEMPTS = 5  # to look up a name while another host replaces its file
 _FOLDER_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW"))
 _PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC if hasattr(os, "O_PATH") else None  # Linux
 _QUICK_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC if hasattr(os, "O_PATH") else 0
+_OPEN_FILES = "/proc/self/fd"
 _OTHERS_WRITE_BITS = stat.S_IWGRP | stat.S_IWOTH
 MAX_LINKS = 40  # on the way to a directory, the limit of Linux
 # Threads share a file's position. Used only without positioned reads and writes.
@@ -108,8 +109,9 @@ def _dir_relative(path: str) -> tuple[str, int | None]:
 
 def _changing(path: str) -> contextlib.AbstractContextManager[tuple[str, int | None]]:
     """Yields the name that is about to change, and the descriptor of its directory; see `open_trusted`."""
-    is_open = not HAS_DIR_FD or isinstance(path, Entry)
-    return contextlib.nullcontext(_dir_relative(path)) if is_open else _changing_in(*os.path.split(path))
+    if isinstance(path, Entry) and path.dir_fd is not None:
+        return contextlib.nullcontext((os.path.basename(path), path.dir_fd))
+    return _changing_in(*os.path.split(path)) if HAS_DIR_FD else contextlib.nullcontext((path, None))
 
 
 @contextlib.contextmanager
@@ -173,11 +175,14 @@ def open_trusted(path: str) -> int | None:
     if not HAS_DIR_FD:
         return None
     if (flags := _PATH_FLAGS) is None:
-        link = lstat(path)
-        own = link is not None and stat.S_ISLNK(link.st_mode) and link.st_uid in (os.geteuid(), 0)
-        return os.open(os.path.realpath(path) if own else path, _FOLDER_FLAGS)
-    if (direct := _open_without_links(path)) is not None:
-        return direct
+        return _open_after_look(path)
+    with contextlib.suppress(OSError):  # It is missing, or a link on the way leads nowhere. The walk raises the error.
+        found = os.open(path, _QUICK_FLAGS)
+        # Where the directory is, the system says after it was opened. So it does not matter what a name was before.
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{_OPEN_FILES}/{found}") == path:
+                return found  # There is no link on the way.
+        os.close(found)
     names, links = path.split("/")[::-1], 0
     here = os.open("/", flags)
     try:
@@ -191,8 +196,7 @@ def open_trusted(path: str) -> int | None:
                 continue
             try:
                 if (links := links + 1) > MAX_LINKS or not is_trusted(found, os.fstat(here), last=not any(names)):
-                    what = f"user {found.st_uid} has made the link {name} on the way; pass the path that it leads to"
-                    raise PermissionError(errno.EACCES, what)
+                    raise _stranger_error(found, name)
                 names += os.readlink("", dir_fd=inner).split("/")[::-1]
             finally:
                 os.close(inner)
@@ -206,20 +210,20 @@ def open_trusted(path: str) -> int | None:
     return here
 
 
-def _open_without_links(path: str) -> int | None:
-    """Opens a directory if no link is on the way to it, in three system calls at any depth. Otherwise returns None.
+def _open_after_look(path: str) -> int:
+    """Does the same where links cannot be opened: looks at each link of the path first."""
+    names = path.split("/")
+    for n in range(2, len(names) + 1):
+        link = lstat(place := "/".join(names[:n]))
+        is_link = link is not None and stat.S_ISLNK(link.st_mode)
+        if link and is_link and not is_trusted(link, os.stat(os.path.dirname(place)), last=n == len(names)):
+            raise _stranger_error(link, names[n - 1], path)
+    return os.open(os.path.realpath(path), _FOLDER_FLAGS)
 
-    Where the directory is, the system says after it was opened. So it does not matter what became of a name before.
-    """
-    try:
-        found = os.open(path, _QUICK_FLAGS)
-    except OSError:  # The caller raises the error.
-        return None
-    with contextlib.suppress(OSError):  # no /proc
-        if os.readlink(f"/proc/self/fd/{found}") == path:
-            return found
-    os.close(found)
-    return None
+
+def _stranger_error(link: os.stat_result, name: str, path: str | None = None) -> PermissionError:
+    what = f"user {link.st_uid} has made the link {name} on the way; pass the path that it leads to"
+    return PermissionError(errno.EACCES, what, path)
 
 
 def is_trusted(link: os.stat_result, folder: os.stat_result, *, last: bool = False) -> bool:

@@ -56,7 +56,7 @@ def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migra
     """
     found = files.find(path)
     result = Migration(path, 0, [], "", [], found.notebooks, found.links, found.failed)
-    base = path if os.path.isdir(path) else os.path.dirname(path)
+    base = _base_of_diff(path)
     sources: dict[str, bytes] = {}
     for name in found.programs:
         with _noting_failure(name, result):
@@ -79,13 +79,24 @@ def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migra
                     _write(name, source, done.after)
                     lines = _new_lines(*done.texts)
                 result.changed.append(name)
-                result.diff += _diff(os.path.relpath(name, base or "."), *done.texts)
+                result.diff += _diff(os.path.relpath(name, base), *done.texts)
         result.findings += [Finding(name, lines.get(line, line), what) for line, what in done.findings]
     for name in found.notebooks:
         with _noting_failure(name, result):
             if _mentions_orbax(_read(name)):
                 result.findings.append(Finding(name, 1, "notebooks are not changed; change the imports by hand"))
     return result
+
+
+def _base_of_diff(path: str) -> str:
+    """Returns the folder to which the names in the diff are relative: the current one, where ``git apply`` runs.
+
+    For a path elsewhere it is the given folder, or that of the file.
+    """
+    here = os.getcwd()
+    if os.path.commonpath([os.path.realpath(path), os.path.realpath(here)]) == os.path.realpath(here):
+        return here
+    return path if os.path.isdir(path) else os.path.dirname(path) or "."
 
 
 @contextlib.contextmanager

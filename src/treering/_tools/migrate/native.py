@@ -167,5 +167,21 @@ def _report_rest(program: Program, plans: Collection[Plan]) -> None:
         annotated = any(isinstance(one, cst.Annotation) for one in above)
         if inner and not program.is_consumed(node) and not above & explained and not annotated:
             if names.problem(inner) is None and program.line(node) not in lines:
-                program.report(node, f"{dotted(node)} {STAYS}")
+                program.report(node, f"{dotted(node)} {STAYS}: {_reason(program, node)}")
             lines.add(program.line(node))
+
+
+def _reason(program: Program, node: cst.CSTNode) -> str:
+    """Returns why a use of Orbax that no plan is about has no edit."""
+    call = program.parent(node)
+    kind = kind_of(program, call) if isinstance(call, cst.Call) and call.func is node else None
+    if kind is None:
+        return "nothing in this file shows the manager or checkpointer that it belongs to"
+    parent = program.parent(call)
+    if isinstance(parent, cst.Return):
+        where = "a function returns it, and the calls of others are not followed"
+    elif isinstance(parent, cst.Arg):
+        where = "it is passed on, and the calls of others are not followed"
+    else:
+        where = f"{program.code(parent)} is not a form that migrate knows"
+    return f"{where}; assign it to a variable in the function that uses it"

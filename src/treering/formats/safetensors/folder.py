@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..._core.leaf_paths import join_names
 from ..._printable import safe
-from ...errors import CorruptError, UnsafeError
+from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.file_io import read_file
 from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
@@ -164,8 +164,11 @@ def log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None
         _log.info("%s: opens %s; open the others by their own paths: %s", folder, opened[0], join_names(tuple(rest)))
 
 
-def index_of(store: Store, path: str) -> Index:
-    """Reads an index. Raises `CorruptError`, and `UnsafeError` for files that are not in its folder."""
+def index_of(store: Store, path: str, *, deltas: bool = False) -> Index:
+    """Reads an index. Raises `CorruptError`, and `UnsafeError` for files that are not in its folder.
+
+    Raises `UnsupportedError` for an index of differences of tensors, which are no model, unless with `deltas`.
+    """
     try:
         fields = strict_json.parse_typed(read_file(store, path), {"weight_map": dict[str, str], "metadata": Any})
         weights, metadata = fields["weight_map"], fields.get("metadata")
@@ -178,7 +181,13 @@ def index_of(store: Store, path: str) -> Index:
     for name in dict.fromkeys(weights.values()):
         if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
             raise UnsafeError(f"{path}: expected names of files in its folder, found {name!r}")
-    return Index(weights, metadata if isinstance(metadata, dict) else {})
+    metadata = metadata if isinstance(metadata, dict) else {}
+    if "delta_encoding" in metadata and not deltas:
+        raise UnsupportedError(
+            f"{path}: expected the tensors of a model, found their differences to version "
+            f"{safe(str(metadata.get('base_version')))}, as slime publishes them; open weight_vN within its stream"
+        )
+    return Index(weights, metadata)
 
 
 def adapter_config(store: Store, path: str) -> dict[str, Any]:

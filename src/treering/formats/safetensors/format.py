@@ -12,9 +12,10 @@ from typing import Any
 from ..._core.source import INFO_FIELDS, Source
 from ..._printable import safe
 from ...errors import CorruptError, UnsupportedError
-from ...stores.file_io import opened
+from ...stores.file_io import opened, read_file
 from ...stores.read_errors import UnreadableError, reading, refusal
 from ...stores.store import Store
+from .._shared import strict_json
 from .folder import SUFFIX, chosen, index_of, is_index, log_others
 from .header import header_size
 
@@ -71,6 +72,11 @@ class Safetensors:
             return open_index(store, path, path) if _is_index_path(path) else open_file(store, path)
         names = store.list(path)
         main = chosen(names)
+        if _is_delta_of_skyrl(store, path, names):
+            raise UnsupportedError(
+                f"{path}: expected the tensors of a model, found their differences to another version, as SkyRL "
+                "publishes them; open delta-N within its stream"
+            )
         if isinstance(main, str):
             raise UnsupportedError(f"{path}: {main}")
         if main.missing:
@@ -96,6 +102,17 @@ class Safetensors:
 
 
 FORMAT = Safetensors()
+
+
+def _is_delta_of_skyrl(store: Store, path: str, names: Sequence[str]) -> bool:
+    """Returns True for a folder of differences of tensors, which are no model."""
+    if "manifest.json" not in names:
+        return False
+    try:
+        found = strict_json.parse(read_file(store, posixpath.join(path, "manifest.json")))
+    except strict_json.MALFORMED:
+        return False
+    return isinstance(found, dict) and {"base_version", "payload_files"} <= found.keys()
 
 
 def _is_index_path(path: str) -> bool:

@@ -24,8 +24,9 @@ from ..._core import dtypes
 from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.buffers import empty_aligned_array
+from .._shared.zstd import unpack, zstandard
 from . import manifest
 from .manifest_fields import Delta
 
@@ -85,7 +86,7 @@ def difference(new: np.ndarray, old: np.ndarray, itemsize: int) -> Difference | 
     bits, signed = 8 * step.itemsize, step.view(f"i{step.itemsize}")
     zigzag = ((signed << 1) ^ (signed >> (bits - 1))).view(step.dtype)
     planes = np.concatenate([_planes(gaps.astype(f"<u{gap}")), _planes(zigzag)])
-    data = np.frombuffer(_zstandard().ZstdCompressor(level=_LEVEL).compress(planes.data), np.uint8)
+    data = np.frombuffer(zstandard().ZstdCompressor(level=_LEVEL).compress(planes.data), np.uint8)
     return Difference(data, count, gap) if data.size * 2 < new.nbytes else None
 
 
@@ -99,20 +100,10 @@ def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> n
     new = empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
     new[:] = _elements(old, 1)
     elements = _elements(new, itemsize)
-    size, zstandard = elements.itemsize, _zstandard()
-    nbytes = delta.count * (delta.gap + size)
+    size = elements.itemsize
     if delta.count > elements.size:
         raise CorruptError(f"{delta.count} of {elements.size} elements are said to differ")
-    try:
-        found = zstandard.get_frame_parameters(data.data).content_size
-        if found != nbytes:  # Looked at before memory is taken for it.
-            raise CorruptError(f"expected a difference of {nbytes} bytes, found one of {found}")
-        unpacked = zstandard.ZstdDecompressor().decompress(data.data, max_output_size=nbytes)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"the difference cannot be unpacked: {error}") from None
-    planes = np.frombuffer(unpacked, np.uint8)
-    if planes.size != nbytes:
-        raise CorruptError(f"expected a difference of {nbytes} bytes, found one of {planes.size}")
+    planes = unpack(data, delta.count * (delta.gap + size))
     gaps = _joined(planes[: delta.count * delta.gap], delta.gap)
     zigzag = _joined(planes[delta.count * delta.gap :], size)
     if delta.gap == 8 and int(gaps.max()) > elements.size:
@@ -214,13 +205,3 @@ def _planes(numbers: np.ndarray) -> np.ndarray:
 def _joined(planes: np.ndarray, size: int) -> np.ndarray:
     """Returns the numbers whose planes these are."""
     return np.ascontiguousarray(planes.reshape(size, -1).T).view(f"<u{size}").reshape(-1)
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise UnsupportedError(
-            "published weights need the package zstandard: pip install 'treering[publish]'"
-        ) from None
-    return zstandard

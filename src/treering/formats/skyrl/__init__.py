@@ -1,0 +1,1 @@
+"""Deltas of weights that SkyRL publishes."""

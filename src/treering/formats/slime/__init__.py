@@ -1,0 +1,1 @@
+"""Deltas of weights that slime, miles and vime publish for SGLang."""

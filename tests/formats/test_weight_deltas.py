@@ -1,0 +1,233 @@
+"""Streams of weights as slime and SkyRL publish them, written here from their descriptions alone."""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import types
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import xxhash
+
+import treering as tr
+from helpers import assert_same
+from hostile_input import flip
+from treering.errors import CorruptError, UnsafeError, UnsupportedError
+
+zstandard = pytest.importorskip("zstandard")
+RECEIVER = os.environ.get("SLIME_RECEIVER", "")  # the file local_checkpoint.py of slime's patch to SGLang
+CHECKSUMS: dict[str, Callable[[bytes], str]] = {
+    "xxh3-128": xxhash.xxh3_128_hexdigest,
+    "adler32": lambda data: f"{zlib.adler32(data):08x}",
+    "sha256": lambda data: hashlib.sha256(data).hexdigest(),
+}
+
+
+def _versions(count: int = 6) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    found = [
+        {
+            "model.a.weight": rng.standard_normal((30, 40)).astype(ml_dtypes.bfloat16),
+            "model.b.weight": rng.standard_normal(700).astype(np.float32),
+            "model.c.bias": np.ones(9, np.float32),
+            "one": np.array(2, np.float32),
+        }
+    ]
+    for _ in range(count - 1):
+        new = {name: array.copy() for name, array in found[-1].items()}
+        for name in ("model.a.weight", "model.b.weight"):
+            data = new[name].reshape(-1).view(np.uint8)
+            data[rng.integers(0, data.size, 20)] ^= 5
+        found.append(new)
+    return found
+
+
+def _changed(old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> dict[str, tuple[bytes, bytes]]:
+    pairs = {name: (old[name].tobytes(), new[name].tobytes()) for name in new}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _packed(old: bytes, new: bytes, encoding: str) -> np.ndarray:
+    a, b = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
+    if encoding == "xor":
+        data = (a ^ b).tobytes()
+    else:
+        at = np.flatnonzero(a != b).astype("<u4")
+        data = np.uint32(at.size).tobytes() + at.tobytes() + b[at].tobytes()
+    return np.frombuffer(zstandard.ZstdCompressor(level=1).compress(data), np.uint8)
+
+
+def _full(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+    folder.mkdir(parents=True)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text("{}")
+
+
+def slime(stream: pathlib.Path, number: int, old: Any, new: Any, encoding: str, checksum: str) -> pathlib.Path:
+    folder = stream / f"weight_v{number:06d}"
+    folder.mkdir(parents=True)
+    weights = {}
+    pairs = list(_changed(old, new).items())
+    for n, (name, pair) in enumerate(pairs):
+        file = f"model-{n:05d}-of-{len(pairs):05d}.safetensors"
+        weights[name] = file
+        about = {name: CHECKSUMS[checksum](pair[1])}
+        safetensors.numpy.save_file({name: _packed(*pair, encoding)}, folder / file, about)
+    about = {"version": f"{number:06d}", "base_version": f"{number - 1:06d}", "delta_encoding": encoding}
+    about |= {"compression_format": "zstd", "checksum_format": checksum}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": about, "weight_map": weights}))
+    return folder
+
+
+def skyrl(stream: pathlib.Path, number: int, old: Any, new: Any, encoding: str, checksum: str) -> pathlib.Path:
+    folder = stream / f"delta-{number:08d}"
+    folder.mkdir(parents=True)
+    records, payloads = [], {}
+    for n, (name, pair) in enumerate(_changed(old, new).items()):
+        payloads[f"t{n}"] = _packed(*pair, "xor")
+        sums = {"sha256": CHECKSUMS["sha256"](pair[1])}
+        if checksum != "sha256":
+            sums = {"checksum": CHECKSUMS[checksum](pair[1]), "checksum_algorithm": checksum}
+        record = {"name": name, "dtype": "bfloat16", "shape": [1], **sums, "payload_file": "p.safetensors"}
+        record |= {"payload_key": f"t{n}", "uncompressed_num_bytes": len(pair[1])}
+        records.append({**record, "compressed_num_bytes": payloads[f"t{n}"].size})
+    safetensors.numpy.save_file(payloads, folder / "p.safetensors")
+    about = {"version": number, "base_version": number - 1, "tensors": records, "payload_files": ["p.safetensors"]}
+    (folder / "manifest.json").write_text(json.dumps(about))
+    return folder
+
+
+LAYOUTS = [(slime, "xor", "xxh3-128"), (slime, "overwrite", "adler32"), (skyrl, "xor", "xxh3-128")]
+LAYOUTS += [(skyrl, "xor", "sha256")]
+Write = Callable[..., pathlib.Path]
+
+
+def _stream(place: pathlib.Path, write: Write, encoding: str, checksum: str) -> list[pathlib.Path]:
+    """Writes a stream whose base is version 0; returns the folders of the versions from that on."""
+    trees = _versions()
+    folders = [place / ("weight_v000000" if write is slime else "delta-00000000")]
+    _full(folders[0], trees[0])
+    for number, (old, new) in enumerate(itertools.pairwise(trees), 1):
+        folders.append(write(place, number, old, new, encoding, checksum))
+    return folders
+
+
+@pytest.mark.parametrize(("write", "encoding", "checksum"), LAYOUTS)
+def test_every_version_of_a_stream(write: Write, encoding: str, checksum: str, tmp_path: pathlib.Path) -> None:
+    folders = _stream(tmp_path, write, encoding, checksum)
+    for number, (folder, tree) in enumerate(zip(folders, _versions(), strict=True)):
+        ckpt = tr.open(folder)
+        assert_same(ckpt.restore(), tree)
+        assert tr.verify(folder).ok and np.array_equal(ckpt["model.a.weight"][3:5, 1], tree["model.a.weight"][3:5, 1])
+        assert number == 0 or (ckpt.format, ckpt.step) == (write.__name__, number)
+    first = 0 if write is slime else 1
+    assert tr.steps(tmp_path) == list(range(first, 6))
+    assert_same(tr.open(tmp_path).restore(), _versions()[-1])
+    tr.convert(folders[3], tmp_path / "model.safetensors")
+    assert_same(tr.restore(tmp_path / "model.safetensors"), _versions()[3])
+    with pytest.raises(UnsupportedError, match=r"is only read; publish with treering\.Publisher"):
+        tr.save(tmp_path / "new", _versions()[0], format=write.__name__)
+
+
+def test_workers_follow_a_stream_of_slime(tmp_path: pathlib.Path) -> None:
+    """A complete version in between begins the chain again, so versions before it may be deleted."""
+    trees = _versions()
+    folders = _stream(tmp_path, slime, "xor", "xxh3-128")
+    weights = tr.follow_weights(tmp_path, timeout=5)
+    found = next(weights)
+    assert found.version == 5
+    assert_same(found.tree, trees[5])
+    _full(tmp_path / "weight_v000006", trees[2])
+    assert_same(next(weights).tree, trees[2])
+    for folder in folders:
+        shutil.rmtree(folder)
+    slime(tmp_path, 7, trees[2], trees[4], "overwrite", "xxh3-128")
+    found = next(weights)
+    assert found.version == 7
+    assert_same(found.tree, trees[4])
+
+
+@pytest.mark.parametrize(("write", "encoding", "checksum"), LAYOUTS)
+def test_damage_and_gaps_are_errors(write: Write, encoding: str, checksum: str, tmp_path: pathlib.Path) -> None:
+    folders = _stream(tmp_path, write, encoding, checksum)
+    file = sorted(folders[2].glob("*.safetensors"))[0]
+    flip(file, file.stat().st_size - 2)
+    for folder in folders[2:]:
+        assert not tr.verify(folder).ok
+        with pytest.raises(CorruptError, match=folders[2].name):
+            tr.restore(folder)
+    assert_same(tr.restore(folders[1]), _versions()[1])
+    folders[2].rename(tmp_path / "gone")
+    with pytest.raises(CorruptError, match=f"expected {folders[2].name} next to it"):
+        tr.open(folders[3])
+    folders[0].rename(tmp_path / "base")
+    with pytest.raises(CorruptError, match=f"link the checkpoint that .* to .*{folders[0].name}"):
+        tr.open(folders[1])
+    os.symlink(tmp_path / "base", folders[0])  # what the error advises
+    assert_same(tr.restore(folders[1]), _versions()[1])
+
+
+@pytest.mark.parametrize("write", [slime, skyrl])
+def test_a_delta_is_never_taken_for_a_model(write: Write, tmp_path: pathlib.Path) -> None:
+    """Its tensors are compressed differences. Elsewhere, or without its base, it does not open."""
+    folders = _stream(tmp_path, write, "xor", "xxh3-128")
+    for name in ("model", "copy/weight_v000002", "copy/delta-00000002"):
+        shutil.copytree(folders[2], tmp_path / name)
+        with pytest.raises((UnsupportedError, CorruptError), match=r"difference|next to it"):
+            tr.restore(tmp_path / name)
+
+
+def test_wrong_versions_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    trees = _versions(3)
+    _full(tmp_path / "weight_v000000", trees[0])
+    folder = slime(tmp_path, 1, trees[0], trees[1], "xor", "xxh3-128")
+    index = folder / "model.safetensors.index.json"
+    sound = json.loads(index.read_text())
+    changes: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"delta_encoding": "add"}, UnsupportedError, "encoding xor or overwrite, found 'add'"),
+        ({"compression_format": "lz4"}, UnsupportedError, "compression zstd"),
+        ({"checksum_format": "blake3"}, UnsupportedError, "checksum xxh3-128 or"),
+        ({"checksum_format": "adler32"}, CorruptError, "adler32 checksum"),
+        ({"base_version": "000001"}, CorruptError, "expected version"),
+        ({"version": 1}, CorruptError, "expected the number of a version in digits"),
+    ]
+    for change, error, match in changes:
+        index.write_text(json.dumps({**sound, "metadata": {**sound["metadata"], **change}}))
+        with pytest.raises(error, match=match):
+            tr.restore(folder)
+    for name, error in (("../x.safetensors", UnsafeError), ("model-00007.safetensors", CorruptError)):
+        index.write_text(json.dumps({**sound, "weight_map": {"model.a.weight": name}}))
+        with pytest.raises(error):
+            tr.restore(folder)
+    index.write_text(json.dumps({**sound, "weight_map": {"other": "model-00000-of-00002.safetensors"}}))
+    with pytest.raises(CorruptError, match="found 'other'"):
+        tr.open(folder)
+    index.write_text(json.dumps(sound))
+    large = np.frombuffer(zstandard.ZstdCompressor().compress(bytes(1 << 26)), np.uint8)
+    about = {"model.a.weight": "0"}
+    safetensors.numpy.save_file({"model.a.weight": large}, folder / "model-00000-of-00002.safetensors", about)
+    with pytest.raises(CorruptError, match="expected a zstd frame of 2400 bytes, found one of 67108864"):
+        tr.restore(folder)
+
+
+@pytest.mark.skipif(not RECEIVER, reason="SLIME_RECEIVER names no file local_checkpoint.py of slime's patch to SGLang")
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_it_reads_what_the_receiver_of_slime_makes(encoding: str, tmp_path: pathlib.Path) -> None:
+    spec = importlib.util.spec_from_file_location("local_checkpoint", RECEIVER)
+    assert spec and spec.loader
+    receiver: types.ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(receiver)
+    folders = _stream(tmp_path / "s", slime, encoding, "xxh3-128")
+    for number, folder in enumerate(folders):
+        receiver.pull(str(tmp_path / "local"), str(folders[0]), str(tmp_path / "s"), number)
+        theirs = safetensors.numpy.load_file(tmp_path / "local" / "model.safetensors")
+        assert_same(tr.open(folder).restore(), {name: theirs[name] for name in _versions()[number]})
