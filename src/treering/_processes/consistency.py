@@ -19,13 +19,12 @@ from .._pytree import iterators
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
 from ..errors import CorruptError, MismatchError, TreeringError
-from ..stores.read_errors import ReplacedError
+from ..stores.read_errors import READ_ATTEMPTS, ReplacedError
 from .assignment import Layout, layout_of, owner
 from .calls import Call
 
 T = TypeVar("T")
 _MAX_DIFFERENCES = 20  # differences that an error lists
-_RESTORE_ATTEMPTS = 5  # attempts to restore the same checkpoint in all processes, while another job replaces it
 
 
 def gather_from_equal_calls(
@@ -231,7 +230,7 @@ def attempt_on_all_processes(call: Call, attempt: Callable[[], tuple[str, T]]) -
     An attempt returns the identity of the checkpoint and a result. If any process finds damage, every process raises
     that error. Raises `ReplacedError` after five attempts on different checkpoints.
     """
-    for _ in range(_RESTORE_ATTEMPTS):
+    for _ in range(READ_ATTEMPTS):
         result: Any = None
         problem: CorruptError | ReplacedError | None = None
         try:

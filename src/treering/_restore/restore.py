@@ -198,13 +198,12 @@ def _values(
         collective = collective_plan.collective_reader(
             call, plan.source, targets, places, read, must_match=[budget, passing, verify], room=room
         )
-    reader = collective or plan.source
-    # Mapped arrays take no memory, so all of them are one group and one mapping, except to show progress.
-    free = collective is None and not progress and not passing and plan.source.can_mmap(mmap)
-    # Messages come on top of the default budget: smaller groups would read more blocks twice, at the ends of groups.
-    left = budget if limit is None else budget - room
-    max_bytes = None if free else left if collective else budget // 2 if passing else budget
-    with gc_paused():
+        reader = collective or plan.source
+        # Mapped arrays take no memory, so all of them are one group and one mapping, except to show progress.
+        free = collective is None and not progress and not passing and plan.source.can_mmap(mmap)
+        # Messages come on top of the default budget: smaller groups would read more blocks twice, at their ends.
+        left = budget if limit is None else budget - room
+        max_bytes = None if free else left if collective else budget // 2 if passing else budget
         groups = [ReadGroup(targets, places, numbers) for numbers in group_targets(targets, max_bytes)]
     if not free and not passing:
         wanted = itertools.chain.from_iterable(group.wanted for group in groups)

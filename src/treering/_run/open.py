@@ -15,7 +15,7 @@ from .._core.tracebacks import hide_internal_frames
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from ..stores.read_errors import ReplacedError, reading
-from .step_fallback import StepCopy, find_step_copies, first_valid, open_in_store, retry_if_replaced, use_with_retries
+from .step_fallback import OneCheckpoint, StepCopy, find_step_copies, open_in_store, use_valid
 
 if TYPE_CHECKING:
     from .._restore.options import RestoreOptions
@@ -192,11 +192,11 @@ def _restore_collectively(
 
     store, only = stores.get(place), None if format is None else formats.get(format)
 
-    def candidates() -> list[tuple[int, str, str | None]] | str:
+    def listed() -> list[tuple[int, str, str | None]] | str | None:
         with reading(place), store.glance(place):
             found = find_step_copies(store, place, step, only)
-        if not isinstance(found, Iterator):
-            return found.name
+        if isinstance(found, OneCheckpoint):
+            return found.format
         return [(one.step, one.path, one.format) for one in found]
 
     with coordinator.collective_call(
@@ -205,14 +205,13 @@ def _restore_collectively(
         on_all = functools.partial(consistency.attempt_on_all_processes, call)
         use = lambda ckpt: (ckpt._source.identity, ckpt._restore(like, call, **options))  # noqa: E731
 
-        def attempt() -> tuple[str, Any]:
-            found = call.broadcast(candidates)
+        def find() -> list[StepCopy] | OneCheckpoint:
+            found = call.broadcast(listed)
             if isinstance(found, str):
-                return on_all(lambda: use_with_retries(store, place, None, use, found))
-            steps = [StepCopy(number, store, path, name) for number, path, name in found]
-            return first_valid(place, steps, use, fallback=step is None, on_all_processes=on_all)[1]
+                return OneCheckpoint(store, place, found)
+            return [StepCopy(number, store, path, name) for number, path, name in found]
 
-        return retry_if_replaced(attempt)[1]
+        return use_valid(place, find, use, fallback=step is None, on_all_processes=on_all)[1][1]
 
 
 def _open_and_use(
@@ -227,17 +226,13 @@ def _open_and_use(
     """Returns the result of `use` for a checkpoint, or for a step of a run."""
     store, only = stores.get(place), None if format is None else formats.get(format)
 
-    def attempt() -> T:
-        ckpt: Checkpoint | None = None
+    def find() -> Iterator[StepCopy] | OneCheckpoint:
         with reading(place), store.glance(place):
-            steps = find_step_copies(store, place, step, only, prefix)
-            if not isinstance(steps, Iterator):
-                with contextlib.suppress(
-                    ReplacedError
-                ):  # It was replaced meanwhile: `use_with_retries` opens it again.
-                    ckpt = open_in_store(store, place, steps.name)
-        if isinstance(steps, Iterator):
-            return first_valid(place, steps, use, fallback=fallback)[1]
-        return use_with_retries(store, place, None, use, format, ckpt)
+            found = find_step_copies(store, place, step, only, prefix)
+            if not isinstance(found, OneCheckpoint):
+                return found
+            with contextlib.suppress(ReplacedError):  # It was replaced meanwhile: `use_valid` opens it again.
+                return found._replace(format=format, opened=open_in_store(store, place, found.format))
+        return found._replace(format=format)
 
-    return retry_if_replaced(attempt)
+    return use_valid(place, find, use, fallback=fallback)[1]

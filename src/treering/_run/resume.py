@@ -1,6 +1,7 @@
 """Resumes a run: all processes restore the same step, the latest valid one or the requested one."""
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from ..stores.read_errors import reading
 from . import new_run
 from .collective import CollectiveCalls
 from .run_directory import RunDirectory
-from .step_fallback import StepCopy, first_valid, retry_if_replaced
+from .step_fallback import StepCopy, use_valid
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
@@ -88,11 +89,8 @@ def seconds_since_commit(directory: RunDirectory) -> float | None:
 def open_step(directory: RunDirectory, step: int | None) -> Checkpoint:
     """Opens a step, by default the latest valid one. See `Checkpointer.open`."""
     wait_for_saves_in(directory.steps.root)
-
-    def attempt() -> Checkpoint:
-        return first_valid(directory.root, directory.readable_copies(step), lambda ckpt: ckpt, fallback=step is None)[1]
-
-    return attempt() if step is not None else retry_if_replaced(attempt)
+    find = functools.partial(directory.readable_copies, step)
+    return use_valid(directory.root, find, lambda ckpt: ckpt, fallback=step is None)[1]
 
 
 def restore(
@@ -165,15 +163,12 @@ def _use_valid(
             refresh_dir_cache(found[0].store, found[0].path)
         return found
 
-    def attempt() -> tuple[int, tuple[str, T]]:
-        return first_valid(
-            directory.root,
-            find_copies(),
-            lambda ckpt: (ckpt._source.identity, use(ckpt, call)),
-            fallback=fallback and step is None,
-            on_damaged=directory.mark_damaged,
-            on_all_processes=lambda attempt: consistency.attempt_on_all_processes(call, attempt),
-        )
-
-    number, (_, result) = attempt() if step is not None else retry_if_replaced(attempt)
+    number, (_, result) = use_valid(
+        directory.root,
+        find_copies,
+        lambda ckpt: (ckpt._source.identity, use(ckpt, call)),
+        fallback=fallback and step is None,
+        on_damaged=directory.mark_damaged,
+        on_all_processes=functools.partial(consistency.attempt_on_all_processes, call),
+    )
     return number, result

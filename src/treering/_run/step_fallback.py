@@ -14,14 +14,22 @@ from .._core.entries import step_number
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
-from ..stores.read_errors import ReplacedError, reading
+from ..stores.read_errors import READ_ATTEMPTS, ReplacedError, reading
 from ..stores.store import Store
 from . import new_run
 from .run_layout import Steps, located_steps
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
-_MAX_OPEN_ATTEMPTS = 5  # of a checkpoint that is overwritten while it is read
+
+
+class OneCheckpoint(NamedTuple):
+    """A checkpoint that is not a step of a run. `opened` has it if it is open already."""
+
+    store: Store
+    path: str
+    format: str | None
+    opened: Checkpoint | None = None
 
 
 class StepCopy(NamedTuple):
@@ -77,8 +85,8 @@ def newest_first(store: Store, steps: Steps[formats.StepPath] | dict[int, format
 
 def find_step_copies(
     store: Store, place: str, step: int | None, format: formats.Format | None = None, prefix: str | None = None
-) -> Iterator[StepCopy] | formats.Format:
-    """Returns the steps at a path that may be read, newest first, or the format if the path is one checkpoint.
+) -> Iterator[StepCopy] | OneCheckpoint:
+    """Returns the steps at a path that may be read, newest first, or the one checkpoint that the path is.
 
     format: reads the path in this format, and ignores steps of other formats. prefix: the beginning of the names of a
         run's steps; with a prefix the path must be a run.
@@ -94,7 +102,7 @@ def find_step_copies(
         if step is not None:
             meant = new_run.suggest_run(store, place)
             raise MismatchError(f"{place}: step={step} was asked for, but this is one checkpoint, not a run{meant}")
-        return format
+        return OneCheckpoint(store, place, format.name)
     if step is None:
         return newest_first(store, found)
     number = step_number(step)
@@ -131,9 +139,9 @@ def detect_or_explain(store: Store, place: str) -> formats.Format:
         raise
 
 
-def first_valid(
+def use_valid(
     run: str,
-    places: Iterable[StepCopy],
+    find: Callable[[], Iterable[StepCopy] | OneCheckpoint],
     use: Callable[[Checkpoint], T],
     *,
     fallback: bool = True,
@@ -142,38 +150,46 @@ def first_valid(
 ) -> tuple[int, T]:
     """Returns the first step that opens, and the result of `use`. Logs damaged copies and calls `on_damaged` with each.
 
-    `on_all_processes` makes an attempt that succeeds only if it succeeds in all processes.
+    find: returns the candidates, newest first. It is called again if they were replaced or deleted meanwhile. If it
+        returns a checkpoint that is not a step, the number is -1.
+    on_all_processes: makes an attempt that succeeds only if it succeeds in all processes.
 
     Raises the first `CorruptError` if no step can be used. Without `fallback` it tries only the copies of the first
     step. A step that is deleted meanwhile is skipped.
     """
-    first: CorruptError | None = None
-    deleted = 0
-    rest = iter(places)
-    place = next(rest, None)
-    while place:
-        attempt = functools.partial(use_with_retries, place.store, place.path, place.step, use, place.format)
-        try:
-            return place.step, on_all_processes(attempt)
-        except CorruptError as error:
-            on_damaged(place)
-            following = _following(place, rest, fallback)
-            if not (following or fallback):
-                raise
-            _log.error("step %d is damaged: %s", place.step, error)
-            first = first or error.with_traceback(None)  # Its frames would keep partly restored arrays alive.
-        except ReplacedError:
-            is_there = summary.stat_manifest(place.store, place.path) or formats.is_foreign(place.store, place.path)
-            if is_there or not ((following := _following(place, rest, fallback)) or fallback):
-                raise
-            _log.warning("%s: step %d was deleted meanwhile", place.path, place.step)
-            deleted += 1
-        if following:
-            _log_fallback(place, following)
-        place = following
-    if deleted and not first:
-        raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
-    raise first or NotFoundError(f"{run}: expected a step, found none{new_run.suggest_run(stores.get(run), run)}")
+
+    def attempt() -> tuple[int, T]:
+        places = find()
+        if isinstance(places, OneCheckpoint):
+            return -1, on_all_processes(lambda: _use_with_retries(use, *places[:3], opened=places.opened))
+        first: CorruptError | None = None
+        deleted = 0
+        rest = iter(places)
+        place = next(rest, None)
+        while place:
+            try:
+                return place.step, on_all_processes(functools.partial(_use_with_retries, use, *place[1:], place.step))
+            except CorruptError as error:
+                on_damaged(place)
+                following = _following(place, rest, fallback)
+                if not (following or fallback):
+                    raise
+                _log.error("step %d is damaged: %s", place.step, error)
+                first = first or error.with_traceback(None)  # Its frames would keep partly restored arrays alive.
+            except ReplacedError:
+                is_there = summary.stat_manifest(place.store, place.path) or formats.is_foreign(place.store, place.path)
+                if is_there or not ((following := _following(place, rest, fallback)) or fallback):
+                    raise
+                _log.warning("%s: step %d was deleted meanwhile", place.path, place.step)
+                deleted += 1
+            if following:
+                _log_fallback(place, following)
+            place = following
+        if deleted and not first:
+            raise ReplacedError(f"{run}: expected a step, found none; all that were there have been deleted meanwhile")
+        raise first or NotFoundError(f"{run}: expected a step, found none{new_run.suggest_run(stores.get(run), run)}")
+
+    return retry_if_replaced(attempt)
 
 
 def _following(place: StepCopy, rest: Iterator[StepCopy], fallback: bool) -> StepCopy | None:
@@ -189,12 +205,12 @@ def _log_fallback(passed: StepCopy, place: StepCopy) -> None:
         _log.warning("taking step %d, the one before step %d", place.step, passed.step)
 
 
-def use_with_retries(
+def _use_with_retries(
+    use: Callable[[Checkpoint], T],
     store: Store,
     path: str,
-    step: int | None,
-    use: Callable[[Checkpoint], T],
-    format: str | None = None,
+    format: str | None,
+    step: int | None = None,
     opened: Checkpoint | None = None,
 ) -> T:
     """Opens a checkpoint, or a given step, and returns the result of `use`. Starts again if it is overwritten.
@@ -202,10 +218,8 @@ def use_with_retries(
     The first attempt uses `opened`, if that is given. Raises `ReplacedError` if the checkpoint was deleted, or is
     overwritten faster than it can be read.
     """
-    for n in range(_MAX_OPEN_ATTEMPTS - 1):
-        with contextlib.suppress(ReplacedError):
-            return use(opened if opened is not None and n == 0 else open_step(store, path, step, format))
-    return use(open_step(store, path, step, format))
+    known = [] if opened is None else [opened]
+    return retry_if_replaced(lambda: use(known.pop() if known else open_step(store, path, step, format)))
 
 
 def open_step(store: Store, path: str, step: int | None, format: str | None) -> Checkpoint:
@@ -220,7 +234,7 @@ def open_step(store: Store, path: str, step: int | None, format: str | None) -> 
 
 def retry_if_replaced(attempt: Callable[[], T]) -> T:
     """Returns the result of an attempt. Repeats it if the steps that it listed were replaced or deleted meanwhile."""
-    for _ in range(_MAX_OPEN_ATTEMPTS - 1):
+    for _ in range(READ_ATTEMPTS - 1):
         with contextlib.suppress(ReplacedError):
             return attempt()
     return attempt()

@@ -177,12 +177,12 @@ class StepSaver:
         waited: float,
         lease_seconds: float,
     ) -> PendingSave:
-        layout = self._directory.steps.layout
+        layout, together = self._directory.steps.layout, self._together
         requested = SaveOptions(
             layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
             layout.format_options,
-            hosts=self._together.hosts if self._together else None,
-            copies=self._together.local_copies if self._together else 1,
+            hosts=together.hosts if together else None,
+            copies=together.local_copies if together else 1,
             room_maker=self._retention,
             reuse=self.reuse,
         )  # fmt: skip

@@ -239,7 +239,7 @@ class PendingSave:
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, pool: ThreadPool) -> None:
         """Runs the save in the thread that saves."""
         try:
-            with devices.allow_transfers():
+            with pool, devices.allow_transfers():
                 self._supply.writers_needed.wait()
                 self._wait_for_previous(previous)
                 self._supply.check()
@@ -254,7 +254,6 @@ class PendingSave:
                 self._error = _as_save_error(error, self.path)
                 unreported.append(self)
         finally:
-            pool.close()
             self._supply.clear()
             self._call.close(self._error)
             if previous is not None and not previous.is_set():  # This save was aborted while it waited.

@@ -16,12 +16,11 @@ from .._run.step_fallback import check_format, detect_or_explain
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.nfs import refresh_dir_cache
-from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
+from ..stores.read_errors import READ_ATTEMPTS, ReplacedError, UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
 from .check_targets import find_check_targets
 
 _log = logging.getLogger("treering")
-_MAX_CHECK_ATTEMPTS = 5  # A checkpoint that is replaced during its check is checked again this often.
 _MAX_DELETION_SECONDS = 2.0  # A step that is being deleted is unrecognizable for at most this long before it is gone.
 _GONE_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
@@ -159,7 +158,7 @@ def _check_one(
 
     Raises `UnsupportedError` and `PermissionError` only after it has read the rest.
     """
-    for _ in range(_MAX_CHECK_ATTEMPTS):
+    for _ in range(READ_ATTEMPTS):
         file = path
         try:
             with reading(path), store.glance(path):
@@ -203,7 +202,7 @@ def _check_one(
             begin, end = share.of(reader.nbytes)
             return end - begin
     raise ReplacedError(
-        f"{path}: expected a checkpoint that stays during its check, found it replaced {_MAX_CHECK_ATTEMPTS} times; "
+        f"{path}: expected a checkpoint that stays during its check, found it replaced {READ_ATTEMPTS} times; "
         "check it when no job writes it"
     )
 

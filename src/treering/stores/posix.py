@@ -109,8 +109,9 @@ def _dir_relative(path: str) -> tuple[str, int | None]:
 
 def _changing(path: str) -> contextlib.AbstractContextManager[tuple[str, int | None]]:
     """Yields the name that is about to change, and the descriptor of its directory; see `open_trusted`."""
-    is_open = not HAS_DIR_FD or (isinstance(path, Entry) and path.dir_fd is not None)
-    return contextlib.nullcontext(_dir_relative(path)) if is_open else _changing_in(*os.path.split(path))
+    if isinstance(path, Entry) and path.dir_fd is not None:
+        return contextlib.nullcontext((os.path.basename(path), path.dir_fd))
+    return _changing_in(*os.path.split(path)) if HAS_DIR_FD else contextlib.nullcontext((path, None))
 
 
 @contextlib.contextmanager

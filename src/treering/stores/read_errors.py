@@ -26,6 +26,8 @@ _MOMENTARY_ERRNOS = {
     if hasattr(errno, name)
 }
 
+READ_ATTEMPTS = 5  # to read a checkpoint that other jobs overwrite or replace meanwhile
+
 
 class UnreadableError(CorruptError):
     """The system cannot read an existing file."""

@@ -46,12 +46,10 @@ def parse_typed(data: bytes, types: Mapping[str, Any]) -> dict[str, Any]:
         # The object has blanks or escapes between its fields, or one key twice, which `msgspec` does not report.
         top = parse(data)
         return {key: msgspec.convert(value, types.get(key, Any)) for key, value in top.items()}
-    return {key: _value(raw, types.get(key)) for key, raw in fields.items()}
+    return {key: _value(raw, types[key]) if key in types else parse(raw) for key, raw in fields.items()}
 
 
 def _value(raw: bytes, type: Any) -> Any:
-    if type is None:
-        return parse(raw)
     if b"{" in raw or b"\\u" in raw or (b"-" in raw and _may_have_minus_zero(raw)):
         return msgspec.convert(parse(raw), type)
     return msgspec.json.decode(raw, type=type)  # `msgspec` itself enforces all the other rules of `parse`.

@@ -88,18 +88,17 @@ class Memory:
 
     def view(self, part: PieceRead, dtype: np.dtype[Any]) -> np.ndarray:
         """Returns a part as an array that shares this memory."""
-        memory, at = self._find(part.begin)
-        return np.ndarray(part.shape, dtype, memory, at, part.strides)
+        offset, memory = self._runs[0] if len(self._runs) == 1 else self._find(part.begin)
+        return np.ndarray(part.shape, dtype, memory, part.begin - offset, part.strides)
 
     def views(self, begin: int, count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[np.ndarray]:
         """Returns `count` arrays of one shape that follow each other from byte `begin` on. They share this memory."""
-        return strided_arrays(*self._find(begin), count, shape, dtype, dtype.itemsize * math.prod(shape))
+        offset, memory = self._find(begin)
+        return strided_arrays(memory, begin - offset, count, shape, dtype, dtype.itemsize * math.prod(shape))
 
-    def _find(self, begin: int) -> tuple[Any, int]:
-        """Returns the memory that holds a byte of the buffer, and the offset of that byte in it."""
-        n = 0 if len(self._runs) == 1 else bisect.bisect_right(self._runs, begin, key=lambda run: run[0]) - 1
-        offset, memory = self._runs[n]
-        return memory, begin - offset
+    def _find(self, begin: int) -> tuple[int, Any]:
+        """Returns the run of bytes that holds a byte of the buffer."""
+        return self._runs[bisect.bisect_right(self._runs, begin, key=lambda run: run[0]) - 1]
 
 
 def ranges_by_file(parts: Iterable[PieceRead]) -> dict[int, list[tuple[int, int]]]:

@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
+from ..._core.leaf_paths import join_names
 from ..._threads.forks import free_in_children
 from ...errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from .. import lease_registry
-from ..file_io import check_free
-from ..flat_folders import check_replaceable
+from ..file_io import check_free, files_in, is_folder
 from ..read_errors import ReplacedError
-from ..store import CheckOthers, FinishedFile, Owned, Stat, Writer
+from ..store import CheckOthers, FinishedFile, Owned, Stat, Store, Writer
 from ..temporary_names import final_name
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
@@ -272,14 +272,14 @@ class ObjectStore:
     ) -> "Iterator[str]":
         temporary_folder.check_has_parent(*self._find(path))
         check_free(self, path, overwrite=overwrite, folder=True)
-        check_replaceable(self, path, owned, names, check_others)
+        _check_replaceable(self, path, owned, names, check_others)
         with self._temporary_folder(path, replaces_target=True) as folder:
             yield folder.path
             self._uploads.wait_for_folder(folder.path)
             folder.check_exclusive(self._sibling_names(path))
             lease_registry.check(folder.path)
             check_free(self, path, overwrite=overwrite, folder=True)
-            folder.put_in_place(check_replaceable(self, path, owned, names, check_others))
+            folder.put_in_place(_check_replaceable(self, path, owned, names, check_others))
         self._remove_abandoned(path)
 
     @contextlib.contextmanager
@@ -346,3 +346,24 @@ class ObjectStore:
 def _is_web(bucket: Bucket) -> bool:
     """Returns True for a web server, whose files can only be read and not listed."""
     return bucket.url.startswith(clients.WEB)
+
+
+def _check_replaceable(
+    store: Store, path: str, owned: Owned, names: Collection[str], check_others: CheckOthers | None
+) -> Collection[str]:
+    """Returns the files that a new folder replaces; see `new_folder`.
+
+    Raises `ExistsError` for other files in its way.
+    """
+    if not is_folder(store, path):
+        return ()
+    parts = owned(store, path)
+    others = [name for name in files_in(store, path) if name not in parts]
+    if wrong := [name for name in others if "/" in name or name in names]:
+        raise ExistsError(
+            f"{path}: expected a checkpoint to replace, found files that are not part of it, or whose names the "
+            f"new one needs: {join_names(tuple(wrong))}; write to another path, or move them"
+        )
+    if check_others:
+        check_others(store, path, others)
+    return parts
