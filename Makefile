@@ -80,6 +80,7 @@ bench: $(VENV)/bench
 	$(RUN) -m benchmarks --write benchmarks/results/benchmarks.md
 	$(RUN) -m benchmarks --only tiers --write benchmarks/results/tiers.md
 	$(RUN) -m benchmarks --only growth --write benchmarks/results/growth.md
+	$(RUN) -m benchmarks --only publish --write benchmarks/results/publish.md
 
 # The main rows alone, in about three minutes on a quiet machine; writes nothing.
 bench-quick: $(VENV)/bench

@@ -21,6 +21,7 @@ from . import (
     operations,
     planning,
     processes,
+    publish,
     reading,
     sharded,
     states,
@@ -58,7 +59,8 @@ _SEPARATE = [
     "unchanged",
 ]  # each by itself
 _NAMES = [*operations.OPERATIONS, *_SEPARATE, *states.STATES]
-_TIERS, _GROWTH = "tiers", "growth"  # have pages of their own
+_TIERS, _GROWTH, _PUBLISH = "tiers", "growth", "publish"  # have pages of their own
+_PUBLISHED_STEPS = 50
 _ROUNDS = 9
 _QUICK = {"save", "stall", "warm", "cold", "large", "small", "unchanged", "objects"}  # what has the main rows
 _QUICK_ROUNDS = 3
@@ -69,7 +71,10 @@ _QUICK_NOTE = f"A quick run: the main rows alone, in few rounds, without {' and 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", action="append", choices=[*_NAMES, _TIERS, _GROWTH], help="an operation or a state; may be repeated"
+        "--only",
+        action="append",
+        choices=[*_NAMES, _TIERS, _GROWTH, _PUBLISH],
+        help="an operation or a state; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="the ten main rows, in about three minutes")
     parser.add_argument("--repeats", type=int, help="rounds in which all take turns (default: 9, or 3 with --quick)")
@@ -81,7 +86,7 @@ def main() -> None:
         parser.error("--quick: expected neither --only nor --write, because it prints the main rows and writes none")
     only = _QUICK if arguments.quick else set(arguments.only or _NAMES)
     repeats = arguments.repeats or (_QUICK_ROUNDS if arguments.quick else _ROUNDS)
-    if (page := next((name for name in (_TIERS, _GROWTH) if name in only), None)) and len(only) > 1:
+    if (page := next((name for name in (_TIERS, _GROWTH, _PUBLISH) if name in only), None)) and len(only) > 1:
         parser.error(f"--only {page}: expected no other name, because it writes a page of its own")
     warnings.simplefilter("ignore")  # the peers' own
     with tempfile.TemporaryDirectory(prefix="bench-", dir=os.path.abspath(arguments.dir)) as directory:
@@ -91,6 +96,8 @@ def main() -> None:
             text = tiers.report(directory, repeats, arguments.mib)
         elif _GROWTH in only:
             text = growth.report(directory, repeats)
+        elif _PUBLISH in only:
+            text = publish.report(directory, _PUBLISHED_STEPS)
         else:
             rows = run(directory, repeats, only, _QUICK_WITHOUT if arguments.quick else frozenset())
             if arguments.quick:

@@ -32,6 +32,8 @@ from .manifest_fields import Delta
 
 _LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
 _MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
+_CHUNK = 1 << 18  # elements that are compared at a time
+_ROUND = 1 << 15  # changes that are made at a time, so that their arrays fit the cache
 _MAX_CHAIN = 10_000  # checkpoints, from one with deltas back to one that has the array itself
 
 
@@ -74,20 +76,38 @@ def difference(new: np.ndarray, old: np.ndarray, itemsize: int) -> Difference | 
     itemsize: the bytes of an element. Raises `UnsupportedError` without the package `zstandard`.
     """
     now, before = _elements(new, itemsize), _elements(old, itemsize)
-    differs = now != before
-    if (count := int(np.count_nonzero(differs))) * _MAX_SHARE > now.size:
-        return None
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    count = 0
+    for begin in range(0, now.size, _CHUNK):
+        places, steps = _changes(now[begin : begin + _CHUNK], before[begin : begin + _CHUNK])
+        count += places.size
+        if count * _MAX_SHARE > now.size:
+            return None
+        places += begin
+        found.append((places, steps))
     if not count:
         return NO_DIFFERENCE
-    places = np.flatnonzero(differs)
-    gaps = np.diff(places, prepend=-1) - 1
+    gaps = np.diff(np.concatenate([places for places, _ in found]), prepend=-1)
+    gaps -= 1
     gap = next(size for size in (1, 2, 4, 8) if size == 8 or int(gaps.max()) < 1 << 8 * size)
-    step = now[places] - before[places]
-    bits, signed = 8 * step.itemsize, step.view(f"i{step.itemsize}")
-    zigzag = ((signed << 1) ^ (signed >> (bits - 1))).view(step.dtype)
-    planes = np.concatenate([_planes(gaps.astype(f"<u{gap}")), _planes(zigzag)])
+    steps = np.concatenate([steps for _, steps in found])
+    planes = np.concatenate([_planes(gaps.astype(f"<u{gap}")), _planes(steps)])
     data = np.frombuffer(zstandard().ZstdCompressor(level=_LEVEL).compress(planes.data), np.uint8)
     return Difference(data, count, gap) if data.size * 2 < new.nbytes else None
+
+
+def _changes(now: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the places of the elements that differ, and their changes in zigzag form."""
+    differs = now != before
+    if differs.size % 8:
+        places = np.flatnonzero(differs)
+    else:  # Few groups of eight have a difference, and only these are looked at one by one.
+        groups = np.flatnonzero(differs.view(np.uint64) != 0)
+        inside = np.flatnonzero(differs.reshape(-1, 8).take(groups, 0))
+        places = (groups * 8).take(inside >> 3) + (inside & 7)
+    step = now.take(places) - before.take(places)
+    signed = step.view(f"i{step.itemsize}")
+    return places, ((signed << 1) ^ (signed >> (8 * step.itemsize - 1))).view(step.dtype)
 
 
 def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> np.ndarray:
@@ -97,21 +117,30 @@ def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> n
     """
     if not delta.count:
         return old
+    before = _elements(old, itemsize)
+    count, gap, size = delta.count, delta.gap, before.itemsize
+    if count > before.size:
+        raise CorruptError(f"{count} of {before.size} elements are said to differ")
+    planes = unpack(data, count * (gap + size))
+    gaps, zigzag = planes[: count * gap].reshape(gap, count), planes[count * gap :].reshape(size, count)
     new = empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
-    new[:] = _elements(old, 1)
     elements = _elements(new, itemsize)
-    size = elements.itemsize
-    if delta.count > elements.size:
-        raise CorruptError(f"{delta.count} of {elements.size} elements are said to differ")
-    planes = unpack(data, delta.count * (delta.gap + size))
-    gaps = _joined(planes[: delta.count * delta.gap], delta.gap)
-    zigzag = _joined(planes[delta.count * delta.gap :], size)
-    if delta.gap == 8 and int(gaps.max()) > elements.size:
-        raise CorruptError("the difference has elements beyond the array")
-    places = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if int(places[-1]) >= elements.size:
-        raise CorruptError("the difference has elements beyond the array")
-    elements[places] += (zigzag >> 1) ^ (-(zigzag & 1).view(f"i{size}")).view(zigzag.dtype)
+    last, copied = -1, 0
+    for begin in range(0, count, _ROUND):
+        places = _joined(gaps[:, begin : begin + _ROUND]).astype(np.int64)
+        if gap == 8 and (places.min() < 0 or places.max() >= before.size):  # Their sum must not overflow.
+            raise CorruptError("the difference has elements beyond the array")
+        places += 1
+        np.cumsum(places, out=places)
+        places += last
+        last = int(places[-1])
+        if last >= before.size:
+            raise CorruptError("the difference has elements beyond the array")
+        elements[copied : last + 1] = before[copied : last + 1]
+        copied = last + 1
+        step = _joined(zigzag[:, begin : begin + _ROUND])
+        elements[places] += (step >> 1) ^ (-(step & 1).view(f"i{size}")).view(step.dtype)
+    elements[copied:] = before[copied:]
     return new
 
 
@@ -202,6 +231,6 @@ def _planes(numbers: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, numbers.itemsize).T).reshape(-1)
 
 
-def _joined(planes: np.ndarray, size: int) -> np.ndarray:
-    """Returns the numbers whose planes these are."""
-    return np.ascontiguousarray(planes.reshape(size, -1).T).view(f"<u{size}").reshape(-1)
+def _joined(planes: np.ndarray) -> np.ndarray:
+    """Returns the numbers whose planes these are, one plane in each row."""
+    return np.ascontiguousarray(planes.T).view(f"<u{planes.shape[0]}").reshape(-1)
