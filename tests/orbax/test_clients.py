@@ -39,7 +39,7 @@ class Client(NamedTuple):
 CLIENTS = {
     "google/brax": Client(
         "0b96d05",
-        ("brax",),
+        ("brax", ":(exclude)brax/experimental"),
         ("brax/training/agents/ppo/checkpoint_test.py", "brax/training/agents/sac/checkpoint_test.py"),
         ("mujoco", "ml_collections"),
     ),
@@ -47,7 +47,11 @@ CLIENTS = {
         "c7d8950f",
         ("tunix", "tests/sft"),
         ("tests/sft/checkpoint_manager_test.py", "tests/sft/checkpoint_options_test.py"),
-        ("qwix",),
+        ("qwix", "perfetto"),
+        {
+            "CheckpointManagerTest.test_save": "looks for the directory of an item, which only Orbax's format has",
+            "CheckpointManagerTest.test_restore_with_pathways_persistence": "Pathways",
+        },
     ),
     "jax-ml/jax-ai-stack": Client("59de2e1", ("jax_ai_stack",), ("jax_ai_stack/tests/test_nnx_with_orbax.py",)),
     "keras-team/keras": Client("3422977a5e", ("keras",), ("keras/src/callbacks/orbax_checkpoint_test.py",)),
@@ -81,7 +85,7 @@ def test_the_tests_of_a_client_do_the_same(repository: str, tmp_path: pathlib.Pa
     found = outcomes(tmp_path / "treering", client)
     failed = {name: found.get(name, "was not run") for name, result in expected.items() if not result}
     assert {name: why for name, why in failed.items() if why and name not in client.differences} == {}
-    assert [name for name in client.differences if not failed[name]] == []  # A difference that is gone is not listed.
+    assert [name for name in client.differences if failed.get(name) == ""] == []  # The list has no others.
 
 
 def outcomes(folder: pathlib.Path, client: Client) -> dict[str, str]:
