@@ -120,3 +120,25 @@ def test_a_bucket_is_such_a_folder(runs: pathlib.Path, treering: Any) -> None:
     assert found.code == 0 and set(_oks(found)) == {"a", "final", "runs"}
     tr.save("memory://folders/runs/a/best", {"w": np.ones(4)})
     assert treering("verify", "memory://folders/runs/a", "--json").json["checked"] == 3
+
+
+def test_each_run_of_a_directory_is_copied_and_pruned(tmp_path: pathlib.Path, treering: Any) -> None:
+    sweep, copy, old = tmp_path / "sweep", tmp_path / "copy", tmp_path / "old"
+    for name in ("a", "b"):
+        with tr.Checkpointer(sweep / name) as ckpts:
+            for step in (1, 2, 3):
+                ckpts.save(step, {"w": np.full(3, step)})
+    tr.save(sweep / "final", {"w": np.ones(3)})
+    found = treering("cp", sweep, copy)
+    assert found.code == 0 and found.out.count("3 checkpoints copied") == 2 and found.out.startswith("final:\n1 check")
+    assert tr.steps(copy / "a") == tr.steps(copy / "b") == [1, 2, 3] and tr.verify(copy / "final").ok
+    dry = treering("prune", sweep, "last:1", "--to", old, "--dry-run")
+    assert dry.code == 0 and dry.out.count("2 steps would be moved") == 2 and not old.exists()
+    found = treering("prune", sweep, "last:1", "--to", old, "--yes", "--json").json
+    assert [(pathlib.Path(one["path"]).name, one["deleted"]) for one in found["runs"]] == [("a", [1, 2]), ("b", [1, 2])]
+    assert tr.steps(sweep / "a") == [3] and tr.steps(old / "b") == [1, 2]
+    (next((sweep / "a").glob("step*")) / "treering.json").write_bytes(b"{")
+    found = treering("prune", sweep, "steps:3", "--yes")
+    assert found.code in (0, 3) and tr.steps(sweep / "b") == [3]
+    found = treering("cp", sweep, tmp_path / "more")
+    assert found.code == 1 and "not copied" in found.err and tr.steps(tmp_path / "more" / "b") == [3]

@@ -148,4 +148,6 @@ def test_each_run_of_a_directory_has_a_url(run: pathlib.Path, tmp_path: pathlib.
                 assert json.load(answer)["path"] == path
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-        assert f"not shown: {tmp_path / 'sweep' / 'orbax'}: expected a Treering checkpoint" in process.stderr.read()
+        assert (
+            f"error: not shown: {tmp_path / 'sweep' / 'orbax'}: expected a Treering checkpoint" in process.stderr.read()
+        )

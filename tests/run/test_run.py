@@ -25,6 +25,7 @@ from treering import stores
 from treering._run.interval import Interval
 from treering._run.pending_saves import PendingSaves
 from treering._save.pending import PendingSave
+from treering._tools.listing import list_run
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.formats.treering import metrics as metrics_files
 from treering.formats.treering import summary
@@ -1367,6 +1368,24 @@ def test_a_restarted_writer_forgets_later_scalars(tmp_path: pathlib.Path, events
             ckpts.save(step, {"x": step})
         ckpts.wait()
         assert ckpts.best_step("acc", "max") == 4 and ckpts.best_step("other/acc", "max") == 3
+
+
+def test_metrics_of_event_files_count_for_other_programs(tmp_path: pathlib.Path, events: Any) -> None:
+    run, keep = tmp_path / "run", tr.keep.last(4) | tr.keep.best(1, "eval/acc", "max")
+    with tr.Checkpointer(run, keep=keep, tensorboard=tmp_path / "logs") as ckpts:
+        for step, acc in ((1, 0.5), (2, float("nan")), (3, 0.4)):
+            events("eval", "acc", step, acc)
+            ckpts.save(step, {"x": step}, metrics={"eval/acc": 0.3} if step == 3 else None).result()
+            ckpts.wait()
+        assert {row.step: row.metrics.get("eval/acc") for row in list_run(run).rows}[1] == 0.5
+        files = sorted(run.rglob("metrics-*"))
+        events("eval", "acc", 1, 0.6)  # a later value replaces it
+        ckpts.save(4, {"x": 4}).result()
+        ckpts.wait()
+    metrics = {row.step: row.metrics for row in list_run(run).rows}
+    assert metrics[1] == {"eval/acc": pytest.approx(0.6)} and metrics[3] == {"eval/acc": 0.3} and not metrics[4]
+    assert np.isnan(metrics[2]["eval/acc"]) and len(sorted(run.rglob("metrics-*"))) == len(files) + 1
+    assert tr.open(run, step=1).metrics == metrics[1]
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/logs", "gs:/bucket/logs"])

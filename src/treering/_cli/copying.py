@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import posixpath
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,16 @@ import click
 
 from .._core.units import count, nbytes
 from .._printable import safe
+from ..errors import TreeringError
 from .arguments import BEST, MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
 from .listing import chosen_step
-from .output import PATH, as_json, say, say_json
+from .output import FAILED, PATH, as_json, say, say_json
+
+_log = logging.getLogger("treering")  # The command prints it in the words of the shell.
 
 if TYPE_CHECKING:
     from .._tools.convert import RunConversion
+    from .._tools.copy import CopyResult
 
 
 @click.command()
@@ -79,8 +84,8 @@ def convert(
         options["composite"] = True
     what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, not (json_ or dry_run), options)
     place, to = stores.absolute(source), stores.absolute(target)
-    # A target that would be a step of a run gets one step.
-    is_step = external_writes.enclosing_run(stores.get(to), to) is not None
+    # A target that is named as a step, such as orbax/30, or lies in a run gets one step.
+    is_step = posixpath.basename(to).isdecimal() or external_writes.enclosing_run(stores.get(to), to) is not None
     if format == "orbax" and step is None and not is_step and is_run(stores.get(place), place, prefix):
         about = {"source_format": source_format, "prefix": prefix, "at": at, "max_expansion": max_expansion}
         done = convert_run(source, target, what, **about, dry_run=dry_run)
@@ -156,21 +161,52 @@ def cp(
     It copies files byte for byte and checks each byte that it reads, with pins and recorded metrics. Existing copies
     of steps receive only pins and metrics, and are not read; --overwrite reads them, and replaces those that differ
     or are damaged. The exit code is 1 if it left steps behind: damaged ones, and those of other libraries, which
-    convert copies. It refuses a TARGET that a job writes.
+    convert copies. It refuses a TARGET that a job writes. In a directory of runs it copies each run and checkpoint.
     """
+    from .. import stores
     from .._tools.copy import copy_checkpoints
+    from .._tools.runs_folder import scan_runs_folder
 
-    done = copy_checkpoints(source, target, steps=steps or (), overwrite=overwrite, dry_run=dry_run, prefix=prefix)
-    code = int(bool(done.left_behind))
+    options: dict[str, Any] = {"steps": steps or (), "overwrite": overwrite, "dry_run": dry_run, "prefix": prefix}
+    place = stores.absolute(source)
+    folder = scan_runs_folder(stores.get(place), place, None, prefix)
+    if folder is None:
+        done = copy_checkpoints(source, target, **options)
+        if json_:
+            say_json(_copy_fields(done, overwrite, dry_run))
+        else:
+            _say_copied(done, overwrite, dry_run)
+        return int(bool(done.left_behind))
+    found: list[CopyResult] = []
+    failed = False
+    for one in [*folder.checkpoints, *folder.runs]:
+        name = posixpath.relpath(one, place)
+        try:
+            found.append(copy_checkpoints(one, posixpath.normpath(posixpath.join(target, name)), **options))
+        except (TreeringError, PermissionError) as error:
+            _log.error("not copied: %s", error)
+            failed = True
+            continue
+        if not json_:
+            say(f"{safe(name)}:")
+            _say_copied(found[-1], overwrite, dry_run)
+    for one in folder.folders_below:
+        _log.error("not copied: %s, which has runs or checkpoints in it", one)
     if json_:
-        say_json({**dataclasses.asdict(done), "there_read": overwrite, "dry_run": dry_run})
-        return code
+        say_json({"path": place, "runs": [_copy_fields(done, overwrite, dry_run) for done in found]})
+    return FAILED if failed else int(any(done.left_behind for done in found) or bool(folder.folders_below))
+
+
+def _copy_fields(done: "CopyResult", overwrite: bool, dry_run: bool) -> dict[str, Any]:
+    return {**dataclasses.asdict(done), "there_read": overwrite, "dry_run": dry_run}
+
+
+def _say_copied(done: "CopyResult", overwrite: bool, dry_run: bool) -> None:
     what = "would be copied" if dry_run else "copied"
     names = f": {safe(', '.join(map(posixpath.basename, done.copied)))}" if dry_run and done.copied else ""
     unread = "" if overwrite else " (sizes checked, contents not read)"
     there = f"; {count(len(done.there), 'is', 'are')} there already{unread}" if done.there else ""
     say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)}{names}{there}")
-    return code
 
 
 COMMANDS = (convert, cp)

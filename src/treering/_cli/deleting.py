@@ -1,6 +1,8 @@
 """The commands that delete steps of a run: prune, delete."""
 
 import contextlib
+import logging
+import posixpath
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,14 +11,18 @@ import click
 
 from .._core.units import count, nbytes
 from .._printable import safe
+from ..errors import TreeringError
 from .arguments import PREFIX, STEP, Keep, union
 from .output import FAILED, PATH, as_json, say, say_json
 from .runs import open_run
+
+_log = logging.getLogger("treering")  # The command prints it in the words of the shell.
 
 if TYPE_CHECKING:
     from .._run.plain_run import PlainRun
     from .._tools.deletion import Inspection, RemovalResult
     from .._tools.listing import Row
+    from ..keep import Policy
 
 
 def _options(function: Any) -> Any:
@@ -51,14 +57,53 @@ def prune(
 
     KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
     Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and other libraries' steps.
-    A damaged step of which only the manifest is left is deleted, unless --to is given.
+    A damaged step of which only the manifest is left is deleted, unless --to is given. In a directory of runs it prunes
+    each, and --to is a directory of runs, too.
     """
+    from .. import stores
+    from .._tools.runs_folder import scan_runs_folder
+
+    policy = union(keep)
+    assert policy is not None
+    place = stores.absolute(run)
+    folder = scan_runs_folder(stores.get(place), place, None, prefix)
+    if folder is None or not folder.runs:
+        return _prune(run, policy, to, prefix, dry_run=dry_run, yes=yes, no_verify=no_verify, json_=json_)
+    found: list[dict[str, Any]] = []
+    code = 0
+    for one in folder.runs:
+        name = posixpath.basename(one)
+        if not json_:
+            say(f"{safe(name)}:")
+        try:
+            below = None if to is None else posixpath.join(to, name)
+            options = {"dry_run": dry_run, "yes": yes, "no_verify": no_verify, "json_": json_}
+            code = max(code, _prune(one, policy, below, prefix, **options, print_json=found.append))
+        except (TreeringError, PermissionError) as error:
+            _log.error("not pruned: %s", error)
+            code = FAILED
+    if json_:
+        say_json({"path": place, "runs": found})
+    return code
+
+
+def _prune(
+    run: str,
+    policy: "Policy",
+    to: str | None,
+    prefix: str | None,
+    *,
+    dry_run: bool,
+    yes: bool,
+    no_verify: bool,
+    json_: bool,
+    print_json: Callable[[dict[str, Any]], None] = say_json,
+) -> int:
+    """Prunes one run, and returns the exit code."""
     from .. import stores
     from .._tools.listing import list_run
 
     directory = open_run(run, prefix)
-    policy = union(keep)
-    assert policy is not None
     for step in sorted(policy.numbers):
         directory.committed_path(step)
     inspection = _inspection(not no_verify)
@@ -73,7 +118,8 @@ def prune(
             check_target_run(directory, [row.path for row in rows], place)
         return rows
 
-    return _Deletion(directory, inspection, dry_run, json_, place).carry_out(choose, yes=yes)
+    deletion = _Deletion(directory, inspection, dry_run, json_, place, print_json=print_json)
+    return deletion.carry_out(choose, yes=yes)
 
 
 @click.command()
@@ -133,8 +179,9 @@ class _Deletion:
         to: str | None = None,
         *,
         pinned: bool = False,
+        print_json: Callable[[dict[str, Any]], None] = say_json,
     ):
-        self._directory, self._inspection = directory, inspection
+        self._directory, self._inspection, self._print_json = directory, inspection, print_json
         self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
         # True if the latest step is deleted. It needs the run's lock, because a job would continue from that step.
         self.needs_lock = False
@@ -203,7 +250,7 @@ class _Deletion:
                 "verified": inspection.verified_step,
                 "damaged": inspection.damaged,
             }
-            say_json(about)
+            self._print_json(about)
             return
         if not rows:
             say("nothing to delete")

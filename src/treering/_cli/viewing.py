@@ -1,6 +1,7 @@
 """The command view, which shows a checkpoint or a run in the browser."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -54,7 +55,7 @@ def _served(paths: Sequence[str]) -> "list[ServedFiles]":
         try:
             found.append(ServedFiles(path))
         except (TreeringError, PermissionError) as error:
-            say(f"not shown: {safe(error)}", err=True)
+            logging.getLogger("treering").error("not shown: %s", error)
     return found
 
 

@@ -310,6 +310,7 @@ class Retention:
             self._warn_of_unknown_metrics(recalled, self._keep.metrics)
             return
         saved, committed = self._list_steps()
+        self._steps.record_events()
         self._warn_of_unknown_metrics(saved, self._keep.metrics)
         unwanted = self._steps_to_delete(saved, committed, self._steps_to_keep(self._keep, saved, protected))
         unwanted.update(self._emptied_to_delete(self._keep, saved, committed, protected))

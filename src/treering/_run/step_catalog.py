@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from typing import Literal
 
 from .. import formats
+from .._core.values import encode_float
 from .._threads.forks import free_in_children
 from ..errors import CorruptError, TreeringError, UnsupportedError
 from ..formats.treering import summary
@@ -74,6 +75,8 @@ class StepCatalog:
         self._damaged_manifests: dict[int, _Signature | None] = {}  # damaged steps, and the signature of the manifest
         # Steps of other libraries by path, with the signature of the directory; None if unreadable.
         self._foreign_steps: dict[str, tuple[_Signature | None, SavedStep | None]] = {}
+        self._unrecorded: dict[int, dict[str, float | str]] = {}  # the metrics of event files, by step
+        self._recorded: dict[tuple[int, str], float | str] = {}  # those that this catalog has recorded
         self._tensorboard_scalars = None if tensorboard is None else _tensorboard.TensorBoardScalars(tensorboard)
 
     def allow_missing_files(self) -> None:
@@ -126,11 +129,34 @@ class StepCatalog:
             return valid
         written = self._tensorboard_scalars.read(one.step for one in valid)
         found: list[SavedStep] = []
+        self._unrecorded = {}
         for one in valid:
-            others = {name: value for name, value in written.get(one.step, {}).items() if name not in one.metrics}
+            known = {name: encode_float(value) for name, value in one.metrics.items()}
+            others = {
+                name: value
+                for name, value in written.get(one.step, {}).items()
+                if name not in known or self._recorded.get((one.step, name)) == known[name]
+            }
+            new = {name: number for name, value in others.items() if known.get(name) != (number := encode_float(value))}
+            if new and one.step in own:
+                self._unrecorded[one.step] = new
             late_metrics = one.late_metrics.union(others)
-            found.append(dataclasses.replace(one, metrics={**others, **one.metrics}, late_metrics=late_metrics))
+            found.append(dataclasses.replace(one, metrics={**one.metrics, **others}, late_metrics=late_metrics))
         return found
+
+    def record_events(self) -> None:
+        """Records the metrics of event files that the last look has found, so that other programs see them, too.
+
+        The caller has the lease. Logs errors, because the metrics are only needed later.
+        """
+        for step, numbers in self._unrecorded.items():
+            try:
+                if path := self.lookup().get(step):
+                    summary.add_metrics(self.store, path, step, numbers, notify=False)
+                    self._recorded.update(((step, name), number) for name, number in numbers.items())
+            except (TreeringError, OSError) as error:
+                _log.warning("%s: metrics of TensorBoard are not recorded with step %d: %s", self.root, step, error)
+        self._unrecorded = {}
 
     def recall_valid_steps(self, metrics: Collection[str]) -> list[SavedStep] | None:
         """Returns the valid steps as they were when they were looked at last.

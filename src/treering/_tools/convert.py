@@ -159,6 +159,8 @@ def convert_run(
     store, target_store = stores.get(place), stores.get(to)
     if store is target_store and store.real_path(place) == target_store.real_path(to):
         raise MismatchError(f"{to}: expected a target other than the source, found the source itself")
+    if (above := external_writes.enclosing_run(target_store, to)) is not None:
+        external_writes.check_no_writer(target_store, above)
     only = None if source_format is None else formats.get(source_format)
     steps = run_layout.located_steps(store, place, prefix, only)
     if not steps:

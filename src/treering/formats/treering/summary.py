@@ -132,9 +132,15 @@ def read_emptied(store: Store, path: str) -> StepSummary | None:
 
 
 def add_metrics(
-    store: Store, path: str, step: int | None, numbers: Mapping[str, float | str], *, of: str | None = None
+    store: Store,
+    path: str,
+    step: int | None,
+    numbers: Mapping[str, float | str],
+    *,
+    of: str | None = None,
+    notify: bool = True,
 ) -> bool:
-    """Adds metrics durably to a checkpoint, and notifies `listeners`.
+    """Adds metrics durably to a checkpoint, and with `notify` calls the `listeners`.
 
     of: the identity of the checkpoint that the metrics were measured on. Metrics never become those of another one,
     because the name of their file has the identity. Returns False if the checkpoint is gone or replaced.
@@ -155,7 +161,7 @@ def add_metrics(
         is_there = False
     except OSError as error:
         raise SaveError(f"{path}: the metrics cannot be added: {error}") from error
-    if is_there:
+    if is_there and notify:
         for listener in listeners:
             listener(posixpath.dirname(path))
     return is_there
