@@ -164,7 +164,7 @@ def saving_again(run: str, state: Any) -> Callable[[], Any]:
     ("make", "files", "calls"),
     [
         (lambda paths, first, state: lambda: tr.save(next(paths), state), 43, 299),
-        (lambda paths, first, state: saving_again(next(paths), state), 56, 386),
+        (lambda paths, first, state: saving_again(next(paths), state), 57, 389),
         (lambda paths, first, state: lambda: tr.restore(first, state), 62, 370),
         (lambda paths, first, state: lambda: tr.open(first), 29, 146),
         (lambda paths, first, state: lambda: tr.verify(first), 38, 266),

@@ -80,7 +80,7 @@ def test_unknown_option_is_refused_by_the_first_job(tmp_path: pathlib.Path) -> N
     """An unknown option raises also if the run has no step to restore yet."""
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         for restore in (ckpts.restore, lambda **options: ckpts.restore_or_init(dict, **options)):
-            with pytest.raises(TypeError, match="has no argument mising; expected at, dtype"):
+            with pytest.raises(TypeError, match=r"has no argument mising; expected (like|init), .*, at, dtype"):
                 restore(mising="template")
 
 

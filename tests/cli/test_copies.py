@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -505,3 +506,35 @@ def test_a_full_disk_is_named_with_its_bytes(
     assert re.search(r"\d+ bytes (were needed|free)|room for \d+ bytes", found.err), found.err
     assert re.search(r"\d+ (are free|bytes free)", found.err), found.err
     assert tr.steps(run) == [1, 2]
+
+
+# What docs/how-to/save-and-restore.md says of other tools: the command, and True if it keeps shared files.
+TOOLS = {
+    "cp -r run copy": False,
+    "cp -a run copy": True,
+    "tar cf a.tar run && mkdir copy && tar xf a.tar -C copy": True,
+    "zip -qr a.zip run && unzip -q a.zip -d copy": False,
+    "rsync -a run/ copy/": False,
+    "rsync -aH run/ copy/": True,
+    "rclone copy run copy": False,
+    f"{sys.executable} -m treering cp run copy": True,
+}
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_tools_copy_what_steps_share(command: str, tmp_path: pathlib.Path) -> None:
+    if shutil.which(command.split()[0]) is None:
+        pytest.skip(f"{command.split()[0]} is not installed")
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        frozen = jax.numpy.zeros(1 << 19)
+        for step in range(1, 7):
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True, capture_output=True)
+    copy = tmp_path / "copy" / "run" if (tmp_path / "copy" / "run").exists() else tmp_path / "copy"
+    files = [file.stat() for file in copy.glob("step-*/arrays-*")]
+    sizes = {one.st_ino: one.st_size for one in files}
+    assert (sum(sizes.values()) < sum(one.st_size for one in files)) == TOOLS[command]
+    assert tr.steps(copy) == [1, 2, 3, 4, 5, 6] and tr.verify(copy).ok and tr.restore(copy)["n"][0] == 6
+    with tr.Checkpointer(copy, keep=tr.keep.last(2)) as ckpts:  # a job continues the copy, and deletes steps of it
+        ckpts.save(7, {"frozen": frozen, "n": np.full(3, 7)})
+    assert tr.steps(copy) == [6, 7] and tr.verify(copy).ok and tr.verify(tmp_path / "run").ok

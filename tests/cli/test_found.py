@@ -417,3 +417,33 @@ def test_damage_of_the_only_step_is_said_once(call: str, tmp_path: pathlib.Path,
     assert (
         found.code == 3 and found.err.count("it is cut short") == 1 and found.err.startswith("error: step 1 is damaged")
     )
+
+
+def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> None:
+    run = tmp_path / "run"
+    with tr.Checkpointer(run) as ckpts:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan")), (4, 0.3)):
+            ckpts.save(step, {"w": np.ones(3)}, metrics={"loss": loss, "acc": 1 - loss, "lr": 1e-3})
+        ckpts.save(5, {"w": np.ones(3)})
+    found = treering("ls", run, "--metrics", "loss,lr", "--sort", "loss", "--last", 2, "--json").json
+    assert [(row["step"], row["metrics"]) for row in found["steps"]] == [
+        (4, {"loss": 0.3, "lr": 0.001}), (1, {"loss": 0.5, "lr": 0.001}),
+    ]  # fmt: skip
+    assert [row["step"] for row in treering("ls", run, "--sort", "loss", "--json").json["steps"]] == [5, 3, 2, 4, 1]
+    found = treering("ls", run, "--best", "loss:min")
+    assert " free\n" in found.out and "best" in found.out.splitlines()[2]
+    assert "found acc, loss, lr; the closest name is loss\n" in treering("ls", run, "--sort", "los").err
+    assert " free\n" in treering("du", run).out and treering("du", run, "--json").json["free"] > 0
+
+
+@pytest.mark.parametrize(("best", "step"), [("loss:min", 2), ("loss", 1), ("acc:max", 2)])
+def test_the_best_step_is_taken(best: str, step: int, tmp_path: pathlib.Path, treering: Any) -> None:
+    run = tmp_path / "run"
+    with tr.Checkpointer(run) as ckpts:
+        for number, loss in ((1, 0.5), (2, 0.1), (3, 0.3)):
+            ckpts.save(number, {"w": np.full(3, number)}, metrics={"loss": loss, "acc": 1 - loss})
+    found = treering("show", run, "--best", best, "--json")
+    assert found.json["step"] == step and found.err.startswith(f"step {step}: {best.partition(':')[0]} 0.")
+    assert treering("stats", run, "--best", best, "--json").json["step"] == step
+    assert treering("convert", run, tmp_path / "m.safetensors", "--best", best).code == 0
+    assert tr.restore(tmp_path / "m.safetensors")["w"][0] == step

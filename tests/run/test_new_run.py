@@ -3,6 +3,7 @@
 import logging
 import pathlib
 import shutil
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -303,3 +304,19 @@ def test_a_part_shows_its_own_size(tmp_path: pathlib.Path) -> None:
     ckpt = tr.open(tmp_path / "a")
     assert all("1 leaf · 4.00 KB" in part._repr_html_() for part in (ckpt.at("model"), ckpt.select("model")))
     assert "2 leaves · 4.0" in ckpt._repr_html_() and "MB" in ckpt._repr_html_()
+
+
+def test_a_disk_that_fills_is_warned_of_before(tmp_path: pathlib.Path, warnings: Callable[[], list[str]]) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4500k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    try:
+        with tr.Checkpointer(tmp_path / "run") as ckpts:
+            for step in (1, 2, 3, 4):
+                ckpts.save(step, {"x": np.full(125_000, step * 1.0)}).result()
+                ckpts.wait()
+                said = warnings()
+                assert len(said) == (step == 3), said
+                assert step != 3 or "two more saves will not fit: they need 2.01 MB, and " in said[0]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

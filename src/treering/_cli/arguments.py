@@ -131,6 +131,26 @@ class Steps(click.ParamType):
         return tuple(found)
 
 
+class Best(click.ParamType):
+    """The metric of the best step: ``accuracy`` or ``accuracy:max`` for the highest, ``loss:min`` for the lowest."""
+
+    name = "metric"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        metric, colon, mode = value.rpartition(":")  # a metric may have colons
+        found = (metric, mode) if colon and mode in ("min", "max") else (value, "max")
+        if not found[0]:
+            raise click.BadParameter(f"{value!r}: expected METRIC, METRIC:min or METRIC:max", ctx, param)
+        return found
+
+
+BEST = click.option(
+    "--best", type=Best(), metavar="METRIC[:min]", help="The step with the highest METRIC or, with :min, the lowest."
+)
+
+
 class Keep(click.ParamType):
     """A policy of `treering.keep`."""
 

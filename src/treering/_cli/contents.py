@@ -9,8 +9,9 @@ import click
 from .._core.units import count, nbytes, number
 from .._core.units import sharding as sharding_text
 from .._printable import safe
-from .arguments import PREFIX, STEP, Format
+from .arguments import BEST, PREFIX, STEP, Format
 from .leaf_text import describe_node, quantized_roles
+from .listing import chosen_step
 from .output import PATH, as_json, local_time, say, say_json, table, terminal_columns, truncate, utc_time
 
 if TYPE_CHECKING:
@@ -23,9 +24,16 @@ if TYPE_CHECKING:
 _MAX_METADATA_CHARACTERS = 400  # characters of metadata that are shown
 
 
-def _open(path: str, prefix: str | None, step: int | None, format: str | None = None) -> "Checkpoint":
+def _open(
+    path: str,
+    prefix: str | None,
+    step: int | None,
+    format: str | None = None,
+    best: tuple[str, str] | None = None,
+) -> "Checkpoint":
     from .._run.open import open_prefixed
 
+    step = chosen_step(path, step, best, prefix)
     return open_prefixed(path, prefix, step=step, format=format)
 
 
@@ -39,6 +47,7 @@ FORMAT = click.option("--format", type=Format(), help="The format to read; by de
 @click.argument("checkpoint", type=PATH)
 @click.argument("path", default="")
 @_STEP_OPTION
+@BEST
 @FORMAT
 @PREFIX
 @click.option("--all", "everything", is_flag=True, help="Show every leaf, also of layers that are alike.")
@@ -48,6 +57,7 @@ def show(
     checkpoint: str,
     path: str,
     step: int | None,
+    best: tuple[str, str] | None,
     format: str | None,
     prefix: str | None,
     everything: bool,
@@ -59,7 +69,7 @@ def show(
     PATH selects a leaf, with its values, statistics and a histogram, or a subtree. Layers that are alike share a line,
     such as layers/0…23.
     """
-    ckpt = _open(checkpoint, prefix, step, format)
+    ckpt = _open(checkpoint, prefix, step, format, best)
     if path and path in ckpt:
         _show_leaf(ckpt, path, json_)
         return
@@ -152,11 +162,18 @@ def _show_leaf(ckpt: "Checkpoint", path: str, json_: bool) -> None:
 @click.argument("checkpoint", type=PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @_STEP_OPTION
+@BEST
 @FORMAT
 @PREFIX
 @as_json
 def stats(
-    checkpoint: str, globs: tuple[str, ...], step: int | None, format: str | None, prefix: str | None, json_: bool
+    checkpoint: str,
+    globs: tuple[str, ...],
+    step: int | None,
+    best: tuple[str, str] | None,
+    format: str | None,
+    prefix: str | None,
+    json_: bool,
 ) -> int:
     """Read the arrays of a CHECKPOINT and print their range, mean, norm, zeros, NaN and infinities.
 
@@ -170,7 +187,7 @@ def stats(
     from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
 
-    ckpt = _open(checkpoint, prefix, step, format)
+    ckpt = _open(checkpoint, prefix, step, format, best)
     if globs:
         ckpt = ckpt.select(globs)
     expansion.check_memory(ckpt._source, complete_arrays(ckpt._source), ckpt.path)

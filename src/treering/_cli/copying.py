@@ -9,7 +9,8 @@ import click
 
 from .._core.units import count, nbytes
 from .._printable import safe
-from .arguments import MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
+from .arguments import BEST, MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
+from .listing import chosen_step
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--format", type=Format(), help="The format of TARGET; by default that of its suffix, or treering.")
 @click.option("--source-format", type=Format(), help="The format of SOURCE; by default recognized from its files.")
 @click.option("--step", type=STEP, metavar="N", help="A step of a run; by default the latest valid one, for orbax all.")
+@BEST
 @click.option("--at", default="", metavar="PATH", help="Only the subtree at this path.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Omit these leaves.")
 @click.option("--rename", type=Rename(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
@@ -42,6 +44,7 @@ def convert(
     format: str | None,
     source_format: str | None,
     step: int | None,
+    best: tuple[str, str] | None,
     at: str,
     drop: tuple[str, ...],
     rename: tuple[tuple[str, str], ...],
@@ -69,13 +72,16 @@ def convert(
     from .._tools.convert import convert_run, open_source, plan
     from .._tools.listing import is_run
 
+    step = chosen_step(source, step, best, prefix)
     rules = [*(r.drop(glob) for glob in drop), *(r.rename(pattern, new) for pattern, new in rename)]
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if composite:
         options["composite"] = True
     what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, not (json_ or dry_run), options)
-    place = stores.absolute(source)
-    if format == "orbax" and step is None and is_run(stores.get(place), place, prefix):
+    place, to = stores.absolute(source), stores.absolute(target)
+    # A target that would be a step of a run gets one step.
+    is_step = external_writes.enclosing_run(stores.get(to), to) is not None
+    if format == "orbax" and step is None and not is_step and is_run(stores.get(place), place, prefix):
         about = {"source_format": source_format, "prefix": prefix, "at": at, "max_expansion": max_expansion}
         done = convert_run(source, target, what, **about, dry_run=dry_run)
         _say_run(done, dry_run=dry_run, json_=json_)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.leaf_paths import join_names
+from .._core.leaf_paths import join_names, name_known
 from .._core.units import count, nbytes, number
 from .._printable import safe
 from ..errors import MismatchError, NotFoundError, TreeringError
-from .arguments import KEEP, PREFIX, Keep, union
+from .arguments import KEEP, PREFIX, Best, Keep, union
 from .output import FAILED, PATH, as_json, check_one_format, local_time, say, say_csv, say_json, table, utc_time
 
 if TYPE_CHECKING:
@@ -23,21 +23,29 @@ if TYPE_CHECKING:
 _STATE_COLORS = {"damaged": "red", "unsupported": "red", "closed": "red", "unfinished": "yellow"}
 
 
-def _parse_best(value: str) -> tuple[str, str]:
-    metric, _, mode = value.rpartition(":")
-    if not metric or mode not in ("min", "max"):
-        raise click.BadParameter(f"{value!r}: expected METRIC:min or METRIC:max")
-    return metric, mode
-
-
 @click.command()
 @click.argument("run", type=PATH)
-@click.option("--best", metavar="METRIC:MODE", help="Mark the best step by this metric; MODE is min or max.")
+@click.option(
+    "--best", type=Best(), metavar="METRIC[:min]", help="Mark the step with the highest METRIC or, with :min, lowest."
+)
+@click.option("--metrics", metavar="NAME,…", help="Show only these metrics.")
+@click.option("--sort", metavar="BY", help="Sort by a metric, saved or size, the lowest first.")
+@click.option("--last", type=click.IntRange(1), metavar="N", help="Show only the last N steps, after sorting.")
 @click.option("--keep", type=Keep(), multiple=True, help=f"Mark the steps that these policies would delete. {KEEP}")
 @PREFIX
 @click.option("--csv", "csv_", is_flag=True, help="Print CSV with one column for each metric.")
 @as_json
-def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, csv_: bool, json_: bool) -> int:
+def ls(
+    run: str,
+    best: tuple[str, str] | None,
+    metrics: str | None,
+    sort: str | None,
+    last: int | None,
+    keep: "tuple[Any, ...]",
+    prefix: str | None,
+    csv_: bool,
+    json_: bool,
+) -> int:
     """List the steps of a RUN with time, size, metrics and notes: latest, pinned, damaged, unfinished.
 
     For a directory of runs or checkpoints it prints one line each. The exit code is 3 if this user may not read a part.
@@ -48,7 +56,6 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     from .._tools.runs_folder import scan_runs_folder
 
     check_one_format(json_, csv_)
-    wanted = _parse_best(best) if best else None
     try:
         listing = list_run(run, union(keep), prefix)
     except NotFoundError:
@@ -57,20 +64,21 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
         folder = None if runs else scan_runs_folder(stores.get(place), place, None, prefix)
         if not (runs or folder) or (folder and numbered_steps(stores.get(place), place)):
             raise  # The error names the prefix of steps.
-        if best or keep:
+        if best or keep or metrics or sort or last:
             raise click.UsageError(
-                f"{place}: expected one run with --best and --keep, found a directory of runs"
+                f"{place}: expected one run with --best, --keep, --metrics, --sort or --last, found a directory of runs"
             ) from None
         if folder:
             return _ls_checkpoints(place, folder.checkpoints, csv_=csv_, json_=json_)
         return _ls_runs(place, runs, prefix, csv_=csv_, json_=json_)
-    first = _best_step(listing, *wanted) if wanted else None
+    first = best_in(listing, *best) if best else None
+    listing = _chosen(listing, metrics, sort, last)
     rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
         about |= {"closed": listing.closed, "tier": listing.tier, "survives": listing.survives}
-        about["not_listed"] = listing.not_listed
-        say_json({**about, "best": first} if wanted else about)
+        about |= {"not_listed": listing.not_listed, "free": _free_bytes(listing.path)}
+        say_json({**about, "best": first} if best else about)
     elif csv_:
         _print_csv(rows)
     else:
@@ -84,6 +92,34 @@ def ls(run: str, best: str | None, keep: "tuple[Any, ...]", prefix: str | None, 
     for path in listing.closed:
         say(f"not listed, because this user may not read it: {safe(path)}", err=True)
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
+
+
+def _chosen(listing: "Listing", metrics: str | None, sort: str | None, last: int | None) -> "Listing":
+    """Returns a listing with only these metrics, the rows sorted, and only the last of them."""
+    rows = list(listing.rows)
+    names = metrics.split(",") if metrics else []
+    for name in [*names, *([sort] if sort and sort not in ("step", "saved", "size") else [])]:
+        _check_metric(listing, name)
+    if sort:
+        kinds = {"step": lambda row: row.step, "saved": lambda row: row.created, "size": lambda row: row.nbytes}
+        value = kinds.get(sort, lambda row: row.metrics.get(sort))
+        keys = {row.step: value(row) for row in rows}
+        # Rows without a value come first, then those with NaN: the best by a metric is easily seen at an end.
+        rows.sort(key=lambda row: (keys[row.step] is not None, keys[row.step] == keys[row.step], keys[row.step] or 0))
+    if names:
+        rows = [
+            dataclasses.replace(row, metrics={name: row.metrics[name] for name in names if name in row.metrics})
+            for row in rows
+        ]
+    return dataclasses.replace(listing, rows=tuple(rows[-last:] if last else rows))
+
+
+def _check_metric(listing: "Listing", metric: str) -> None:
+    """Raises `NotFoundError` for a metric that no step has."""
+    known = {name for row in listing.rows for name in row.metrics}
+    if metric not in known:
+        found = name_known(metric, known) or "no metrics"
+        raise NotFoundError(f"{listing.path}: expected a step with the metric {metric!r}, found {found}")
 
 
 def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
@@ -107,9 +143,23 @@ def _print_listing(listing: "Listing", best: int | None) -> None:
     parts = [count(len(listing.rows), "step"), _total(listing), *(["finished"] if listing.finished else [])]
     if listing.archived:
         parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.archived)}")
+    parts += _free_text(listing.path)
     say(" · ".join(parts))
     if listing.tier:
         say(f"the {listing.tier} tier of a run; these copies survive {listing.survives}")
+
+
+def _free_bytes(place: str) -> int | None:
+    """Returns the free bytes of the disk with a path; None in a bucket."""
+    from .. import stores
+
+    ask = getattr(stores.get(place), "free_bytes", None)
+    return ask(place) if ask else None
+
+
+def _free_text(place: str) -> list[str]:
+    free = _free_bytes(place)
+    return [] if free is None else [f"{nbytes(free)} free"]
 
 
 def _total(listing: "Listing") -> str:
@@ -144,7 +194,8 @@ def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool,
                 [name, f"{one['good']:,}", latest, local_time(one["created"]), nbytes(one["nbytes"]), ", ".join(notes)]
             )
         table(["run", "steps", "latest", "saved", "size", "notes"], rows, left=["run", "notes"])
-        say(f"{count(len(found), 'run')} · {nbytes(sum(one['nbytes'] or 0 for one in found))}")
+        total = nbytes(sum(one["nbytes"] or 0 for one in found))
+        say(" · ".join([count(len(found), "run"), total, *_free_text(place)]))
     return FAILED if any(one["error"] or one["closed"] for one in found) else 0
 
 
@@ -205,17 +256,37 @@ def _run_fields(run: str, prefix: str | None) -> dict[str, Any]:
     return {**about, **states, "nbytes": sum(row.nbytes or 0 for row in listing.rows)}
 
 
-def _best_step(listing: "Listing", metric: str, mode: str) -> int | None:
-    from .._run import metrics
+def best_in(listing: "Listing", metric: str, mode: str) -> int:
+    """Returns the best valid step of a run. Raises `NotFoundError` if no step has the metric."""
     from ..keep import Saved, rank
 
     saved = [Saved(row.step, row.metrics) for row in listing.rows if row.state == "good"]
     ranked = rank(saved, metric, mode)  # type: ignore[arg-type]
     if not ranked:
-        known = {name for row in listing.rows for name in row.metrics}
-        found = metrics.name_known(metric, known)
-        raise NotFoundError(f"{listing.path}: expected a step with the metric {metric!r}, found {found}")
+        _check_metric(listing, metric)
+        raise NotFoundError(f"{listing.path}: expected a valid step with the metric {metric!r}, found damaged ones")
     return ranked[0]
+
+
+def chosen_step(run: str, step: int | None, best: tuple[str, str] | None, prefix: str | None) -> int | None:
+    """Returns the step that the options name: `step`, or the best one; None for the latest valid one."""
+    if best is None:
+        return step
+    if step is not None:
+        raise click.UsageError("expected --step or --best, found both")
+    return _best_step(run, best, prefix)
+
+
+def _best_step(run: str, best: tuple[str, str], prefix: str | None) -> int:
+    """Returns the best step of a run, and says on stderr which it is."""
+    from .._tools.listing import list_run
+
+    listing, (metric, mode) = list_run(run, prefix=prefix), best
+    step = best_in(listing, metric, mode)
+    value = next(row.metrics[metric] for row in listing.rows if row.step == step)
+    which = "lowest" if mode == "min" else "highest"
+    say(f"step {step}: {safe(metric)} {number(value, 6)}, the {which}", err=True)
+    return step
 
 
 def _row_fields(row: "Row") -> dict[str, Any]:
@@ -259,10 +330,13 @@ def du(path: str, depth: int, json_: bool) -> int:
         root, parts, total = _parts_of_checkpoint(path, depth)
     if json_:
         shown = [{"path": name, "nbytes": size} for name, size in parts]
-        say_json({"path": root, "nbytes": total, "parts": shown, "closed": usage.closed})
+        about = {"path": root, "nbytes": total, "parts": shown, "closed": usage.closed}
+        say_json({**about, "free": _free_bytes(place)})
     else:
         rows = [[nbytes(size), f"{100 * size / total:.1f}%" if total else "", safe(name)] for name, size in parts]
         table(["size", "share", "part"], [*rows, [nbytes(total), "", safe(root)]], left=["part"])
+        for text in _free_text(place):
+            say(text)
     for one in usage.closed:
         say(f"not counted, because this user may not read it: {safe(one)}", err=True)
     return FAILED if usage.closed else 0

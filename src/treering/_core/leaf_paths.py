@@ -231,3 +231,10 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
 def join_names(names: tuple[str, ...]) -> str:
     """Returns the first five names, and the number of the rest. Names from files cannot control a terminal."""
     return ", ".join(map(safe, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def name_known(missing: str, known: Iterable[str]) -> str:
+    """Returns the known names for a message, and the one closest to a missing name; "" if none is known."""
+    names = sorted(known)
+    hint = closest(missing, names) if len(names) > 1 else None
+    return join_names(tuple(names)) + (f"; the closest name is {safe(hint)}" if hint else "")

@@ -2,15 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.leaf_paths import closest, join_names
+from .._core.leaf_paths import name_known
 from .._core.tracebacks import hide_internal_frames
-from .._printable import safe
-from .._pytree.metrics import encode_metrics
 from ..errors import MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved, rank
@@ -34,6 +32,7 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     value that is not a real scalar, `UnsupportedError` for a step that another library wrote, and `SaveError` if
     writing fails.
     """
+    from .._pytree.metrics import encode_metrics  # It needs JAX, which a listing of metrics does not.
 
     place, number, numbers = stores.absolute(run), step_number(step), encode_metrics(metrics)
     store = stores.get(place)
@@ -55,15 +54,8 @@ def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> in
     """
     known = {name for one in saved for name in one.metrics}
     if known and metric not in known:
-        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {name_known(metric, known)}")
+        raise MismatchError(
+            f"metric={metric!r}: expected one that a step has, found {name_known(metric, known) or 'no metrics'}"
+        )
     numbers = [one for one in saved if not math.isnan(one.metrics.get(metric, math.nan))]
     return next(iter(rank(numbers, metric, mode)), None)
-
-
-def name_known(metric: str, known: Iterable[str]) -> str:
-    """Returns for a message the metrics that steps have, and the one with the name closest to a missing metric."""
-    names = sorted(known)
-    if not names:
-        return "no metrics"
-    hint = closest(metric, names)
-    return join_names(tuple(names)) + (f"; the closest name is {safe(hint)}" if hint and len(names) > 1 else "")

@@ -6,6 +6,8 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from .._core import units
+from .._core.leaf_paths import name_known
 from .._core.values import decode_float
 from .._save.info import Info
 from .._save.pending import PendingSave, SaveReport
@@ -19,7 +21,6 @@ from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
 from . import links, run_layout
-from . import metrics as metric_names
 from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
 from .step_catalog import SavedStep, unwanted_emptied
@@ -45,6 +46,7 @@ class Retention:
         self._has_uncommitted_save = False  # set when a save begins, cleared by its commit
         # Metrics that no step had when it was logged: the names and the number of steps that there were.
         self._logged_metrics: dict[str, tuple[frozenset[str], int]] = {}
+        self._has_warned_of_room = False
         self._logged_links: set[str] = set()  # steps that stay because links lead to them, already logged
         self._logged_denials: set[str] = set()  # steps that stay because this user may not delete them, already logged
         # A slow hook must not delay deletions, and a save may have to wait for the deletions alone. The release of the
@@ -133,6 +135,20 @@ class Retention:
         self._on_commit(report)
         if on_save := self._on_save:
             self._hook_queue.add("on_save", lambda: on_save(report))
+        if self._deletion_queue.busy:  # The deletions under way make room.
+            self._deletion_queue.add("looking at the free room", lambda: self._warn_if_room_ends(report))
+        else:
+            self._warn_if_room_ends(report)
+
+    def _warn_if_room_ends(self, report: SaveReport) -> None:
+        """Logs once that two more saves like the last one will not fit on the disk, until there is room again."""
+        ask = getattr(self._steps.store, "free_bytes", None)  # Only a file system knows.
+        free, needed = ask(self._steps.root) if ask else None, 2 * (report.nbytes - report.shared_bytes)
+        ends = free is not None and free < needed
+        if ends and not self._has_warned_of_room:
+            text = "%s: two more saves will not fit: they need %s, and %s are free; delete steps, or keep fewer"
+            _log.warning(text, self._steps.root, units.nbytes(needed), units.nbytes(free))
+        self._has_warned_of_room = ends
 
     def after_commit_all(self, report: SaveReport) -> None:
         """Follows a commit in all processes: begins an upload if each host has its own disk."""
@@ -345,6 +361,6 @@ class Retention:
             # The right name may come with the first evaluation, and steps without the metric fill the disk.
             if not last or names != known or count >= 2 * last:
                 self._logged_metrics[metric] = known, count
-                found = metric_names.name_known(metric, known)
+                found = name_known(metric, known) or "no metrics"
                 text = "%s: keep.best: none of the %d steps has the metric %r yet; they have %s"
                 _log.warning(text, root, count, metric, found)

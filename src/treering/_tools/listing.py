@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from .. import formats, stores
-from .._core.leaf_paths import join_names
-from .._run import links, metrics, new_run
+from .._core.leaf_paths import join_names, name_known
+from .._run import links, new_run
 from .._run import run_layout as _run
 from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
@@ -225,7 +225,7 @@ def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> li
     known = {name for row in _valid_native(rows) for name in row.metrics}
     for metric in keep.metrics - known:
         text = "%s: no step has the metric %r, so all stay; they have %s"
-        _log.warning(text, place, metric, metrics.name_known(metric, known))
+        _log.warning(text, place, metric, name_known(metric, known) or "no metrics")
     result: list[Row] = []
     for row in rows:
         if row.step in unwanted and row.linked_by:

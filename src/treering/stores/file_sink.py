@@ -22,11 +22,10 @@ class FileSink:
     _folder_fd: int | None = None  # its own descriptor of the folder, so that each operation need not open it
 
     def __init__(self, disk: Disk, path: str):
-        self.path = self.place = path
+        self.path = self.place = path  # `place` is the file's name in its folder, which is open until `close`
         self._disk = disk
-        if not isinstance(path, Entry):
-            self._folder_fd = open_trusted(os.path.dirname(path))
-            self.place = Entry(path, self._folder_fd)  # its name in the folder, which is open until `close`
+        if not isinstance(path, Entry) and (folder_fd := open_trusted(os.path.dirname(path))) is not None:
+            self._folder_fd, self.place = folder_fd, Entry(path, folder_fd)
         try:
             self._fd = disk.create(self.place)
             is_taken = disk.lock(self._fd) is False or not disk.same_file(self._fd, path)
@@ -47,7 +46,8 @@ class FileSink:
         It is not locked: its other names belong to checkpoints, whose files no process locks.
         """
         sink = cls.__new__(cls)
-        sink.path, sink.place, sink._disk = path, path, disk
+        sink.path = sink.place = path
+        sink._disk = disk
         try:
             sink._fd = disk.open(path)
             disk.sync(sink._fd)
@@ -101,8 +101,7 @@ class FileSink:
 
     def close(self) -> None:
         # Cleared first: a child forked in between must not close a reused number.
-        self.place = self.path
-        fd, self._fd, folder_fd, self._folder_fd = self._fd, -1, self._folder_fd, None
+        fd, self._fd, folder_fd, self._folder_fd, self.place = self._fd, -1, self._folder_fd, None, self.path
         try:
             if fd >= 0:
                 self._disk.close(fd)
