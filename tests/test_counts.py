@@ -163,11 +163,11 @@ def saving_again(run: str, state: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("make", "files", "calls"),
     [
-        (lambda paths, first, state: lambda: tr.save(next(paths), state), 43, 302),
-        (lambda paths, first, state: saving_again(next(paths), state), 56, 389),
-        (lambda paths, first, state: lambda: tr.restore(first, state), 62, 370),
-        (lambda paths, first, state: lambda: tr.open(first), 29, 146),
-        (lambda paths, first, state: lambda: tr.verify(first), 38, 266),
+        (lambda paths, first, state: lambda: tr.save(next(paths), state), 43, 299),
+        (lambda paths, first, state: saving_again(next(paths), state), 57, 389),
+        (lambda paths, first, state: lambda: tr.restore(first, state), 58, 362),
+        (lambda paths, first, state: lambda: tr.open(first), 28, 145),
+        (lambda paths, first, state: lambda: tr.verify(first), 37, 265),
     ],
     ids=["save", "Checkpointer.save", "restore", "open", "verify"],
 )

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ..errors import MismatchError
 from . import dtypes
@@ -60,12 +60,11 @@ def is_in_range(array: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> bool:
     return bounds.low <= least and greatest <= bounds.high
 
 
-def refuse(lost: Sequence[MismatchError]) -> None:
-    """Raises one error for all casts that lose values, if there are any."""
+def refuse(lost: Sequence[MismatchError]) -> NoReturn:
+    """Raises one error for all casts that lose values."""
     if len(lost) == 1:
         raise lost[0]
-    if lost:
-        raise MismatchError("\n".join([f"{len(lost)} leaves do not fit a cast:", *(f"  {error}" for error in lost)]))
+    raise MismatchError("\n".join([f"{len(lost)} leaves do not fit a cast:", *(f"  {error}" for error in lost)]))
 
 
 @functools.lru_cache(maxsize=512)

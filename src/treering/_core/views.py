@@ -333,7 +333,8 @@ class View:
                     arrays.append(plan.make(parts))
                 except MismatchError as error:
                     lost.append(error)
-        casts.refuse(lost)
+        if lost:
+            casts.refuse(lost)
         owners: dict[str, str] = {}  # If a rule has copied a leaf, the two arrays must not share memory.
         for n, ((entry, _), plan) in enumerate(zip(wanted, plans, strict=True)):
             if any(owners.setdefault(need.path, entry.path) != entry.path for need, _ in plan.needs):

@@ -206,14 +206,13 @@ class StagedSupply:
         """Stages the shards [begin, end). Returns False if the writers have failed."""
         for first, last in self._groups(begin, end):
             skipped = self._skipped_shards
-            if not self._reserve(self._cost(first, last, skipped)):
+            # Views take no memory.
+            if self._copies and not self._reserve(self._cost(first, last, skipped)):
                 return False
             self._stage(first, last, skipped)
         return True
 
     def _cost(self, first: int, last: int, skipped: Collection[int]) -> int:
-        if not self._copies:
-            return 0
         needed = (n for n in range(first, last) if n not in skipped)
         return sum([self.shards[n].nbytes for n in needed if self.shards[n].needs_copy])
 

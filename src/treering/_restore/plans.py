@@ -136,7 +136,8 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
         wanted = {entries[path].path for path in plan.requested_paths() if path in entries}
         if codes := [one for one, others in cast_codes.items() if one in wanted and wanted.isdisjoint(others)]:
             quantized.warn_of_codes(name, codes)
-    _log_static(source, flat_tree, name, resumed=initial is not None)
+    if flat_tree.static:
+        _log_static(source, flat_tree, name, resumed=initial is not None)
     if initial and policy.kinds == "saved" and policy.dtype is None:
         saved_kinds.log_changes(name, flat_tree.paths, flat_tree.leaves, targets)
     plan = _with_places(plan, flat_tree, template, sharding, initial, name)

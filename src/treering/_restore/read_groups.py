@@ -102,7 +102,8 @@ class ReadGroup:
                     items.append(array_placement.ArrayToPut(place, entry.shape, dtype, target.weak, own))
                 else:
                     values[n] = own[0] if target.make == "numpy" else host_value(own[0], target)
-            casts.refuse(lost)
+            if lost:
+                casts.refuse(lost)
             made = array_placement.put_arrays(items)
             for n, item, array in zip(in_jax, items, made, strict=True):
                 target = self._targets[n]

@@ -141,9 +141,9 @@ def _finished(plan: RestorePlan, values: list[Any], *, moved: bool) -> list[Any]
     moved: True to also put leaves that `missing` kept from the template where `sharding` places them.
     """
     # This changes the caller's iterators in place, so it waits until nothing else can fail to be read.
-    iterator_restore.set_states(
-        [(path, one.value, *one.state) for path, one in zip(plan.paths, plan.targets, strict=True) if one.state]
-    )
+    states = [(path, one.value, *one.state) for path, one in zip(plan.paths, plan.targets, strict=True) if one.state]
+    if states:
+        iterator_restore.set_states(states)
     if moved:
         values = [
             jax.device_put(value, place) if isinstance(value, jax.Array) and target.make == "value" else value

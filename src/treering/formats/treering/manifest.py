@@ -146,8 +146,9 @@ def decode(data: bytes, name: str) -> Manifest:
         manifest = msgspec.convert({**top, **{key: [] for key in large}}, Manifest)
         manifest = msgspec.structs.replace(manifest, **large)
         validity.check(manifest, top)
-        metadata = text_to_floats(manifest.metadata, manifest.metadata_floats)
-        manifest = msgspec.structs.replace(manifest, metadata=metadata)
+        if manifest.metadata_floats:
+            metadata = text_to_floats(manifest.metadata, manifest.metadata_floats)
+            manifest = msgspec.structs.replace(manifest, metadata=metadata)
     except (*strict_json.MALFORMED, OverflowError, TreeringError) as error:
         raise invalid(f"{name}: {error}", top.get("software") if isinstance(top, dict) else None) from None
     return manifest
