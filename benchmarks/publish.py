@@ -1,4 +1,4 @@
-"""Published weights: what a step sends, and how long it takes, beside the layout of slime on the same bytes.
+"""Published weights: what a step sends, and how long it takes, next to the layout of slime on the same bytes.
 
 The peer is written here from a description of slime's layout: exclusive or, zstd level 1, XXH3-128, files patched in
 place, two threads. It writes no manifest and syncs nothing.

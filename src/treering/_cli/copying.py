@@ -84,7 +84,7 @@ def convert(
         options["composite"] = True
     what = SaveOptions(format, overwrite, rules, dtype, memory_limit, False, not (json_ or dry_run), options)
     place, to = stores.absolute(source), stores.absolute(target)
-    # A target that is named as a step, such as orbax/30, or lies in a run gets one step.
+    # A target that is named as a step, such as orbax/30, or is in a run gets one step.
     is_step = posixpath.basename(to).isdecimal() or external_writes.enclosing_run(stores.get(to), to) is not None
     if format == "orbax" and step is None and not is_step and is_run(stores.get(place), place, prefix):
         about = {"source_format": source_format, "prefix": prefix, "at": at, "max_expansion": max_expansion}
