@@ -68,7 +68,8 @@ def test_options_are_keyword_only(name: str) -> None:
 def test_the_same_options_restore_everywhere() -> None:
     def options(function: object) -> dict[str, object]:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
-        return {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n not in ("step", "format")}
+        found = {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        return {n: default for n, default in found.items() if n not in ("step", "best", "format")}
 
     assert options(tr.restore) == options(tr.Checkpoint.restore)
     assert set(options(tr.restore)) == set(typing.get_type_hints(_options.RestoreOptions))

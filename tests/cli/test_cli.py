@@ -654,8 +654,7 @@ def test_convert_has_the_rules_that_people_need(run: str, tmp_path: pathlib.Path
     items = ["convert", run, tmp_path / "items", "--format", "orbax", "--composite", "--step", 4]
     assert treering(*items).code == 3, "the tree has leaves at the top"
     assert treering(*items, "--drop", "*").code == 0
-    assert {path.name for path in (tmp_path / "items").iterdir() if path.is_dir()} == {"1", "2", "3", "4"}
-    folders = [path.name for path in (tmp_path / "items" / "4").iterdir() if path.is_dir()]
+    folders = [path.name for path in (tmp_path / "items").iterdir() if path.is_dir()]
     assert sorted(folders) == ["metrics", "params"]
 
 

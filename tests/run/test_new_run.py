@@ -320,3 +320,24 @@ def test_a_disk_that_fills_is_warned_of_before(tmp_path: pathlib.Path, warnings:
                 assert step != 3 or "two more saves will not fit: they need 2.01 MB, and " in said[0]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_the_best_step_is_opened_and_restored(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    with tr.Checkpointer(run) as ckpts:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan"))):
+            ckpts.save(step, {"x": np.full(3, step)}, metrics={"loss": loss})
+    assert tr.open(run, best="loss").step == 1 and tr.open(run, best="loss:min").step == 2
+    assert (
+        tr.restore(run, best="loss:min")["x"][0]
+        == 2
+        == tr.restore(run, {"x": np.zeros(3, int)}, best="loss:min")["x"][0]
+    )
+    with pytest.raises(MismatchError, match="metric='los': expected one that a step has, found loss"):
+        tr.open(run, best="los:min")
+    with pytest.raises(MismatchError, match="step= or best=, found both"):
+        tr.restore(run, step=1, best="loss")
+    with pytest.raises(MismatchError, match=r"best='': expected METRIC, METRIC:min or METRIC:max"):
+        tr.open(run, best="")
+    with pytest.raises(NotFoundError, match="expected a step with the metric 'loss', found no metrics"):
+        tr.open(tmp_path / "none", best="loss")

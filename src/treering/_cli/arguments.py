@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._core import expansion
+from .._core.entries import metric_and_mode
 from .._core.values import MAX_EXACT_INT
 from ..errors import MismatchError
 
@@ -139,11 +140,10 @@ class Best(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         if isinstance(value, tuple):
             return value
-        metric, colon, mode = value.rpartition(":")  # a metric may have colons
-        found = (metric, mode) if colon and mode in ("min", "max") else (value, "max")
-        if not found[0]:
-            raise click.BadParameter(f"{value!r}: expected METRIC, METRIC:min or METRIC:max", ctx, param)
-        return found
+        try:
+            return metric_and_mode(value)
+        except MismatchError as error:
+            raise click.BadParameter(str(error).removeprefix("best="), ctx, param) from None
 
 
 BEST = click.option(

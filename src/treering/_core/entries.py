@@ -192,6 +192,19 @@ def is_absent(entry: Entry | None) -> bool:
     return entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
 
 
+def metric_and_mode(best: str) -> tuple[str, Literal["min", "max"]]:
+    """Returns the metric and the mode that ``accuracy``, ``accuracy:max`` or ``loss:min`` names.
+
+    Raises `MismatchError` for anything else.
+    """
+    if isinstance(best, str):
+        metric, colon, mode = best.rpartition(":")  # a metric may have colons
+        found = metric if colon and mode in ("min", "max") else best
+        if found:
+            return found, "min" if colon and mode == "min" else "max"
+    raise MismatchError(f"best={best!r:.100}: expected METRIC, METRIC:min or METRIC:max, as text")
+
+
 def step_number(step: Any) -> int:
     """Returns a step as an int.
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from .. import formats, stores
 from .._core import expansion
-from .._core.entries import check_readable
+from .._core.entries import check_readable, metric_and_mode
 from .._core.tracebacks import hide_internal_frames
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
+from ..errors import MismatchError, NotFoundError
 from ..stores.read_errors import ReplacedError, reading
+from . import run_layout
+from .step_catalog import StepCatalog
 from .step_fallback import OneCheckpoint, StepCopy, find_step_copies, open_in_store, use_valid
 
 if TYPE_CHECKING:
@@ -28,11 +31,14 @@ _MANIFEST_PREFETCH_BYTES = 1 << 20  # bytes of a manifest that the first request
 
 
 @hide_internal_frames
-def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, format: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, step: int | None = None, best: str | None = None, format: str | None = None
+) -> Checkpoint:
     """Opens a checkpoint, or a run's latest valid step (or the given one), without reading arrays.
 
     >>> ckpt = tr.open("runs/gpt", step=1000)
 
+    best: opens the valid step with the highest metric of this name or, with ``"loss:min"``, the lowest.
     format: the name of the format to read it in, instead of detecting the format from the files. In a run, steps of
         other formats are ignored.
 
@@ -40,7 +46,28 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int | None = None, fo
     there is none, `CorruptError` if it is damaged (for a run without `step`: if all steps are), and
     `UnsupportedError` if a later release wrote it.
     """
-    return open_prefixed(path, None, step=step, format=format)
+    return open_prefixed(path, None, step=_chosen_step(path, step, best), format=format)
+
+
+def _chosen_step(path: str | os.PathLike[str], step: int | None, best: str | None) -> int | None:
+    """Returns `step`, or the best step of a run. Raises `MismatchError` for both, and for a metric that no step has."""
+    if best is None:
+        return step
+    if step is not None:
+        raise MismatchError(f"best={best!r}: expected step= or best=, found both")
+    from . import metrics  # It imports NumPy, which opening a checkpoint does not need.
+
+    metric, mode = metric_and_mode(best)
+    place = stores.absolute(path)
+    store = stores.get(place)
+    with store.glance(place):
+        layout = run_layout.RunLayout(run_layout.find_prefix(store, place))
+        saved = StepCatalog(store, place, layout).valid_steps(foreign=True)
+    found = metrics.best(saved, metric, mode)
+    if found is None:
+        raise NotFoundError(f"{place}: expected a step with the metric {metric!r}, found no metrics")
+    _log.info("%s: step %d has the best %s", place, found, metric)
+    return found
 
 
 def open_prefixed(
@@ -63,6 +90,7 @@ def restore(
     like: None = None,
     *,
     step: int | None = None,
+    best: str | None = None,
     format: str | None = None,
     **options: "Unpack[RestoreOptions]",
 ) -> Any: ...
@@ -72,6 +100,7 @@ def restore(
     like: T,
     *,
     step: int | None = None,
+    best: str | None = None,
     format: str | None = None,
     **options: "Unpack[RestoreOptions]",
 ) -> T: ...
@@ -81,6 +110,7 @@ def restore(
     like: Any = None,
     *,
     step: int | None = None,
+    best: str | None = None,
     format: str | None = None,
     at: str = "",
     rules: "Sequence[Rule]" = (),
@@ -107,6 +137,7 @@ def restore(
         `jax.Array`, a NumPy array a writable NumPy array, a Python scalar that type, a typed key a typed key; ``...``
         skips everything below. Without a template the result is nested dicts, lists and tuples of NumPy arrays.
     step: the step of a run; the latest valid one by default.
+    best: restores the valid step with the highest metric of this name or, with ``"loss:min"``, the lowest.
     format: the name of the format to read it in, instead of detecting the format from the files. In a run, steps of
         other formats are ignored.
     at: restores (and reads) only the leaves below this path; `like` is their template.
@@ -137,8 +168,7 @@ def restore(
 
     Raises `MismatchError`, which names the likely cause and every difference, `CorruptError` and `NotFoundError`.
     """
-    place = stores.absolute(path)
-
+    place, step = stores.absolute(path), _chosen_step(path, step, best)
     options: RestoreOptions = {
         "at": at,
         "rules": rules,
