@@ -20,6 +20,7 @@ TREES = {  # what each checkpoint of a set holds
     "boxes": golden_trees.boxed,
     "run/step-00000001": lambda: golden_trees.trained(1),
     "run/step-00000002": lambda: golden_trees.trained(2),
+    **{f"stream/step-{n:08}": lambda n=n: golden_trees.versions()[n - 1] for n in range(1, 5)},
 }
 METRICS = {1: {"loss": 0.5, "val/loss": float("inf")}, 2: {"loss": 0.25}}
 EXPORT = "export.safetensors"  # the parameters of the run's last step
@@ -35,6 +36,9 @@ def write(folder: Path) -> None:
         for step, metrics in METRICS.items():
             ckpts.save(step, golden_trees.trained(step), metrics=metrics)
     tr.convert(folder / "run", folder / EXPORT, at="params")
+    with tr.Publisher(folder / "stream") as publisher:
+        for version, tree in enumerate(golden_trees.versions(), 1):
+            publisher.publish(version, tree)
 
 
 if __name__ == "__main__":
