@@ -317,11 +317,11 @@ def test_a_failed_version_is_not_a_base(tmp_path: pathlib.Path, use_disk: Any) -
     with pytest.raises(SaveError):
         pending.result()
     full = False
-    publisher.publish(3, trees[2])
+    publisher.publish(2, trees[2])  # The number is free, as nothing was published.
     publisher.close()
-    made_from = _reader(str(tmp_path), 3).made_from
+    made_from = _reader(str(tmp_path), 2).made_from
     assert made_from and made_from.name == "step-00000001"
-    assert_same(tr.open(tmp_path, step=3).restore(trees[2]), trees[2])
+    assert_same(tr.open(tmp_path, step=2).restore(trees[2]), trees[2])
 
 
 def test_damage_of_a_base_is_an_error_that_names_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -428,3 +428,28 @@ def test_golden_versions(version: int) -> None:
     assert bool(json.loads((path / "treering.json").read_bytes()).get("base")) == (version > 1)
     for found in (spec_reader.tree(path), tr.restore(path)):
         assert_same(found, expected)
+
+
+def test_leaves_that_are_no_longer_one_array(tmp_path: pathlib.Path) -> None:
+    """A target network begins as the arrays of the policy and follows later, also across a restart."""
+    a = jnp.arange(3000.0)
+    b = a.at[3].set(7)
+    trees = [{"p": p, "t": t} for p, t in ((a, a), (b, a), (b, b), (a, b), (b, b), (b, a))]
+    _publish(str(tmp_path), trees[:4])
+    _publish(str(tmp_path), trees[4:], first=5)
+    for version, tree in enumerate(trees, 1):
+        assert_same(tr.open(tmp_path, step=version).restore(tree), tree)
+    assert _reader(str(tmp_path), 4).made_from and _reader(str(tmp_path), 6).made_from
+
+
+def test_a_last_version_that_cannot_be_read(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A publisher that starts again after its last version was damaged continues with a complete one."""
+    trees = _history(4)
+    _publish(str(tmp_path), trees[:2])
+    (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    file.chmod(0o644)
+    flip(file, file.stat().st_size - 1)
+    _publish(str(tmp_path), trees[2:], first=3)
+    assert _reader(str(tmp_path), 3).made_from is None and _reader(str(tmp_path), 4).made_from
+    assert "the next version is complete, because the last one cannot be read" in caplog.text
+    assert_same(tr.open(tmp_path, step=4).restore(trees[3]), trees[3])

@@ -40,7 +40,8 @@ class Version:
     """A version of the stream, with the bytes of its arrays.
 
     depth: how many versions are between this one and the complete one that it was made from; 0 for a complete one.
-    arrays, checksums: by path, as far as they are known. `reader` reads the rest.
+    arrays: by path, without those that are the same array as another leaf. `reader` reads them.
+    checksums: by path, as far as they are known.
     objects: the JAX arrays that were published.
     """
 
@@ -53,17 +54,10 @@ class Version:
     objects: Mapping[str, "weakref.ref[jax.Array]"] = dataclasses.field(default_factory=dict)
     reader: Reader | None = None
 
-    def array(self, path: str) -> np.ndarray:
-        """Returns an array as bytes. Raises `CorruptError` if it has to be read and is damaged."""
-        if path not in self.arrays:
-            assert self.reader
-            self.arrays.update(deltas.read_arrays(self.reader, [path]))
-        return self.arrays[path]
-
     def checksum(self, path: str) -> str:
         """Returns the checksum of an array's bytes."""
         if path not in self.checksums:
-            self.checksums[path] = deltas.checksum(self.array(path))
+            self.checksums[path] = deltas.checksum(self.arrays[path])
         return self.checksums[path]
 
 
@@ -102,8 +96,13 @@ class Encoder:
             for entry, leaf in zip(entries, tree.leaves, strict=True)
             if isinstance(entry, ArrayEntry) and isinstance(leaf, jax.Array)
         }
-        known = self._last.objects if self._last else {}
-        same = {path for path, leaf in objects.items() if (ref := known.get(path)) and ref() is leaf}
+        last = self._last
+        known = last.objects if last else {}
+        same = {
+            path
+            for path, leaf in objects.items()
+            if (ref := known.get(path)) and ref() is leaf and last and path in last.arrays
+        }
         if same:  # These are not copied from their devices.
             staged = [n for n, shard in enumerate(shards) if entries[shard.leaf].path not in same]
             shards, data = tuple(shards[n] for n in staged), [data[n] for n in staged]
@@ -119,6 +118,13 @@ class Encoder:
         if summary.identity_or_none(store, last.path) != last.identity:
             _log.warning("%s: the next version is complete: %s is gone or was replaced", self._root, last.path)
             return None
+        if reader := last.reader:
+            try:
+                last.arrays = deltas.read_arrays(reader, [path for path in last.entries if reader.origin(path) == path])
+            except CorruptError as error:
+                _log_unreadable(self._root, error)
+                return None
+            last.reader = None
         return last
 
 
@@ -155,16 +161,16 @@ class _Save:
             is_same = leaf not in parts
             if is_same:
                 assert last
-                array, is_own = last.array(entry.path), True
+                array, is_own = last.arrays[entry.path], True
             else:
                 array, is_own = _take(plan, entry, parts[leaf])
             found[leaf] = array
             if not isinstance(entry, ArrayEntry):
                 return
             (version.arrays if is_own else self._borrowed)[entry.path] = array
-            if base is None:
+            old = base.arrays.get(entry.path) if base else None
+            if base is None or old is None:
                 return
-            old = base.array(entry.path)
             itemsize = dtypes.itemsize(entry.dtype)
             made = deltas.NO_DIFFERENCE if is_same else deltas.difference(array, old, itemsize)
             if made is None:
@@ -250,6 +256,10 @@ def _check_same(root: str, arrays: Mapping[str, ArrayEntry], last: Version) -> N
         )
 
 
+def _log_unreadable(root: str, error: Exception) -> None:
+    _log.warning("%s: the next version is complete, because the last one cannot be read: %s", root, error)
+
+
 def _open_newest(store: Store, root: str) -> Version | None:
     """Returns the newest version of a stream, if it can be read; else logs why the next version is complete."""
     steps = run_layout.located_steps(store, root)
@@ -260,7 +270,7 @@ def _open_newest(store: Store, root: str) -> Version | None:
         reader = Reader(store, path)
         reader.check_present()
     except (CorruptError, UnsupportedError) as error:
-        _log.warning("%s: the next version is complete, because the last one cannot be read: %s", root, error)
+        _log_unreadable(root, error)
         return None
     depth, one = 0, reader
     while one.made_from:
