@@ -156,6 +156,20 @@ def test_workers_follow_a_stream_of_slime(tmp_path: pathlib.Path) -> None:
     assert_same(found.tree, trees[4])
 
 
+@pytest.mark.parametrize("write", [slime, skyrl])
+def test_workers_leave_out_damaged_versions(
+    write: Write, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trees = _versions()
+    folders = _stream(tmp_path, write, "xor", "xxh3-128")
+    (file, *_) = folders[4].glob("*.safetensors")
+    flip(file, file.stat().st_size - 2)
+    weights = tr.follow_weights(tmp_path, timeout=0)
+    found = next(weights)
+    assert found.version == 3 and "version 5 is left out" in caplog.text and "version 4 is left out" in caplog.text
+    assert_same(found.tree, trees[3])
+
+
 @pytest.mark.parametrize(("write", "encoding", "checksum"), LAYOUTS)
 def test_damage_and_gaps_are_errors(write: Write, encoding: str, checksum: str, tmp_path: pathlib.Path) -> None:
     folders = _stream(tmp_path, write, encoding, checksum)

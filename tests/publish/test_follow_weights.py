@@ -148,6 +148,16 @@ def test_a_version_that_cannot_be_read_is_left_out(
     assert _next(weights) == 5
 
 
+def test_every_version_that_is_left_out_is_logged(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    _publish(tmp_path, 1, 2, 3, 4, full_every=1)
+    for version, name in ((4, "*.safetensors"), (3, "treering.json")):
+        (file,) = (tmp_path / f"step-0000000{version}").glob(name)
+        file.chmod(0o644)
+        flip(file, file.stat().st_size - 3)
+    assert _next(tr.follow_weights(tmp_path, _weights(0), timeout=0)) == 2
+    assert "version 4 is left out" in caplog.text and "version 3 is left out" in caplog.text
+
+
 def test_a_stream_that_begins_again(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A version with a number that was shown is shown again if it is another one."""
     weights = tr.follow_weights(tmp_path / "s", _weights(0), timeout=5)
