@@ -453,3 +453,18 @@ def test_a_last_version_that_cannot_be_read(tmp_path: pathlib.Path, caplog: pyte
     assert _reader(str(tmp_path), 3).made_from is None and _reader(str(tmp_path), 4).made_from
     assert "the next version is complete, because the last one cannot be read" in caplog.text
     assert_same(tr.open(tmp_path, step=4).restore(trees[3]), trees[3])
+
+
+def test_versions_that_links_lead_to(tmp_path: pathlib.Path) -> None:
+    """A base is next to the version itself, not to a link that leads to the version or to the stream."""
+    trees = _history(4)
+    _publish(str(tmp_path / "s"), trees[:3])
+    (tmp_path / "latest").symlink_to(tmp_path / "s" / "step-00000003")
+    assert_same(tr.restore(tmp_path / "latest", trees[2]), trees[2])
+    (tmp_path / "stream").symlink_to(tmp_path / "s")
+    assert_same(tr.restore(tmp_path / "stream", trees[2]), trees[2])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "step-00000003").symlink_to(tmp_path / "s" / "step-00000003")
+    _publish(str(tmp_path / "other"), trees[3:], first=4)
+    assert_same(tr.restore(tmp_path / "other", trees[3]), trees[3])
+    assert tr.verify(tmp_path / "other").ok and _reader(str(tmp_path / "other"), 4).made_from
