@@ -415,6 +415,16 @@ def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/copy"])
     assert result.exit_code == 0, result.output
     assert_same(tr.restore(tmp_path / "copy", trees[2]), trees[2])
+    for args in (
+        [f"{tmp_path}/s/step-00000002", f"{tmp_path}/two"],
+        [f"{tmp_path}/s", f"{tmp_path}/t", "--steps", "2"],
+    ):
+        result = CliRunner().invoke(cli, ["cp", *args])  # Such a copy could not be read.
+        assert "stored as the difference to step-00000001, which" in str(result.exception)
+        assert not pathlib.Path(args[1]).exists()
+    assert CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/t", "--steps", "1,2"]).exit_code == 0
+    assert CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/t", "--steps", "3"]).exit_code == 0
+    assert_same(tr.restore(tmp_path / "t", trees[2]), trees[2])
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "copy", step=4)
 
