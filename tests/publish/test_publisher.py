@@ -5,6 +5,7 @@ import json
 import logging
 import pathlib
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -478,3 +479,16 @@ def test_versions_that_links_lead_to(tmp_path: pathlib.Path) -> None:
     _publish(str(tmp_path / "other"), trees[3:], first=4)
     assert_same(tr.restore(tmp_path / "other", trees[3]), trees[3])
     assert tr.verify(tmp_path / "other").ok and _reader(str(tmp_path / "other"), 4).made_from
+
+
+def test_a_version_in_the_chain_that_is_gone(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Versions that cannot be read, because one that they are made from was removed, are not published."""
+    trees = _history(5)
+    with tr.Publisher(tmp_path) as publisher:
+        for version, tree in enumerate(trees, 1):
+            publisher.publish(version, tree).result()  # type: ignore[union-attr]
+            if version == 3:
+                shutil.rmtree(tmp_path / "step-00000002")
+    assert _reader(str(tmp_path), 4).made_from is None and _reader(str(tmp_path), 5).made_from
+    assert f"the next version is complete: {tmp_path}/step-00000002 is gone" in caplog.text
+    assert_same(tr.restore(tmp_path, trees[4]), trees[4])

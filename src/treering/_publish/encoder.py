@@ -39,7 +39,7 @@ _log = logging.getLogger("treering")
 class Version:
     """A version of the stream, with the bytes of its arrays.
 
-    depth: how many versions are between this one and the complete one that it was made from; 0 for a complete one.
+    chain: the paths of the versions that it is made from, back to a complete one; () for a complete one.
     arrays: by path, without those that are the same array as another leaf. `reader` reads them.
     checksums: by path, as far as they are known.
     objects: the JAX arrays that were published.
@@ -47,7 +47,7 @@ class Version:
 
     path: str
     identity: str
-    depth: int
+    chain: tuple[str, ...]
     entries: Mapping[str, ArrayEntry]
     arrays: dict[str, np.ndarray]
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -113,10 +113,14 @@ class Encoder:
     def _base(self, store: Store) -> Version | None:
         """Returns the version to store differences to; None if the next one is to be complete."""
         last = self._last
-        if last is None or last.depth + 1 >= self._full_every:
+        if last is None or len(last.chain) + 1 >= self._full_every:
             return None
         if summary.identity_or_none(store, last.path) != last.identity:
             _log.warning("%s: the next version is complete: %s is gone or was replaced", self._root, last.path)
+            return None
+        there = {folder: {*store.list(folder)} for folder in {*map(posixpath.dirname, last.chain)}}
+        if gone := [path for path in last.chain if posixpath.basename(path) not in there[posixpath.dirname(path)]]:
+            _log.warning("%s: the next version is complete: %s is gone", self._root, gone[0])
             return None
         if reader := last.reader:
             try:
@@ -150,7 +154,8 @@ class _Save:
         base, last = encoder._base(plan.target.store), encoder._last
         entries: list[Entry] = list(catalogue.entries)
         found: dict[int, np.ndarray] = {}
-        version = Version(plan.target.path, "", base.depth + 1 if base else 0, self._entries, {}, {}, self._objects)
+        chain = (base.path, *base.chain) if base else ()
+        version = Version(plan.target.path, "", chain, self._entries, {}, {}, self._objects)
         parts: dict[int, list[int]] = {}
         for n, shard in enumerate(plan.supply.shards):
             parts.setdefault(shard.leaf, []).append(n)
@@ -187,7 +192,8 @@ class _Save:
 
         in_parallel([*parts, *same], one)
         is_delta = any(isinstance(entry, DeltaEntry) for entry in entries)
-        version.depth *= is_delta
+        if not is_delta:
+            version.chain = ()
         self._version = version
         shards = [_shard(entries[leaf], leaf, array) for leaf, array in found.items()]
         supply = StagedSupply(shards, [found[shard.leaf] for shard in shards], None)
@@ -272,10 +278,11 @@ def _open_newest(store: Store, root: str) -> Version | None:
     except (CorruptError, UnsupportedError) as error:
         _log_unreadable(root, error)
         return None
-    depth, one = 0, reader
+    chain, one = list[str](), reader
     while one.made_from:
-        depth, one = depth + 1, one.base
+        one = one.base
+        chain.append(one.path)
     entries = {path: entry for path, entry in reader.entries.items() if isinstance(entry, ArrayEntry)}
     return Version(
-        path, reader.identity, depth, entries, {}, {path: d.xxh3 for path, d in reader.deltas.items()}, {}, reader
+        path, reader.identity, (*chain,), entries, {}, {path: d.xxh3 for path, d in reader.deltas.items()}, {}, reader
     )
