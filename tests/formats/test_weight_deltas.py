@@ -156,6 +156,20 @@ def test_workers_follow_a_stream_of_slime(tmp_path: pathlib.Path) -> None:
     assert_same(found.tree, trees[4])
 
 
+@pytest.mark.parametrize("write", [slime, skyrl])
+def test_workers_leave_out_damaged_versions(
+    write: Write, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trees = _versions()
+    folders = _stream(tmp_path, write, "xor", "xxh3-128")
+    (file, *_) = folders[4].glob("*.safetensors")
+    flip(file, file.stat().st_size - 2)
+    weights = tr.follow_weights(tmp_path, timeout=0)
+    found = next(weights)
+    assert found.version == 3 and "version 5 is left out" in caplog.text and "version 4 is left out" in caplog.text
+    assert_same(found.tree, trees[3])
+
+
 @pytest.mark.parametrize(("write", "encoding", "checksum"), LAYOUTS)
 def test_damage_and_gaps_are_errors(write: Write, encoding: str, checksum: str, tmp_path: pathlib.Path) -> None:
     folders = _stream(tmp_path, write, encoding, checksum)
@@ -231,3 +245,16 @@ def test_it_reads_what_the_receiver_of_slime_makes(encoding: str, tmp_path: path
         receiver.pull(str(tmp_path / "local"), str(folders[0]), str(tmp_path / "s"), number)
         theirs = safetensors.numpy.load_file(tmp_path / "local" / "model.safetensors")
         assert_same(tr.open(folder).restore(), {name: theirs[name] for name in _versions()[number]})
+
+
+def test_a_stream_that_begins_again_is_pulled(tmp_path: pathlib.Path) -> None:
+    """A version with the number of the one before, but other weights, takes its place."""
+    from treering._publish.pull import pull
+
+    trees = _versions()
+    for new in (trees[1], trees[2]):
+        _full(tmp_path / "s" / "weight_v000000", trees[0])
+        slime(tmp_path / "s", 1, trees[0], new, "xor", "xxh3-128")
+        assert [version for version, _ in pull(tmp_path / "s", tmp_path / "engine")] == [1]
+        assert_same(tr.restore(tmp_path / "engine"), new)
+        shutil.rmtree(tmp_path / "s")

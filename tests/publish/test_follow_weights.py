@@ -86,6 +86,20 @@ def test_only_differences_are_read_again(tmp_path: pathlib.Path, monkeypatch: py
     assert {path for path, nbytes in reads if nbytes} == {"3", "4"} and sum(nbytes for _, nbytes in reads) < 500
 
 
+def test_leaves_that_become_another_array(tmp_path: pathlib.Path) -> None:
+    """A leaf that has become another array than before is never the array before, although neither has changed."""
+    a, b = jnp.arange(3000.0), jnp.arange(3000.0).at[3].set(7)
+    keys = [jax.random.key(1, impl=impl) for impl in ("rbg", "unsafe_rbg", "unsafe_rbg")]
+    trees = [{"a": a, "b": one, "key": key} for one, key in zip((b, a, b), keys, strict=True)]
+    weights = tr.follow_weights(tmp_path, timeout=5)
+    for version, tree in enumerate(trees, 1):
+        with tr.Publisher(tmp_path) as publisher:
+            publisher.publish(version, tree)
+        found = next(weights).tree
+        assert found["key"].dtype == tree["key"].dtype
+        assert_same(jax.tree.map(np.asarray, {**found, "key": 0}), jax.tree.map(np.asarray, {**tree, "key": 0}))
+
+
 def test_rules_and_shardings(tmp_path: pathlib.Path) -> None:
     """Options of `restore` hold for every version."""
     rules = [tr.rules.rename("w", "policy/w"), tr.rules.drop("n")]
@@ -146,6 +160,16 @@ def test_a_version_that_cannot_be_read_is_left_out(
     assert _next(weights) == expected and " 4 is left out" in caplog.text
     _publish(tmp_path / "s", 5, full_every=1)
     assert _next(weights) == 5
+
+
+def test_every_version_that_is_left_out_is_logged(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    _publish(tmp_path, 1, 2, 3, 4, full_every=1)
+    for version, name in ((4, "*.safetensors"), (3, "treering.json")):
+        (file,) = (tmp_path / f"step-0000000{version}").glob(name)
+        file.chmod(0o644)
+        flip(file, file.stat().st_size - 3)
+    assert _next(tr.follow_weights(tmp_path, _weights(0), timeout=0)) == 2
+    assert "version 4 is left out" in caplog.text and "version 3 is left out" in caplog.text
 
 
 def test_a_stream_that_begins_again(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

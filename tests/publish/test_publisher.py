@@ -5,6 +5,7 @@ import json
 import logging
 import pathlib
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -317,11 +318,11 @@ def test_a_failed_version_is_not_a_base(tmp_path: pathlib.Path, use_disk: Any) -
     with pytest.raises(SaveError):
         pending.result()
     full = False
-    publisher.publish(3, trees[2])
+    publisher.publish(2, trees[2])  # The number is free, as nothing was published.
     publisher.close()
-    made_from = _reader(str(tmp_path), 3).made_from
+    made_from = _reader(str(tmp_path), 2).made_from
     assert made_from and made_from.name == "step-00000001"
-    assert_same(tr.open(tmp_path, step=3).restore(trees[2]), trees[2])
+    assert_same(tr.open(tmp_path, step=2).restore(trees[2]), trees[2])
 
 
 def test_damage_of_a_base_is_an_error_that_names_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -415,6 +416,16 @@ def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/copy"])
     assert result.exit_code == 0, result.output
     assert_same(tr.restore(tmp_path / "copy", trees[2]), trees[2])
+    for args in (
+        [f"{tmp_path}/s/step-00000002", f"{tmp_path}/two"],
+        [f"{tmp_path}/s", f"{tmp_path}/t", "--steps", "2"],
+    ):
+        result = CliRunner().invoke(cli, ["cp", *args])  # Such a copy could not be read.
+        assert "stored as the difference to step-00000001, which" in str(result.exception)
+        assert not pathlib.Path(args[1]).exists()
+    assert CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/t", "--steps", "1,2"]).exit_code == 0
+    assert CliRunner().invoke(cli, ["cp", f"{tmp_path}/s", f"{tmp_path}/t", "--steps", "3"]).exit_code == 0
+    assert_same(tr.restore(tmp_path / "t", trees[2]), trees[2])
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "copy", step=4)
 
@@ -428,3 +439,56 @@ def test_golden_versions(version: int) -> None:
     assert bool(json.loads((path / "treering.json").read_bytes()).get("base")) == (version > 1)
     for found in (spec_reader.tree(path), tr.restore(path)):
         assert_same(found, expected)
+
+
+def test_leaves_that_are_no_longer_one_array(tmp_path: pathlib.Path) -> None:
+    """A target network begins as the arrays of the policy and follows later, also across a restart."""
+    a = jnp.arange(3000.0)
+    b = a.at[3].set(7)
+    trees = [{"p": p, "t": t} for p, t in ((a, a), (b, a), (b, b), (a, b), (b, b), (b, a))]
+    _publish(str(tmp_path), trees[:4])
+    _publish(str(tmp_path), trees[4:], first=5)
+    for version, tree in enumerate(trees, 1):
+        assert_same(tr.open(tmp_path, step=version).restore(tree), tree)
+    assert _reader(str(tmp_path), 4).made_from and _reader(str(tmp_path), 6).made_from
+
+
+def test_a_last_version_that_cannot_be_read(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A publisher that starts again after its last version was damaged continues with a complete one."""
+    trees = _history(4)
+    _publish(str(tmp_path), trees[:2])
+    (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    file.chmod(0o644)
+    flip(file, file.stat().st_size - 1)
+    _publish(str(tmp_path), trees[2:], first=3)
+    assert _reader(str(tmp_path), 3).made_from is None and _reader(str(tmp_path), 4).made_from
+    assert "the next version is complete, because the last one cannot be read" in caplog.text
+    assert_same(tr.open(tmp_path, step=4).restore(trees[3]), trees[3])
+
+
+def test_versions_that_links_lead_to(tmp_path: pathlib.Path) -> None:
+    """A base is next to the version itself, not to a link that leads to the version or to the stream."""
+    trees = _history(4)
+    _publish(str(tmp_path / "s"), trees[:3])
+    (tmp_path / "latest").symlink_to(tmp_path / "s" / "step-00000003")
+    assert_same(tr.restore(tmp_path / "latest", trees[2]), trees[2])
+    (tmp_path / "stream").symlink_to(tmp_path / "s")
+    assert_same(tr.restore(tmp_path / "stream", trees[2]), trees[2])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "step-00000003").symlink_to(tmp_path / "s" / "step-00000003")
+    _publish(str(tmp_path / "other"), trees[3:], first=4)
+    assert_same(tr.restore(tmp_path / "other", trees[3]), trees[3])
+    assert tr.verify(tmp_path / "other").ok and _reader(str(tmp_path / "other"), 4).made_from
+
+
+def test_a_version_in_the_chain_that_is_gone(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Versions that cannot be read, because one that they are made from was removed, are not published."""
+    trees = _history(5)
+    with tr.Publisher(tmp_path) as publisher:
+        for version, tree in enumerate(trees, 1):
+            publisher.publish(version, tree).result()  # type: ignore[union-attr]
+            if version == 3:
+                shutil.rmtree(tmp_path / "step-00000002")
+    assert _reader(str(tmp_path), 4).made_from is None and _reader(str(tmp_path), 5).made_from
+    assert f"the next version is complete: {tmp_path}/step-00000002 is gone" in caplog.text
+    assert_same(tr.restore(tmp_path, trees[4]), trees[4])

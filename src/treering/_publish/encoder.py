@@ -39,31 +39,25 @@ _log = logging.getLogger("treering")
 class Version:
     """A version of the stream, with the bytes of its arrays.
 
-    depth: how many versions are between this one and the complete one that it was made from; 0 for a complete one.
-    arrays, checksums: by path, as far as they are known. `reader` reads the rest.
+    chain: the paths of the versions that it is made from, back to a complete one; () for a complete one.
+    arrays: by path, without those that are the same array as another leaf. `reader` reads them.
+    checksums: by path, as far as they are known.
     objects: the JAX arrays that were published.
     """
 
     path: str
     identity: str
-    depth: int
+    chain: tuple[str, ...]
     entries: Mapping[str, ArrayEntry]
     arrays: dict[str, np.ndarray]
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     objects: Mapping[str, "weakref.ref[jax.Array]"] = dataclasses.field(default_factory=dict)
     reader: Reader | None = None
 
-    def array(self, path: str) -> np.ndarray:
-        """Returns an array as bytes. Raises `CorruptError` if it has to be read and is damaged."""
-        if path not in self.arrays:
-            assert self.reader
-            self.arrays.update(deltas.read_arrays(self.reader, [path]))
-        return self.arrays[path]
-
     def checksum(self, path: str) -> str:
         """Returns the checksum of an array's bytes."""
         if path not in self.checksums:
-            self.checksums[path] = deltas.checksum(self.array(path))
+            self.checksums[path] = deltas.checksum(self.arrays[path])
         return self.checksums[path]
 
 
@@ -102,8 +96,13 @@ class Encoder:
             for entry, leaf in zip(entries, tree.leaves, strict=True)
             if isinstance(entry, ArrayEntry) and isinstance(leaf, jax.Array)
         }
-        known = self._last.objects if self._last else {}
-        same = {path for path, leaf in objects.items() if (ref := known.get(path)) and ref() is leaf}
+        last = self._last
+        known = last.objects if last else {}
+        same = {
+            path
+            for path, leaf in objects.items()
+            if (ref := known.get(path)) and ref() is leaf and last and path in last.arrays
+        }
         if same:  # These are not copied from their devices.
             staged = [n for n, shard in enumerate(shards) if entries[shard.leaf].path not in same]
             shards, data = tuple(shards[n] for n in staged), [data[n] for n in staged]
@@ -114,11 +113,22 @@ class Encoder:
     def _base(self, store: Store) -> Version | None:
         """Returns the version to store differences to; None if the next one is to be complete."""
         last = self._last
-        if last is None or last.depth + 1 >= self._full_every:
+        if last is None or len(last.chain) + 1 >= self._full_every:
             return None
         if summary.identity_or_none(store, last.path) != last.identity:
             _log.warning("%s: the next version is complete: %s is gone or was replaced", self._root, last.path)
             return None
+        there = {folder: {*store.list(folder)} for folder in {*map(posixpath.dirname, last.chain)}}
+        if gone := [path for path in last.chain if posixpath.basename(path) not in there[posixpath.dirname(path)]]:
+            _log.warning("%s: the next version is complete: %s is gone", self._root, gone[0])
+            return None
+        if reader := last.reader:
+            try:
+                last.arrays = deltas.read_arrays(reader, [path for path in last.entries if reader.origin(path) == path])
+            except CorruptError as error:
+                _log_unreadable(self._root, error)
+                return None
+            last.reader = None
         return last
 
 
@@ -144,7 +154,8 @@ class _Save:
         base, last = encoder._base(plan.target.store), encoder._last
         entries: list[Entry] = list(catalogue.entries)
         found: dict[int, np.ndarray] = {}
-        version = Version(plan.target.path, "", base.depth + 1 if base else 0, self._entries, {}, {}, self._objects)
+        chain = (base.path, *base.chain) if base else ()
+        version = Version(plan.target.path, "", chain, self._entries, {}, {}, self._objects)
         parts: dict[int, list[int]] = {}
         for n, shard in enumerate(plan.supply.shards):
             parts.setdefault(shard.leaf, []).append(n)
@@ -155,16 +166,16 @@ class _Save:
             is_same = leaf not in parts
             if is_same:
                 assert last
-                array, is_own = last.array(entry.path), True
+                array, is_own = last.arrays[entry.path], True
             else:
                 array, is_own = _take(plan, entry, parts[leaf])
             found[leaf] = array
             if not isinstance(entry, ArrayEntry):
                 return
             (version.arrays if is_own else self._borrowed)[entry.path] = array
-            if base is None:
+            old = base.arrays.get(entry.path) if base else None
+            if base is None or old is None:
                 return
-            old = base.array(entry.path)
             itemsize = dtypes.itemsize(entry.dtype)
             made = deltas.NO_DIFFERENCE if is_same else deltas.difference(array, old, itemsize)
             if made is None:
@@ -181,7 +192,8 @@ class _Save:
 
         in_parallel([*parts, *same], one)
         is_delta = any(isinstance(entry, DeltaEntry) for entry in entries)
-        version.depth *= is_delta
+        if not is_delta:
+            version.chain = ()
         self._version = version
         shards = [_shard(entries[leaf], leaf, array) for leaf, array in found.items()]
         supply = StagedSupply(shards, [found[shard.leaf] for shard in shards], None)
@@ -250,6 +262,10 @@ def _check_same(root: str, arrays: Mapping[str, ArrayEntry], last: Version) -> N
         )
 
 
+def _log_unreadable(root: str, error: Exception) -> None:
+    _log.warning("%s: the next version is complete, because the last one cannot be read: %s", root, error)
+
+
 def _open_newest(store: Store, root: str) -> Version | None:
     """Returns the newest version of a stream, if it can be read; else logs why the next version is complete."""
     steps = run_layout.located_steps(store, root)
@@ -260,12 +276,13 @@ def _open_newest(store: Store, root: str) -> Version | None:
         reader = Reader(store, path)
         reader.check_present()
     except (CorruptError, UnsupportedError) as error:
-        _log.warning("%s: the next version is complete, because the last one cannot be read: %s", root, error)
+        _log_unreadable(root, error)
         return None
-    depth, one = 0, reader
+    chain, one = list[str](), reader
     while one.made_from:
-        depth, one = depth + 1, one.base
+        one = one.base
+        chain.append(one.path)
     entries = {path: entry for path, entry in reader.entries.items() if isinstance(entry, ArrayEntry)}
     return Version(
-        path, reader.identity, depth, entries, {}, {path: d.xxh3 for path, d in reader.deltas.items()}, {}, reader
+        path, reader.identity, (*chain,), entries, {}, {path: d.xxh3 for path, d in reader.deltas.items()}, {}, reader
     )

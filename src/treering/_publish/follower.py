@@ -1,6 +1,5 @@
 """`follow_weights`: yields the versions of a stream of published weights."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from .. import stores
 from .._core import dtypes
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, step_number
-from .._core.source import arrays_of
+from .._core.source import Source, arrays_of, complete_arrays, origins
 from .._restore.checkpoint import Checkpoint
 from .._restore.restore import HeldLeaves
 from .._run import run_layout
@@ -117,8 +116,12 @@ def _from_newest(root: str, newest: Checkpoint, after: int) -> Iterator[Checkpoi
     found = run_layout.located_steps(store, root)
     for step in sorted(found, reverse=True):
         if newest.step is not None and after < step < newest.step:
-            with contextlib.suppress(CorruptError, NotFoundError):
-                yield open_step(store, found[step].path, step, found[step].format)
+            try:
+                ckpt = open_step(store, found[step].path, step, found[step].format)
+            except (CorruptError, NotFoundError) as error:
+                _log.warning("%s: version %s is left out: %s", root, step, error)
+                continue
+            yield ckpt
 
 
 class _Held:
@@ -132,7 +135,10 @@ class _Held:
         """Reads another version. Raises `CorruptError` if it is damaged; then nothing has changed."""
         source = ckpt._source
         if not isinstance(source, Reader):
-            return ReadVersion(ckpt, frozenset())
+            wanted = [*complete_arrays(source)]
+            found = zip(wanted, source.read(wanted), strict=True)
+            made: Any = _Made(source, {entry.path: array for (entry, _), array in found})
+            return ReadVersion(Checkpoint(made), frozenset())
         paths = [entry.path for entry in arrays_of(source) if source.origin(entry.path) == entry.path]
         try:
             arrays = deltas.read_arrays(source, paths, self._arrays, self._source.identity if self._source else "")
@@ -145,14 +151,14 @@ class _Held:
             array.flags.writeable = False
         same = frozenset(path for path, array in arrays.items() if self._arrays.get(path) is array)
         self._arrays, self._source = arrays, source
-        made: Any = _Made(source, arrays)
+        made = _Made(source, arrays)
         return ReadVersion(Checkpoint(made), same)
 
 
 class _Made:
-    """A version whose arrays are in memory. Everything else is that of its `Reader`."""
+    """A version whose arrays are in memory. Everything else is that of its reader."""
 
-    def __init__(self, reader: Reader, arrays: Mapping[str, np.ndarray]):
+    def __init__(self, reader: Source, arrays: Mapping[str, np.ndarray]):
         self._reader, self._arrays = reader, arrays
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +174,8 @@ class _Made:
         """Returns the boxes of arrays, which are not to be changed."""
         found: list[np.ndarray] = []
         for entry, box in wanted:
-            stored = self._arrays[self._reader.origin(entry.path)]
+            (path,) = origins(self._reader, [entry.path])
+            stored = self._arrays[path]
             array = stored.view(dtypes.to_numpy(entry.dtype)).reshape(entry.shape)
             found.append(array[(*(slice(begin, end) for begin, end in box), ...)])
         return found

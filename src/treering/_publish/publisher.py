@@ -60,6 +60,7 @@ class Publisher:
         )  # fmt: skip
         self._run._saver.reuse = Encoder(self._run.directory, full_every).of_save
         self._newest: int | None = None
+        self._pending: PendingSave | None = None
         self._has_looked = False
 
     @property
@@ -77,7 +78,7 @@ class Publisher:
         failed in the background, after which the next one is published completely if it has to be.
         """
         version = step_number(version)
-        if not self._has_looked:
+        if not self._has_looked or (self._pending and self._pending.failed):
             self._newest, self._has_looked = self._run.latest_step, True
         if self._newest is not None and version <= self._newest:
             raise MismatchError(
@@ -85,7 +86,7 @@ class Publisher:
             )
         pending = self._run.save(version, tree, metrics=metrics, force=True, rules=self._rules, dtype=self._dtype)
         if pending is not None:
-            self._newest = version
+            self._newest, self._pending = version, pending
         return pending
 
     def wait(self) -> None:

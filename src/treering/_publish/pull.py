@@ -25,7 +25,7 @@ def pull(
 
     The new files are complete and durable before they take the place of the old ones in one step, so a kill at any
     moment leaves the old version or the new one. Other files, such as ``config.json``, stay. Yields each version, and
-    True if it was written, False if the directory had it already.
+    True if it was written, False if the directory had it already; a version of another trainer is always written.
 
     version: the version; by default the newest that can be read.
     watch: continues with each newest version, until the stream is finished or `timeout` seconds have passed without
@@ -52,7 +52,8 @@ def pull(
 def _written(root: str, target: str, ckpt: Checkpoint) -> tuple[int, bool]:
     """Writes a version unless the directory has it. Returns its number, and True if it was written."""
     mark = {"stream": root, "version": ckpt.step, "identity": ckpt._source.identity}
-    is_new = _mark_in(target) != mark
+    # Only the identity of a native version depends on the values of its arrays.
+    is_new = ckpt.format != "treering" or _mark_in(target) != mark
     if is_new:
         save(
             target, ckpt, format="safetensors", overwrite=True, metadata=mark, max_shard_size=_SHARD_BYTES,

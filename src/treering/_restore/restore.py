@@ -46,8 +46,10 @@ class HeldLeaves:
     same: the stored arrays that have not changed, by path.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None):
-        self._values, self._same = values or {}, frozenset[str]()
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._sources: dict[str, tuple[Any, ...]] = {}  # by path, what a leaf is and of which stored arrays it is made
+        self._same = frozenset[str]()
 
     def unless_changed(self, same: Collection[str]) -> "HeldLeaves":
         """Returns these leaves for a restore in which only these stored arrays have not changed."""
@@ -56,11 +58,15 @@ class HeldLeaves:
 
     def reuse(self, plan: RestorePlan) -> RestorePlan:
         """Returns the plan that takes the leaves that have not changed."""
-        kept = {
-            n: LeafTarget("value", value=self._values[path])
-            for n, (path, target) in enumerate(zip(plan.paths, plan.targets, strict=True))
-            if target.entry and path in self._values and self._same.issuperset(self._origins(plan.source, target.entry))
-        }
+        before, self._sources = self._sources, {}
+        kept: dict[int, LeafTarget] = {}
+        for n, (path, target) in enumerate(zip(plan.paths, plan.targets, strict=True)):
+            if target.entry:
+                made_of = tuple(self._origins(plan.source, target.entry))
+                entry = target.entry
+                self._sources[path] = target.make, entry.type, entry.impl, target.dtype, target.weak, made_of
+                if before.get(path) == self._sources[path] and self._same.issuperset(made_of):
+                    kept[n] = LeafTarget("value", value=self._values[path])
         targets = [kept.get(n, target) for n, target in enumerate(plan.targets)]
         layouts = {n: layout for n, layout in plan.layouts.items() if n not in kept}
         return plan._replace(targets=targets, layouts=layouts, uncommitted=set(plan.uncommitted) - kept.keys())

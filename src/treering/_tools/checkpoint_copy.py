@@ -1,10 +1,11 @@
 """One checkpoint and its copy in another place."""
 
 import contextlib
-from collections.abc import Callable
+import posixpath
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from ..errors import CorruptError, ExistsError, UnsupportedError
+from ..errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 from ..formats.treering import copy, metrics, pins, summary
 from ..formats.treering.copied_files import CopiedFiles
 from ..formats.treering.read import Reader
@@ -59,6 +60,17 @@ class CheckpointCopy(NamedTuple):
                 "or whose "
                 "manifest is damaged; unpin it before it is replaced"
             )
+
+    def check_base(self, targets: Collection[str]) -> None:
+        """Raises `MismatchError` if the copy would lack its base, unless that is one of the other targets."""
+        if base := Reader(self.source_store, self.path).made_from:
+            folder = posixpath.dirname(self.target)
+            place = posixpath.join(folder, base.name)
+            if place not in targets and summary.identity_or_none(self.target_store, place) != base.xxh3:
+                raise MismatchError(
+                    f"{self.path}: it is stored as the difference to {base.name}, which {folder} does not have; copy "
+                    "that too, or convert this one, which writes a complete checkpoint"
+                )
 
     def complete(self) -> None:
         """Adds to the copy the metrics and the pin that it lacks."""

@@ -118,6 +118,10 @@ def copy_checkpoints(
     for one in pairs:
         with done._noting_failures(one, single):
             same[one] = one.is_same(thorough=overwrite)
+    if single or steps:
+        for one in [one for one, is_same in same.items() if not is_same]:
+            with done._noting_failures(one, single):
+                one.check_base([other.target for other in same])
     if not overwrite and (differing := [one.target for one, is_same in same.items() if is_same is False]):
         raise ExistsError(
             f"{differing[0]}: expected a copy of the step or nothing, found another checkpoint or a damaged copy; "
