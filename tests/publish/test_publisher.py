@@ -6,6 +6,7 @@ import logging
 import pathlib
 import secrets
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -492,3 +493,26 @@ def test_a_version_in_the_chain_that_is_gone(tmp_path: pathlib.Path, caplog: pyt
     assert _reader(str(tmp_path), 4).made_from is None and _reader(str(tmp_path), 5).made_from
     assert f"the next version is complete: {tmp_path}/step-00000002 is gone" in caplog.text
     assert_same(tr.restore(tmp_path, trees[4]), trees[4])
+
+
+def test_more_versions_than_files_that_may_be_open(tmp_path: pathlib.Path) -> None:
+    """Neither the publisher nor a reader or a follower holds a file of each base."""
+    code = """
+import resource, sys
+import numpy as np
+import treering as tr
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+array = np.zeros(4000, np.float32)
+weights = tr.follow_weights(sys.argv[1], timeout=0)
+with tr.Publisher(sys.argv[1], full_every=1000) as publisher:
+    for version in range(1, 121):
+        array[version] = version
+        publisher.publish(version, {"w": array}).result()
+    assert np.array_equal(next(weights).tree["w"], array)
+    publisher.publish(121, {"w": array + 1}).result()
+    assert np.array_equal(next(weights).tree["w"], array + 1)
+assert np.array_equal(tr.restore(sys.argv[1], step=120)["w"], array)
+assert tr.verify(sys.argv[1] + "/step-00000120").ok and tr.verify(sys.argv[1]).ok
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -60,6 +60,7 @@ class Version(Protocol):
     def base(self) -> "Version": ...
     def read(self, wanted: Sequence[tuple[ArrayEntry, Box]]) -> list[np.ndarray]: ...
     def read_deltas(self, paths: Sequence[str]) -> list[np.ndarray]: ...
+    def close_files(self) -> None: ...
 
 
 NO_DIFFERENCE = Difference(np.zeros(0, np.uint8), 0, 1)
@@ -183,6 +184,8 @@ def read_arrays(
         arrays = one.read([(entry, full_box(entry.shape)) for entry in entries if isinstance(entry, ArrayEntry)])
         for path, array in zip(here, arrays, strict=True):
             found[path] = _elements(array, 1)
+        if one is not reader:  # There may be more bases than a process may open files.
+            one.close_files()
     _map(list(last.items()), functools.partial(_check_result, reader, found))
     return found
 

@@ -68,6 +68,11 @@ class OpenFiles:
             if not self.listed[number].requires:
                 self.get(number)
 
+    def close(self) -> None:
+        """Closes all files. Each is opened again when it is needed, and mapped memory stays."""
+        with self._open_lock:
+            self.opened.clear()
+
     def can_mmap(self, requested: bool | None) -> bool:
         """Returns True if arrays are returned as views of the mapped files, which take no memory."""
         if self._store.object_bytes is not None:

@@ -192,10 +192,10 @@ class Reader:
     def open_files(self, numbers: Iterable[int] | None = None) -> None:
         """Opens array files, by default all, so that they can be read after a delete. Does nothing in a bucket."""
         self._files.open_files(numbers)
-        one = self
-        while numbers is None and one.made_from:
-            one = one.base
-            one._files.open_files(None)
+
+    def close_files(self) -> None:
+        """Closes the array files. Each is opened again when it is needed."""
+        self._files.close()
 
     @property
     def manifest_bytes(self) -> bytes:
@@ -357,6 +357,7 @@ class Reader:
             try:
                 one = one.base
                 found = None if one._is_sound else next((p for p in one._own_problems(share) if p.leaves), None)
+                one.close_files()
             except (CorruptError, OSError) as error:
                 raise_if_momentary(error)
                 yield made_from.name, str(error)
