@@ -147,7 +147,6 @@ class _Save:
     ):
         self._encoder, self._entries, self._objects, self._same = encoder, entries, objects, same
         self._version: Version | None = None
-        self._borrowed: dict[str, np.ndarray] = {}  # arrays that are copied after the commit
 
     def encode(self, plan: NativePlan) -> tuple[NativePlan, Base | None]:
         encoder, catalogue = self._encoder, plan.catalogue
@@ -166,13 +165,13 @@ class _Save:
             is_same = leaf not in parts
             if is_same:
                 assert last
-                array, is_own = last.arrays[entry.path], True
+                array = last.arrays[entry.path]
             else:
-                array, is_own = _take(plan, entry, parts[leaf])
+                array = _take(plan, entry, parts[leaf])
             found[leaf] = array
             if not isinstance(entry, ArrayEntry):
                 return
-            (version.arrays if is_own else self._borrowed)[entry.path] = array
+            version.arrays[entry.path] = array
             old = base.arrays.get(entry.path) if base else None
             if base is None or old is None:
                 return
@@ -184,7 +183,6 @@ class _Save:
             version.checksums[entry.path] = after = deltas.checksum(array) if made.changed else before
             if not made.changed:
                 version.arrays[entry.path] = old
-                self._borrowed.pop(entry.path, None)
             found[leaf] = made.data
             entries[leaf] = DeltaEntry(
                 entry.path, "numpy", "uint8", (made.data.size,), "", entry, made.changed, made.gap, before, after
@@ -204,15 +202,8 @@ class _Save:
         return plan, Base(posixpath.basename(base.path), base.identity) if base and is_delta else None
 
     def committed(self, identity: str) -> None:
-        version, last = self._version, self._encoder._last
+        version = self._version
         assert version
-        for path, array in self._borrowed.items():
-            memory = last.arrays.pop(path, None) if last else None  # No version needs these bytes any more.
-            if memory is None or not memory.flags.writeable:
-                memory = empty_aligned_array((array.nbytes,), np.dtype(np.uint8))
-            memory[:] = array
-            version.arrays[path] = memory
-        self._borrowed.clear()
         version.identity = identity
         self._encoder._last = version
 
@@ -221,10 +212,10 @@ def _shard(entry: Any, leaf: int, array: np.ndarray) -> LocalShard:
     return LocalShard(leaf, full_box(entry.shape), dtypes.to_numpy(entry.dtype), array.nbytes, False, None, entry.path)
 
 
-def _take(plan: NativePlan, entry: Any, numbers: Sequence[int]) -> tuple[np.ndarray, bool]:
+def _take(plan: NativePlan, entry: Any, numbers: Sequence[int]) -> np.ndarray:
     """Returns an array of a plan as bytes, and releases those of the plan.
 
-    The second result is False for memory of JAX, which stays as it is only while the version is saved.
+    On CPUs they may be memory of JAX, which does not reuse it, even for a donated array, while this view exists.
     """
     supply, shards = plan.supply, plan.supply.shards
     dtype = dtypes.to_numpy(entry.dtype)
@@ -233,7 +224,7 @@ def _take(plan: NativePlan, entry: Any, numbers: Sequence[int]) -> tuple[np.ndar
     if len(numbers) == 1 and first.box == everything:
         (out,) = supply.take([numbers[0]])
         supply.release_bytes([numbers[0]], [first.nbytes])
-        return out, first.needs_copy
+        return out
     out = empty_aligned_array(tuple(end - begin for begin, end in everything), dtype)
     for n in numbers:
         (data,) = supply.take([n])
@@ -241,7 +232,7 @@ def _take(plan: NativePlan, entry: Any, numbers: Sequence[int]) -> tuple[np.ndar
         target[...] = data.view(dtype).reshape(target.shape)
         del data
         supply.release_bytes([n], [shards[n].nbytes])
-    return out.reshape(-1).view(np.uint8), True
+    return out.reshape(-1).view(np.uint8)
 
 
 def _check_same(root: str, arrays: Mapping[str, ArrayEntry], last: Version) -> None:
