@@ -708,8 +708,11 @@ class Checkpoint:
 
     def with_difference(self, leaf):
         base, where = self.manifest["base"], leaf[6]
+        folder = os.path.dirname(os.path.abspath(self.directory))
+        if not os.path.exists(os.path.join(folder, base["name"])):
+            folder = os.path.dirname(folder)
         try:
-            other = Checkpoint(os.path.join(os.path.dirname(os.path.abspath(self.directory)), base["name"]))
+            other = Checkpoint(os.path.join(folder, base["name"]))
         except ValueError as error:
             raise Damaged(str(error)) from None
         old = other.leaves.get(leaf[1])

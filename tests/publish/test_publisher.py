@@ -516,3 +516,17 @@ assert tr.verify(sys.argv[1] + "/step-00000120").ok and tr.verify(sys.argv[1]).o
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_archived_versions_find_their_bases(tmp_path: pathlib.Path) -> None:
+    """A rewind moves versions away from the one that they are made from, and other versions take their numbers."""
+    trees = _history(6)
+    _publish(str(tmp_path), trees[:4])
+    with tr.Checkpointer(tmp_path) as run:
+        run.rewind(2)
+    _publish(str(tmp_path), trees[4:], first=3)
+    for place, versions in ((tmp_path, [*trees[:2], *trees[4:]]), (tmp_path / "rewound-1", trees[2:4])):
+        for path, tree in zip(sorted(place.glob("step-*")), versions, strict=True):
+            assert_same(tr.restore(path, tree), tree)
+            assert_same(spec_reader.tree(path)["f64"], tree["f64"])
+            assert tr.verify(path).ok

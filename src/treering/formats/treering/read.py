@@ -112,7 +112,10 @@ class Reader:
     def _base(self) -> "Reader":  # A protocol has a read-only property; a cached one could be set.
         assert self._manifest.base
         name, identity = self._manifest.base.name, self._manifest.base.xxh3
-        path = posixpath.join(posixpath.dirname(self._store.real_path(self.path)), name)  # A link may lead here.
+        folder = posixpath.dirname(self._store.real_path(self.path))  # A link may lead here.
+        path, outside = (posixpath.join(place, name) for place in (folder, posixpath.dirname(folder)))
+        if not summary.stat_manifest(self._store, path) and summary.stat_manifest(self._store, outside):
+            path = outside  # This one was archived, and its base was not.
         if (known := _open_readers.get((path, identity))) and summary.stat_manifest(self._store, path):
             return known
         try:
