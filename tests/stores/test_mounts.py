@@ -34,7 +34,10 @@ def mount(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[pa
     places = {name: tmp_path / name for name in ("a", "b", "mount")}
     for place in places.values():
         place.mkdir()
-    done = subprocess.run(command.format(**places).split(), capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(command.format(**places).split(), capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:  # rclone waits for a mount that the system does not make.
+        pytest.skip(f"{request.param} cannot be mounted here: no mount after 20 s")
     if done.returncode or not os.path.ismount(places["mount"]):
         pytest.skip(f"{request.param} cannot be mounted here: {done.stderr or done.stdout}")
     try:
