@@ -56,17 +56,12 @@ class Delta(NamedTuple):
 
 
 class Layout(Protocol):
-    """Where the versions of a stream are."""
+    """A format of deltas; see `delta_streams.DeltaStream`."""
 
     name: str
 
-    def path_of(self, stream: str, number: int) -> str:
-        """Returns the path of a version."""
-        ...
-
-    def read_delta(self, store: Store, path: str) -> Delta | None:
-        """Returns what a version says of itself; None for a complete one. Raises `CorruptError`."""
-        ...
+    def path_of(self, stream: str, number: int) -> str: ...
+    def read_delta(self, store: Store, path: str) -> Delta | None: ...
 
 
 def open_version(layout: Layout, store: Store, path: str) -> Source:

@@ -1,22 +1,18 @@
 """Versions of weights as SkyRL publishes them."""
 
 import posixpath
-import re
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from ..._core.source import Source
 from ..._threads.preload_decoders import preload_decoders
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...stores.file_io import read_file
-from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .._shared import strict_json
+from .._shared.delta_streams import DeltaStream
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"delta-(\d{8,})")
 
 
 class _Tensor(msgspec.Struct):
@@ -39,43 +35,15 @@ class _Manifest(msgspec.Struct):
 preload_decoders(_Manifest)
 
 
-class SkyRL:
+class SkyRL(DeltaStream):
     """Implements `treering.formats.Format` for SkyRL."""
 
     name = "skyrl"
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
+    prefix = "delta-"
+    digits = 8
 
-    def refuses(self, store: Store, path: str) -> str | None:
-        if not _NAME.fullmatch(posixpath.basename(path)):
-            return "its name is not delta- and a number"
-        try:
-            return None if _manifest(store, path) else f"there is no {MANIFEST}"
-        except (CorruptError, OSError) as error:
-            return refusal(error, path)
-
-    def open(self, store: Store, path: str) -> Source:
-        from .._shared.weight_deltas import open_version
-
-        return open_version(self, store, path)
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
-        return {
-            number: name for number, name in found.items() if self.refuses(store, posixpath.join(folder, name)) is None
-        }
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
-
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(
-            f"{path}: the format {self.name!r} is only read; publish with treering.Publisher, and keep a directory for "
-            "the engine with `treering pull`"
-        )
-
-    def path_of(self, stream: str, number: int) -> str:
-        return posixpath.join(stream, f"delta-{number:08d}")
+    def is_delta(self, store: Store, path: str) -> bool:
+        return _manifest(store, path) is not None
 
     def read_delta(self, store: Store, path: str) -> Any:
         from .._shared.weight_deltas import Delta, Part, check_known

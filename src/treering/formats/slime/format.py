@@ -1,62 +1,25 @@
 """Versions of weights as slime, miles and vime publish them for SGLang's `/pull_weights`."""
 
 import posixpath
-import re
-from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..._core.source import Source
-from ...errors import CorruptError, UnsupportedError
-from ...stores.read_errors import refusal
+from ...errors import CorruptError
 from ...stores.store import Store
+from .._shared.delta_streams import DeltaStream
 from ..safetensors.folder import Index, index_of
 
 INDEX = "model.safetensors.index.json"
-_NAME = re.compile(r"weight_v(\d{6,})")
 
 
-class Slime:
-    """Implements `treering.formats.Format` for slime. A complete version is a checkpoint in safetensors."""
+class Slime(DeltaStream):
+    """Implements `treering.formats.Format` for slime."""
 
     name = "slime"
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
+    prefix = "weight_v"
+    digits = 6
 
-    def refuses(self, store: Store, path: str) -> str | None:
-        if not _NAME.fullmatch(posixpath.basename(path)):
-            return "its name is not weight_v and a number"
-        try:
-            return None if _index(store, path) else f"there is no {INDEX} of a delta"
-        except (CorruptError, OSError) as error:
-            return refusal(error, path)
-
-    def open(self, store: Store, path: str) -> Source:
-        from .._shared.weight_deltas import open_version
-
-        return open_version(self, store, path)
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        from ..safetensors.format import FORMAT as SAFETENSORS
-
-        found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
-        formats = (self, SAFETENSORS)
-        return {
-            number: name
-            for number, name in found.items()
-            if any(one.refuses(store, posixpath.join(folder, name)) is None for one in formats)
-        }
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
-
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(
-            f"{path}: the format {self.name!r} is only read; publish with treering.Publisher, and keep a directory for "
-            "the engine with `treering pull`"
-        )
-
-    def path_of(self, stream: str, number: int) -> str:
-        return posixpath.join(stream, f"weight_v{number:06d}")
+    def is_delta(self, store: Store, path: str) -> bool:
+        return _index(store, path) is not None
 
     def read_delta(self, store: Store, path: str) -> Any:
         from .._shared.weight_deltas import Delta, Part, check_known
