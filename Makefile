@@ -15,6 +15,7 @@ PAGES := src/treering/_tools/view/viewer.html
 
 FUZZ_SECONDS ?= 120
 FAULTS_SECONDS ?= 600
+HOURS ?= 1
 
 BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhash
 
@@ -23,7 +24,7 @@ PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
 .PHONY: demo test durations coverage thorough quick lint docs dist bench bench-quick gpu gpu-wheels faults faults-disk faults-bucket \
-  faults-hosts faults-process damage fuzz elsewhere all-tools lowest newest clean
+  faults-hosts faults-process soak damage fuzz elsewhere all-tools lowest newest clean
 
 demo: $(VENV)/demo
 	$(RUN) examples/demo.py
@@ -136,6 +137,11 @@ faults-hosts: $(VENV)/test
 # saves in one process: takes some twenty minutes on two cores.
 faults-process: $(VENV)/test
 	$(RUN) -m tests.fault_injection.kills --write benchmarks/results/kills.md
+
+# Training jobs that are killed, preempted, moved and starved, for HOURS, from another seed each time; adds a row to the table.
+# On a disk that fills up only for root, who can mount one.
+soak: $(VENV)/test
+	cd tests && ../$(RUN) -m soak --hours $(HOURS) --write ../benchmarks/results/soak.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz dist wheels

@@ -1,8 +1,11 @@
 """`python tests/coverage_table.py coverage.json FILE`: the share of lines and branches that the tests run, per folder.
 
+Then each error and each warning that no test causes, by file and line.
+
 With `GITHUB_STEP_SUMMARY`, the table is shown with the job, too.
 """
 
+import ast
 import collections
 import json
 import os
@@ -38,9 +41,32 @@ def table(report: dict) -> str:
     return "\n".join(rows)
 
 
+def never_caused(report: dict) -> list[str]:
+    """Returns a line for each `raise` and each logged warning or error that no test reached."""
+    found = []
+    for path, file in sorted(report["files"].items()):
+        missing = set(file["missing_lines"])
+        for node in ast.walk(ast.parse(Path(path).read_text())):
+            if not isinstance(node, ast.Raise | ast.Call) or node.lineno not in missing:
+                continue
+            if isinstance(node, ast.Call):
+                what = ast.unparse(node.func)
+                if what not in ("_log.warning", "_log.error"):
+                    continue
+            elif node.exc:
+                what = f"raise {ast.unparse(node.exc).partition('(')[0]}"
+            else:
+                continue
+            found.append(f"- `{path.split(_PACKAGE)[-1]}`, line {node.lineno}: `{what}`")
+    return found
+
+
 def main() -> None:
     report, target = sys.argv[1:]
-    text = "\n".join([_HEAD, table(json.loads(Path(report).read_text())), ""])
+    counts = json.loads(Path(report).read_text())
+    never = never_caused(counts)
+    heading = f"## Errors and warnings that no test caused in this run: {len(never)}"
+    text = "\n".join([_HEAD, table(counts), "", heading, "", *never, ""])
     Path(target).write_text(text)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(summary, "a") as file:

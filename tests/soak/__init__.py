@@ -1,0 +1,1 @@
+"""Training jobs that are killed, preempted, moved and starved for hours; each must continue bit for bit."""
