@@ -139,9 +139,9 @@ faults-process: $(VENV)/test
 	$(RUN) -m tests.fault_injection.kills --write benchmarks/results/kills.md
 
 # Training jobs that are killed, preempted, moved and starved, for HOURS, from another seed each time; adds a row to the table.
-# On a disk that fills up only for root, who can mount one.
+# A disk fills up only for root, who can mount a small one.
 soak: $(VENV)/test
-	cd tests && ../$(RUN) -m soak --hours $(HOURS) --write ../benchmarks/results/soak.md
+	PYTHONPATH=tests $(RUN) -m soak --hours $(HOURS) --write benchmarks/results/soak.md
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz dist wheels

@@ -240,7 +240,7 @@ class Episode:
     # Checks
 
     def _check_life(self, name: str, kind: str, codes: list[int], requests: list[tuple[int, int]]) -> None:
-        before = self.committed
+        before, preempted = self.committed, self.preempted
         for index in range(self.processes):
             lines = read_journal(self.folder / f"{name}-{index}.jsonl")
             for line in lines:
@@ -250,8 +250,8 @@ class Episode:
                         self.differs(f"{name}: process {index} {line['kind']} step {line['step']} with other bits")
                         break
             resumed = next((line["step"] for line in lines if line["kind"] == "resumed"), None)
-            if resumed is not None and (resumed < before or (self.preempted or resumed) != resumed):
-                self.differs(f"{name}: process {index} resumed {resumed} after {before}, preempted {self.preempted}")
+            if resumed is not None and (resumed < before or (preempted or resumed) != resumed):
+                self.differs(f"{name}: process {index} resumed {resumed} after {before}, preempted {preempted}")
             self._check_use(name, lines)
             if index == 0:
                 self.tally.counts["steps trained"] += sum(line["kind"] == "trained" for line in lines)
