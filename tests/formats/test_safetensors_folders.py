@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import treering as tr
 from helpers import REAL
 from treering import stores
-from treering.errors import CorruptError, ExistsError, NotFoundError, TreeringError, UnsupportedError
+from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from treering.formats.safetensors.folder import written_names
 from treering.stores import open_file
 from treering.stores.posix import Disk
@@ -228,6 +228,44 @@ def test_total_size(tmp_path: Path, caplog: pytest.LogCaptureFixture, total: Any
 
 
 # Pieces
+
+
+def test_a_few_tensors_open_their_files_alone(tmp_path: Path, use_disk: Any) -> None:
+    """Tensors of one module come along: a scale may be in the next file."""
+    names = {f"layer{n}.{part}": f"model-{n:05}-of-00008.safetensors" for n in range(8) for part in ("weight", "bias")}
+    names["layer3.bias"] = names["layer4.bias"]
+    arrays = {key: np.full(3, n, np.float32) for n, key in enumerate(names)}
+    for name in dict.fromkeys(names.values()):
+        single(tmp_path / "m", {key: arrays[key] for key, file in names.items() if file == name}, name)
+    about = {"metadata": {"total_size": 12 * len(names)}, "weight_map": names}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(about))
+    disk = use_disk(Opens())
+
+    def opened(*keys: str, **options: Any) -> tuple[int, list[float]]:
+        disk.files.clear()
+        found = tr.restore(tmp_path / "m", {key: np.zeros(3, np.float32) for key in keys}, **options)
+        return len({name for name in disk.files if name.endswith(".safetensors")}), [found[key][0] for key in keys]
+
+    assert opened("layer1.weight", extra="ignore") == (1, [2])
+    assert opened("layer3.weight", extra="ignore") == (2, [6])
+    assert opened("layer7.bias", "layer0.weight", extra="ignore") == (2, [15, 0])
+    assert opened("layer1.weight", extra=["*"]) == (8, [2])
+    with pytest.raises(MismatchError, match=r"layer9.weight: .*closest: layer"):
+        opened("layer9.weight", extra="ignore")
+    (tmp_path / "m" / names["layer2.weight"]).unlink()
+    assert opened("layer1.weight", extra="ignore") == (1, [2]), "the missing file has none of its tensors"
+    with pytest.raises(CorruptError, match=r"model-00002-of-00008.safetensors: expected the file"):
+        opened("layer2.weight", extra="ignore")
+    assert not tr.verify(tmp_path / "m").ok
+
+
+class Opens(Disk):
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def open(self, path: Any, *args: Any, **options: Any) -> int:
+        self.files.append(os.path.basename(path))
+        return super().open(path, *args, **options)
 
 
 def rank(folder: Path, n: int, pieces: dict[str, tuple[np.ndarray, list[int]]], part: str = "00001-of-00001") -> Path:

@@ -4,7 +4,7 @@ The functions below ask for what only some sources have, and return a default fo
 """
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .._printable import safe, safe_lines
@@ -129,6 +129,17 @@ def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]
     """
     own = getattr(source, "pieces", None)
     return own(entry, box) if own else [(0, full_box(entry.shape))]
+
+
+def part_of(source: Source, paths: Collection[str]) -> Source:
+    """Returns a source of fewer files that has these leaves; the source itself if it cannot tell which have them."""
+    part: Callable[[Source, Collection[str]], Source | None] | None = getattr(type(source), "part", None)
+    return (part and part(source, paths)) or source
+
+
+def opens_later(source: Source) -> bool:
+    """Returns True for a source that opens its files when they are first needed. It has a method `part`."""
+    return hasattr(type(source), "part")  # the source itself, not one of which it is a view
 
 
 def records_kinds(source: Source) -> bool:

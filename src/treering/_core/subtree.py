@@ -42,7 +42,7 @@ def full_source(source: Source) -> Source:
 def is_left_out(source: Source) -> bool:
     """Returns True for a source, or a part of one, with data of unknown kinds only."""
     full = full_source(source)
-    return not full.entries and len(full.skeleton or ()) <= 1 and any(left_out(full))
+    return any(left_out(full)) and len(full.skeleton or ()) <= 1 and not full.entries
 
 
 def check_not_left_out(source: Source) -> None:

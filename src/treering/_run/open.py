@@ -77,8 +77,9 @@ def open_prefixed(
     place = stores.absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
+        entries = ckpt._source.entries  # A reader may open files when they are first needed: damage is an error here.
         if step is None and ckpt.path != place:  # A named checkpoint may lack leaves.
-            check_readable(ckpt._source.entries.values())
+            check_readable(entries.values())
         return ckpt
 
     return _open_and_use(place, step, use, format, fallback=step is None, prefix=prefix)

@@ -4,14 +4,14 @@ import functools
 import logging
 import os
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import full_box
-from ..._core.entries import ArrayEntry, Entry, lost_entry
+from ..._core.entries import ArrayEntry, Entry, LostEntry, lost_entry
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
 from ..._core.values import decode_float
@@ -19,7 +19,7 @@ from ..._printable import safe
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched
-from ...stores.read_errors import raise_if_momentary
+from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Blob, Store
 from .._shared.extents import Layout, Runs, check_shape, layout
 from .._shared.pieces import Pieces
@@ -43,6 +43,8 @@ class _Opened(NamedTuple):
     pieces: Mapping[str, Piece]  # by key; empty if the tensors are complete
 
 
+# The attributes that a reader gets from its files.
+_OF_THE_FILES = frozenset(("entries", "step", "metrics", "metadata", "nbytes"))
 _Tensor = tuple[str, _Opened | str]  # a key, and its file or the reason why it is lost
 
 
@@ -99,19 +101,84 @@ def open_files(store: Store, path: str, names: Sequence[str]) -> Source:
 
 
 def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), listed: Sequence[str] = ()) -> Source:
-    """Opens the files that an index names, in its folder.
+    """Opens the files that an index names; see `_IndexedModel`."""
+    return cast(Source, _IndexedModel(store, path, index, rival, listed))  # It has the rest by `__getattr__`.
+
+
+class _IndexedModel:
+    """The files that an index names, in its folder. It opens them when a caller first needs more than `part`.
 
     rival: the files of the same model next to the index, which may be left over, as may the index. What is complete is
         opened; raises `UnsupportedError` if both are.
     listed: the names in the folder, if the folder is opened.
     """
+
+    format = "safetensors"
+    skeleton = created = None
+    numbers_are_arrays = False
+    left_out = ()
+
+    def __init__(self, store: Store, path: str, index: str, rival: Sequence[str] = (), listed: Sequence[str] = ()):
+        self.path = path
+        self._place = store, path, index
+        self._rival, self._listed = rival, listed
+        try:
+            self._weights, self._about = index_of(store, index)
+        except CorruptError as error:
+            if len(rival) == 1 and not isinstance(error, UnsafeError):
+                raise CorruptError(f"{error}; to open {safe(rival[0])}, move the index out of the folder") from None
+            raise
+
+    def check_present(self) -> None: ...
+
+    @functools.cached_property
+    def _all(self) -> Source:
+        with reading(self.path):
+            return _open_named(*self._place, self._weights, self._about, self._rival, self._listed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_FILES or callable(found := getattr(_ModelReader, name)) or isinstance(found, property):
+            return getattr(self._all, name)
+        return found
+
+    def part(self, paths: Collection[str]) -> Source | None:
+        """Opens only the files with the tensors at these paths and the other tensors of their modules, such as scales.
+
+        Returns None if that needs all files, or if not everything is as the index says; then the rest decides.
+        """
+        keys = {path_of(key): key for key in self._weights}
+        names = set(self._weights.values())
+        if not keys.keys() >= set(paths) or not names.issuperset(self._rival):
+            return None
+        modules = {_module(keys[path]) for path in paths}
+        weights = {key: name for key, name in self._weights.items() if _module(key) in modules}
+        if not weights or len(set(weights.values())) == len(names):
+            return None
+        about = {key: value for key, value in self._about.items() if key not in _TOTALS}
+        with reading(self.path):
+            found = attempt(lambda: _open_named(*self._place, weights, about))
+        if isinstance(found, CorruptError) or any(isinstance(one, LostEntry) for one in found.entries.values()):
+            return None
+        _log.info("%s: opened %d of %d files", self.path, len(set(weights.values())), len(names))
+        return found
+
+
+def _module(key: str) -> str:
+    """Returns the name of the module that has a tensor."""
+    return key.replace("/", ".").rpartition(".")[0]
+
+
+def _open_named(
+    store: Store,
+    path: str,
+    index: str,
+    weights: Mapping[str, str],
+    about: Mapping[str, Any],
+    rival: Sequence[str] = (),
+    listed: Sequence[str] = (),
+) -> Source:
+    """Opens the files that an index names for its tensors; see `_IndexedModel`."""
     folder = posixpath.dirname(index)
-    try:
-        weights, about = index_of(store, index)
-    except CorruptError as error:
-        if len(rival) == 1 and not isinstance(error, UnsafeError):
-            raise CorruptError(f"{error}; to open {safe(rival[0])}, move the index out of the folder") from None
-        raise
     there = store.stat(index)
     size = 0 if there is None else there.nbytes
     files: dict[str, _Opened] = {}
