@@ -16,6 +16,7 @@ PAGES := src/treering/_tools/view/viewer.html
 FUZZ_SECONDS ?= 120
 FAULTS_SECONDS ?= 600
 HOURS ?= 1
+MINUTES ?= 60
 
 BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhash
 
@@ -23,7 +24,7 @@ BESIDE_JAX := click markdown-it-py mdurl msgspec pygments rich tensorstore xxhas
 PYTHON_NEWEST ?= $(shell for python in python3.13 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python; do \
   $$python -c "" 2> /dev/null && echo $$python && break; done)
 
-.PHONY: demo test durations coverage thorough quick lint docs dist bench bench-quick gpu gpu-wheels faults faults-disk faults-bucket \
+.PHONY: demo test durations coverage thorough thorough-slices quick lint docs dist bench bench-quick gpu gpu-wheels faults faults-disk faults-bucket \
   faults-hosts faults-process soak damage fuzz elsewhere all-tools lowest newest clean
 
 demo: $(VENV)/demo
@@ -49,6 +50,10 @@ coverage: $(VENV)/compiled $(VENV)/coverage
 # All of what `make test` takes a part of (tests/sampling.py). The summary names what was skipped, and why.
 thorough: $(VENV)/test $(PAGES)
 	TEST_STRIDE=1 $(RUN) -m pytest -m "slow or long" -n 4 --dist worksteal -rs
+
+# Slices of it, for MINUTES: those first that ran longest ago. The table says which ran on which commit.
+thorough-slices: $(VENV)/test $(PAGES)
+	$(RUN) tests/thorough.py --minutes $(MINUTES) benchmarks/results/thorough.md
 
 quick: $(VENV)/compiled
 	TEST_QUICK=1 $(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal
