@@ -22,7 +22,7 @@ from .._save.pending import SaveReport
 from .._save.save import preview, save
 from .._save.target import FormatOptions, SaveOptions
 from ..errors import CorruptError, MismatchError, NotFoundError
-from ..formats.orbax import run_metadata
+from ..formats.orbax.run import read_run_metadata, write_run_metadata
 from ..formats.orbax.schema import STEP
 from ..formats.treering import pins
 from ..rules import Rule
@@ -182,8 +182,8 @@ def convert_run(
             with done._noting_failures(source):
                 done.nbytes += planned.nbytes if dry_run else _write(ckpt, planned, own).nbytes
                 done.written.append(planned.path)
-        if not dry_run and isinstance(metadata := run_metadata.read(store, place), dict):
-            run_metadata.write(target_store, to, metadata)
+        if not dry_run and isinstance(metadata := read_run_metadata(store, place), dict):
+            write_run_metadata(target_store, to, metadata)
     return done
 
 

@@ -16,8 +16,8 @@ from .._run.run_layout import RunLayout
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
-from ..formats.orbax import removal
 from ..formats.orbax.owned_files import owned_files
+from ..formats.orbax.run import unpublish
 from ..formats.treering import pins, summary
 from ..stores.file_io import files_in, is_folder
 from ..stores.store import Store
@@ -107,7 +107,7 @@ def _remove_orbax(store: Store, path: str) -> None:
     """Removes an Orbax checkpoint, but no file that is not part of it."""
     found, owned = set(files_in(store, path)), set(owned_files(store, path))
     if found <= owned:
-        removal.unpublish(store, path)()
+        unpublish(store, path)()
         return
     for name in found & owned:
         store.delete(posixpath.join(path, name))

@@ -22,8 +22,8 @@ from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Store
+from ..safetensors import FORMAT as SAFETENSORS
 from ..safetensors.folder import SUFFIX
-from ..safetensors.format import FORMAT as SAFETENSORS
 from ..safetensors.read import open_file
 from ..safetensors.schema import path_of
 from .reader import ForeignReader, Stored, check_file
@@ -56,7 +56,7 @@ class Delta(NamedTuple):
 
 
 class Layout(Protocol):
-    """A format of deltas; see `delta_streams.DeltaStream`."""
+    """A format of deltas; see `weight_streams.DeltaStream`."""
 
     name: str
 

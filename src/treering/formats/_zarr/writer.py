@@ -15,10 +15,20 @@ from ...errors import SaveError
 from ...stores.file_io import files_in
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
-from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 from .chunks import Chunks
-from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, IN_PORTIONS, Driver, Folder, key_prefix, part_of_database
+from .folder import (
+    CONTEXT,
+    DATABASE_OPTIONS,
+    IN_FLIGHT,
+    IN_PORTIONS,
+    Driver,
+    Folder,
+    PendingReads,
+    errors,
+    key_prefix,
+    part_of_database,
+)
 
 
 class Writer:

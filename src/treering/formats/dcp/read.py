@@ -22,8 +22,11 @@ from .._shared.reader import attempt, check_file
 from .._shared.safety import check_inside
 from ..torch.archive import DTYPES, Archive, Placed, Tensor, sizes
 from ..torch.tree import Branch, Inside, Leaves, TorchReader
-from .schema import CONVERT, NAME
 
+_CONVERT = (
+    "convert it where PyTorch is, and open the new file: python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch FOLDER model.pt"
+)
 _MAX_KEY = 1 << 63
 _MAX_VALUE_BYTES = 256 << 20  # bytes of the pickles of all values together; opening a checkpoint reads them
 
@@ -42,7 +45,7 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
     try:
         metadata = _Metadata(read_pickle(data, index), index)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {CONVERT}") from None
+        raise UnsupportedError(f"{error}; {_CONVERT}") from None
     files = _Files(store, path, index)
     files.check_kind(metadata.first_file())
     metadata.check_overlaps()
@@ -63,7 +66,7 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
             found = attempt(functools.partial(_tensor, metadata, files, name, about))
         _insert(tree, places.get(name, (name,)), found, index)
     nbytes = len(data) + sum(files.sizes.values())
-    return TorchReader(NAME, path, Leaves(tree, None, index), nbytes=nbytes, step=step)
+    return TorchReader("dcp", path, Leaves(tree, None, index), nbytes=nbytes, step=step)
 
 
 def _insert(tree: Branch, place: Sequence[Any], leaf: Any, index: str) -> None:
@@ -253,7 +256,7 @@ def _tensor(metadata: _Metadata, files: _Files, name: str, about: Made) -> Place
     if type(kind) is not Global or type(chunks) is not list:
         raise CorruptError(f"{files.index}: {name[:200]}: expected the dtype and the chunks of a tensor, found none")
     if kind.name not in DTYPES:
-        raise UnsupportedError(f"{files.index}: {name[:200]} has the dtype {kind.name:.100}; {CONVERT}")
+        raise UnsupportedError(f"{files.index}: {name[:200]} has the dtype {kind.name:.100}; {_CONVERT}")
     shape = sizes(state.get("size"))
     check_shape(shape, f"{files.index}: {name[:200]}")
     found: dict[Box, _Chunk] = {}

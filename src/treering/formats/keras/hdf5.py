@@ -15,7 +15,7 @@ from ..._core import dtypes
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import check_shape
-from .schema import MAGIC
+from .._shared.file_signatures import HDF5_MAGIC
 from .types import Kind, TypeRefused, parse_type
 
 UNDEFINED = (1 << 64) - 1  # the address of nothing
@@ -125,7 +125,7 @@ def parse(file: Section) -> Contents:
 
 def _root(file: Section) -> int:
     """Returns the address of the root group, which the superblock has."""
-    if file.read(0, min(8, file.nbytes)) != MAGIC:
+    if file.read(0, min(8, file.nbytes)) != HDF5_MAGIC:
         raise CorruptError(f"{file.name}: expected HDF5, found other bytes at the beginning")
     version, *_, offsets, lengths, _ = file.numbers("BBBBBBBB", 8)
     if version > 1 or (offsets, lengths) != (8, 8):

@@ -15,8 +15,7 @@ from ...stores.store import Store
 from .._shared import data_iterators as _left_out
 from . import iterators
 from .schema import ARRAY_META, COMMITTED, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
-from .state import read_state
-from .tree import MAX_LEVELS, Tree, read_remnant, read_tree
+from .tree import MAX_LEVELS, Tree, read_remnant, read_state, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 METRICS = "metrics"

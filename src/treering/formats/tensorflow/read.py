@@ -17,9 +17,20 @@ from ...stores.store import Blob, Store
 from .._shared.extents import Runs, check_shape
 from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, beginning_within, check_file
-from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
-from .schema import INDEX, NAME
-from .table import Cursor, crc32c, items, masked
+from .table import (
+    DTYPES,
+    TEXT,
+    Cursor,
+    Tensor,
+    box_of,
+    crc32c,
+    items,
+    masked,
+    part_key,
+    path_of,
+    read_header,
+    read_tensor,
+)
 
 _CHECKSUM_SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed
 _MAX_TEXT_BYTES = 64 << 20  # bytes of all tensors of text together; opening a checkpoint reads them
@@ -51,7 +62,7 @@ class _Bundle:
                 raise CorruptError(
                     f"{self.index}: expected one of {self.header.shards} files of data, found number {shard}"
                 )
-            path = f"{self.index.removesuffix(INDEX)}.data-{shard:05}-of-{self.header.shards:05}"
+            path = f"{self.index.removesuffix('.index')}.data-{shard:05}-of-{self.header.shards:05}"
             self._files[shard] = open_fetched(self._store, check_file(self._store, path, self.index))
             self.nbytes += self._files[shard].size
         return self._files[shard]
@@ -90,7 +101,7 @@ class TensorFlowReader(ForeignReader):
                     arrays[name] = found
         if problems:
             raise UnsupportedError("\n".join([f"{index}: Treering cannot read these tensors:", *problems]))
-        super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes)
+        super().__init__("tensorflow", path, entries, arrays, step=step, nbytes=self._bundle.nbytes)
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None

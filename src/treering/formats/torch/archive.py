@@ -13,10 +13,10 @@ from ..._core.entries import ArrayType
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import Runs, check_shape
+from .._shared.file_signatures import RESAVE_TORCH, TORCH_PICKLE
 from .._shared.pickles import Global, Made, Persistent, attribute_names, read_pickle
 from .._shared.reader import Stored
 from .._shared.zips import Member, damage_of, locate, open_zip
-from .schema import PICKLE, RESAVE
 
 _SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed
 _MAX_SPAN_BYTES = 64 << 20  # that one call reads of an array whose elements are not side by side
@@ -104,17 +104,17 @@ class Archive:
     def __init__(self, file: Blob, name: str, begin: int = 0, nbytes: int | None = None):
         self.name, self._file = name, file
         self._range = begin, file.size - begin if nbytes is None else nbytes
-        with damage_of(name, "an archive of PyTorch", RESAVE):
+        with damage_of(name, "an archive of PyTorch", RESAVE_TORCH):
             members = open_zip(file, *self._range).infolist()
         self._members = {member.filename: member for member in members}
         if len(self._members) < len(members):
             raise CorruptError(f"{name}: two files in this archive have one name")
         if min((member.header_offset for member in members), default=0) != 0:
             raise CorruptError(f"{name}: expected one archive of PyTorch, found other data before it")
-        found = [member for member in self._members if member.count("/") == 1 and member.endswith(PICKLE)]
+        found = [member for member in self._members if member.count("/") == 1 and member.endswith(TORCH_PICKLE)]
         if len(found) != 1:
             raise CorruptError(f"{name}: expected one archive of PyTorch, with a data.pkl, found {len(found)}")
-        self._prefix = found[0].removesuffix(PICKLE) + "/"
+        self._prefix = found[0].removesuffix(TORCH_PICKLE) + "/"
         self._order: Literal["<", ">"] = "<"
         if f"{self._prefix}byteorder" in self._members:
             order = self._read("byteorder")

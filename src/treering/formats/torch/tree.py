@@ -20,8 +20,12 @@ from .._shared.npy import DTYPE
 from .._shared.pickles import Global, Made, Persistent
 from .._shared.reader import ForeignReader, Stored
 from .archive import Archive, Placed, Tensor, sizes
-from .schema import RENAME_KEY, SAVE_STATE
 
+_SAVE_STATE = (
+    "if you trust it, save its tensors where that program is, and open the new file: "
+    "torch.save(torch.load(path, weights_only=False).state_dict(), 'model.pt')"
+)
+_RENAME_KEY = "rename it where PyTorch is, save the dict again by torch.save, and open the new file"
 _MAX_NODE_CHARACTERS = 64 << 20  # of all paths together; each node also counts as `_NODE_CHARACTERS`
 _NODE_CHARACTERS = 64
 _COMPLEX = (("builtins", "complex"), ("__builtin__", "complex"))
@@ -65,7 +69,7 @@ class Leaves:
         if isinstance(root[0], _LeftOut):
             raise UnsupportedError(
                 f"{where}: expected tensors in dicts and lists, found an object of {root[0].what}, which only its own "
-                f"program can make; {SAVE_STATE}"
+                f"program can make; {_SAVE_STATE}"
             )
         # A stack of iterators replaces recursion, because a tree may be deeper than Python's recursion limit.
         pending: list[Iterator[tuple[str, tuple[Any, Archive | None]]]] = [iter([("", root)])]
@@ -179,12 +183,12 @@ def _dict(value: dict[Any, Any]) -> _Container:
         except UnsupportedError:
             shown = key.what if type(key) is Made else key if type(key) is Global else repr(key)
             why = f"a dict with the key {shown!s:.100}, which no path can have"
-            raise UnsupportedError(f"{why}; {RENAME_KEY}") from None
+            raise UnsupportedError(f"{why}; {_RENAME_KEY}") from None
     places = dict(zip(names, keys, strict=True))
     for name, key in zip(names, keys, strict=True) if len(places) < len(names) else ():
         if (other := places[name]) is not key:
             why = f"a dict with the keys {key!r:.100} and {other!r:.100}, which read the same"
-            raise UnsupportedError(f"{why}; {RENAME_KEY}")
+            raise UnsupportedError(f"{why}; {_RENAME_KEY}")
     return _Container(Node("dict", "", [encode_key(key) for key in keys]), names, list(value.values()))
 
 

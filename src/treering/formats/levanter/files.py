@@ -1,4 +1,4 @@
-"""Writes Levanter's checkpoints: a zarr 2 folder for each leaf, and last the file that marks completion."""
+"""Reads and writes Levanter's checkpoints: a folder of zarr arrays; last comes the file that marks completion."""
 
 import datetime
 import os
@@ -17,18 +17,33 @@ from ...errors import ExistsError, MismatchError, UnsupportedError
 from ...stores.file_io import is_folder
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
-from .._shared.case_folding import Folders
 from .._zarr import metadata
 from .._zarr.folder import DATABASE
-from .._zarr.leaves import add_array, add_number, chunks_of, parts_of_arrays
-from .._zarr.parallel_write import write_folder
-from .._zarr.tree import CHUNK
+from .._zarr.leaves import ZarrReader, add_array, add_number, chunks_of, folder_size, parts_of_arrays
+from .._zarr.parallel_write import Folders, write_folder
+from .._zarr.tree import CHUNK, read_tree
 from .._zarr.writer import Writer
 from ..orbax.schema import CHECKPOINT, TREE
-from .read import open_checkpoint
-from .schema import FILE, NAME, Metadata, own_metadata
+from .schema import FILE, NAME, Metadata, own_metadata, read_metadata
 
 _MAX_NAME_BYTES = 255  # bytes of a folder's name
+
+
+def open_checkpoint(store: Store, path: str) -> ZarrReader:
+    """Opens a folder. Raises `CorruptError` and `UnsupportedError`."""
+    about = read_metadata(store, path)
+    # JAX's serializer writes zarr 2 without a fill value, and zarr 3 with one.
+    tree = read_tree(store, path, "metadata")
+    return ZarrReader(
+        "levanter",
+        path,
+        tree.entries,
+        tree.arrays,
+        step=about.step,
+        metadata={"timestamp": about.timestamp, "is_temporary": about.is_temporary},
+        nbytes=folder_size(store, path),
+        numbers_are_arrays=True,
+    )
 
 
 def write(

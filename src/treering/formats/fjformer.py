@@ -15,17 +15,17 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._core.entries import Entry
-from ..._core.leaf_paths import key_text, split
-from ..._core.skeleton import assemble, infer_container
-from ..._core.source import Source
-from ..._threads.python_gc import gc_paused
-from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.file_io import is_file, open_fetched
-from ...stores.read_errors import raise_if_momentary, refusal
-from ...stores.store import Store
-from .. import accepts, is_damaged_step
-from .._shared.msgpack import (
+from .._core.entries import Entry
+from .._core.leaf_paths import key_text, split
+from .._core.skeleton import assemble, infer_container
+from .._core.source import Source
+from .._threads.python_gc import gc_paused
+from ..errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
+from ..stores.file_io import is_file, open_fetched
+from ..stores.read_errors import raise_if_momentary, refusal
+from ..stores.store import Store
+from . import accepts, is_damaged_step
+from ._shared.msgpack import (
     BIN,
     DEPTH,
     LIST,
@@ -42,7 +42,7 @@ from .._shared.msgpack import (
 )
 
 if TYPE_CHECKING:
-    from .._shared.state_dict import Leaves
+    from ._shared.state_dict import Leaves
 
 _NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
 _STREAM_NAMES = (
@@ -82,8 +82,8 @@ class FJFormer:
         return "it does not begin like a stream, with the key and the bytes of a leaf"
 
     def open(self, store: Store, path: str) -> Source:
-        from .._shared.reader import ForeignReader
-        from .._shared.state_dict import own_step
+        from ._shared.reader import ForeignReader
+        from ._shared.state_dict import own_step
 
         found = _NAME.fullmatch(os.path.basename(path))
         main = _find_main(store, path) or path
@@ -124,8 +124,8 @@ class FJFormer:
         return ("step",) if found and found[2] and int(found[2]) == contents.step else ()
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        from .._shared import state_dict_write as writing
-        from .._shared.recognition import new_file
+        from ._shared import state_dict_write as writing
+        from ._shared.recognition import new_file
 
         def refused(leaf: str, entry: Entry) -> str | None:
             if contents.skeleton is not None and len(contents.skeleton) == 1:
@@ -163,8 +163,8 @@ def _data_files(store: Store, path: str) -> Sequence[str]:
 
 def _read(store: Store, path: str) -> "tuple[Leaves, int]":
     """Reads the leaves of a stream; also returns its size in bytes."""
-    from .._shared.safety import check_distinct
-    from .._shared.state_dict import Leaves, StateDict
+    from ._shared.safety import check_distinct
+    from ._shared.state_dict import Leaves, StateDict
 
     file = open_fetched(store, path)
     scanned = StateDict(file)
@@ -190,7 +190,7 @@ def _read(store: Store, path: str) -> "tuple[Leaves, int]":
 
 
 def _step_of(store: Store, path: str) -> int | None:
-    from .._shared.state_dict import own_step
+    from ._shared.state_dict import own_step
 
     try:
         return own_step(_read(store, path)[0], "step")

@@ -1,15 +1,53 @@
-"""Removes an Orbax checkpoint from a run."""
+"""What Orbax has in the folder of a run: the metadata for all of its steps, and steps that are removed."""
 
+import contextlib
+import json
+import logging
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from ...errors import CorruptError, ExistsError, UnsafeError
 from ...stores import lease_registry
-from ...stores.file_io import files_in, remove_unused
+from ...stores.file_io import files_in, is_file, remove_unused
 from ...stores.store import Store
 from ...stores.temporary_names import temporary_sibling
-from .schema import ARRAY_META, CHECKPOINT, COMMITTED, DATABASE, SHARDINGS, STATE, TREE, UNFINISHED
+from .schema import ARRAY_META, CHECKPOINT, COMMITTED, DATABASE, SHARDINGS, STATE, TREE, UNFINISHED, read_json
 
+_FOLDER = "metadata"
+_FILES = ("_ROOT_METADATA", "metadata")  # early releases: the latter
+_log = logging.getLogger("treering")
 _MARKS = {CHECKPOINT, COMMITTED, TREE, STATE, SHARDINGS, DATABASE, ARRAY_META}
+
+
+def read_run_metadata(store: Store, run: str) -> Any:
+    """Reads the metadata of a run; None if there is none. Logs it if they are damaged."""
+    for name in _FILES:
+        file = posixpath.join(run, _FOLDER, name)
+        if is_file(store, file):
+            try:
+                found = read_json(store, file)
+            except UnsafeError:
+                raise
+            except CorruptError as error:
+                _log.warning("%s: opened without the metadata of the run: %s", run, error)
+                return None
+            if name == _FILES[0]:
+                found = found.get("custom_metadata") if isinstance(found, dict) else None
+            return found or None
+    return None
+
+
+def write_run_metadata(store: Store, run: str, metadata: Mapping[str, Any]) -> None:
+    """Writes the metadata of a run that has none yet. Raises `TypeError` if they are not JSON."""
+    data = json.dumps({"custom_metadata": dict(metadata)}).encode()
+    folder = posixpath.join(run, _FOLDER)
+    store.make_folders(folder, [])
+    with (
+        contextlib.suppress(ExistsError),  # An earlier job has written them.
+        store.new_file(posixpath.join(folder, _FILES[0]), overwrite=False) as file,
+    ):
+        file.write(data)
 
 
 def unpublish(store: Store, path: str, check: Callable[[], None] = lambda: None) -> Callable[[], bool]:

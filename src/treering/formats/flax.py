@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..._core.entries import lost_entry
-from ..._core.leaf_paths import join_names, key_text, split
-from ..._core.source import Source
-from ..._threads.preload_decoders import preload_decoders
-from ..._threads.python_gc import gc_paused
-from ...errors import CorruptError, UnsafeError
-from ...stores.file_io import is_file, open_fetched, read_file
-from ...stores.read_errors import refusal
-from ...stores.store import Store
-from .. import accepts, is_damaged_step, may_be_file
-from .._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, begins_with, tokens
+from .._core.entries import lost_entry
+from .._core.leaf_paths import join_names, key_text, split
+from .._core.source import Source
+from .._threads.preload_decoders import preload_decoders
+from .._threads.python_gc import gc_paused
+from ..errors import CorruptError, UnsafeError
+from ..stores.file_io import is_file, open_fetched, read_file
+from ..stores.read_errors import refusal
+from ..stores.store import Store
+from . import accepts, is_damaged_step, may_be_file
+from ._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, begins_with, tokens
 
 if TYPE_CHECKING:
-    from .._shared.state_dict import Leaves
+    from ._shared.state_dict import Leaves
 
 _WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
 _INDEX = _WEIGHTS + ".index.json"
@@ -101,10 +101,10 @@ class Flax:
         return None if _plausible(data, found.nbytes, path) else "it does not begin like a state dict in MessagePack"
 
     def open(self, store: Store, path: str) -> Source:
-        from .._shared import data_iterators
-        from .._shared.reader import ForeignReader
-        from .._zarr import array as zarr
-        from .._zarr.leaves import ZarrReader
+        from ._shared import data_iterators
+        from ._shared.reader import ForeignReader
+        from ._zarr import array as zarr
+        from ._zarr.leaves import ZarrReader
 
         main = _main(store, path)
         with gc_paused():
@@ -160,8 +160,8 @@ class Flax:
         return ("step",) if named and named[1] == contents.step else ()
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        from .._shared import state_dict_write as writing
-        from .._shared.recognition import new_file
+        from ._shared import state_dict_write as writing
+        from ._shared.recognition import new_file
 
         writing.check(self.name, contents, options)
         with new_file(store, path, self.name, overwrite=overwrite) as file:
@@ -218,9 +218,9 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
 
 def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
     """Reads the leaves of a file; also returns the bytes of the file and of its zarr arrays."""
-    from .._shared.reader import attempt
-    from .._shared.safety import check_inside
-    from .._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict
+    from ._shared.reader import attempt
+    from ._shared.safety import check_inside
+    from ._shared.state_dict import PLACEHOLDER, Elsewhere, StateDict
 
     file = open_fetched(store, path)
     zarr_nbytes = 0
@@ -229,8 +229,8 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
         nonlocal zarr_nbytes
         if type(value) is not str or not value.startswith(PLACEHOLDER):
             return None
-        from .._zarr.array import ZarrArray
-        from .._zarr.leaves import folder_size
+        from ._zarr.array import ZarrArray
+        from ._zarr.leaves import folder_size
 
         place, name = path + _ARRAYS_SUFFIX, value.removeprefix(PLACEHOLDER)
         if name:  # otherwise the entire tree is one array
@@ -248,9 +248,9 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
 
 def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
     """Reads a state dict from the files that an index names; also returns the bytes of these files."""
-    from .._shared.reader import attempt, check_file
-    from .._shared.safety import check_distinct, check_inside
-    from .._shared.state_dict import Leaves
+    from ._shared.reader import attempt, check_file
+    from ._shared.safety import check_distinct, check_inside
+    from ._shared.state_dict import Leaves
 
     folder = os.path.dirname(index)
     try:
