@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 from .entries import ArrayEntry, Entry, LostEntry
 from .leaf_paths import join_names
 from .quantized_layouts import CODES, FLOATS, LAYOUTS, Layout
-from .source import Source
-from .subtree import full_source
+from .source import Source, full_source
 from .units import count
 from .views import View
 

@@ -12,8 +12,7 @@ from .. import formats, stores
 from .._core import expansion
 from .._core.entries import ArrayEntry
 from .._core.leaf_paths import join_names
-from .._core.source import arrays_of, item_names
-from .._core.subtree import check_not_left_out
+from .._core.source import arrays_of, check_not_left_out, item_names
 from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from .._run import external_writes, run_layout

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core import dtypes, expansion, html, iterator_states
+from .._core import dtypes, expansion, iterator_states, printing
 from .._core.boxes import Box, full_box, slice_boxes, slices
 from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
@@ -66,9 +66,9 @@ class Diff:
     def _repr_html_(self) -> str:
         parts = (("only in a", dict.fromkeys(self.only_a, "")), ("only in b", dict.fromkeys(self.only_b, "")))
         found = [
-            html.listed(f"{len(p):,} {title}", list(p.items())) for title, p in (*parts, ("changed", self.changed))
+            printing.listed(f"{len(p):,} {title}", list(p.items())) for title, p in (*parts, ("changed", self.changed))
         ]
-        return html.page("Diff", html.line(f"{count(self.equal, 'leaf is', 'leaves are')} equal"), *found)
+        return printing.page("Diff", printing.line(f"{count(self.equal, 'leaf is', 'leaves are')} equal"), *found)
 
     def __repr__(self) -> str:
         counts = f"{len(self.only_a)} only in a, {len(self.only_b)} only in b, {len(self.changed)} changed"

@@ -7,8 +7,7 @@ from typing import Any
 from .._core import source as _source
 from .._core.leaf_paths import join_names, key_text
 from .._core.skeleton import Node
-from .._core.source import HANDLER_FILES, JSON_ITEM, arrays_of
-from .._core.subtree import check_not_left_out, is_left_out
+from .._core.source import HANDLER_FILES, JSON_ITEM, arrays_of, check_not_left_out, is_left_out
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, NotFoundError
 from . import handler_files, metadata, registration, tree_restore

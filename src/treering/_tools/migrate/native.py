@@ -5,13 +5,10 @@ from collections.abc import Collection
 
 import libcst as cst
 
-from . import checkpointer, manager, names, variables
-from .calls import NewCall, UnknownForm
-from .editing import unwrapped
-from .plan import STAYS, Plan, is_test, method_call, method_name, unknown_use
-from .program import Program, dotted
-from .shared import Shared
-from .variables import Variable, kind_of
+from . import checkpointer, manager, variables
+from .calls import STAYS, NewCall, Plan, UnknownForm, is_test, method_call, method_name, unknown_use
+from .program import Program, dotted, problem_of, unwrapped
+from .variables import Shared, Variable, kind_of
 
 _OVERWRITE = "overwrite= refuses a checkpoint that Orbax wrote; delete it, or save to another path"
 _NUMPY = "arrays are restored as NumPy arrays; pass a template to restore JAX arrays, as Orbax does"
@@ -166,7 +163,7 @@ def _report_rest(program: Program, plans: Collection[Plan]) -> None:
         above = {node, *program.ancestors(node)}
         annotated = any(isinstance(one, cst.Annotation) for one in above)
         if inner and not program.is_consumed(node) and not above & explained and not annotated:
-            if names.problem(inner) is None and program.line(node) not in lines:
+            if problem_of(inner) is None and program.line(node) not in lines:
                 program.report(node, f"{dotted(node)} {STAYS}: {_reason(program, node)}")
             lines.add(program.line(node))
 

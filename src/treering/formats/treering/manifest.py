@@ -8,8 +8,8 @@ import xxhash
 
 from ..._core.boxes import Box
 from ..._core.entries import ValueEntry
-from ..._core.json_floats import text_to_floats
 from ..._core.skeleton import Node
+from ..._core.values import text_to_floats
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, TreeringError, UnsupportedError
 from .._shared import strict_json

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ... import stores
 from ..._core.leaf_paths import join_names
-from ..._core.subtree import check_not_left_out
+from ..._core.source import check_not_left_out
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError

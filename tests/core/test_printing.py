@@ -78,7 +78,7 @@ def test_what_is_large_or_deep_ends(tmp_path: pathlib.Path) -> None:
     entries = {name: ArrayEntry(name, "numpy", "float32", (n + 1,)) for n, name in enumerate(names)}
     nodes = list(outline(entries).walk())
     assert max(level for level, _ in nodes) == 64 and sum(node.entry is not None for _, node in nodes) == 5001
-    from treering._core import html as _html
+    from treering._core import printing as _html
 
     text = _html.tree(entries, lambda entry: "")
     assert "more lines" in text and len(text) < 1_000_000

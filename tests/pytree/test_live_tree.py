@@ -10,7 +10,7 @@ import pytest
 
 import treering as tr
 from helpers import assert_same
-from treering._pytree import leaves, tree_cache, walk
+from treering._pytree import leaves, live_tree, walk
 from treering.errors import UnsupportedError
 
 pytestmark = pytest.mark.compat
@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"dtype": None, "detach": True, "single_process": True
 
 def described(tree: Any, **options: Any) -> leaves.Described:
     flat_tree = walk.flatten_tree(tree)
-    return tree_cache.describe_cached(flat_tree.paths, flat_tree.leaves, **{**OPTIONS, **options})
+    return live_tree.describe_cached(flat_tree.paths, flat_tree.leaves, **{**OPTIONS, **options})
 
 
 def plainly(tree: Any, **options: Any) -> leaves.Described:
@@ -130,7 +130,7 @@ def test_other_options_are_another_description(options: dict[str, Any], first: b
 def test_no_value_is_kept_for_the_next_save() -> None:
     tree = {"text": "x" * 1000, "w": jnp.ones(3)}
     described(tree)
-    assert [entry.type for entry in tree_cache._cache[0].catalogue.entries] == ["none", "jax"]
+    assert [entry.type for entry in live_tree._cache[0].catalogue.entries] == ["none", "jax"]
     entry: Any = described(tree).catalogue.entries[0]
     assert entry.decode() == tree["text"]
 
