@@ -11,18 +11,24 @@ from ..errors import StepNotFoundError
 from ..manager import CheckpointManager
 from ..namespaces import unsupported_name as unsupported
 from ..policies import CheckpointInfo
-from . import metadata_types
+from . import trees
 from .contents import Contents
 from .context import Context, get_context
-from .describing import checkpointables_metadata_from, metadata_from
-from .loading import check_name, check_wanted, load_checkpointables_from, load_from
-from .metadata_types import as_nanoseconds
+from .loading import (
+    check_name,
+    check_wanted,
+    checkpointables_metadata_from,
+    load_checkpointables_from,
+    load_from,
+    metadata_from,
+)
 from .saving import STATE, deprecated
+from .trees import as_nanoseconds
 
 T = TypeVar("T")
 
 
-class CheckpointMetadata(metadata_types.CheckpointMetadata[T]):
+class CheckpointMetadata(trees.CheckpointMetadata[T]):
     """The metadata of a step. `metadata` is None in lists of steps. `metrics` is None if the step has none."""
 
     def __init__(self, step: int, path: Any, *, metadata: T, metrics: Any = None, **about: Any):
