@@ -17,7 +17,7 @@ from treering.formats.safetensors.read import open_files
 from treering.formats.safetensors.schema import read_sidecar
 from treering.formats.tensorflow import table
 from treering.formats.tensorflow.table import read_header, read_tensor
-from treering.formats.torch.tree import Leaves
+from treering.formats.torch.tree import TorchLeaves
 from treering.formats.treering import manifest
 from treering.formats.treering.read import Reader
 
@@ -83,7 +83,7 @@ def _pickle(data: bytes, folder: Path) -> None:
     (folder / "pickle").mkdir(exist_ok=True)
     (folder / "pickle" / ".metadata").write_bytes(data)
     try:
-        Leaves(read_pickle(data, "x"), None, "x")
+        TorchLeaves(read_pickle(data, "x"), None, "x")
     except TreeringError:
         pass
     _all_of(dcp.FORMAT.open(stores.get(""), str(folder / "pickle")))

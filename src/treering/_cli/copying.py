@@ -12,7 +12,7 @@ import click
 from .._core.units import count, nbytes
 from .._printable import safe
 from ..errors import TreeringError
-from .arguments import BEST, MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
+from .arguments import BEST, MAX_EXPANSION, PREFIX, STEP, Bytes, FormatName, RenameOption, StepNumbers
 from .listing import chosen_step
 from .output import FAILED, PATH, as_json, say, say_json
 
@@ -27,13 +27,13 @@ _log = logging.getLogger("treering")  # The command prints it in the words of th
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--format", type=Format(), help="The format of TARGET; by default that of its suffix, or treering.")
-@click.option("--source-format", type=Format(), help="The format of SOURCE; by default recognized from its files.")
+@click.option("--format", type=FormatName(), help="The format of TARGET; by default that of its suffix, or treering.")
+@click.option("--source-format", type=FormatName(), help="The format of SOURCE; by default recognized from its files.")
 @click.option("--step", type=STEP, metavar="N", help="A step of a run; by default the latest valid one, for orbax all.")
 @BEST
 @click.option("--at", default="", metavar="PATH", help="Only the subtree at this path.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Omit these leaves.")
-@click.option("--rename", type=Rename(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
+@click.option("--rename", type=RenameOption(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays to this dtype.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint, atomically.")
 @click.option(
@@ -142,7 +142,9 @@ def _say_run(done: "RunConversion", *, dry_run: bool, json_: bool) -> None:
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--steps", type=Steps(), metavar="N,N..N", help="Copy only these steps of a run, such as 100,200..300.")
+@click.option(
+    "--steps", type=StepNumbers(), metavar="N,N..N", help="Copy only these steps of a run, such as 100,200..300."
+)
 @click.option(
     "--overwrite", is_flag=True, help="Read the copies that exist, and replace those that differ or are damaged."
 )

@@ -10,7 +10,7 @@ from html import escape
 from .._printable import safe
 from .describe import describe_entry, value_text
 from .entries import ArrayEntry, Entry
-from .outline import Node, outline
+from .outline import OutlineNode, outline
 from .source import Source, arrays_of, full_source, source_name
 from .units import count, nbytes, sharding
 
@@ -67,7 +67,7 @@ def tree(entries: Mapping[str, Entry], what: Callable[[Entry], str]) -> str:
     """Returns the leaves as a tree. Similar siblings are one node. `what` returns the text for a leaf."""
     left = _MAX_NODES
 
-    def shown(node: Node, level: int) -> str:
+    def shown(node: OutlineNode, level: int) -> str:
         nonlocal left
         left -= 1
         if left < 0:

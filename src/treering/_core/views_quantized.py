@@ -275,7 +275,7 @@ def scaled(
 
     Reading it raises `MismatchError` if finite numbers do not fit `dtype`.
 
-    packing, size: how codes share the elements of the leaf; see `views_packed.unpacked`.
+    packing, size: how codes share the elements of the leaf; see `unpacked`.
     codes: the dtype of the codes, if it is not that of the leaf.
     table: the float32 value of each code, if it is not the code itself.
     may_overflow: True if products beyond float32 are infinities, as in the library that wrote the codes, and no error.

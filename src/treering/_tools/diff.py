@@ -146,7 +146,7 @@ def _compare_leaves(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | N
     if not _are_alike(a, b):
         return f"{describe_entry(a)} → {describe_entry(b)}"
     # Equal bytes are compared as bytes, and nothing is computed of them unless a part that follows differs.
-    difference, equal = _Difference(), list[Box]()
+    difference, equal = _Comparison(), list[Box]()
     for box in slice_boxes(a.shape, dtypes.itemsize(a.dtype), _SLICE_BYTES):
         p, q = _bits(x, box), _bits(y, box)
         if difference.is_empty and np.array_equal(_as_bytes(p), _as_bytes(q)):
@@ -207,7 +207,7 @@ def _are_states_equal(a: Any, b: Any) -> bool:
     return all(memoryview(one) == memoryview(other) for one, other in zip(*parts, strict=True))
 
 
-class _Difference:
+class _Comparison:
     """Accumulates the difference of two arrays slice by slice."""
 
     def __init__(self) -> None:

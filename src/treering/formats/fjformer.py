@@ -42,7 +42,7 @@ from ._shared.msgpack import (
 )
 
 if TYPE_CHECKING:
-    from ._shared.state_dict import Leaves
+    from ._shared.state_dict import StateLeaves
 
 _NAME = re.compile(r"(streaming_train_state|streaming_state|streaming_params)(?:_([0-9]+))?")
 _STREAM_NAMES = (
@@ -161,14 +161,14 @@ def _data_files(store: Store, path: str) -> Sequence[str]:
     return [f"{name} (the state of the data; {_PICKLED})"] if there else ()
 
 
-def _read(store: Store, path: str) -> "tuple[Leaves, int]":
+def _read(store: Store, path: str) -> "tuple[StateLeaves, int]":
     """Reads the leaves of a stream; also returns its size in bytes."""
     from ._shared.safety import check_distinct
-    from ._shared.state_dict import Leaves, StateDict
+    from ._shared.state_dict import StateDict, StateLeaves
 
     file = open_fetched(store, path)
     scanned = StateDict(file)
-    found = Leaves([], {}, ())
+    found = StateLeaves([], {}, ())
     at = 0
     while at < file.size:
         pair, at = scanned.scan(at, file.size)

@@ -32,7 +32,7 @@ from . import accepts, is_damaged_step, may_be_file
 from ._shared.msgpack import DEPTH, EXT, MAP, NEVER, STR, beginning, begins_with, tokens
 
 if TYPE_CHECKING:
-    from ._shared.state_dict import Leaves
+    from ._shared.state_dict import StateLeaves
 
 _WEIGHTS = "flax_model.msgpack"  # in a folder of Hugging Face
 _INDEX = _WEIGHTS + ".index.json"
@@ -216,7 +216,7 @@ def _plausible(data: bytes, size: int, path: str) -> bool:
     return (first[0] == EXT and first[1] in (1, 2, 3)) or (first[0] == MAP and first[1] and second[0] == STR)
 
 
-def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
+def _open_file(store: Store, path: str) -> "tuple[StateLeaves, int]":
     """Reads the leaves of a file; also returns the bytes of the file and of its zarr arrays."""
     from ._shared.reader import attempt
     from ._shared.safety import check_inside
@@ -246,18 +246,18 @@ def _open_file(store: Store, path: str) -> "tuple[Leaves, int]":
     return scanned.leaves(scanned.value_of_range(0, file.size)), file.size + zarr_nbytes
 
 
-def _open_shards(store: Store, index: str) -> "tuple[Leaves, int]":
+def _open_shards(store: Store, index: str) -> "tuple[StateLeaves, int]":
     """Reads a state dict from the files that an index names; also returns the bytes of these files."""
     from ._shared.reader import attempt, check_file
     from ._shared.safety import check_distinct, check_inside
-    from ._shared.state_dict import Leaves
+    from ._shared.state_dict import StateLeaves
 
     folder = os.path.dirname(index)
     try:
         places = msgspec.json.decode(read_file(store, index), type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{index}: expected the index of a checkpoint in several files: {error}") from None
-    found = Leaves([], {}, ())
+    found = StateLeaves([], {}, ())
     total = 0
     damage: dict[str, str] = {}
     for name in sorted(set(places.values())):

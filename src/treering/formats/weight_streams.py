@@ -53,7 +53,7 @@ class DeltaStream:
         return open_version(self, store, path)
 
     def read_delta(self, store: Store, path: str) -> Any:
-        """Returns the `weight_deltas.Delta` of a version; None for a complete one. Raises `CorruptError`."""
+        """Returns the `weight_deltas.VersionDelta` of a version; None for a complete one. Raises `CorruptError`."""
         raise NotImplementedError
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
@@ -95,7 +95,7 @@ class Slime(DeltaStream):
         return _index(store, path) is not None
 
     def read_delta(self, store: Store, path: str) -> Any:
-        from ._shared.weight_deltas import Delta, Part, check_known
+        from ._shared.weight_deltas import TensorDelta, VersionDelta, check_known
 
         if (index := _index(store, path)) is None:
             return None
@@ -103,9 +103,9 @@ class Slime(DeltaStream):
         check_known(path, about["delta_encoding"], about.get("compression_format"), about.get("checksum_format"))
         files = [store.stat(posixpath.join(path, name)) for name in dict.fromkeys(weights.values())]
         nbytes = sum(one.nbytes for one in files if one)
-        parts = {key: Part(name, key, about["checksum_format"]) for key, name in weights.items()}
+        parts = {key: TensorDelta(name, key, about["checksum_format"]) for key, name in weights.items()}
         number, base = (_number(path, about.get(name)) for name in ("version", "base_version"))
-        return Delta(path, number, base, about["delta_encoding"], parts, nbytes)
+        return VersionDelta(path, number, base, about["delta_encoding"], parts, nbytes)
 
 
 def _index(store: Store, path: str) -> Index | None:
@@ -156,19 +156,19 @@ class SkyRL(DeltaStream):
         return _manifest(store, path) is not None
 
     def read_delta(self, store: Store, path: str) -> Any:
-        from ._shared.weight_deltas import Delta, Part, check_known
+        from ._shared.weight_deltas import TensorDelta, VersionDelta, check_known
 
         if (found := _manifest(store, path)) is None:
             return None
-        parts: dict[str, Part] = {}
+        parts: dict[str, TensorDelta] = {}
         for one in found.tensors:
             algorithm = "sha256" if one.checksum is None else one.checksum_algorithm
             check_known(path, "xor", "zstd", algorithm)
             if (checksum := one.checksum or one.sha256) is None:
                 raise CorruptError(f"{path}: expected the checksum of {one.name!r}, found none")
-            parts[one.name] = Part(one.payload_file, one.payload_key, algorithm, checksum)
+            parts[one.name] = TensorDelta(one.payload_file, one.payload_key, algorithm, checksum)
         nbytes = sum(one.compressed_num_bytes for one in found.tensors)
-        return Delta(path, found.version, found.base_version, "xor", parts, nbytes)
+        return VersionDelta(path, found.version, found.base_version, "xor", parts, nbytes)
 
 
 def _manifest(store: Store, path: str) -> _Manifest | None:

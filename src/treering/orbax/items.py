@@ -241,7 +241,7 @@ def save_tree(args: Any, handler: Any = None) -> Any:
     return item
 
 
-def save_items(args: Mapping[str, Any], handlers: Any = None) -> nodes.Composite:
+def save_items(args: Mapping[str, Any], handlers: Any = None) -> nodes.ItemsTree:
     """Returns the tree of several items. `handlers` is a mapping by name, or a registry."""
     found = {name: one for name, one in args.items() if one is not None}
     if not found:

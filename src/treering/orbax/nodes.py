@@ -1,4 +1,4 @@
-"""Defines the containers that stand for items in a tree of Treering: `Composite`, `HandlerFiles` and `Json`.
+"""Defines the containers that stand for items in a tree of Treering: `ItemsTree`, `HandlerFiles` and `Json`.
 
 The manifest records the names of these classes. The program's own handlers run in directories. The files that they
 write are kept as arrays of bytes.
@@ -24,12 +24,12 @@ from ..errors import MismatchError, UnsupportedError
 from ..formats._shared.safety import problems_of_names
 
 
-class Composite(dict[str, Any]):
+class ItemsTree(dict[str, Any]):
     """A tree whose children are the items of a checkpoint."""
 
 
-class CompositeV1(Composite):
-    """A `Composite` that is written as version 1 of Orbax does."""
+class ItemsTreeV1(ItemsTree):
+    """A `ItemsTree` that is written as version 1 of Orbax does."""
 
 
 class HandlerFiles(dict[str, Any]):
@@ -45,13 +45,13 @@ class _JsonList(list[Any]):
 
 
 _JsonDict.__name__ = _JsonList.__name__ = JSON_ITEM
-Composite.__name__, CompositeV1.__name__, HandlerFiles.__name__ = COMPOSITE, COMPOSITE_V1, HANDLER_FILES
+ItemsTree.__name__, ItemsTreeV1.__name__, HandlerFiles.__name__ = COMPOSITE, COMPOSITE_V1, HANDLER_FILES
 
 
-def composite(items: Mapping[str, Any], *, version_1: bool = False) -> Composite:
+def composite(items: Mapping[str, Any], *, version_1: bool = False) -> ItemsTree:
     """Returns a tree of items, for Orbax's version 1 or the older one."""
     _register()
-    return CompositeV1(items) if version_1 else Composite(items)
+    return ItemsTreeV1(items) if version_1 else ItemsTree(items)
 
 
 def handler_files(files: Mapping[str, Any]) -> HandlerFiles:
@@ -72,7 +72,7 @@ def _register() -> None:
     """Registers the containers with JAX, once."""
     from jax.tree_util import SequenceKey, register_pytree_with_keys
 
-    for kind, order in ((Composite, sorted), (CompositeV1, sorted), (HandlerFiles, sorted), (_JsonDict, list)):
+    for kind, order in ((ItemsTree, sorted), (ItemsTreeV1, sorted), (HandlerFiles, sorted), (_JsonDict, list)):
         register_pytree_with_keys(
             kind,
             functools.partial(_children, order),

@@ -68,7 +68,7 @@ def resized(entry: ArrayEntry, wanted: Any, dtype: Any, place: Any, *, on_host: 
     )
 
 
-class Leaves:
+class LeafTemplates:
     """Makes the templates of the leaves of a checkpoint.
 
     fallback: the place of JAX arrays whose saved place this job lacks. Without it they raise `MismatchError`.
@@ -245,13 +245,13 @@ def restore_as_saved(part: Checkpoint) -> Any:
         isinstance(entry, ValueEntry) for entry in entries
     ):  # JAX would sort the dicts, and those of JSON have an order.
         return _nested(part._source, [entry.decode() for entry in entries if isinstance(entry, ValueEntry)])
-    leaves = Leaves(part._source)
+    leaves = LeafTemplates(part._source)
     return restore_by(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
 
 
 def restore_standard(part: Checkpoint, args: Any) -> Any:
     """Restores by `StandardRestore`: each leaf has the kind of its leaf in the target."""
-    leaves = Leaves(part._source, args.fallback_sharding, strict=args.strict)
+    leaves = LeafTemplates(part._source, args.fallback_sharding, strict=args.strict)
     if args.item is None:
         return restore_by(part, None, lambda path, leaf, entry: leaves.as_saved(entry))
     return restore_by(part, args.item, lambda path, leaf, entry: leaves.like(leaf, entry))
@@ -265,7 +265,7 @@ def restore_pytree(part: Checkpoint, args: Any) -> Any:
         raise UnsupportedValueError("transforms_default_to_original=False: not supported")
     if args.transforms is not None and args.item is None:
         raise MismatchError("transforms: expected an item that says the structure of the result, found None")
-    leaves = Leaves(part._source)
+    leaves = LeafTemplates(part._source)
     given = _args_by_path(args.restore_args)
 
     def template(path: str, leaf: Any, entry: Entry) -> LeafTemplate:
@@ -284,7 +284,7 @@ def restore_pytree(part: Checkpoint, args: Any) -> Any:
 
 def restore_leaf(part: Checkpoint, item: Any, restore_args: Any) -> Any:
     """Restores a checkpoint that is one leaf: an array, a number or a key."""
-    leaves = Leaves(part._source)
+    leaves = LeafTemplates(part._source)
     if restore_args is None and item is not None:
         return restore_by(part, item, lambda path, leaf, entry: leaves.like(leaf, entry))
     return restore_by(part, None, lambda path, leaf, entry: leaves.by_args(entry, entry, restore_args))

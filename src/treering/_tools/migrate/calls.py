@@ -1,6 +1,6 @@
 """Reads the arguments of calls, and makes new calls from parts of the old ones.
 
-The edits of one object of Orbax are a `Plan`: they are made together or not at all.
+The edits of one object of Orbax are a `EditPlan`: they are made together or not at all.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def descendants(node: cst.CSTNode) -> list[cst.CSTNode]:
     return [node, *(one for child in node.children for one in descendants(child))]
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     """A part of a new call: how to get it from the old call, whose parts are edited, and the paths that it takes.
 
     A path has the position of an argument, then, if that is a call, the position of one of its arguments, and so on.
@@ -57,19 +57,19 @@ class Part(NamedTuple):
     paths: tuple[tuple[int, ...], ...] = ()
 
 
-def part(*path: int) -> Part:
+def part(*path: int) -> CallPart:
     """Returns the part at a path."""
-    return Part(lambda call: _at(call, path), (path,))
+    return CallPart(lambda call: _at(call, path), (path,))
 
 
-def text(value: str) -> Part:
+def text(value: str) -> CallPart:
     """Returns a part that is a text."""
-    return Part(lambda _: cst.SimpleString(json.dumps(value)))
+    return CallPart(lambda _: cst.SimpleString(json.dumps(value)))
 
 
-def copy(node: cst.BaseExpression) -> Part:
+def copy(node: cst.BaseExpression) -> CallPart:
     """Returns a part that is a copy of an expression elsewhere in the program."""
-    return Part(lambda _: node.deep_clone())
+    return CallPart(lambda _: node.deep_clone())
 
 
 def _at(call: cst.Call, path: Sequence[int]) -> cst.BaseExpression:
@@ -84,7 +84,7 @@ class NewCall:
     """A call that replaces another: its function, or None for the same, and the arguments by name ("" for none)."""
 
     func: str | None
-    args: Sequence[tuple[str, Part]]
+    args: Sequence[tuple[str, CallPart]]
 
     def edit(self, updated: cst.Call) -> cst.Call:
         """Returns the new call, laid out as the old one was."""
@@ -121,7 +121,7 @@ def _consume(program: Program, node: cst.CSTNode, kept: set[Any]) -> None:
         _consume(program, child, kept)
 
 
-class Plan:
+class EditPlan:
     """The edits of one object, which are made only if there are no errors."""
 
     def __init__(self, program: Program):
@@ -188,7 +188,7 @@ class Wrapped(NamedTuple):
     """A tree within an argument, and how to get it from the edited call. Both are None if there is none."""
 
     node: cst.BaseExpression | None = None
-    get: Part | None = None
+    get: CallPart | None = None
 
 
 def saved(program: Program, call: cst.Call, at: int) -> Wrapped:

@@ -3,7 +3,7 @@
 import libcst as cst
 
 from . import calls
-from .calls import NewCall, Part, UnknownForm, arguments, part
+from .calls import CallPart, NewCall, UnknownForm, arguments, part
 from .program import Program
 
 _DROPPED = ("use_ocdbt", "use_zarr3", "timeout_secs")
@@ -35,7 +35,7 @@ def _save(program: Program, call: cst.Call, treering: str) -> NewCall:
     if not isinstance(program.parent(call), cst.Expr):
         raise UnknownForm(call, "the result of save() is used")
     directory = given.pop("directory", None)
-    tree: Part | None = None
+    tree: CallPart | None = None
     if (n := given.pop("args", None)) is not None:
         tree = calls.saved(program, call, n).get
     elif (n := given.pop("item", None)) is not None:
@@ -55,7 +55,7 @@ def _restore(program: Program, call: cst.Call, treering: str) -> NewCall:
     directory = given.pop("directory", None)
     if directory is None:
         raise UnknownForm(call, "there is no path")
-    like: Part | None = None
+    like: CallPart | None = None
     tree = None
     if (n := given.pop("args", None)) is not None:
         like = calls.restored(program, call, n).get

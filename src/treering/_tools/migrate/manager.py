@@ -8,7 +8,7 @@ import libcst as cst
 
 from ..._core.migration_hints import RUN_CALLS
 from . import calls, checkpointer
-from .calls import NewCall, Part, UnknownForm, arguments, copy, part, text
+from .calls import CallPart, NewCall, UnknownForm, arguments, copy, part, text
 from .program import Edit, Program
 from .variables import kind_of
 
@@ -20,7 +20,7 @@ _ORDER = ("directory", "checkpointers", "options", "metadata", "item_names", "it
 
 def translate_options(
     program: Program, value: cst.BaseExpression, at: int, treering: str, remarks: list[str]
-) -> tuple[list[tuple[str, Part]], Best | None]:
+) -> tuple[list[tuple[str, CallPart]], Best | None]:
     """Returns the arguments for the options of a manager, and the metric of the best step. Adds to the remarks.
 
     value: ``CheckpointManagerOptions(…)``, or a variable that holds it; the argument of the manager at a position.
@@ -31,7 +31,7 @@ def translate_options(
     index = arguments(program, made, ())
     given = {name: made.args[n].value for name, n in index.items()}
 
-    def get(name: str) -> Part:
+    def get(name: str) -> CallPart:
         return part(at, index[name]) if made is value else copy(made.args[index[name]].value)
 
     for name in list(given):
@@ -39,7 +39,7 @@ def translate_options(
             if name == "enable_async_checkpointing" and program.code(given[name]) != "True":
                 remarks.append(IN_BACKGROUND)
             del given[name]
-    new: list[tuple[str, Part]] = []
+    new: list[tuple[str, CallPart]] = []
     if (interval := given.pop("save_interval_steps", None)) and program.code(interval) != "1":
         new.append(("save_every", get("save_interval_steps")))
         remarks.append("save_every= saves only multiples; Orbax also saves the first step that a job offers")
@@ -58,12 +58,12 @@ def translate_options(
     return new, best
 
 
-def prefix_of_steps(given: cst.SimpleString | None = None) -> tuple[str, Part]:
+def prefix_of_steps(given: cst.SimpleString | None = None) -> tuple[str, CallPart]:
     """Returns the argument with which the steps have Orbax's names. The adapter may have saved some of the run."""
     return "prefix", text(f"{given.evaluated_value}_" if given and given.evaluated_value else "")
 
 
-def _policy(treering: str, most: Part, best: Best | None, period: Part | None) -> Part:
+def _policy(treering: str, most: CallPart, best: Best | None, period: CallPart | None) -> CallPart:
     """Returns ``keep.last(most)`` or ``keep.best(most, …)``, with ``keep.every(period)``."""
 
     def get(updated: cst.Call) -> cst.BaseExpression:
@@ -75,7 +75,7 @@ def _policy(treering: str, most: Part, best: Best | None, period: Part | None) -
         every = cst.Call(cst.parse_expression(f"{treering}.keep.every"), [cst.Arg(period.get(updated))])
         return cst.BinaryOperation(kept, cst.BitOr(), every)
 
-    return Part(get, most.paths + (period.paths if period else ()))
+    return CallPart(get, most.paths + (period.paths if period else ()))
 
 
 def _best(program: Program, function: cst.CSTNode | None, mode: cst.CSTNode | None) -> Best | None:
@@ -112,7 +112,7 @@ class Run(NamedTuple):
     best: Best | None
 
 
-class Made(NamedTuple):
+class MadeRun(NamedTuple):
     """The call that replaces one of `CheckpointManager`, what it makes, and remarks for the person who migrates."""
 
     call: NewCall
@@ -120,7 +120,7 @@ class Made(NamedTuple):
     remarks: list[str]
 
 
-def make(program: Program, call: cst.Call, treering: str) -> Made:
+def make(program: Program, call: cst.Call, treering: str) -> MadeRun:
     """Returns what replaces ``CheckpointManager(…)``. Raises `UnknownForm`."""
     given = arguments(program, call, _ORDER)
     if "directory" not in given:
@@ -141,7 +141,7 @@ def make(program: Program, call: cst.Call, treering: str) -> Made:
         new.append(prefix_of_steps())
     for name, n in given.items():
         raise UnknownForm(call.args[n], f"{name}= has no counterpart that migrate knows")
-    return Made(NewCall(f"{treering}.Checkpointer", new), Run(old_style, best), remarks)
+    return MadeRun(NewCall(f"{treering}.Checkpointer", new), Run(old_style, best), remarks)
 
 
 def _check_checkpointer(program: Program, value: cst.BaseExpression) -> list[str]:
@@ -167,7 +167,7 @@ def _save(program: Program, call: cst.Call, run: Run) -> NewCall:
         tree = None
     if step is None or tree is None:
         raise UnknownForm(call, "there is no step or no tree to save")
-    new: list[tuple[str, Part]] = [("", part(step)), ("", tree)]
+    new: list[tuple[str, CallPart]] = [("", part(step)), ("", tree)]
     for name, keyword in (("metrics", "metrics"), ("custom_metadata", "metadata"), ("force", "force")):
         if (n := given.pop(name, None)) is not None:
             new.append((keyword, part(n)))

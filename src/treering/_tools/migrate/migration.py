@@ -131,7 +131,7 @@ def _report_reference(program: Program, node: cst.CSTNode, inner: str, missing: 
                 program.report(argument, f"transforms= is not in {ADAPTER}, except {{}}; {advice}")
 
 
-class Finding(NamedTuple):
+class Remainder(NamedTuple):
     """A place that a person must change or check."""
 
     file: str
@@ -152,7 +152,7 @@ class Migration:
     looked_at: int
     changed: list[str]
     diff: str
-    findings: list[Finding]
+    findings: list[Remainder]
     notebooks: list[str]
     links: list[str]
     failed: dict[str, str]
@@ -188,7 +188,7 @@ def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migra
             done = _edited(source, shared.get(name))
         except (Unreadable, RecursionError) as error:
             line, reason = (error.line, error.reason) if isinstance(error, Unreadable) else (1, "nested too deeply")
-            result.findings.append(Finding(name, line, f"not changed: {reason}"))
+            result.findings.append(Remainder(name, line, f"not changed: {reason}"))
             continue
         lines: dict[int, int] = {}
         if done.after != source:
@@ -198,11 +198,11 @@ def migrate(path: str, *, to_native: bool = False, write: bool = False) -> Migra
                     lines = _new_lines(*done.texts)
                 result.changed.append(name)
                 result.diff += _diff(os.path.relpath(name, base), *done.texts)
-        result.findings += [Finding(name, lines.get(line, line), what) for line, what in done.findings]
+        result.findings += [Remainder(name, lines.get(line, line), what) for line, what in done.findings]
     for name in found.notebooks:
         with _noting_failure(name, result):
             if _mentions_orbax(_read(name)):
-                result.findings.append(Finding(name, 1, "notebooks are not changed; change the imports by hand"))
+                result.findings.append(Remainder(name, 1, "notebooks are not changed; change the imports by hand"))
     return result
 
 

@@ -11,14 +11,14 @@ from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
 from ...stores.store import CheckOthers, Owned, Store
 from .leaves import folder_size
-from .writer import Writer
+from .writer import ZarrWriter
 
 
 def write_folder(
     store: Store,
     path: str,
     call: Call,
-    arrays: Callable[[str], Sequence[Writer]],
+    arrays: Callable[[str], Sequence[ZarrWriter]],
     rest: Callable[[str], None],
     *,
     begin: Callable[[str], None] = lambda folder: None,
@@ -40,7 +40,7 @@ def write_folder(
             begin(folder := place.enter_context(new))
             return folder
 
-        def finish(folder: str, writers: Sequence[Writer], counts: Sequence[Sequence[int]]) -> int:
+        def finish(folder: str, writers: Sequence[ZarrWriter], counts: Sequence[Sequence[int]]) -> int:
             for writer, parts in zip(writers, zip(*counts, strict=True), strict=True):
                 writer.complete(sum(parts))
             rest(folder)
@@ -64,7 +64,7 @@ def write_folder(
             raise
 
 
-def _written(folder: str, call: Call, arrays: Callable[[str], Sequence[Writer]]) -> Sequence[Writer]:
+def _written(folder: str, call: Call, arrays: Callable[[str], Sequence[ZarrWriter]]) -> Sequence[ZarrWriter]:
     try:
         return arrays(folder)
     except (CorruptError, FileNotFoundError):  # the folder is gone: process 0 removed it because a process failed

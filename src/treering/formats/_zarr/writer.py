@@ -31,7 +31,7 @@ from .folder import (
 )
 
 
-class Writer:
+class ZarrWriter:
     """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
 
     The processes of a `call` write one folder together. Process 0 does not sync its files: the code that publishes
@@ -62,7 +62,7 @@ class Writer:
         self._unsent_bytes, self._limit = 0, limit
         self.count = 0  # keys that this process has written: chunks and metadata of arrays
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "ZarrWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

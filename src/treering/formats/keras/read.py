@@ -30,7 +30,7 @@ from .._shared.safety import check_distinct, check_inside
 from .._shared.zips import damage_of, locate, open_zip
 from ..safetensors.schema import path_of
 from ..torch.archive import Storage
-from .hdf5 import ADVICE, UNDEFINED, Array, Section, leaves, parse
+from .hdf5 import ADVICE, UNDEFINED, HdfArray, Section, leaves, parse
 
 _WEIGHTS = "model.weights.h5"  # the file with the weights in an archive
 
@@ -46,7 +46,7 @@ _FREE_CHUNK_BYTES = 64 << 20  # that any chunk may have; beyond that `_MAX_RATIO
 _MAX_RATIO = 10  # A part of a chunk needs all of it in memory, so the size of what is read limits nothing.
 
 
-class _Opened(NamedTuple):
+class _OpenedFile(NamedTuple):
     """An HDF5 file: its leaves, what else it has, and its checksum if it has one."""
 
     file: Blob
@@ -66,7 +66,7 @@ class KerasReader(ForeignReader):
 
     expands = True  # chunks may be compressed, and several arrays may share the same bytes
 
-    def __init__(self, path: str, opened: Sequence[_Opened], nbytes: int = 0):
+    def __init__(self, path: str, opened: Sequence[_OpenedFile], nbytes: int = 0):
         self._storages = [one.storage for one in opened if one.storage]
         self.ambiguous_dtypes = frozenset[str]().union(*(one.uncertain for one in opened))
         if self.ambiguous_dtypes:
@@ -168,7 +168,7 @@ def open_index(store: Store, path: str) -> KerasReader:
             raise UnsafeError(f"{path}: expected names of files in its folder, found {name!r:.100}")
     files = [check_file(store, posixpath.join(folder, name), path) for name in names]
     found = dict(zip(names, attempts(store, files, lambda file: _open(store, file)), strict=True))
-    opened: dict[str, _Opened] = {}
+    opened: dict[str, _OpenedFile] = {}
     for name, one in found.items():
         if isinstance(one, CorruptError):
             raise one
@@ -183,7 +183,7 @@ def open_index(store: Store, path: str) -> KerasReader:
     return KerasReader(path, list(opened.values()), len(data))
 
 
-def _check_total(path: str, metadata: Any, opened: Sequence[_Opened]) -> None:
+def _check_total(path: str, metadata: Any, opened: Sequence[_OpenedFile]) -> None:
     """Logs a total size that the arrays do not have."""
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     arrays = [entry for one in opened for entry in one.entries if isinstance(entry, ArrayEntry)]
@@ -197,12 +197,12 @@ def _check_total(path: str, metadata: Any, opened: Sequence[_Opened]) -> None:
         )
 
 
-def _open(store: Store, path: str) -> _Opened:
+def _open(store: Store, path: str) -> _OpenedFile:
     file = open_fetched(store, path)
     return _parsed(file, Section(file, path, 0, file.size))
 
 
-def _parsed(file: Blob, section: Section) -> _Opened:
+def _parsed(file: Blob, section: Section) -> _OpenedFile:
     contents = parse(section)
     entries: list[Entry] = []
     arrays: dict[str, Stored] = {}
@@ -219,10 +219,10 @@ def _parsed(file: Blob, section: Section) -> _Opened:
         entries.append(ArrayEntry(path, "numpy", array.kind.dtype, array.shape))
         if not array.kind.certain:
             uncertain.append(path)
-    return _Opened(file, entries, arrays, frozenset(uncertain), contents.attributes, contents.left_out)
+    return _OpenedFile(file, entries, arrays, frozenset(uncertain), contents.attributes, contents.left_out)
 
 
-def _stored(file: Section, array: Array, name: str) -> Stored:
+def _stored(file: Section, array: HdfArray, name: str) -> Stored:
     if array.chunks is not None:
         return chunked(file, array, name)
     nbytes = math.prod(array.shape) * array.kind.stored.itemsize
@@ -236,7 +236,7 @@ def _stored(file: Section, array: Array, name: str) -> Stored:
     return Runs.of([(file.file, file.begin + address, nbytes)], array.shape, array.kind.stored, dtype)
 
 
-def chunked(file: Section, array: Array, path: str) -> Pieces:
+def chunked(file: Section, array: HdfArray, path: str) -> Pieces:
     """Opens an array in chunks. Raises `CorruptError` if a chunk is missing.
 
     Raises `UnsupportedError` for filters that are not read here, and `UnsafeError` for a chunk that expands too much.
@@ -253,7 +253,7 @@ def chunked(file: Section, array: Array, path: str) -> Pieces:
     chunk_bytes = math.prod(chunk) * array.kind.stored.itemsize
     if min(chunk, default=0) < 1 or chunk_bytes > _MAX_CHUNK_BYTES:
         raise CorruptError(f"{where}: expected the shape of a chunk, found {list(chunk)}")
-    found: dict[tuple[int, ...], _Chunk] = {}
+    found: dict[tuple[int, ...], _HdfChunk] = {}
     key_form = f"<II{len(shape) + 1}Q"
     index = leaves(file, array.address, 1, struct.calcsize(key_form), set()) if array.address != UNDEFINED else ()
     for key, address in index:
@@ -268,7 +268,7 @@ def chunked(file: Section, array: Array, path: str) -> Pieces:
                 f"{chunk_bytes} bytes in {nbytes}; if you trust this file, {ADVICE}"
             )
         filters = tuple(number for n, number in enumerate(array.filters) if not skipped >> n & 1)
-        found[place] = _Chunk(file, where, array, chunk, address, nbytes, filters)
+        found[place] = _HdfChunk(file, where, array, chunk, address, nbytes, filters)
     expected = math.prod(-(-end // size) for end, size in zip(shape, chunk, strict=True))
     if len(found) != expected:
         raise CorruptError(f"{where}: expected {expected} chunks, found {len(found)}; HDF5 would show the fill value")
@@ -278,12 +278,12 @@ def chunked(file: Section, array: Array, path: str) -> Pieces:
     return Pieces([*zip(boxes, found.values(), strict=True)], dtypes.to_numpy(array.kind.dtype))
 
 
-class _Chunk(NamedTuple):
+class _HdfChunk(NamedTuple):
     """A chunk of an array, to read; see `Stored`. All chunks have one size, also those that reach over an edge."""
 
     file: Section
     where: str
-    array: Array
+    array: HdfArray
     shape: tuple[int, ...]
     address: int
     nbytes: int

@@ -22,9 +22,9 @@ from .._zarr.folder import DATABASE
 from .._zarr.leaves import ZarrReader, add_array, add_number, chunks_of, folder_size, parts_of_arrays
 from .._zarr.parallel_write import Folders, write_folder
 from .._zarr.tree import CHUNK, read_tree
-from .._zarr.writer import Writer
+from .._zarr.writer import ZarrWriter
 from ..orbax.schema import CHECKPOINT, TREE
-from .schema import FILE, NAME, Metadata, own_metadata, read_metadata
+from .schema import FILE, NAME, LevanterMetadata, own_metadata, read_metadata
 
 _MAX_NAME_BYTES = 255  # bytes of a folder's name
 
@@ -70,8 +70,8 @@ def write(
         for entry in entries:
             folders.add("/".join(split(entry.path)))
 
-    def arrays(folder: str) -> list[Writer]:
-        with Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
+    def arrays(folder: str) -> list[ZarrWriter]:
+        with ZarrWriter(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry in entries:
                 name = "/".join(split(entry.path))
                 if isinstance(entry, ArrayEntry):
@@ -85,7 +85,7 @@ def write(
         step = contents.step if contents.step is not None else int(named[1]) if named else 0
         timestamp, temporary = own_metadata(contents) or (datetime.datetime.now().isoformat(), False)
         with file_of_new_folder(store, posixpath.join(folder, FILE)) as file:
-            file.write(msgspec.json.encode(Metadata(step, timestamp, temporary)))
+            file.write(msgspec.json.encode(LevanterMetadata(step, timestamp, temporary)))
 
     return write_folder(
         store,

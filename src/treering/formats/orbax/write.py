@@ -27,12 +27,12 @@ from .._shared.safety import problems_of_names
 from .._zarr.folder import part_of_database
 from .._zarr.leaves import chunks_of
 from .._zarr.parallel_write import Folders, write_folder
-from .._zarr.writer import Writer
+from .._zarr.writer import ZarrWriter
 from . import iterators
 from .items import DEFAULT, METRICS, VALUES
 from .owned_files import NAMES, owned_files
 from .schema import CHECKPOINT, COMMITTED, STEP, UNFINISHED
-from .tree_write import Leaf, add_arrays, leaves_of, problems_of, put, write_rest
+from .tree_write import WrittenLeaf, add_arrays, leaves_of, problems_of, put, write_rest
 
 _JSON = ("bool", "int", "float", "str", "none")  # types of leaves
 _MAX_JSON_LEVELS = 200  # levels that every reader of JSON follows
@@ -44,21 +44,21 @@ _OF_TREES_V1 = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.Py
 _OF_VALUES = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 
 
-class Items(NamedTuple):
+class WrittenItems(NamedTuple):
     """Holds the trees and the values in JSON, by item, and a line for each leaf or key that Orbax cannot hold.
 
     The name "" stands for a tree directly in the folder. `files` are the arrays of bytes that become files of an item.
     `iterators` are the items that are states of iterators.
     """
 
-    trees: Mapping[str, Sequence[Leaf]]
+    trees: Mapping[str, Sequence[WrittenLeaf]]
     values: Mapping[str, Any]
     problems: Sequence[str]
     files: Mapping[str, Mapping[str, ArrayEntry]] = {}
     iterators: Mapping[str, IteratorEntry] = {}
 
 
-def items_of(contents: Source) -> Items:
+def items_of(contents: Source) -> WrittenItems:
     """Divides a tree into items. An item with numbers or text and no arrays is JSON, as `JsonSave` writes it.
 
     An iterator of Grain is an item, as Grain's `CheckpointSave` writes it.
@@ -71,8 +71,10 @@ def items_of(contents: Source) -> Items:
     skeleton = contents.skeleton
     assert skeleton is not None
     if not isinstance(skeleton[0], Node) or not skeleton[0].names():
-        return Items({}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"])
-    trees: dict[str, Sequence[Leaf]] = {}
+        return WrittenItems(
+            {}, {}, ["  (root): composite=True makes an item of each key of a dict; found no keys at the top"]
+        )
+    trees: dict[str, Sequence[WrittenLeaf]] = {}
     values: dict[str, Any] = {}
     files: dict[str, Mapping[str, ArrayEntry]] = {}
     states: dict[str, IteratorEntry] = {}
@@ -103,7 +105,7 @@ def items_of(contents: Source) -> Items:
             problems += problems_of(leaves, name)
     if contents.metrics:
         values[METRICS] = dict(contents.metrics)
-    return Items(trees, values, problems, files, states)
+    return WrittenItems(trees, values, problems, files, states)
 
 
 def is_files(skeleton: Skeleton) -> bool:
@@ -142,7 +144,7 @@ def _refused(name: str, part: Skeleton, *, is_one: bool) -> str | None:
     return None
 
 
-def _problems_of_files(leaves: Sequence[Leaf], at: str) -> Iterator[str]:
+def _problems_of_files(leaves: Sequence[WrittenLeaf], at: str) -> Iterator[str]:
     """Yields a line for each leaf that cannot be a file, such as one whose name leads out of the item's folder."""
     for leaf in leaves:
         path, entry = "/".join(key for key, _ in leaf.keys), leaf.entry
@@ -152,7 +154,7 @@ def _problems_of_files(leaves: Sequence[Leaf], at: str) -> Iterator[str]:
         yield f"  {at}/{name}: {reason}"
 
 
-def _problems_of_values(leaves: Iterable[Leaf], at: str) -> Iterator[str]:
+def _problems_of_values(leaves: Iterable[WrittenLeaf], at: str) -> Iterator[str]:
     """Yields a line for each value that JSON would not return unchanged."""
     for leaf in leaves:
         path = "/".join([at, *(key for key, _ in leaf.keys)])
@@ -217,13 +219,13 @@ def write(
             folders.add(name)
             store.make_folders(posixpath.join(folder, name), [])
 
-    def arrays(folder: str) -> list[Writer]:
-        writers: list[Writer] = []
+    def arrays(folder: str) -> list[ZarrWriter]:
+        writers: list[ZarrWriter] = []
         for (
             name,
             leaves,
         ) in items.trees.items():  # one after another: each writer may hold the full limit of bytes in memory
-            with Writer(store, _within(folder, name), driver="zarr", ocdbt=True, call=call) as writer:
+            with ZarrWriter(store, _within(folder, name), driver="zarr", ocdbt=True, call=call) as writer:
                 add_arrays(writer, leaves, contents, chunks)
             writers.append(writer)
         return writers
@@ -275,14 +277,14 @@ def is_step_of_manager(path: str, contents: Source) -> bool:
     return found is not None and int(found[2]) == contents.step
 
 
-def _only_tree(contents: Source, *, of_manager: bool) -> Items:
+def _only_tree(contents: Source, *, of_manager: bool) -> WrittenItems:
     """Returns the entire tree as the only item: `default` with the metrics, or directly in the folder."""
     assert contents.skeleton is not None
     leaves = list(leaves_of(contents.skeleton, contents.entries.values()))
     if is_files(contents.skeleton):
-        return Items({}, {}, ["  (root): the files of a handler; make them an item among several"])
+        return WrittenItems({}, {}, ["  (root): the files of a handler; make them an item among several"])
     values = {METRICS: dict(contents.metrics)} if of_manager and contents.metrics else {}
-    return Items({DEFAULT if of_manager else "": leaves}, values, list(problems_of(leaves)))
+    return WrittenItems({DEFAULT if of_manager else "": leaves}, values, list(problems_of(leaves)))
 
 
 def _within(folder: str, name: str) -> str:

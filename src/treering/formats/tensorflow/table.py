@@ -244,7 +244,7 @@ def _advance_crc(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
     return halves[0], halves[1]
 
 
-class Tensor(NamedTuple):
+class IndexTensor(NamedTuple):
     """An entry of the index. `parts` lists the parts of a partitioned tensor, which have their own entries."""
 
     dtype: int
@@ -256,14 +256,14 @@ class Tensor(NamedTuple):
     parts: tuple[tuple[Extent, ...], ...]
 
 
-class Header(NamedTuple):
+class IndexHeader(NamedTuple):
     """Holds the number of files of data, and their byte order."""
 
     shards: int
     order: Literal["little", "big"]
 
 
-def read_header(message: bytes, name: str) -> Header:
+def read_header(message: bytes, name: str) -> IndexHeader:
     """Parses the first entry of an index. Raises `CorruptError` and `UnsupportedError`."""
     shards = endianness = needed = 0
     for field, value in fields(message, name):
@@ -277,10 +277,10 @@ def read_header(message: bytes, name: str) -> Header:
         raise UnsupportedError(f"{name}: expected version {_VERSION} of the format, found {needed}")
     if endianness > 1:
         raise CorruptError(f"{name}: expected the byte order 0 or 1, found {endianness}")
-    return Header(shards, "big" if endianness else "little")
+    return IndexHeader(shards, "big" if endianness else "little")
 
 
-def read_tensor(message: bytes, name: str) -> Tensor:
+def read_tensor(message: bytes, name: str) -> IndexTensor:
     """Parses an entry. Fields: dtype 1, shape 2, shard 3, offset 4, size 5, checksum 6, parts 7."""
     numbers = dict.fromkeys((1, 3, 4, 5, 6), 0)
     shape: list[int] = []
@@ -296,7 +296,7 @@ def read_tensor(message: bytes, name: str) -> Tensor:
                     raise CorruptError(f"{name}: a tensor of unknown rank")
         elif field == 7:
             parts.append(tuple(_extents(_bytes(value, name), name)))
-    return Tensor(numbers[1], tuple(shape), numbers[3], numbers[4], numbers[5], numbers[6], tuple(parts))
+    return IndexTensor(numbers[1], tuple(shape), numbers[3], numbers[4], numbers[5], numbers[6], tuple(parts))
 
 
 def path_of(key: bytes, index: str) -> str:

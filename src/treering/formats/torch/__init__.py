@@ -30,11 +30,11 @@ class Torch(ReadOnly):
 
     def open(self, store: Store, path: str) -> Source:
         from .archive import Archive
-        from .tree import Leaves, TorchReader
+        from .tree import TorchLeaves, TorchReader
 
         file = open_fetched(store, path)
         archive = Archive(file, path)
-        return TorchReader("torch", path, Leaves(archive.value(), archive, path), nbytes=file.size)
+        return TorchReader("torch", path, TorchLeaves(archive.value(), archive, path), nbytes=file.size)
 
 
 FORMAT = Torch()

@@ -19,7 +19,7 @@ from .._shared.extents import check_shape
 from .._shared.npy import DTYPE
 from .._shared.pickles import Global, Made, Persistent
 from .._shared.reader import ForeignReader, Stored
-from .archive import Archive, Placed, Tensor, sizes
+from .archive import Archive, Placed, TorchTensor, sizes
 
 _SAVE_STATE = (
     "if you trust it, save its tensors where that program is, and open the new file: "
@@ -53,7 +53,7 @@ class _LeftOut(NamedTuple):
     what: str
 
 
-class Leaves:
+class TorchLeaves:
     """The leaves of a tree, in order. `left_out` describes objects that only their own program can make."""
 
     def __init__(self, tree: Any, archive: Archive | None, where: str):
@@ -89,7 +89,7 @@ class Leaves:
     def _add(self, path: str, value: Any) -> None:
         if isinstance(value, CorruptError):
             self.entries.append(lost_entry(path, str(value), tree=True))
-        elif isinstance(value, Tensor | Placed):
+        elif isinstance(value, TorchTensor | Placed):
             self.entries.append(ArrayEntry(path, value.type, value.dtype, value.shape))
             self.arrays[path], self.checks[path] = value.stored, value.check
             self.left_out += [f"{path or '(root)'}.{name} (an attribute)" for name in value.attributes]
@@ -150,7 +150,7 @@ def _convert(value: Any, archive: Archive | None) -> Any:
         return _dict(value)
     if type(value) in (list, tuple):
         return _numbered("tuple" if type(value) is tuple else "list", value)
-    if isinstance(value, Tensor | Placed | CorruptError):
+    if isinstance(value, TorchTensor | Placed | CorruptError):
         return value
     if isinstance(value, Persistent):
         return _LeftOut("a storage without a tensor")
@@ -201,7 +201,7 @@ class TorchReader(ForeignReader):
 
     expands = True  # several tensors may share bytes, and one may repeat them
 
-    def __init__(self, format: str, path: str, leaves: Leaves, *, nbytes: int, step: int | None = None):
+    def __init__(self, format: str, path: str, leaves: TorchLeaves, *, nbytes: int, step: int | None = None):
         self._checks = leaves.checks
         super().__init__(
             format,

@@ -23,7 +23,7 @@ from .saving import STATE
 _TREE_NAMES = (*UNNAMED_ITEMS[True], *UNNAMED_ITEMS[False], "AUTO", None)  # names of a tree without a name
 
 
-class Part(NamedTuple):
+class ItemPart(NamedTuple):
     """A checkpointable. Either `tree` is its tree, or `files` are those that a handler wrote, or `directory` has them.
 
     saved_by: the name of the class of the handler.
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     saved_by: str | None = None
 
 
-class Contents:
+class CheckpointContents:
     """The checkpointables of the checkpoint at a path, or of one that is open.
 
     Raises `InvalidLayoutError`, which is a `FileNotFoundError` and a `ValueError`, if there is no checkpoint.
@@ -79,10 +79,10 @@ class Contents:
             return (getattr(self.ckpt._source, "level", "") or STATE, *self._own)
         return tuple(dict.fromkeys([*self._names, *self._own]))
 
-    def part(self, name: str | None) -> Part:
+    def part(self, name: str | None) -> ItemPart:
         """Returns a checkpointable. Raises `NoCheckpointableError`, which is a `KeyError`, if there is none."""
         if name in self._own:
-            return Part(directory=posixpath.join(self.path, name), saved_by=self._own[name])
+            return ItemPart(directory=posixpath.join(self.path, name), saved_by=self._own[name])
         if self.ckpt is not None and self._names is None and name in (*_TREE_NAMES, *self.names):
             return self._typed(self.ckpt)
         if name is not None and name == deleted_item(stores.get(self.path), self.path):
@@ -104,13 +104,13 @@ class Contents:
                 return name
         raise InvalidLayoutError(f"{self.path}: expected a tree, found {join_names(self.names)}")
 
-    def _typed(self, part: Checkpoint) -> Part:
+    def _typed(self, part: Checkpoint) -> ItemPart:
         if not items.is_files(part):
-            return Part(tree=part)
-        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
+            return ItemPart(tree=part)
+        return ItemPart(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
 
 
-def tree_part(contents: Contents, name: Any) -> Checkpoint:
+def tree_part(contents: CheckpointContents, name: Any) -> Checkpoint:
     """Returns the tree of a name, or the only one. Raises `InvalidLayoutError` if there is none."""
     chosen = contents.tree_name() if name == "AUTO" else name
     found = contents.part(chosen).tree

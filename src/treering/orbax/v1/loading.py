@@ -28,7 +28,7 @@ from ..namespaces import lacks, unsupported_name
 from ..namespaces import unsupported_name as unsupported
 from ..tree_restore import structure_of
 from . import registry, saving
-from .contents import Contents, Part, tree_part
+from .contents import CheckpointContents, ItemPart, tree_part
 from .context import Context, get_context
 from .options import CheckpointLayout
 from .saving import RESERVED, deprecated
@@ -56,10 +56,10 @@ def load_at(path: Path, name: str | None, abstract: Any, context: Context | None
     """Loads a tree with the options of a context."""
     check_name(name)
     context = (context or get_context()).check()
-    return load_from(Contents(path, context), name, abstract, context)
+    return load_from(CheckpointContents(path, context), name, abstract, context)
 
 
-def load_from(contents: Contents, name: str | None, abstract: Any, context: Context) -> Any:
+def load_from(contents: CheckpointContents, name: str | None, abstract: Any, context: Context) -> Any:
     """Loads a tree of an open checkpoint."""
     return load_tree(tree_part(contents, name), plain(abstract), context)
 
@@ -74,7 +74,7 @@ def load_checkpointables(path: Path, abstract_checkpointables: Any = None) -> di
     """
     context = get_context().check()
     wanted = check_wanted(abstract_checkpointables)
-    return load_checkpointables_from(Contents(path, context), wanted, context)
+    return load_checkpointables_from(CheckpointContents(path, context), wanted, context)
 
 
 def check_wanted(abstract_checkpointables: Any) -> Mapping[str, Any] | None:
@@ -87,7 +87,9 @@ def check_wanted(abstract_checkpointables: Any) -> Mapping[str, Any] | None:
     return wanted
 
 
-def load_checkpointables_from(contents: Contents, wanted: Mapping[str, Any] | None, context: Context) -> dict[str, Any]:
+def load_checkpointables_from(
+    contents: CheckpointContents, wanted: Mapping[str, Any] | None, context: Context
+) -> dict[str, Any]:
     """Loads checkpointables of an open checkpoint."""
     wanted = dict.fromkeys(contents.names) if wanted is None else wanted
     parts = {name: contents.part(name) for name in wanted}
@@ -127,7 +129,7 @@ def plain(abstract: Any) -> Any:
     return abstract.metadata if isinstance(abstract, CheckpointMetadata) else abstract
 
 
-def _load(name: str, part: Part, abstract: Any, context: Context) -> Any:
+def _load(name: str, part: ItemPart, abstract: Any, context: Context) -> Any:
     if part.tree is not None:
         if abstract is not None and state_methods.is_iterator(type(abstract)):
             return items.restore_iterator(part.tree, abstract)
@@ -139,7 +141,7 @@ def _load(name: str, part: Part, abstract: Any, context: Context) -> Any:
     return registry.load_directory(nodes.path_object(part.directory), handler, abstract)
 
 
-def handler_of(name: str, part: Part, abstract: Any, context: Context) -> Any:
+def handler_of(name: str, part: ItemPart, abstract: Any, context: Context) -> Any:
     """Returns the handler that loads a checkpointable; None if an object loads itself.
 
     Raises `NoEntryError`, which is a `KeyError`, if a handler wrote it and none is registered that fits.
@@ -159,10 +161,10 @@ def metadata(path: Path, checkpointable_name: str | None = "AUTO") -> Checkpoint
     """
     check_name(checkpointable_name)
     context = get_context().check()
-    return metadata_from(Contents(path, context), checkpointable_name, context)
+    return metadata_from(CheckpointContents(path, context), checkpointable_name, context)
 
 
-def metadata_from(contents: Contents, name: str | None, context: Context) -> CheckpointMetadata[Any]:
+def metadata_from(contents: CheckpointContents, name: str | None, context: Context) -> CheckpointMetadata[Any]:
     """Returns the metadata of the tree of an open checkpoint."""
     return _described(contents, context, tree_metadata(tree_part(contents, name)))
 
@@ -177,10 +179,10 @@ def checkpointables_metadata(path: Path) -> CheckpointMetadata[dict[str, Any]]:
     context = get_context().check()
     if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
         raise NotImplementedError(f"{path}: a file of safetensors is one tree; use metadata()")
-    return checkpointables_metadata_from(Contents(path, context), context)
+    return checkpointables_metadata_from(CheckpointContents(path, context), context)
 
 
-def checkpointables_metadata_from(contents: Contents, context: Context) -> CheckpointMetadata[dict[str, Any]]:
+def checkpointables_metadata_from(contents: CheckpointContents, context: Context) -> CheckpointMetadata[dict[str, Any]]:
     """Returns the metadata of the checkpointables of an open checkpoint by name."""
     found: dict[str, Any] = {}
     for name in contents.names:
@@ -201,13 +203,13 @@ def pytree_metadata(*args: Any, **kwargs: Any) -> CheckpointMetadata[Any]:
 def is_orbax_checkpoint(path: Path) -> bool:
     """Returns True if there is a checkpoint at a path that `load_checkpointables` can open, of either format."""
     try:
-        Contents(path, get_context())
+        CheckpointContents(path, get_context())
     except (InvalidLayoutError, CorruptError):
         return False
     return True
 
 
-def _described(contents: Contents, context: Context, found: Any) -> CheckpointMetadata[Any]:
+def _described(contents: CheckpointContents, context: Context, found: Any) -> CheckpointMetadata[Any]:
     ckpt = contents.ckpt
     created = as_nanoseconds(None if ckpt is None else ckpt.created)
     # Some formats record no time. Then the commit is the last change of the file.
@@ -244,7 +246,7 @@ def _abstract(source: Source, entry: Entry) -> Any:
     return ArrayMetadata(shape, dtype, None if record is None else ShardingMetadata(record), weak_type=weak)
 
 
-def _part_metadata(name: str, part: Part, context: Context) -> Any:
+def _part_metadata(name: str, part: ItemPart, context: Context) -> Any:
     if part.tree is not None:
         return tree_metadata(part.tree)
     handler = registry.handler_to_load(context.checkpointables.registry, name, None, part.saved_by)

@@ -118,7 +118,7 @@ def _start(
         raise UnsupportedValueError(f"{path}: checkpoint_layout=SAFETENSORS is for loads; use treering.save")
     for_orbax = bool(items.format_options(context.write, several=True))
     tree = tree_of(checkpointables, context, for_orbax=for_orbax)
-    options = items.format_options(context.write, several=isinstance(tree, nodes.Composite))
+    options = items.format_options(context.write, several=isinstance(tree, nodes.ItemsTree))
     callback = context.asynchronous.post_finalization_callback
     if (limit := context.memory.write_concurrent_bytes) is not None:
         options["memory_limit"] = limit

@@ -16,7 +16,7 @@ from .. import items, tree_restore
 from ..arguments import PyTreeSave, RestoreArgs, SaveArgs
 from ..errors import UnsupportedValueError
 from ..metadata import ShardingMetadata
-from ..tree_restore import LeafTemplate, Leaves, host_template, is_resized, resized
+from ..tree_restore import LeafTemplate, LeafTemplates, host_template, is_resized, resized
 from .context import Context
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ def load_tree(part: Checkpoint, abstract: Any, context: Context) -> Any:
     if abstract is None:
         return tree_restore.restore_as_saved(part)
     strict = not context.array.loading.enable_padding_and_truncation
-    leaves = Leaves(part._source, strict=strict)
+    leaves = LeafTemplates(part._source, strict=strict)
 
     def template(path: str, leaf: Any, entry: Entry) -> LeafTemplate:
         if isinstance(leaf, type):
